@@ -1,0 +1,89 @@
+"""From target settings to the units of a run: read, left out, drawn."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from grasp.errors import TargetError
+from grasp.seeds import stream
+from grasp.settings import TargetSettings
+from grasp.targets.hf_datasets import read_dataset
+from grasp.targets.jsonl import is_path, read_jsonl
+from grasp.targets.olmes import read_task, shipped_name, task_root
+from grasp.targets.units import Unit, UnitSet
+
+
+def load_units(settings: TargetSettings) -> UnitSet:
+    """Units of every target named, in the order named; within a target in the order drawn.
+
+    `units_per_target` units are drawn without replacement. The draw depends on the seed, the target's name
+    and the number of its units alone, and draws are nested: the first 64 of 128 are the 64. Leaving a unit
+    out moves no other one, except that later ones take the places that come free.
+
+    Raises:
+        TargetError: no target, an unknown or empty one, two targets of one name, a unit_id that occurs twice.
+        MissingExtraError: what a target is read with is not installed.
+    """
+    pools = _pools(settings)
+    if not pools:
+        raise TargetError("targets.names: got none, expected at least one task or JSONL file")
+    _refuse_duplicates(chain.from_iterable(pools.values()))
+    excluded = frozenset(settings.exclude_units)
+    drawn = [
+        unit
+        for target, pool in pools.items()
+        for unit in _draw(target, pool, excluded, settings.units_per_target, settings.seed)
+    ]
+    found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
+    return UnitSet(tuple(drawn), found)
+
+
+def _pools(settings: TargetSettings) -> dict[str, list[Unit]]:
+    """All units by target."""
+    pools: dict[str, list[Unit]] = {}
+    for name in settings.names:
+        if is_path(name):
+            _add(pools, read_jsonl(name, settings.loss_on))
+        else:
+            _add(pools, read_task(name, settings.variant, settings.loss_on, task_root()))
+    for target in settings.datasets:
+        units = read_dataset(target, settings.loss_on)
+        if not units:
+            raise TargetError(
+                f"targets.datasets.{target.name}: {target.path} has no rows, expected at least one"
+            )
+        _add(pools, units)
+    return pools
+
+
+def _add(pools: dict[str, list[Unit]], units: Sequence[Unit]) -> None:
+    fresh: dict[str, list[Unit]] = {}
+    for unit in units:
+        fresh.setdefault(unit.target, []).append(unit)
+    clash = sorted(fresh.keys() & pools.keys())
+    if clash:
+        raise TargetError(f"targets: {', '.join(clash)} is named twice, expected each target once")
+    pools.update(fresh)
+
+
+def _refuse_duplicates(units: Iterable[Unit]) -> None:
+    target_of: dict[str, str] = {}
+    for unit in units:
+        if unit.unit_id in target_of:
+            raise TargetError(
+                f"targets: unit_id {unit.unit_id!r} occurs twice (in {target_of[unit.unit_id]} and"
+                f" {unit.target}), expected each once"
+            )
+        target_of[unit.unit_id] = unit.target
+
+
+def _draw(
+    target: str, pool: Sequence[Unit], excluded: frozenset[str], count: int | None, seed: int
+) -> list[Unit]:
+    # An alias draws what its task draws: the stream is named by the task that stands behind it.
+    order = stream(seed, "units", shipped_name(target)).permutation(len(pool))
+    kept = [pool[k] for k in order if pool[k].unit_id not in excluded]
+    if not kept:
+        raise TargetError(
+            f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more"
+        )
+    return kept[:count]

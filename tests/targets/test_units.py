@@ -1,0 +1,98 @@
+"""Units as tokens: prompt and completion are encoded apart; what does not fit is cut in front or refused."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grasp.errors import TargetError
+from grasp.targets import Unit, UnitSet
+
+UNIT = Unit(unit_id="t:0", target="t", prompt="abc", completion=" d")
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """One token a character; the id is its code."""
+
+    eos_id: int | None = 0
+    vocab_size: int = 128
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[ord(char) for char in text] for text in texts]
+
+
+def tokens(unit: Unit, max_length: int = 16, tokenizer: CharTokenizer = CharTokenizer()) -> tuple[str, int]:
+    (one,) = UnitSet((unit,)).tokenize(tokenizer, max_length)
+    assert one.input_ids.dtype == np.int32
+    return "".join(map(chr, one.input_ids)), one.first
+
+
+def test_labels_begin_at_the_completion():
+    assert tokens(UNIT) == ("abc d", 3)
+
+
+def test_loss_on_all_supervises_every_label():
+    assert tokens(replace(UNIT, loss_on="all")) == ("abc d", 1)
+
+
+def test_empty_prompt_gets_the_end_of_text_token():
+    assert tokens(replace(UNIT, prompt="")) == ("\0 d", 1)
+
+
+@given(
+    prompt=st.text("abc", max_size=30),
+    completion=st.text("xyz", min_size=1, max_size=10),
+    room=st.integers(1, 20),
+)
+def test_a_long_prompt_loses_its_beginning_only(prompt, completion, room):
+    text, first = tokens(replace(UNIT, prompt=prompt, completion=completion), len(completion) + room)
+    assert text == ((prompt or "\0")[-room:] + completion)
+    assert text[first:] == completion
+
+
+@pytest.mark.parametrize(
+    ("unit", "tokenizer", "message"),
+    [
+        (replace(UNIT, completion=""), CharTokenizer(), "unit 't:0' of t: the completion '' has no tokens"),
+        (
+            replace(UNIT, completion="x" * 16),
+            CharTokenizer(),
+            "the completion has 16 tokens, expected at most 15",
+        ),
+        (
+            replace(UNIT, prompt=""),
+            CharTokenizer(eos_id=None),
+            "the prompt is empty and the tokenizer has no",
+        ),
+        (
+            replace(UNIT, prompt="z"),
+            CharTokenizer(vocab_size=50),
+            "token id 122 lies outside .* vocabulary of 50",
+        ),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(unit, tokenizer, message):
+    with pytest.raises(TargetError, match=message):
+        tokens(unit, 16, tokenizer)
+
+
+def test_fingerprint_follows_what_is_scored():
+    same = UnitSet((replace(UNIT, support="elsewhere"),))
+    assert UnitSet((UNIT,)).fingerprint == same.fingerprint
+    for change in (
+        {"completion": " e"},
+        {"prompt": "ab"},
+        {"unit_id": "t:1"},
+        {"target": "u"},
+        {"loss_on": "all"},
+    ):
+        assert UnitSet((replace(UNIT, **change),)).fingerprint != UnitSet((UNIT,)).fingerprint
+
+
+def test_targets_are_listed_in_order():
+    units = tuple(replace(UNIT, unit_id=f"{t}:{k}", target=t) for t in ("z", "a") for k in range(2))
+    assert UnitSet(units).targets == ("z", "a")
