@@ -1,0 +1,467 @@
+"""How well predicted utilities rank interventions, with intervals, and how well they could at best.
+
+Shape letters: B subsets, E units of one target, S retraining seeds, R bootstrap resamples, T targets.
+
+Intervals. Subsets are what was sampled, so subsets are resampled, the same ones for every unit, target and
+metric of an environment. The 95 % interval is the estimate plus the 2.5 % and 97.5 % points of the resamples'
+deviations from *their own* mean, cut to the metric's range: a resample carries noise of its own, which
+pulls a positive fraction towards one half, so only the spread of the resamples is used, not their centre.
+
+Undefined. Spearman's rho of a constant column does not exist. It is never replaced by a number: an `Estimate`
+then has value None and says why, and units without a rho are counted and left out of means and fractions.
+
+Noise ceiling. Let U = truth + noise with noise independent between seeds. With r1 the mean over all pairs of
+seeds of the rank correlation between two seeds' utilities, the S-seed mean has reliability (Spearman-Brown)
+
+    reliability = S r1 / (1 + (S - 1) r1),        ceiling = sqrt(reliability),
+
+which is the correlation that a predictor equal to the truth has with the S-seed mean. It is exact for
+Pearson's correlation; with rank correlations of normal variables it is less than 0.01 too high. For mean LDS,
+r1 is averaged over the units first; sqrt and Spearman-Brown are concave, so where units differ in reliability
+that is an upper bound.
+One seed, or seeds that do not agree (r1 <= 0), leave the ceiling undefined.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.errors import ShapeError
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+
+RESAMPLES = 1_000
+LEVEL = 0.95
+_BLOCK_NUMBERS = 500_000  # numbers in one block of comparisons or ranks: it stays in the cache
+
+CONSTANT_PREDICTION = "predictions are constant"
+CONSTANT_UTILITY = "utilities are constant"
+MIN_SUBSETS = 3
+TOO_FEW_SUBSETS = f"fewer than {MIN_SUBSETS} subsets"
+ONE_SEED = "one seed: the noise between seeds is unknown"
+NO_DEFINED_UNIT = "no unit has a defined rho"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A metric and its 95 % bootstrap interval; value None means undefined, and `reason` says why."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    reason: str = ""
+
+    @classmethod
+    def undefined(cls, reason: str) -> "Estimate":
+        return cls(None, reason=reason)
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "undefined"
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f}"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and standard deviation (n - 1) over seeds of a metric, masks and predictions fixed."""
+
+    mean: float | None
+    sd: float | None
+    n_seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a predictor equal to the truth would reach on one target, given the noise between seeds."""
+
+    task_rho: Estimate
+    mean_lds: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMetrics:
+    """What one prediction reaches on one target; the resamples stay so that targets can be averaged."""
+
+    target: str
+    n_subsets: int
+    n_units: int
+    task_rho: Estimate
+    mean_lds: Estimate
+    positive: Estimate
+    pairwise: Estimate
+    task_rho_standardised: Estimate
+    ceilings: "Ceilings"
+    over_seeds: Mapping[str, Spread]
+    undefined_units: Mapping[str, int]
+    rho_E: F64
+    resamples: Mapping[str, F64] = field(repr=False)
+
+
+# ---------------------------------------------------------------------------------------------- ranks
+
+
+def _comparisons(values_BE: F64, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """(E, B, B): 1/2 where the first subset lies below the second, 0 where they tie, -1/2 where above."""
+    values_EB = values_BE.T
+    return np.sign(values_EB[:, None, :] - values_EB[:, :, None]).astype(dtype) / 2
+
+
+def rank_correlations(
+    columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: NDArray[np.floating[Any]]
+) -> F64:
+    """Spearman's rho between pairs of column sets, for every unit and every resample.
+
+    A resample is a row of integer weights: how often each subset was drawn. The mid-rank of a subset, less
+    the mean rank, is (weight below it - weight above it) / 2; so all ranks of all resamples are one matrix
+    product of the weights with the comparisons, which are made once. Ranks are multiples of 1/2: exact.
+
+    Args:
+        columns: arrays (B, E) of one shape: predictions, utilities, utilities of one seed; any unit.
+        pairs: which of them to correlate, by position.
+        weights_RB: a row of ones is the plain rho. Its dtype is the precision: float32 leaves errors of 1e-6.
+    Returns:
+        (P, E, R); nan exactly where one of the two is constant on the subsets drawn; ties as in scipy.
+    Raises:
+        ShapeError: shapes differ; the message carries both.
+    Source: eq:lds-spearman. Deviation: none. Cost: O(E B^2 R) multiply-adds per column set.
+    """
+    columns = [np.asarray(column, dtype=np.float64) for column in columns]
+    shapes = {column.shape for column in columns}
+    if len(shapes) != 1:
+        raise ShapeError(f"rank correlation: shapes {sorted(shapes)} differ, expected one (B, E)")
+    n_subsets, n_units = columns[0].shape
+    if weights_RB.shape[1] != n_subsets:
+        raise ShapeError(
+            f"rank correlation: weights {weights_RB.shape} (R, B) do not fit {n_subsets} subsets"
+        )
+    n_resamples = len(weights_RB)
+    out = np.empty((len(pairs), n_units, n_resamples))
+    root_RB = np.sqrt(weights_RB)
+    units_at_once = max(1, _BLOCK_NUMBERS // (len(columns) * n_subsets * n_subsets))
+    for start in range(0, n_units, units_at_once):
+        part = slice(start, start + units_at_once)
+        compared = [_comparisons(column[:, part], weights_RB.dtype) for column in columns]
+        step = max(1, _BLOCK_NUMBERS // (compared[0].shape[0] * n_subsets * len(columns)))
+        for first in range(0, n_resamples, step):
+            draws = slice(first, first + step)
+            ranks = [np.matmul(weights_RB[draws], below_EBB) for below_EBB in compared]
+            out[:, part, draws] = _rank_products(ranks, root_RB[draws], pairs)
+    return out
+
+
+def _rank_products(ranks: list[NDArray[Any]], root_RB: NDArray[Any], pairs: Sequence[tuple[int, int]]) -> F64:
+    """Correlations (P, E, R) of centred ranks (E, R, B) under weights whose roots are given."""
+    ranks = [np.multiply(rank_ERB, root_RB, out=rank_ERB) for rank_ERB in ranks]
+    # a constant column has centred ranks of exactly 0, so its norm is exactly 0
+    norm_ER = [np.sqrt(np.einsum("erb,erb->er", rank, rank)) for rank in ranks]
+    out_PER = np.full((len(pairs), *norm_ER[0].shape), np.nan)
+    for p, (a, b) in enumerate(pairs):
+        scale_ER = norm_ER[a] * norm_ER[b]
+        cov_ER = np.einsum("erb,erb->er", ranks[a], ranks[b])
+        np.divide(cov_ER, scale_ER, out=out_PER[p], where=scale_ER > 0)
+    return np.clip(out_PER, -1.0, 1.0)
+
+
+def spearman(x_BE: F64, y_BE: F64) -> F64:
+    """Spearman's rho of every column, (E,); nan where a column is constant."""
+    return rank_correlations([x_BE, y_BE], [(0, 1)], np.ones((1, len(x_BE))))[0, :, 0]
+
+
+def bootstrap_weights(n_subsets: int, *, resamples: int = RESAMPLES, seed: int = 0) -> NDArray[np.float32]:
+    """(R, B): how often each subset is drawn in each resample; a function of (seed, B, R) alone."""
+    draws = stream(seed, "fidelity", "bootstrap", n_subsets).integers(
+        0, n_subsets, size=(resamples, n_subsets)
+    )
+    weights_RB = np.zeros((resamples, n_subsets), dtype=np.float32)
+    np.add.at(weights_RB, (np.arange(resamples)[:, None], draws), 1)
+    return weights_RB
+
+
+def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
+    """Share of pairs of subsets ordered as retraining orders them, (R,).
+
+    A pair whose utilities tie is left out; a pair whose predictions tie counts one half. In a resample a pair
+    counts as often as the product of its weights. nan where no pair is left.
+    """
+    weights_RB = np.asarray(weights_RB, dtype=np.float64)
+    sign_p = np.sign(predicted_B[:, None] - predicted_B[None, :])
+    sign_u = np.sign(realized_B[:, None] - realized_B[None, :])
+    counted = (sign_u != 0).astype(np.float64)
+    right = counted * (0.5 + 0.5 * sign_p * sign_u)
+    total_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ counted)
+    right_R = np.einsum("rb,rb->r", weights_RB, weights_RB @ right)
+    out = np.full(total_R.shape, np.nan)
+    np.divide(right_R, total_R, out=out, where=total_R > 0)
+    return out
+
+
+# ------------------------------------------------------------------------------------------ intervals
+
+
+def interval(value: float, resampled_R: F64, *, lowest: float, highest: float, reason: str) -> Estimate:
+    """Estimate with the centred bootstrap interval of the module's head; undefined resamples are left out."""
+    if not np.isfinite(value):
+        return Estimate.undefined(reason)
+    drawn = resampled_R[np.isfinite(resampled_R)]
+    if len(drawn) < 2:
+        return Estimate(float(value))
+    tail = (1 - LEVEL) / 2
+    low, high = value + np.quantile(drawn - drawn.mean(), [tail, 1 - tail])
+    return Estimate(float(value), float(max(low, lowest)), float(min(high, highest)))
+
+
+def _mean_defined(values: F64, axis: int) -> F64:
+    """Mean without the nan; nan where nothing is defined (numpy's nanmean would warn)."""
+    defined = np.isfinite(values)
+    total = np.where(defined, values, 0.0).sum(axis=axis)
+    count = defined.sum(axis=axis)
+    out = np.full(total.shape, np.nan)
+    np.divide(total, count, out=out, where=count > 0)
+    return out
+
+
+def _positive_defined(rho_ER: F64) -> F64:
+    """Share of the defined rho that are above zero, (R,)."""
+    positive = np.where(np.isfinite(rho_ER), (rho_ER > 0).astype(np.float64), np.nan)
+    return _mean_defined(positive, axis=0)
+
+
+# -------------------------------------------------------------------------------------- noise ceiling
+
+
+def ceiling_from_correlation(correlation: F64, n_seeds: int) -> F64:
+    """sqrt of the reliability of the mean of `n_seeds` seeds; nan where the seeds do not agree (<= 0)."""
+    correlation = np.asarray(correlation, dtype=np.float64)
+    agrees = np.isfinite(correlation) & (correlation > 0)
+    r1 = correlation[agrees]
+    out = np.full(correlation.shape, np.nan)
+    out[agrees] = np.sqrt(n_seeds * r1 / (1.0 + (n_seeds - 1) * r1))
+    return out
+
+
+def seed_agreement(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
+    """Mean over all pairs of seeds of the rank correlation between two seeds, (E, R); nan if S < 2."""
+    _, n_seeds, n_units = realized_BSE.shape
+    pairs = [(a, b) for a in range(n_seeds) for b in range(a + 1, n_seeds)]
+    if not pairs:
+        return np.full((n_units, len(weights_RB)), np.nan)
+    runs = [realized_BSE[:, s] for s in range(n_seeds)]
+    return _mean_defined(rank_correlations(runs, pairs, weights_RB), axis=0)
+
+
+def noise_ceilings(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> Ceilings:
+    """Ceilings of one target; they depend on the utilities alone, so one call serves every method.
+
+    Args:
+        realized_BSE: realized utilities of each seed.
+        weights_RB: from `bootstrap_weights`.
+    Source: design section 4, point 11; the formula stands at the module's head.
+    """
+    return Ceilings(
+        task_rho=_ceiling(realized_BSE.mean(axis=2, keepdims=True), weights_RB),
+        mean_lds=_ceiling(realized_BSE, weights_RB),
+    )
+
+
+def _ceiling(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> Estimate:
+    n_subsets, n_seeds, _ = realized_BSE.shape
+    if n_seeds < 2:
+        return Estimate.undefined(ONE_SEED)
+    if n_subsets < MIN_SUBSETS:
+        return Estimate.undefined(TOO_FEW_SUBSETS)
+    plain = float(_mean_defined(seed_agreement(realized_BSE, _ones(n_subsets)), axis=0)[0])
+    if np.isnan(plain):
+        return Estimate.undefined(CONSTANT_UTILITY)
+    resampled_R = _mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
+    return interval(
+        float(ceiling_from_correlation(np.array([plain]), n_seeds)[0]),
+        ceiling_from_correlation(resampled_R, n_seeds),
+        lowest=0.0,
+        highest=1.0,
+        reason=f"the seeds do not agree (mean rank correlation {plain:.2f})",
+    )
+
+
+# ---------------------------------------------------------------------------------------- aggregation
+
+
+def standardised_mean(values_BE: F64) -> F64:
+    """Mean over units of each unit's z-score over the subsets, (B,); constant units carry nothing.
+
+    A diagnostic: the raw mean is led by the few units with a large spread, this one hears all alike.
+    """
+    centred_BE = values_BE - values_BE.mean(axis=0)
+    z_BE = np.zeros_like(centred_BE)
+    np.divide(centred_BE, values_BE.std(axis=0), out=z_BE, where=_varies(values_BE))
+    return np.asarray(z_BE.mean(axis=1))
+
+
+def unit_leverage(values_BE: F64) -> F64:
+    """Share of each unit in the variance of the units' mean, (E,), sums to 1; nan if the mean is constant."""
+    mean_B = values_BE.mean(axis=1)
+    if mean_B.max() == mean_B.min():
+        return np.full(values_BE.shape[1], np.nan)
+    mean_B = mean_B - mean_B.mean()
+    return np.asarray(mean_B @ values_BE / (mean_B @ mean_B * values_BE.shape[1]))
+
+
+def _varies(values_BE: F64) -> NDArray[np.bool_]:
+    return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
+
+
+# --------------------------------------------------------------------------------------- all together
+
+
+def target_metrics(
+    target: str,
+    predicted_BE: F64,
+    realized_BSE: F64,
+    weights_RB: NDArray[np.floating[Any]],
+    *,
+    task_predicted_B: F64 | None = None,
+    ceilings: Ceilings | None = None,
+) -> TargetMetrics:
+    """All metrics of one prediction on one target.
+
+    Args:
+        target: its name, for messages.
+        predicted_BE: predicted utilities; any increasing scale.
+        realized_BSE: realized utilities of each seed; the metrics use the mean over seeds.
+        weights_RB: from `bootstrap_weights`; shared by the targets of an environment.
+        task_predicted_B: the prediction for the task's mean, where it is not the mean of the units' own.
+        ceilings: from `noise_ceilings`, where it is known already.
+    Raises:
+        ShapeError: shapes do not fit each other.
+    Source: eq:lds-spearman and the paper's task-level rho, positive fraction and pairwise accuracy.
+    """
+    predicted_BE, realized_BSE = np.asarray(predicted_BE, np.float64), np.asarray(realized_BSE, np.float64)
+    n_subsets, _, n_units = realized_BSE.shape
+    if predicted_BE.shape != (n_subsets, n_units):
+        raise ShapeError(
+            f"{target}: predictions {predicted_BE.shape} do not fit utilities {realized_BSE.shape} (B, S, E)"
+        )
+    realized_BE = realized_BSE.mean(axis=1)
+    task_B = (
+        predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
+    )
+    if task_B.shape != (n_subsets,):
+        raise ShapeError(f"{target}: task prediction {task_B.shape} does not fit {n_subsets} subsets")
+
+    values, rho_E = _metrics(predicted_BE, task_B, realized_BE, _ones(n_subsets))
+    resamples, _ = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
+    task_why, units_why = _why_undefined(task_B, realized_BE)
+    reasons = dict.fromkeys(METRICS, units_why) | {"task_rho": task_why, "pairwise": task_why}
+    estimates = {
+        name: interval(
+            float(values[name][0]), resamples[name], lowest=_LOWEST[name], highest=1.0, reason=reasons[name]
+        )
+        for name in METRICS
+    }
+    return TargetMetrics(
+        target=target,
+        n_subsets=n_subsets,
+        n_units=n_units,
+        **estimates,
+        ceilings=ceilings or noise_ceilings(realized_BSE, weights_RB),
+        over_seeds=_over_seeds(predicted_BE, task_B, realized_BSE),
+        undefined_units=_undefined_units(predicted_BE, realized_BE),
+        rho_E=rho_E[:, 0],
+        resamples=resamples,
+    )
+
+
+METRICS = ("task_rho", "mean_lds", "positive", "pairwise", "task_rho_standardised")
+_LOWEST = {
+    "task_rho": -1.0,
+    "mean_lds": -1.0,
+    "positive": 0.0,
+    "pairwise": 0.0,
+    "task_rho_standardised": -1.0,
+}
+
+
+def _ones(n_subsets: int) -> F64:
+    return np.ones((1, n_subsets))
+
+
+def _metrics(
+    predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: NDArray[np.floating[Any]]
+) -> tuple[dict[str, F64], F64]:
+    """Every metric under every resample, (R,) each, and the units' rho (E, R)."""
+    n_resamples, n_units = len(weights_RB), predicted_BE.shape[1]
+    if len(task_B) < MIN_SUBSETS:
+        nothing = {name: np.full(n_resamples, np.nan) for name in METRICS}
+        return nothing, np.full((n_units, n_resamples), np.nan)
+    rho_ER = rank_correlations([predicted_BE, realized_BE], [(0, 1)], weights_RB)[0]
+    realized_B = realized_BE.mean(axis=1)
+    predicted = np.stack([task_B, standardised_mean(predicted_BE)], axis=1)
+    realized = np.stack([realized_B, standardised_mean(realized_BE)], axis=1)
+    task_2R = rank_correlations([predicted, realized], [(0, 1)], weights_RB)[0]
+    pairs_R = pairwise_accuracy(task_B, realized_B, weights_RB)
+    if task_B.max() == task_B.min():
+        pairs_R = np.full_like(pairs_R, np.nan)  # a constant orders no pair: 1/2 would look like a result
+    return {
+        "task_rho": task_2R[0],
+        "mean_lds": _mean_defined(rho_ER, axis=0),
+        "positive": _positive_defined(rho_ER),
+        "pairwise": pairs_R,
+        "task_rho_standardised": task_2R[1],
+    }, rho_ER
+
+
+def _why_undefined(task_B: F64, realized_BE: F64) -> tuple[str, str]:
+    """Why a task-level metric, and why a metric over units, has no value; used only where it has none."""
+    if len(task_B) < MIN_SUBSETS:
+        return TOO_FEW_SUBSETS, TOO_FEW_SUBSETS
+    return (CONSTANT_PREDICTION if task_B.max() == task_B.min() else CONSTANT_UTILITY), NO_DEFINED_UNIT
+
+
+def _undefined_units(predicted_BE: F64, realized_BE: F64) -> dict[str, int]:
+    """Units without a rho, counted by reason; a reason that does not occur is left out."""
+    n_subsets, n_units = predicted_BE.shape
+    if n_subsets < MIN_SUBSETS:
+        return {TOO_FEW_SUBSETS: n_units}
+    flat_p, flat_u = ~_varies(predicted_BE), ~_varies(realized_BE)
+    counts = {CONSTANT_PREDICTION: int(flat_p.sum()), CONSTANT_UTILITY: int((flat_u & ~flat_p).sum())}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def _over_seeds(predicted_BE: F64, task_B: F64, realized_BSE: F64) -> dict[str, Spread]:
+    """Each metric against each seed alone: mean and sd, masks and predictions fixed."""
+    n_subsets, n_seeds, _ = realized_BSE.shape
+    runs = [_metrics(predicted_BE, task_B, realized_BSE[:, s], _ones(n_subsets))[0] for s in range(n_seeds)]
+    return {name: _spread(np.array([run[name][0] for run in runs])) for name in METRICS}
+
+
+def _spread(values_S: F64) -> Spread:
+    if not np.isfinite(values_S).all():
+        return Spread(None, None, len(values_S))
+    sd = float(values_S.std(ddof=1)) if len(values_S) > 1 else None
+    return Spread(float(values_S.mean()), sd, len(values_S))
+
+
+def average_over_targets(rows: Sequence[TargetMetrics], name: str) -> Estimate:
+    """Mean of one metric over targets; undefined if it is undefined on any of them, which is then named.
+
+    The resamples are those of the targets, draw by draw, so the interval knows that targets share subsets.
+    """
+    missing = [row.target for row in rows if getattr(row, name).value is None]
+    if missing or not rows:
+        return Estimate.undefined(f"undefined on {', '.join(missing)}" if missing else "no targets")
+    value = float(np.mean([getattr(row, name).value for row in rows]))
+    resampled_R = np.mean([row.resamples[name] for row in rows], axis=0)
+    return interval(value, resampled_R, lowest=_LOWEST[name], highest=1.0, reason="")
+
+
+def average_ceilings(rows: Sequence[TargetMetrics], name: str) -> Estimate:
+    """Mean ceiling over targets, without an interval; undefined if it is on any of them."""
+    missing = [row.target for row in rows if getattr(row.ceilings, name).value is None]
+    if missing or not rows:
+        return Estimate.undefined(f"undefined on {', '.join(missing)}" if missing else "no targets")
+    return Estimate(float(np.mean([getattr(row.ceilings, name).value for row in rows])))
