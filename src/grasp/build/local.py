@@ -1,0 +1,337 @@
+"""The build engine of one process: rows, moments, shards, artifact. Killed at any moment, it goes on where it was."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+import grasp
+from grasp.artifact.features import FeatureSpool
+from grasp.artifact.layout import MANIFEST
+from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
+from grasp.build.finish import PooledKernel
+from grasp.build.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard, forward_units
+from grasp.build.moments import build_token_moments, pooled_moments, spool_moments, spool_pooled_sample
+from grasp.build.progress import Progress, Silent
+from grasp.corpus.store import RowStore
+from grasp.errors import ArtifactError
+from grasp.features.moments import Moments
+from grasp.models.causal_lm import ReferenceModel
+from grasp.settings import BuildSettings, read_yaml, write_yaml
+from grasp.targets import UnitSet, load_units
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything a build reads, ready."""
+
+    settings: BuildSettings
+    model: ReferenceModel
+    store: RowStore
+    unit_set: UnitSet
+    units: UnitFeatures
+    positions_E: list[int]  # tokens that carry loss, per unit
+    model_fingerprint: str
+
+    @property
+    def n_units(self) -> int:
+        return len(self.unit_set.units)
+
+
+def build(
+    settings: BuildSettings, out: Path, *, resume: bool = False, progress: Progress | None = None
+) -> Path:
+    """Build the artifact `out`, or go on with one that was begun with the same settings.
+
+    Raises:
+        GraspError: bad input, named; nothing that was finished is lost.
+    """
+    progress = progress or Silent()
+    with ArtifactLock.acquire(out) as lock:
+        begin(settings, out, resume)
+        if (out / MANIFEST).exists():
+            return out
+        inputs = prepare(settings, ReferenceModel.load(settings.model), out / "tokens", progress)
+        work = out / "work" / _digest(identity(inputs))
+        token = build_token_kernel(inputs, work, progress)
+        shards, pooled = run_model(inputs, token, out, work, progress)
+        kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
+        writer = ArtifactWriter.open(
+            out,
+            identity=identity(inputs),
+            n_rows=inputs.store.n_rows,
+            shard_rows=settings.shard_rows,
+            arrays=array_specs(inputs, token, kernel),
+            dtype=settings.array_dtype,
+            lock=lock,
+        )
+        for k in range(writer.n_shards):
+            if k not in writer.finished:
+                finish_shard(inputs, kernel, writer, k, shards(k))
+        close(inputs, token, pooled, writer)
+        clean(settings, out)
+    return out
+
+
+def begin(settings: BuildSettings, out: Path, resume: bool) -> None:
+    """Claim `out` for these settings by its run.yaml, or see that it was begun with the same ones.
+
+    Raises:
+        ArtifactError: something was begun here and `resume` is False, or with other settings (all named).
+    """
+    path, now = out / "run.yaml", settings.model_dump(mode="json")
+    if path.exists():
+        if not resume:
+            raise ArtifactError(
+                f"{out}: a build was begun here; run again with --resume to go on with it, or delete {out} to start again"
+            )
+        changed = list(changes(read_yaml(path), now))
+        if changed:
+            raise ArtifactError(
+                f"{path}: the build begun here has other settings: {'; '.join(changed)}; go on with the old ones, or "
+                f"delete {out} to start again"
+            )
+    else:
+        write_yaml(now, path)
+
+
+def prepare(settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress) -> Inputs:
+    """Rows on disk, units through the model."""
+    progress.stage("rows", rows=None, tokens=None)
+    unit_set = load_units(settings.targets)
+    unit_tokens = unit_set.tokenize(model.tokenizer, settings.targets.max_length)
+    store = RowStore.write(
+        tokens, settings.corpus, model.tokenizer, shard_rows=settings.shard_rows, progress=_difference(progress)
+    )
+    names = [unit.unit_id for unit in unit_set.units]
+    return Inputs(
+        settings=settings,
+        model=model,
+        store=store,
+        unit_set=unit_set,
+        units=forward_units(model, unit_tokens, names, settings.features),
+        positions_E=[len(unit.input_ids) - unit.first for unit in unit_tokens],
+        model_fingerprint=model.fingerprint(),
+    )
+
+
+def build_token_kernel(inputs: Inputs, work: Path, progress: Progress) -> TokenKernel | None:
+    """Token moments and what follows from them; none where the settings ask for neither kernel nor sketch."""
+    features = inputs.settings.features
+    if not features.token and not features.product_width:
+        return None
+    spool = FeatureSpool(work / "token-moments")
+    moments = build_token_moments(inputs.model, inputs.store, features, spool, progress)
+    return TokenKernel.prepare(inputs.units, moments, features, inputs.model.device)
+
+
+def run_model(
+    inputs: Inputs, token: TokenKernel | None, out: Path, work: Path, progress: Progress
+) -> tuple[Callable[[int], ShardForward], Moments]:
+    """What gives the forward half of shard k, and the pooled moments.
+
+    A corpus no larger than the moment sample goes through the model at once: its features are spooled, its moments
+    are exact, and shards are read back. Of a larger one only the sample is spooled, and shards run when asked for.
+    """
+    model, store, features = inputs.model, inputs.store, inputs.settings.features
+    kept = FeatureSpool(out / "features") if inputs.settings.keep_features else None
+    exact = store.n_rows <= features.moment_rows
+    spool = (kept or FeatureSpool(work / "features")) if exact else kept
+
+    def run(k: int) -> ShardForward:
+        if spool is not None and spool.has(k):
+            shard = ShardForward.unspool(spool.read(k), model.vocab_size)
+        else:
+            rows = store.shard(k)
+            shard = forward_shard(model, rows, features, token)
+            if spool is not None:
+                spool.write(k, shard.spool())
+            progress.advance(len(rows), len(rows.flat_ids))
+        return shard
+
+    if exact and spool is not None:
+        left = [k for k in range(store.n_shards) if not spool.has(k)]
+        _announce(progress, store, len(left))
+        for k in left:
+            run(k)
+        return run, pooled_moments(spool, store.n_shards, model.hidden_size, model.vocab_size)
+    sample = FeatureSpool(work / "pooled-sample")
+    parts = spool_pooled_sample(model, store, features, sample, progress)
+    _announce(progress, store, store.n_shards)
+    return run, pooled_moments(sample, parts, model.hidden_size, model.vocab_size)
+
+
+def array_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
+    """Width, unit, sign and stored scale of every array of the artifact."""
+    features, units = inputs.settings.features, inputs.units
+    width = {"hidden_sketch": pooled.project_HD.shape[1], "residual_sketch": pooled.sketch_VD.shape[1]}
+    if features.product_width:
+        width["product_sketch"] = features.product_width
+    specs = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items()}
+    own: dict[str, NDArray[np.float64]] = {}
+    if features.pooled:
+        own["relevance_pooled"] = pooled.unit_relevance(units.pooled)
+    if features.token and token is not None:
+        own["relevance_token"] = token.unit_relevance(units)
+    for name, own_E in own.items():
+        specs[name] = ArraySpec(
+            inputs.n_units,
+            unit="inner product of preconditioned gradients; unitless",
+            sign="positive: training on the row should lower the unit's loss",
+            scale_E=relevance_scale(own_E),
+        )
+    return specs
+
+
+def finish_shard(inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward) -> None:
+    """Sketches and pooled relevance of one shard, and the shard into the artifact."""
+    arrays = kernel.apply(shard.pooled) | shard.token
+    table = inputs.store.shard(k).table.append_column("loss", pa.array(shard.loss_N, pa.float32()))
+    sums: dict[str, NDArray[np.float64]] = {}
+    for name, array in arrays.items():
+        wide = array.astype(np.float64)
+        sums[f"{name}.total"] = wide.sum(axis=0)
+        sums[f"{name}.square"] = (wide**2).sum(axis=0)
+    writer.write_shard(k, arrays, table, sums)
+
+
+def close(inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: ArtifactWriter) -> None:
+    """Gains of the sketches, moments, units, manifest: the artifact is complete."""
+    if writer.complete:
+        return
+    sums, n_rows = writer.sums(), inputs.store.n_rows
+    moments = {f"pooled.{name}": array for name, array in spool_moments(pooled).items()}
+    if token is not None:
+        moments |= {f"token.{name}": array for name, array in spool_moments(token.moments).items()}
+    gains = {
+        name: sketch_gain(sums[f"{name}.square"], n_rows)
+        for name in ("hidden_sketch", "residual_sketch", "product_sketch")
+        if f"{name}.square" in sums
+    }
+    writer.finish(manifest=manifest(inputs), moments=moments, units=unit_table(inputs), gains=gains)
+
+
+def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
+    """c such that the mean squared norm over the corpus is 1; 1 where every sketch is zero. Source: eq:feature-sketch."""
+    mean = float(square_D.sum()) / n_rows
+    return 1.0 / float(np.sqrt(mean)) if mean > 0 else 1.0
+
+
+def relevance_scale(own_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Power of two per unit that brings its relevance well inside float16, (E,).
+
+    From each unit's relevance to itself: for the token kernel |a_ie|^2 <= a_ii a_ee, and the typical a_ii is taken
+    to be that of the units. 2^-6 leaves room for rows a thousand times as strong.
+    """
+    own_E = np.abs(own_E)
+    positive = own_E > 0
+    typical = float(np.median(own_E[positive])) if positive.any() else 1.0
+    size_E = np.sqrt(np.where(positive, own_E, typical) * typical)
+    return np.asarray(np.exp2(np.clip(np.round(np.log2(size_E)) - 6.0, -100, 100)), dtype=np.float64)
+
+
+def unit_table(inputs: Inputs) -> pa.Table:
+    """One row a unit, in the order of the columns of the relevance arrays."""
+    units = inputs.unit_set.units
+    return pa.table(
+        {
+            "unit_id": [unit.unit_id for unit in units],
+            "target": [unit.target for unit in units],
+            "n_positions": pa.array(inputs.positions_E, pa.int32()),
+            "loss": pa.array(inputs.units.loss_E, pa.float32()),
+            "prompt": [unit.prompt for unit in units],
+            "completion": [unit.completion for unit in units],
+        }
+    )
+
+
+def identity(inputs: Inputs) -> dict[str, Any]:
+    """All that decides the numbers."""
+    model = inputs.model
+    return {
+        "model": inputs.model_fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "batch_tokens": model.batch_tokens,
+        "corpus": inputs.store.fingerprint,
+        "targets": inputs.unit_set.fingerprint,
+        "features": inputs.settings.features.model_dump(mode="json"),
+    }
+
+
+def manifest(inputs: Inputs) -> dict[str, Any]:
+    """Where the artifact comes from, and what was left out."""
+    store, model = inputs.store, inputs.model
+    return {
+        "made_by": {
+            "program": f"grasp {grasp.__version__}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        "fingerprints": {
+            "model": inputs.model_fingerprint,
+            "tokenizer": model.tokenizer.fingerprint,
+            "corpus": store.fingerprint,
+            "targets": inputs.unit_set.fingerprint,
+        },
+        "settings": inputs.settings.model_dump(mode="json"),
+        "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
+        "details": {
+            "model": type(model.model).__name__,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "n_tokens": store.n_tokens,
+            "n_documents": store.n_documents,
+            "labels": list(store.label_columns),
+            "loss": "nats a token, mean over the positions that the head was applied to",
+        },
+    }
+
+
+def clean(settings: BuildSettings, out: Path) -> None:
+    """Remove the work area, and the tokens unless they are kept."""
+    FeatureSpool(out / "work").clear()
+    if not settings.keep_tokens:
+        FeatureSpool(out / "tokens").clear()
+
+
+def changes(then: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Every leaf in which two plain settings differ."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted(then.keys() | now.keys()):
+            yield from changes(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))
+    elif then != now:
+        yield f"{where} was {then!r}, is {now!r}"
+
+
+def _announce(progress: Progress, store: RowStore, shards: int) -> None:
+    share = shards / store.n_shards
+    progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
+
+
+def _difference(progress: Progress) -> Callable[[int], None]:
+    """Rows so far -> rows more."""
+    done = 0
+
+    def advance(so_far: int) -> None:
+        nonlocal done
+        progress.advance(so_far - done, 0)
+        done = so_far
+
+    return advance
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,105 @@
+"""Moments of the training rows: sampled when the corpus is large, exact when it is not.
+
+Token moments are taken in a pass of their own over a few whole rows; pooled moments come from features that the
+shards spooled, so a small corpus is read once and exactly.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.artifact.features import FeatureSpool
+from grasp.build.forward import ShardForward, forward_shard, token_moments
+from grasp.build.progress import Progress
+from grasp.corpus.store import RowStore
+from grasp.features.moments import MomentAccumulator, Moments
+from grasp.models.causal_lm import ReferenceModel
+from grasp.seeds import stream
+from grasp.settings import FeatureSettings
+
+
+def sample_rows(length_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
+    """Whole rows, drawn uniformly, until they hold `positions` supervised positions; in row order.
+
+    A corpus that has no more than that is taken whole.
+    """
+    supervised_N = length_N - 1
+    order = stream(seed, "moments", "token").permutation(len(length_N))
+    reached = np.cumsum(supervised_N[order])
+    count = int(np.searchsorted(reached, positions, side="left")) + 1
+    return np.sort(order[:count])
+
+
+def pooled_sample(n_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
+    """`rows` rows drawn uniformly without replacement, in row order."""
+    return np.sort(stream(seed, "moments", "pooled").choice(n_rows, size=rows, replace=False))
+
+
+def row_lengths(store: RowStore) -> NDArray[np.int64]:
+    """Tokens of every row, (N,); eight bytes a row is all that is held."""
+    return np.concatenate(
+        [np.asarray(store.shard(k).table.column("n_tokens"), dtype=np.int64) for k in range(store.n_shards)]
+    )
+
+
+def build_token_moments(
+    model: ReferenceModel, store: RowStore, settings: FeatureSettings, work: FeatureSpool, progress: Progress
+) -> Moments:
+    """Token-level moments over the sample; computed once, kept in the work area for a resumed build."""
+    if work.has(0):
+        return unspool_moments(work.read(0))
+    length_N = row_lengths(store)
+    index = sample_rows(length_N, settings.moment_positions, settings.seed)
+    progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
+    accumulator = MomentAccumulator(model.hidden_size, model.vocab_size)
+    for start in range(0, len(index), 256):
+        rows = store.rows(index[start : start + 256])
+        token_moments(model, rows, settings, accumulator)
+        progress.advance(len(rows), len(rows.flat_ids))
+    moments = accumulator.moments()
+    work.write(0, spool_moments(moments))
+    return moments
+
+
+def spool_pooled_sample(
+    model: ReferenceModel, store: RowStore, settings: FeatureSettings, work: FeatureSpool, progress: Progress
+) -> int:
+    """Run the model over the sample for the pooled moments; returns the number of parts in the work area."""
+    index = pooled_sample(store.n_rows, settings.moment_rows, settings.seed)
+    size = store.shard_rows
+    parts = -(-len(index) // size)
+    progress.stage("pooled moments", rows=len(index), tokens=None)
+    for k in range(parts):
+        rows = store.rows(index[k * size : (k + 1) * size])
+        if not work.has(k):
+            work.write(k, forward_shard(model, rows, settings, None).spool())
+        progress.advance(len(rows), len(rows.flat_ids))
+    return parts
+
+
+def pooled_moments(work: FeatureSpool, parts: int, hidden_size: int, vocab: int) -> Moments:
+    """Row-level moments from spooled features, part after part."""
+    accumulator = MomentAccumulator(hidden_size, vocab)
+    for k in range(parts):
+        pooled = ShardForward.unspool(work.read(k), vocab).pooled
+        accumulator.add(pooled.hidden_NH, pooled.residual_NV.indices, pooled.residual_NV.data)
+    return accumulator.moments()
+
+
+def spool_moments(moments: Moments) -> dict[str, NDArray[np.generic]]:
+    """As named arrays."""
+    return {
+        "count": np.array([moments.count], dtype=np.int64),
+        "mean": moments.mean_H,
+        "covariance": moments.covariance_HH,
+        "gamma": moments.gamma_V,
+    }
+
+
+def unspool_moments(arrays: dict[str, NDArray[np.generic]], prefix: str = "") -> Moments:
+    """Back from named arrays."""
+    return Moments(
+        count=int(arrays[f"{prefix}count"][0]),
+        mean_H=np.asarray(arrays[f"{prefix}mean"], dtype=np.float64),
+        covariance_HH=np.asarray(arrays[f"{prefix}covariance"], dtype=np.float64),
+        gamma_V=np.asarray(arrays[f"{prefix}gamma"], dtype=np.float64),
+    )

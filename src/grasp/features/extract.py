@@ -1,0 +1,76 @@
+"""One forward pass over one batch: hidden states and sparse residuals at the positions that are used.
+
+Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grasp.features.positions import position_mask
+from grasp.features.residuals import SparseResidual, head_residual
+from grasp.models.causal_lm import ReferenceModel
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFeatures:
+    """Features at the union of the positions asked for, row by row, in order of position."""
+
+    hidden_PH: Tensor
+    residual: SparseResidual
+    row_P: Tensor  # row of the batch
+    chosen: tuple[Tensor, ...]  # one boolean (P,) per position specification
+
+    def loss_B(self, n_rows: int) -> Tensor:
+        """Mean loss of each row over the positions used, nats a token."""
+        count_B = torch.bincount(self.row_P, minlength=n_rows).clamp(min=1)
+        total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)
+        return total_B / count_B
+
+    def take(self, which: int) -> tuple[Tensor, SparseResidual, Tensor]:
+        """Hidden states, residuals and rows at the positions of one specification."""
+        mask_P = self.chosen[which]
+        if bool(mask_P.all()):
+            return self.hidden_PH, self.residual, self.row_P
+        residual = SparseResidual(
+            index_PK=self.residual.index_PK[mask_P],
+            value_PK=self.residual.value_PK[mask_P],
+            loss_P=self.residual.loss_P[mask_P],
+        )
+        return self.hidden_PH[mask_P], residual, self.row_P[mask_P]
+
+
+@torch.inference_mode()
+def extract(
+    model: ReferenceModel, ids_BL: Tensor, first_B: Tensor, length_B: Tensor, specs: tuple[str, ...], top_k: int
+) -> BatchFeatures:
+    """Run the body once and the head at the union of the positions that `specs` name.
+
+    Args:
+        first_B: first supervised position of each row; 0 for training rows.
+        specs: position specifications, see `position_mask`.
+    """
+    ids_BL = ids_BL.to(model.device)
+    first_B, length_B = first_B.to(model.device), length_B.to(model.device)
+    masks = [position_mask(spec, first_B, length_B, ids_BL.shape[1]) for spec in specs]
+    union_BL = torch.stack(masks).any(dim=0)
+    row_P, t_P = union_BL.nonzero(as_tuple=True)
+    hidden_PH = model.hidden(ids_BL)[row_P, t_P]
+    label_P = ids_BL[row_P, t_P + 1]
+    residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
+    return BatchFeatures(
+        hidden_PH=hidden_PH.float(),
+        residual=residual,
+        row_P=row_P,
+        chosen=tuple(mask[row_P, t_P] for mask in masks),
+    )
+
+
+def bad_rows(features: BatchFeatures, n_rows: int) -> list[int]:
+    """Rows of the batch in which the model computed a NaN or an infinity."""
+    finite_P = features.hidden_PH.isfinite().all(dim=1) & features.residual.loss_P.isfinite()
+    finite_P &= features.residual.value_PK.isfinite().all(dim=1)
+    bad = torch.zeros(n_rows, dtype=torch.bool, device=finite_P.device)
+    bad[features.row_P[~finite_P]] = True
+    return [int(row) for row in bad.nonzero()[:, 0]]

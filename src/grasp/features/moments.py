@@ -1,0 +1,72 @@
+"""Mergeable first and second moments of hidden states and residuals, in float64.
+
+Shape letters: P positions or rows, H hidden width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Moments over `count` positions (token kernel) or rows (pooled kernel) of the training corpus."""
+
+    count: int
+    mean_H: F64
+    covariance_HH: F64  # population covariance
+    gamma_V: F64  # second moment of each residual coordinate
+
+
+class MomentAccumulator:
+    """Welford/Chan accumulation, so that batches, shards and workers merge without losing digits."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        self.count = 0
+        self.mean_H: F64 = np.zeros(hidden_size)
+        self.scatter_HH: F64 = np.zeros((hidden_size, hidden_size))
+        self.square_V: F64 = np.zeros(vocab_size)
+
+    def add(
+        self, hidden_PH: NDArray[np.floating], index: NDArray[np.integer], value: NDArray[np.floating]
+    ) -> None:
+        """Add P samples: hidden states (P, H) and the coordinates and values of all their sparse residuals.
+
+        A coordinate may occur once per sample, as SparseResidual and pooled residuals guarantee.
+        """
+        if len(hidden_PH) == 0:
+            return
+        hidden = np.asarray(hidden_PH, dtype=np.float64)
+        mean_H = hidden.mean(axis=0)
+        centred = hidden - mean_H
+        self._merge(len(hidden), mean_H, centred.T @ centred)
+        square = np.asarray(value, dtype=np.float64).ravel() ** 2
+        self.square_V += np.bincount(index.ravel(), weights=square, minlength=len(self.square_V))
+
+    def merge(self, other: "MomentAccumulator") -> Self:
+        """Fold another accumulator into this one."""
+        if other.count:
+            self._merge(other.count, other.mean_H, other.scatter_HH)
+            self.square_V += other.square_V
+        return self
+
+    def _merge(self, count: int, mean_H: F64, scatter_HH: F64) -> None:
+        total = self.count + count
+        shift_H = mean_H - self.mean_H
+        self.scatter_HH += scatter_HH + np.outer(shift_H, shift_H) * (self.count * count / total)
+        self.mean_H = self.mean_H + shift_H * (count / total)
+        self.count = total
+
+    def moments(self) -> Moments:
+        """The moments so far; at least one sample."""
+        assert self.count > 0
+        return Moments(
+            count=self.count,
+            mean_H=self.mean_H.copy(),
+            covariance_HH=self.scatter_HH / self.count,
+            gamma_V=self.square_V / self.count,
+        )

@@ -1,0 +1,98 @@
+"""Sparse output residuals: xi = p - onehot(label), top-k probabilities and the label kept.
+
+Shape letters: P positions, V vocabulary, K kept probabilities, H hidden width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grasp.models.causal_lm import OutputHead
+
+# Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores.
+LOGIT_ELEMENTS = 8 * 1024 * 1024
+
+# Two-level top-k pays when there are many more coordinates than are kept.
+TOP_K_BLOCK = 16
+TWO_LEVEL_RATIO = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SparseResidual:
+    """Residuals at P positions, K + 1 entries each; the last entry is the label's, 0 where the label is in the top K."""
+
+    index_PK: Tensor  # int64, vocabulary coordinates
+    value_PK: Tensor  # float32, d loss / d z; unitless
+    loss_P: Tensor  # float32, nats
+
+
+def top_k(values_PV: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of each row, (P, k), in no stated order.
+
+    Coordinates are split into strided blocks of `TOP_K_BLOCK`; the k largest lie inside the k blocks with the
+    largest maxima, so only those are searched. Exact up to the choice among equal values.
+    """
+    vocab = values_PV.shape[1]
+    blocks = vocab // TOP_K_BLOCK
+    if blocks < TWO_LEVEL_RATIO // TOP_K_BLOCK * k:
+        return values_PV.topk(min(k, vocab), dim=1, sorted=False).indices
+    whole = blocks * TOP_K_BLOCK
+    grid = values_PV[:, :whole].unflatten(1, (TOP_K_BLOCK, blocks))
+    block_PK = grid.amax(dim=1).topk(k, dim=1, sorted=False).indices
+    stride = torch.arange(TOP_K_BLOCK, device=values_PV.device) * blocks
+    candidate = (block_PK[:, :, None] + stride).flatten(1)
+    rest = torch.arange(whole, vocab, device=values_PV.device).expand(len(values_PV), -1)
+    candidate = torch.cat([candidate, rest], dim=1)
+    chosen = values_PV.gather(1, candidate).topk(k, dim=1, sorted=False).indices
+    return candidate.gather(1, chosen)
+
+
+def sparse_residual(logits_PV: Tensor, label_P: Tensor, k: int, slope: Tensor | float = 1.0) -> SparseResidual:
+    """Top-k + label residual from logits as the softmax sees them; `logits_PV` is overwritten.
+
+    Args:
+        logits_PV: float32.
+        label_P: int64, the true next token.
+        slope: d logits / d z where the architecture scales or caps its logits, so that h (x) xi stays the exact
+            gradient of the output layer.
+    Source: eq:token-residual. Deviation: with a scaled or capped head xi carries the slope; else none.
+    """
+    kept_PK = top_k(logits_PV, k)
+    index_PK = torch.cat([kept_PK, label_P[:, None]], dim=1)
+    logit_PK = logits_PV.gather(1, index_PK)
+    slope_PK = slope.gather(1, index_PK) if isinstance(slope, Tensor) else slope
+    peak_P1 = logit_PK.amax(dim=1, keepdim=True)
+    log_norm_P1 = peak_P1 + logits_PV.sub_(peak_P1).exp_().sum(dim=1, keepdim=True).log_()
+    value_PK = (logit_PK - log_norm_P1).exp_()
+    is_label_PK = kept_PK == label_P[:, None]
+    value_PK[:, :-1] -= is_label_PK.to(value_PK.dtype)
+    value_PK[:, -1] = torch.where(is_label_PK.any(dim=1), 0.0, value_PK[:, -1] - 1.0)
+    loss_P = log_norm_P1[:, 0] - logit_PK[:, -1]
+    return SparseResidual(index_PK=index_PK, value_PK=value_PK * slope_PK, loss_P=loss_P)
+
+
+def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, vocab: int) -> SparseResidual:
+    """Apply the head to P hidden states, a bounded number of logits at a time, and keep the sparse residual."""
+    count = max(1, LOGIT_ELEMENTS // vocab)
+    buffer = hidden_PH.new_empty(min(count, len(hidden_PH)), vocab)
+    parts = []
+    for start in range(0, len(hidden_PH), count):
+        hidden = hidden_PH[start : start + count]
+        z = head.linear_logits(hidden, out=buffer[: len(hidden)])
+        logits = head.link(z.float())
+        slope = head.slope(logits)
+        parts.append(sparse_residual(logits, label_P[start : start + count], k, slope))
+    return stack_residuals(parts)
+
+
+def stack_residuals(parts: Sequence[SparseResidual]) -> SparseResidual:
+    """Concatenate residuals of several batches."""
+    if len(parts) == 1:
+        return parts[0]
+    return SparseResidual(
+        index_PK=torch.cat([part.index_PK for part in parts]),
+        value_PK=torch.cat([part.value_PK for part in parts]),
+        loss_P=torch.cat([part.loss_P for part in parts]),
+    )

@@ -1,0 +1,237 @@
+"""A Hugging Face causal LM as a reference model: hidden states as the head sees them, the head where asked.
+
+Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grasp.errors import ModelError
+from grasp.models.tokenizer import HfTokenizer
+from grasp.settings import ModelSettings
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Largest |head(hidden) - logits| the load check lets pass, in units of the logits' standard deviation.
+HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """What happens between the last hidden state and the softmax: z = W h + b, then scale, then soft cap."""
+
+    linear: nn.Module
+    scale: float = 1.0
+    cap: float | None = None
+
+    def linear_logits(self, hidden_PH: Tensor, out: Tensor | None = None) -> Tensor:
+        """z = W h + b, (P, V), in the model's dtype; written to `out` where the head is a plain matrix."""
+        weight = getattr(self.linear, "weight", None)
+        bias = getattr(self.linear, "bias", None)
+        if out is None or type(self.linear) is not nn.Linear or weight is None:
+            return self.linear(hidden_PH)  # type: ignore[no-any-return]
+        torch.mm(hidden_PH, weight.T, out=out)
+        return out if bias is None else out.add_(bias)
+
+    def link(self, z_PV: Tensor) -> Tensor:
+        """Logits as the softmax sees them."""
+        if self.scale != 1.0:
+            z_PV = z_PV * self.scale
+        return z_PV if self.cap is None else self.cap * torch.tanh(z_PV / self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d z, elementwise, from the logits themselves; 1 for an ordinary head."""
+        if self.cap is None:
+            return self.scale
+        return self.scale * (1.0 - (logits / self.cap) ** 2)
+
+
+class ReferenceModel:
+    """Frozen causal LM that gives hidden states and output head at chosen positions."""
+
+    def __init__(self, model: nn.Module, tokenizer: HfTokenizer, *, batch_tokens: int = 8192) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.batch_tokens = batch_tokens
+        self.head = output_head(model)
+        self.body = _body(model)
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.vocab_size, self.hidden_size = _head_shape(self.head.linear)
+
+    @classmethod
+    def load(cls, settings: ModelSettings) -> Self:
+        """Load checkpoint and tokenizer; prove that head(hidden) equals the model's logits.
+
+        Raises:
+            ModelError: nothing there; tokenizer and model do not match; the head is not where we look for it.
+        """
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        device = torch.device(_device(settings.device))
+        dtype = _dtype(settings.dtype, device)
+        model, hf_tokenizer = _from_pretrained(settings, dtype)
+        reference = cls(
+            model.to(device), HfTokenizer(hf_tokenizer, vocab_size=0), batch_tokens=settings.batch_tokens
+        )
+        reference.tokenizer = HfTokenizer(hf_tokenizer, vocab_size=reference.vocab_size)
+        reference._check_tokenizer(settings, len(hf_tokenizer))
+        if settings.check:
+            reference.check_head()
+        return reference
+
+    @torch.inference_mode()
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        """Hidden states as the head sees them, (B, L, H), model dtype.
+
+        Rows are padded on the right; under causal attention padding cannot reach a real position, so no mask
+        is passed and the fast causal kernels stay in use.
+        """
+        output = self.body(input_ids=ids_BL.to(self.device), use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def logits(self, hidden_PH: Tensor) -> Tensor:
+        """Logits as the softmax sees them, (P, V), float32."""
+        return self.head.link(self.head.linear_logits(hidden_PH.to(self.dtype)).float())
+
+    @torch.inference_mode()
+    def check_head(self) -> None:
+        """Compare head(hidden) with the model's own logits on two short rows of different length.
+
+        Raises:
+            ModelError: they differ by more than rounding; the model does something after its last hidden state
+                that is not a linear head, a scale or a soft cap.
+        """
+        ids_BL = torch.arange(2 * 6, device=self.device).reshape(2, 6) % self.vocab_size
+        own = self.model(input_ids=ids_BL, use_cache=False).logits.float()
+        ours = self.logits(self.hidden(ids_BL).reshape(12, -1)).reshape(own.shape)
+        spread = float(own.std())
+        worst = float((own - ours).abs().max())
+        allowed = HEAD_TOLERANCE[self.dtype] * max(spread, 1e-6)
+        if not worst <= allowed:
+            raise ModelError(
+                f"{type(self.model).__name__}: head(hidden) differs from the model's logits by {worst:.3g}, expected "
+                f"at most {allowed:.3g}; its output head is not linear + scale + soft cap, so GRASP cannot read it"
+            )
+
+    def fingerprint(self) -> str:
+        """blake2b over the weights as loaded and the logit link."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr((self.head.scale, self.head.cap)).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _check_tokenizer(self, settings: ModelSettings, tokenizer_size: int) -> None:
+        if tokenizer_size > self.vocab_size:
+            raise ModelError(
+                f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer_size} tokens, the model's head "
+                f"{self.vocab_size}; they do not belong together: pass the model's own tokenizer"
+            )
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model.device: got `{name}`, but torch sees no CUDA device; use `cpu` or `auto`")
+    return name
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
+
+
+def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
+    path = Path(settings.path)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": settings.path}
+    if path.suffix == ".gguf":
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer_at = where if settings.tokenizer is None else {"pretrained_model_name_or_path": settings.tokenizer}
+    try:
+        local = path.exists()  # a checkpoint on disk never asks a hub
+        tokenizer = AutoTokenizer.from_pretrained(**tokenizer_at, local_files_only=local)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=local)
+    except (OSError, ValueError, KeyError, ImportError) as err:
+        reason = " ".join(str(err).split())[:300]
+        raise ModelError(
+            f"model.path: `{settings.path}` is not a causal LM that transformers can load: {reason}"
+        ) from err
+    return model.to(dtype), tokenizer
+
+
+def _body(model: nn.Module) -> nn.Module:
+    """The transformer without its head."""
+    prefix = getattr(model, "base_model_prefix", "")
+    body = getattr(model, prefix, None) if prefix else None
+    if not isinstance(body, nn.Module) or body is model:
+        raise ModelError(
+            f"{type(model).__name__}: no transformer body under `{prefix or 'base_model_prefix'}`; expected a Hugging "
+            "Face causal LM"
+        )
+    return body
+
+
+def output_head(model: nn.Module) -> OutputHead:
+    """Head, scale and soft cap of a Hugging Face causal LM, read from its modules and configuration."""
+    find = getattr(model, "get_output_embeddings", None)
+    linear = find() if find is not None else None
+    if linear is None:
+        raise ModelError(f"{type(model).__name__}: no output embeddings; expected a causal LM with a linear head")
+    config = model.config
+    scale = 1.0
+    if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies
+        scale = float(config.logit_scale)
+    elif getattr(config, "logits_scaling", None) is not None:  # Granite divides
+        scale = 1.0 / float(config.logits_scaling)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return OutputHead(linear=linear, scale=scale, cap=None if cap is None else float(cap))
+
+
+def _head_shape(linear: nn.Module) -> tuple[int, int]:
+    weight = getattr(linear, "weight", None)
+    if weight is None or weight.ndim != 2:
+        raise ModelError(f"{type(linear).__name__}: the output head has no (V, H) weight")
+    return int(weight.shape[0]), int(weight.shape[1])
+
+
+def pad_rows(rows: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
+    """Right-pad rows of token ids with 0: (B, L) int64 and their lengths (B,)."""
+    length_B = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    ids_BL = np.zeros((len(rows), int(length_B.max(initial=1))), dtype=np.int64)
+    for row, ids in zip(ids_BL, rows, strict=True):
+        row[: len(ids)] = ids
+    return torch.from_numpy(ids_BL), torch.from_numpy(length_B)
+
+
+# Rows in one batch at most: bounds what grows with rows rather than tokens when rows are short.
+BATCH_ROWS = 64
+
+
+def batches(length_N: NDArray[np.int64], batch_tokens: int) -> list[NDArray[np.int64]]:
+    """Cut rows into batches of at most `batch_tokens` padded tokens, alike in length; a pure function of lengths.
+
+    Longest first, so that padding is small and memory peaks at once. A single row longer than `batch_tokens` is a
+    batch of its own; no batch has more than `BATCH_ROWS` rows.
+    """
+    order = np.argsort(-length_N, kind="stable")
+    out: list[NDArray[np.int64]] = []
+    start = 0
+    while start < len(order):
+        rows = min(BATCH_ROWS, max(1, batch_tokens // max(1, int(length_N[order[start]]))))
+        out.append(order[start : start + rows])
+        start += rows
+    return out
