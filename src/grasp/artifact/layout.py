@@ -1,0 +1,86 @@
+"""Where things lie in an artifact, and how rows fall into shards.
+
+manifest.json                 written last: where it exists the artifact is complete
+build.json                    identity of the build, compared when it is resumed
+rows.parquet units.parquet moments.safetensors
+arrays/NAME/zarr.json c.K.0   one Zarr v3 array; chunk file K = shard K, raw little-endian numbers
+arrays/NAME.scale/            its per-column scale: value = stored * scale
+shards/00000.json .parquet    completion mark and row table of a shard
+features/                     kept features, if any
+extensions/J/                 build.json and shards/ of the J-th extension, whose arrays are NAME.J
+work/                         temporary, of a build in progress
+lock
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from grasp.errors import ArtifactError
+
+FORMAT = "grasp-artifact"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+BUILD = "build.json"
+ROWS = "rows.parquet"
+PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGrid:
+    """N rows cut into shards of `shard_rows`; the last one may be short."""
+
+    n_rows: int
+    shard_rows: int
+
+    def __post_init__(self) -> None:
+        if self.n_rows < 1 or self.shard_rows < 1:
+            raise ArtifactError(
+                f"shards: got n_rows={self.n_rows}, shard_rows={self.shard_rows}, expected positive numbers"
+            )
+
+    @property
+    def n_shards(self) -> int:
+        return -(-self.n_rows // self.shard_rows)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows a chunk file has room for: no padding where one short shard is all there is."""
+        return min(self.shard_rows, self.n_rows)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """First row of shard k, and the row after its last."""
+        if not 0 <= k < self.n_shards:
+            raise ArtifactError(f"shard {k}: expected 0 to {self.n_shards - 1} ({self.n_rows} rows)")
+        return k * self.shard_rows, min((k + 1) * self.shard_rows, self.n_rows)
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Shards that rows [start, stop) touch, as (k, first row and end row counted within the shard)."""
+        for k in range(start // self.shard_rows, -(-stop // self.shard_rows)):
+            begin, end = self.bounds(k)
+            yield k, max(start, begin) - begin, min(stop, end) - begin
+
+
+def array_dir(group: str) -> Path:
+    """Directory of one column group, relative to the artifact."""
+    return Path("arrays") / group
+
+
+def chunk_file(group: str, k: int) -> Path:
+    """File of shard k of one column group, relative to the artifact."""
+    return array_dir(group) / f"c.{k}.0"
+
+
+def group_name(array: str, part: int) -> str:
+    """Column group of `array` written by the build (part 0) or by its part-th extension."""
+    return array if part == 0 else f"{array}.{part}"
+
+
+def part_dir(part: int) -> Path:
+    """Where the build (part 0) or an extension keeps its build.json and its marks."""
+    return Path() if part == 0 else Path("extensions") / str(part)
+
+
+def part_file(stem: str, suffix: str, part: int) -> str:
+    """`units.parquet` for the build, `units.1.parquet` for its first extension."""
+    return f"{stem}{suffix}" if part == 0 else f"{stem}.{part}{suffix}"

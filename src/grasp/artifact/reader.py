@@ -1,0 +1,328 @@
+"""Reading an artifact: tables and moments when asked for, arrays in blocks of rows that stay on disk."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from grasp.artifact.features import FeatureSpool
+from grasp.artifact.layout import BUILD, MANIFEST, ROWS, ShardGrid, array_dir, chunk_file, part_dir
+from grasp.artifact.manifest import (
+    BuildRecord,
+    ColumnGroup,
+    Manifest,
+    parse_manifest,
+    read_record,
+)
+from grasp.artifact.shards import read_marks
+from grasp.artifact.writer import SUM
+from grasp.errors import ArtifactError
+
+RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token"}
+
+Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
+
+
+class Artifact:
+    """A complete artifact. Opening reads the manifest only; arrays are read block by block."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open a complete artifact.
+
+        Raises:
+            ArtifactError: nothing there, not finished (how far it is, and how to go on), damaged, or of
+                another format version (both versions named).
+        """
+        path = Path(path)
+        try:
+            data = (path / MANIFEST).read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as err:
+            raise ArtifactError(_why_not(path)) from err
+        return cls(path, parse_manifest(path / MANIFEST, data))
+
+    @property
+    def n_rows(self) -> int:
+        return self.manifest.n_rows
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(self.manifest.targets)
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        return tuple(self.manifest.arrays)
+
+    @property
+    def rows_path(self) -> Path:
+        """rows.parquet: row_index, row_id, doc_id, n_tokens, loss, snippet, labels; in row order."""
+        return self.path / ROWS
+
+    @property
+    def features(self) -> FeatureSpool:
+        """Kept features, shard by shard; `finished` is empty where none were kept."""
+        return FeatureSpool(self.path / "features")
+
+    @cached_property
+    def units(self) -> pa.Table:
+        """Units in the order of the columns of the relevance arrays."""
+        tables = [pq.read_table(self.path / name) for name in self.manifest.units]
+        return pa.concat_tables(tables, promote_options="default").combine_chunks()
+
+    @cached_property
+    def moments(self) -> "Moments":
+        """What the build kept beside the arrays; each is read when it is asked for."""
+        return Moments([self.path / name for name in self.manifest.moments], sums=False)
+
+    @cached_property
+    def sums(self) -> "Moments":
+        """float64 totals over all rows, by name."""
+        return Moments([self.path / name for name in self.manifest.moments], sums=True)
+
+    def relevance_name(self, match: str) -> str:
+        """Array that holds the relevance of a kernel, `pooled` or `token`."""
+        name = RELEVANCE.get(match)
+        if name is None:
+            raise ArtifactError(f"match: got {match!r}, expected one of {list(RELEVANCE)}")
+        if name not in self.manifest.arrays:
+            built = [kernel for kernel, array in RELEVANCE.items() if array in self.manifest.arrays]
+            raise ArtifactError(
+                f"{self.path}: has no {match!r} relevance, only {built}; build it with "
+                f"features.match: {match} or both"
+            )
+        return name
+
+    def unit_columns(self, target: str) -> NDArray[np.int64]:
+        """Columns of the relevance arrays that are units of `target`."""
+        if target not in self.manifest.targets:
+            raise ArtifactError(f"{self.path}: has no target {target!r}; it has {list(self.targets)}")
+        return np.flatnonzero(self.units["target"].to_numpy(zero_copy_only=False) == target).astype(np.int64)
+
+    def array_shape(self, name: str) -> tuple[int, int]:
+        """(N, width) of an array."""
+        return self.n_rows, self._entry(name).width
+
+    def array_blocks(
+        self, name: str, *, columns: Columns = None, block_rows: int | None = None
+    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Rows of an array from first to last, in blocks: (start row, (n, columns) float32, scaled back).
+
+        Args:
+            columns: which, in which order; none: all.
+            block_rows: rows in a block (the last may be short); none: those of a shard.
+        Raises:
+            ArtifactError: no such array or column; a chunk file is missing or cut.
+        """
+        picks, width = self._picks(name, columns)
+        size = self.grid.shard_rows if block_rows is None else block_rows
+        if size < 1:
+            raise ArtifactError(f"block_rows: got {size}, expected at least 1")
+        return self._blocks(picks, width, size)
+
+    def array_rows(
+        self, name: str, row_index: NDArray[np.integer[Any]], *, columns: Columns = None
+    ) -> NDArray[np.float32]:
+        """Chosen rows of an array, in the order given: (len(row_index), columns) float32, scaled back."""
+        picks, width = self._picks(name, columns)
+        rows = self._checked_rows(row_index)
+        out_NE = np.empty((len(rows), width), dtype=np.float32)
+        for k, where in self._by_shard(rows):
+            self._read(picks, k, rows[where] - k * self.grid.shard_rows, out_NE, where)
+        return out_NE
+
+    def row_batches(
+        self, columns: Sequence[str] | None = None, *, batch_rows: int = 65_536
+    ) -> Iterator[pa.RecordBatch]:
+        """Stream the row table, all columns or those named."""
+        with pq.ParquetFile(self.rows_path) as file:
+            unknown = sorted(set(columns or ()) - set(file.schema_arrow.names))
+            if unknown:
+                raise ArtifactError(
+                    f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}"
+                )
+            yield from file.iter_batches(batch_size=batch_rows, columns=columns)
+
+    def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table:
+        """Chosen rows of the row table, in the order given, reading only the shards that hold them."""
+        rows = self._checked_rows(row_index)
+        schema = pq.read_schema(self.rows_path)
+        tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
+        for k, where in self._by_shard(rows):
+            table = pq.read_table(self.path / part_dir(0) / "shards" / f"{k:05d}.parquet")
+            tables.append(table.take(rows[where] - k * self.grid.shard_rows))
+            places.append(where)
+        found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
+        return found.take(np.argsort(np.concatenate(places))).combine_chunks()
+
+    def _entry(self, name: str) -> Any:
+        try:
+            return self.manifest.arrays[name]
+        except KeyError as err:
+            raise ArtifactError(
+                f"{self.path}: has no array {name!r}; it has {list(self.array_names)}"
+            ) from err
+
+    def _picks(self, name: str, columns: Columns) -> tuple[list["_Pick"], int]:
+        entry = self._entry(name)
+        chosen = _chosen(columns, entry.width, name)
+        picks = [
+            _Pick(
+                group=group,
+                scale_E=self._scale(group)[chosen[here] - group.start],
+                source=_as_slice(chosen[here] - group.start),
+                goal=_as_slice(here),
+            )
+            for group in entry.groups
+            if len(here := np.flatnonzero((chosen >= group.start) & (chosen < group.stop)))
+        ]
+        return picks, len(chosen)
+
+    def _scale(self, group: ColumnGroup) -> NDArray[np.float32]:
+        path = self.path / array_dir(group.name + ".scale") / "c.0"
+        _check_size(path, 4 * (group.stop - group.start))
+        return np.fromfile(path, dtype="<f4").astype(np.float32)
+
+    def _blocks(
+        self, picks: list["_Pick"], width: int, size: int
+    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        for start in range(0, self.n_rows, size):
+            stop = min(start + size, self.n_rows)
+            out_NE = np.empty((stop - start, width), dtype=np.float32)
+            filled = 0
+            for k, begin, end in self.grid.overlaps(start, stop):
+                goal = slice(filled, filled + end - begin)
+                self._read(picks, k, slice(begin, end), out_NE, goal)
+                filled += end - begin
+            yield start, out_NE
+
+    def _read(
+        self,
+        picks: list["_Pick"],
+        k: int,
+        rows: slice | NDArray[np.int64],
+        out_NE: NDArray[np.float32],
+        goal: slice | NDArray[np.int64],
+    ) -> None:
+        for pick in picks:
+            stored_NE = self._chunk(pick.group, k)[rows][:, pick.source]
+            block_NE = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
+            if isinstance(goal, slice):
+                out_NE[goal, pick.goal] = block_NE
+            else:
+                out_NE[goal[:, None], np.arange(out_NE.shape[1])[pick.goal]] = block_NE
+
+    def _chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
+        path = self.path / chunk_file(group.name, k)
+        dtype = np.dtype(group.dtype).newbyteorder("<")
+        shape = (self.grid.chunk_rows, group.stop - group.start)
+        _check_size(path, dtype.itemsize * shape[0] * shape[1])
+        return np.memmap(path, dtype=dtype, mode="r", shape=shape)
+
+    def _checked_rows(self, row_index: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        rows = np.asarray(row_index, dtype=np.int64)
+        outside = rows[(rows < 0) | (rows >= self.n_rows)]
+        if outside.size:
+            raise ArtifactError(f"row_index: got {int(outside[0])}, expected 0 to {self.n_rows - 1}")
+        return rows
+
+    def _by_shard(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        order = np.argsort(rows, kind="stable")
+        shard = rows[order] // self.grid.shard_rows
+        for where in np.split(order, np.flatnonzero(np.diff(shard)) + 1) if len(rows) else ():
+            yield int(rows[where[0]]) // self.grid.shard_rows, where
+
+
+@dataclass(frozen=True, slots=True)
+class _Pick:
+    """Columns wanted from one group: which of its columns, and which columns of the result they become."""
+
+    group: ColumnGroup
+    scale_E: NDArray[np.float32]
+    source: slice | NDArray[np.int64]
+    goal: slice | NDArray[np.int64]
+
+
+class Moments(Mapping[str, NDArray[Any]]):
+    """Named arrays of the moments files, read one by one when asked for.
+
+    A total that an extension carries on (one number for each of its new columns) is joined to the first part.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, sums: bool) -> None:
+        self._paths = list(paths)
+        self._prefix = SUM if sums else ""
+        self._found: dict[str, list[Path]] = {}
+        for path in self._paths:
+            with safe_open(path, framework="numpy") as file:
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    if key.startswith(SUM) == sums:
+                        self._found.setdefault(key.removeprefix(self._prefix), []).append(path)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._found:
+            raise KeyError(name)
+        parts = []
+        for path in self._found[name]:
+            with safe_open(path, framework="numpy") as file:
+                parts.append(file.get_tensor(self._prefix + name))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def _chosen(columns: Columns, width: int, name: str) -> NDArray[np.int64]:
+    if columns is None or isinstance(columns, slice):
+        return np.arange(width, dtype=np.int64)[columns or slice(None)]
+    chosen = np.asarray(columns, dtype=np.int64)
+    outside = chosen[(chosen < 0) | (chosen >= width)]
+    if outside.size:
+        raise ArtifactError(f"{name}: got column {int(outside[0])}, expected 0 to {width - 1}")
+    return chosen
+
+
+def _as_slice(index: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """A run of neighbours as a slice, which NumPy reads without a copy."""
+    if len(index) and np.all(np.diff(index) == 1):
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return index
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as err:
+        raise ArtifactError(f"{path}: missing; `grasp verify` names everything that is broken") from err
+    if size != expected:
+        raise ArtifactError(
+            f"{path}: {size} bytes, expected {expected}; `grasp verify` names everything that is broken"
+        )
+
+
+def _why_not(path: Path) -> str:
+    if not path.exists():
+        return f"{path}: no such artifact; make one with `grasp build --out {path}`"
+    if not (path / BUILD).exists():
+        return f"{path}: not an artifact (no {BUILD}); make one with `grasp build --out {path}`"
+    record = read_record(path / BUILD, BuildRecord)
+    grid = ShardGrid(record.n_rows, record.shard_rows)
+    done = len(read_marks(path, 0, grid))
+    return (
+        f"{path}: not finished: {done} of {grid.n_shards} shards; "
+        f"run the same `grasp build` again with --resume to go on"
+    )

@@ -1,0 +1,305 @@
+"""Writing shards: chunk files and row table aside, renamed when all are there, the completion mark last."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from grasp.artifact.files import (
+    FileEntry,
+    checksum,
+    entry_of,
+    out_of_space,
+    part_of,
+    publish,
+    remove_parts,
+    write_part,
+    write_whole,
+)
+from grasp.artifact.layout import ShardGrid, array_dir, chunk_file, group_name, part_dir
+from grasp.artifact.manifest import ArrayDtype, ColumnGroup, ShardMark, SumEntry, dump_json, read_record
+from grasp.artifact.zarr_arrays import describe_array
+from grasp.errors import ArtifactError, ShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array of N rows: `width` columns, what a number means, and per column what it was divided by."""
+
+    width: int
+    unit: str
+    sign: str
+    scale_E: NDArray[Any] | None = None
+
+    def scale(self) -> NDArray[np.float32]:
+        """(width,) float32; ones where none was given.
+
+        Raises:
+            ShapeError: not one scale a column.
+            ArtifactError: not positive powers of two that float32 holds (any other factor would round).
+        """
+        if self.scale_E is None:
+            return np.ones(self.width, dtype=np.float32)
+        given = np.asarray(self.scale_E, dtype=np.float64)
+        if given.shape != (self.width,):
+            raise ShapeError(f"scale: got shape {given.shape}, expected ({self.width},): one for each column")
+        mantissa, exponent = np.frexp(given)
+        wrong = np.flatnonzero((mantissa != 0.5) | (exponent < -125) | (exponent > 128))
+        if wrong.size:
+            column = int(wrong[0])
+            raise ArtifactError(f"scale: column {column}: got {given[column]:g}, expected a power of two")
+        return given.astype(np.float32)
+
+    def record(self, dtype: str) -> dict[str, Any]:
+        """What a resumed build must agree with."""
+        return {
+            "width": self.width,
+            "unit": self.unit,
+            "sign": self.sign,
+            "dtype": dtype,
+            "scale": checksum(self.scale().tobytes()),
+        }
+
+
+class ShardWriter:
+    """The shards of one part of an artifact: of the build itself (part 0) or of its part-th extension."""
+
+    def __init__(
+        self, root: Path, part: int, grid: ShardGrid, arrays: Mapping[str, ArraySpec], dtype: ArrayDtype
+    ) -> None:
+        for name, spec in arrays.items():
+            if spec.width < 1:
+                raise ArtifactError(f"{name}: got width {spec.width}, expected at least one column")
+        self.root = root
+        self.grid = grid
+        self.arrays = dict(arrays)
+        self.dtype: ArrayDtype = dtype
+        self._part = part
+        self._marks_dir = root / part_dir(part) / "shards"
+        self._scales = {name: spec.scale() for name, spec in arrays.items()}
+        self._metadata: tuple[Path, ...] = ()
+        self._marks: dict[int, ShardMark] = {}
+
+    def prepare(self) -> None:
+        """Make directories and Zarr metadata, clear what a kill left aside, find the finished shards."""
+        self._marks_dir.mkdir(parents=True, exist_ok=True)
+        described: list[Path] = []
+        for name, spec in self.arrays.items():
+            group = group_name(name, self._part)
+            described += describe_array(
+                self.root,
+                group,
+                shape=(self.grid.n_rows, spec.width),
+                chunk_rows=self.grid.chunk_rows,
+                dtype=self.dtype,
+                scale_E=self._scales[name],
+                attributes={"unit": spec.unit, "sign": spec.sign},
+            )
+            remove_parts(self.root / array_dir(group), self.root / array_dir(group + ".scale"))
+        self._metadata = tuple(described)
+        remove_parts(self._marks_dir)
+        self._marks = read_marks(self.root, self._part, self.grid)
+
+    @property
+    def finished(self) -> frozenset[int]:
+        return frozenset(self._marks)
+
+    @property
+    def progress(self) -> str:
+        return f"{len(self._marks)} of {self.grid.n_shards} shards are finished"
+
+    def groups(self, first_column: Mapping[str, int]) -> dict[str, ColumnGroup]:
+        """The column group of every array, whose columns begin where `first_column` says (0 by default)."""
+        return {
+            name: ColumnGroup(
+                name=group_name(name, self._part),
+                start=first_column.get(name, 0),
+                stop=first_column.get(name, 0) + spec.width,
+                dtype=self.dtype,
+            )
+            for name, spec in self.arrays.items()
+        }
+
+    def write(
+        self,
+        k: int,
+        arrays: Mapping[str, NDArray[Any]],
+        table: pa.Table | None,
+        sums: Mapping[str, NDArray[np.float64]],
+        row_name: Callable[[int], str],
+    ) -> None:
+        """Write shard k; it is finished when this returns, and as if never begun when this raises."""
+        start, stop = self.grid.bounds(k)
+        if k in self._marks:
+            raise ArtifactError(f"shard {k} is finished already; write only those that are not in `finished`")
+        content = self._encode(arrays, stop - start, row_name)
+        files: dict[Path, bytes | memoryview] = {
+            chunk_file(group_name(name, self._part), k): self._chunk(stored)
+            for name, stored in content.items()
+        }
+        if table is not None:
+            files[self._relative(k, ".parquet")] = parquet_bytes(table)
+        totals = {name: _sum_entry(name, value, k) for name, value in sums.items()}
+        mark = ShardMark(start=start, stop=stop, files={}, sums=totals)
+        where = f"{self.root}: shard {k} was not written"
+        with out_of_space(where, self.progress):
+            try:
+                self._marks[k] = self._commit(k, files, mark)
+            except OSError:
+                self._withdraw(k, files)
+                raise
+
+    def files(self) -> dict[str, FileEntry]:
+        """Size and checksum of everything this part wrote, by path relative to the artifact."""
+        entries = {path.as_posix(): entry_of(self.root / path) for path in self._metadata}
+        for k in sorted(self._marks):
+            entries |= self._marks[k].files
+            mark = self._relative(k, ".json")
+            entries[mark.as_posix()] = entry_of(self.root / mark)
+        return entries
+
+    def sums(self) -> dict[str, NDArray[np.float64]]:
+        """Totals over all shards, added in the order of the rows whatever order they were written in."""
+        if len(self._marks) < self.grid.n_shards:
+            raise ArtifactError(f"{self.root}: {self.progress}: totals need all of them")
+        parts = [_arrays(self._marks[k].sums) for k in sorted(self._marks)]
+        for k, part in enumerate(parts):
+            if _shapes(part) != _shapes(parts[0]):
+                raise ShapeError(
+                    f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(parts[0])}"
+                )
+        return {name: reduce(np.add, (part[name] for part in parts)) for name in sorted(parts[0])}
+
+    def table_path(self, k: int) -> Path:
+        """Row table of shard k."""
+        return self.root / self._relative(k, ".parquet")
+
+    def _relative(self, k: int, suffix: str) -> Path:
+        return part_dir(self._part) / "shards" / f"{k:05d}{suffix}"
+
+    def _encode(
+        self, arrays: Mapping[str, NDArray[Any]], n: int, row_name: Callable[[int], str]
+    ) -> dict[str, NDArray[Any]]:
+        missing, unexpected = sorted(self.arrays.keys() - arrays), sorted(arrays.keys() - self.arrays)
+        if missing or unexpected:
+            raise ArtifactError(f"arrays of a shard: missing {missing}, unexpected {unexpected}")
+        return {
+            name: encode(
+                name,
+                arrays[name],
+                shape=(n, spec.width),
+                scale_E=self._scales[name],
+                dtype=self.dtype,
+                row_name=row_name,
+            )
+            for name, spec in self.arrays.items()
+        }
+
+    def _chunk(self, stored_NE: NDArray[Any]) -> memoryview:
+        short = self.grid.chunk_rows - len(stored_NE)
+        if short:  # Zarr chunks have one size; the rows beyond the last are never read
+            stored_NE = np.concatenate([stored_NE, np.zeros((short, stored_NE.shape[1]), stored_NE.dtype)])
+        return np.ascontiguousarray(stored_NE).view(np.uint8).data
+
+    def _commit(self, k: int, files: Mapping[Path, bytes | memoryview], mark: ShardMark) -> ShardMark:
+        entries = {path.as_posix(): write_part(self.root / path, data) for path, data in files.items()}
+        publish(*(self.root / path for path in files))
+        mark = mark.model_copy(update={"files": entries})
+        write_whole(self.root / self._relative(k, ".json"), dump_json(mark))
+        return mark
+
+    def _withdraw(self, k: int, files: Mapping[Path, bytes | memoryview]) -> None:
+        for relative in (self._relative(k, ".json"), *files):  # the mark first: no mark without its files
+            path = self.root / relative
+            path.unlink(missing_ok=True)
+            part_of(path).unlink(missing_ok=True)
+
+
+def encode(
+    name: str,
+    values_NE: NDArray[Any],
+    *,
+    shape: tuple[int, int],
+    scale_E: NDArray[np.float32],
+    dtype: str,
+    row_name: Callable[[int], str],
+) -> NDArray[Any]:
+    """Divide by the scale and round to the stored type, little-endian.
+
+    Raises:
+        ShapeError: not the shape of the shard.
+        ArtifactError: a value is NaN or infinite, or too large for `dtype`; names array, row and column.
+    """
+    values_NE = np.asarray(values_NE)
+    if values_NE.shape != shape:
+        raise ShapeError(f"{name}: got shape {values_NE.shape}, expected {shape}: rows of the shard, columns")
+    place = _first(~np.isfinite(values_NE))
+    if place is not None:
+        raise ArtifactError(
+            f"{name}: {row_name(place[0])}, column {place[1]}: got {values_NE[place]}, expected a finite "
+            "number; the model or its precision is at fault: try model.dtype: float32, or leave the row out"
+        )
+    with np.errstate(over="ignore", under="ignore"):
+        stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
+    place = _first(~np.isfinite(stored_NE))
+    if place is not None:
+        advice = "set array_dtype: float32 and build again" if dtype == "float16" else "rescale the column"
+        raise ArtifactError(
+            f"{name}: {row_name(place[0])}, column {place[1]}: {values_NE[place]:g} at scale "
+            f"{scale_E[place[1]]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
+        )
+    return stored_NE
+
+
+def read_marks(root: Path, part: int, grid: ShardGrid) -> dict[int, ShardMark]:
+    """Marks of the finished shards; one whose files are gone or cut does not count, and is redone."""
+    marks: dict[int, ShardMark] = {}
+    for path in sorted((root / part_dir(part) / "shards").glob("[0-9]*.json")):
+        k, mark = int(path.stem), read_record(path, ShardMark)
+        if k >= grid.n_shards or (mark.start, mark.stop) != grid.bounds(k):
+            raise ArtifactError(f"{path}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
+        if all(_has_size(root / name, entry.bytes) for name, entry in mark.files.items()):
+            marks[k] = mark
+    return marks
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as the bytes of a Parquet file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _first(mask_NE: NDArray[np.bool_]) -> tuple[int, int] | None:
+    if not mask_NE.any():
+        return None
+    row, column = np.unravel_index(int(mask_NE.argmax()), mask_NE.shape)
+    return int(row), int(column)
+
+
+def _sum_entry(name: str, value: NDArray[np.float64], k: int) -> SumEntry:
+    array = np.asarray(value, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise ArtifactError(f"sum {name} of shard {k}: got a number that is not finite")
+    return SumEntry(shape=array.shape, values=tuple(array.ravel().tolist()))
+
+
+def _arrays(sums: Mapping[str, SumEntry]) -> dict[str, NDArray[np.float64]]:
+    return {
+        name: np.array(entry.values, dtype=np.float64).reshape(entry.shape) for name, entry in sums.items()
+    }
+
+
+def _shapes(arrays: Mapping[str, NDArray[np.float64]]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in sorted(arrays.items())}

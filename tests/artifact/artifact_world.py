@@ -1,0 +1,97 @@
+"""A small world to write and read: values that a float16 holds exactly, so that nothing hides in rounding."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from grasp.artifact.writer import ArraySpec, ArtifactWriter
+
+
+@dataclass
+class World:
+    n_rows: int = 23
+    shard_rows: int = 5
+    n_units: int = 4
+    width: int = 3
+    dtype: str = "float16"
+    identity: dict[str, Any] = field(default_factory=lambda: {"model": {"dtype": "float32"}, "seed": 0})
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(7)
+        self.scale = np.array([0.25, 1.0, 8.0, 2.0][: self.n_units] + [1.0] * max(0, self.n_units - 4))
+        steps = rng.integers(-500, 500, size=(self.n_rows, self.n_units))
+        self.values = {
+            "hidden_sketch": rng.integers(-99, 99, size=(self.n_rows, self.width)).astype(np.float32) / 16,
+            "relevance_token": (steps * self.scale).astype(np.float32),
+        }
+        self.specs = {
+            "hidden_sketch": ArraySpec(self.width, "1", "none"),
+            "relevance_token": ArraySpec(self.n_units, "1", "positive: lowers loss", self.scale),
+        }
+        self.rows = pa.table(
+            {
+                "row_id": [f"row-{i}" for i in range(self.n_rows)],
+                "doc_id": [f"doc-{i // 2}" for i in range(self.n_rows)],
+                "n_tokens": pa.array(np.arange(self.n_rows) + 2, type=pa.int32()),
+                "loss": rng.random(self.n_rows).astype(np.float32),
+                "snippet": [f"text of row {i}" for i in range(self.n_rows)],
+                "topic": [["games", "science", None][i % 3] for i in range(self.n_rows)],
+            }
+        )
+        self.units = pa.table(
+            {
+                "unit_id": [str(e) for e in range(self.n_units)],
+                "target": ["sciq" if e < self.n_units - 1 else "openbookqa" for e in range(self.n_units)],
+            }
+        )
+        self.moments = {
+            "mean_hidden": rng.random(self.width),
+            "step": np.array(3, dtype=np.int64),
+            "covariance": rng.random((self.width, self.width)).T,
+        }
+        self.manifest = {
+            "made_by": {"grasp": "0.1.0"},
+            "fingerprints": {"corpus": "abc"},
+            "settings": {"shard_rows": self.shard_rows},
+            "skipped": {"empty": 2},
+        }
+
+    def open(self, path: Path, **changes: Any) -> ArtifactWriter:
+        arguments: dict[str, Any] = {
+            "identity": self.identity,
+            "n_rows": self.n_rows,
+            "shard_rows": self.shard_rows,
+            "arrays": self.specs,
+            "dtype": self.dtype,
+        }
+        return ArtifactWriter.open(path, **(arguments | changes))
+
+    def shard(self, k: int) -> tuple[dict[str, np.ndarray], pa.Table, dict[str, np.ndarray]]:
+        part = slice(k * self.shard_rows, min((k + 1) * self.shard_rows, self.n_rows))
+        arrays = {name: values[part] for name, values in self.values.items()}
+        sums = {name: values.astype(np.float64).sum(axis=0) / 3 for name, values in arrays.items()}
+        return arrays, self.rows.slice(part.start, part.stop - part.start), sums
+
+    def fill(self, writer: ArtifactWriter, shards: Iterable[int] | None = None) -> None:
+        for k in range(writer.n_shards) if shards is None else shards:
+            if k not in writer.finished:
+                writer.write_shard(k, *self.shard(k))
+
+    def finish(self, writer: ArtifactWriter) -> None:
+        writer.finish(manifest=self.manifest, moments=self.moments, units=self.units)
+
+    def write(self, path: Path) -> Path:
+        with self.open(path) as writer:
+            self.fill(writer)
+            self.finish(writer)
+        return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a directory but the lock, whose text is a process id."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != "lock")
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}

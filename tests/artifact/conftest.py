@@ -1,0 +1,7 @@
+import pytest
+from artifact_world import World
+
+
+@pytest.fixture
+def world() -> World:
+    return World()

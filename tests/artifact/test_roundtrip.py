@@ -1,0 +1,139 @@
+"""Law: what is read is what was written, whatever the block size, the order of shards, or the columns."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zarr
+from artifact_world import World, contents
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import ArtifactError
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n_rows=st.integers(1, 30),
+    shard_rows=st.integers(1, 12),
+    block_rows=st.one_of(st.none(), st.integers(1, 40)),
+    dtype=st.sampled_from(["float16", "float32"]),
+    order=st.randoms(use_true_random=False),
+)
+def test_rows_are_read_as_written(n_rows, shard_rows, block_rows, dtype, order):
+    world = World(n_rows=n_rows, shard_rows=shard_rows, dtype=dtype)
+    with tempfile.TemporaryDirectory() as directory:
+        with world.open(Path(directory) / "art") as writer:
+            shards = list(range(writer.n_shards))
+            order.shuffle(shards)
+            world.fill(writer, shards)
+            world.finish(writer)
+        artifact = Artifact.open(Path(directory) / "art")
+        for name, values in world.values.items():
+            blocks = list(artifact.array_blocks(name, block_rows=block_rows))
+            assert [start for start, _ in blocks] == list(range(0, n_rows, block_rows or shard_rows))
+            assert all(block.dtype == np.float32 for _, block in blocks)
+            np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), values)
+            assert artifact.array_shape(name) == values.shape
+
+
+def test_order_of_shards_does_not_matter(world, tmp_path):
+    world.write(tmp_path / "forward")
+    with world.open(tmp_path / "backward") as writer:
+        world.fill(writer, [3, 0, 4, 2, 1])
+        world.finish(writer)
+    assert contents(tmp_path / "forward") == contents(tmp_path / "backward")
+
+
+@pytest.mark.parametrize("columns", [[2, 0], np.array([1, 1, 3]), slice(1, 3), slice(None, None, -1), []])
+def test_columns_come_in_the_order_asked(world, tmp_path, columns):
+    artifact = Artifact.open(world.write(tmp_path / "art"))
+    values = world.values["relevance_token"]
+    expected = values[:, columns] if isinstance(columns, slice) else values[:, np.array(columns, dtype=int)]
+    got = [block for _, block in artifact.array_blocks("relevance_token", columns=columns, block_rows=7)]
+    np.testing.assert_array_equal(np.concatenate(got), expected)
+    rows = np.array([22, 0, 7, 7, 4, 5])
+    np.testing.assert_array_equal(
+        artifact.array_rows("relevance_token", rows, columns=columns), expected[rows]
+    )
+
+
+def test_arrays_are_zarr(world, tmp_path):
+    path = world.write(tmp_path / "art")
+    for name, values in world.values.items():
+        stored = zarr.open_array(path / "arrays" / name, mode="r")
+        scale = zarr.open_array(path / "arrays" / f"{name}.scale", mode="r")
+        assert (stored.metadata.zarr_format, stored.dtype, stored.chunks) == (
+            3,
+            np.float16,
+            (5, values.shape[1]),
+        )
+        assert stored.attrs["sign"] == world.specs[name].sign
+        np.testing.assert_array_equal(stored[:].astype(np.float32) * scale[:], values)
+
+
+def test_row_table_has_index_then_our_columns_then_labels(world, tmp_path):
+    artifact = Artifact.open(world.write(tmp_path / "art"))
+    expected = world.rows.add_column(0, "row_index", pa.array(range(world.n_rows)))
+    assert pq.read_table(artifact.rows_path).equals(expected)
+    batches = list(artifact.row_batches(["row_id", "topic"], batch_rows=4))
+    assert pa.Table.from_batches(batches).equals(expected.select(["row_id", "topic"]).combine_chunks())
+    rows = np.array([20, 3, 3, 0, 11])
+    assert artifact.rows(rows).equals(expected.take(rows))
+    assert artifact.rows(np.array([], dtype=np.int64)).num_rows == 0
+
+
+def test_a_label_that_is_null_in_one_shard_keeps_its_type(world, tmp_path):
+    world.rows = world.rows.drop_columns("topic").append_column("year", pa.array([None] * 5 + [1999] * 18))
+    with world.open(tmp_path / "art") as writer:
+        for k in range(writer.n_shards):
+            arrays, rows, sums = world.shard(k)
+            if k == 0:
+                rows = rows.set_column(5, "year", pa.nulls(5))
+            writer.write_shard(k, arrays, rows, sums)
+        world.finish(writer)
+    artifact = Artifact.open(tmp_path / "art")
+    assert pq.read_table(artifact.rows_path)["year"].to_pylist() == [None] * 5 + [1999] * 18
+    assert artifact.rows(np.array([6, 2]))["year"].to_pylist() == [1999, None]
+
+
+def test_units_moments_and_sums(world, tmp_path):
+    artifact = Artifact.open(world.write(tmp_path / "art"))
+    assert artifact.units.equals(world.units)
+    assert artifact.targets == ("sciq", "openbookqa")
+    assert artifact.unit_columns("sciq").tolist() == [0, 1, 2]
+    assert artifact.unit_columns("openbookqa").tolist() == [3]
+    assert set(artifact.moments) == set(world.moments)
+    for name, value in world.moments.items():
+        np.testing.assert_array_equal(artifact.moments[name], value)
+        assert artifact.moments[name].dtype == value.dtype
+    for name, values in world.values.items():
+        np.testing.assert_allclose(artifact.sums[name], values.sum(axis=0, dtype=np.float64) / 3, rtol=1e-12)
+    assert artifact.manifest.skipped == {"empty": 2}
+    assert artifact.relevance_name("token") == "relevance_token"
+
+
+def test_what_is_not_there_is_named(world, tmp_path):
+    artifact = Artifact.open(world.write(tmp_path / "art"))
+    with pytest.raises(ArtifactError, match=r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"):
+        artifact.unit_columns("boolq")
+    with pytest.raises(
+        ArtifactError, match=r"no array 'logits'; it has \['hidden_sketch', 'relevance_token'\]"
+    ):
+        next(artifact.array_blocks("logits"))
+    with pytest.raises(ArtifactError, match="relevance_token: got column 4, expected 0 to 3"):
+        next(artifact.array_blocks("relevance_token", columns=[0, 4]))
+    with pytest.raises(ArtifactError, match="row_index: got 23, expected 0 to 22"):
+        artifact.array_rows("relevance_token", np.array([1, 23]))
+    with pytest.raises(ArtifactError, match="block_rows: got 0, expected at least 1"):
+        next(artifact.array_blocks("relevance_token", block_rows=0))
+    with pytest.raises(ArtifactError, match=r"has no 'pooled' relevance, only \['token'\]"):
+        artifact.relevance_name("pooled")
+    with pytest.raises(ArtifactError, match=r"match: got 'both', expected one of \['pooled', 'token'\]"):
+        artifact.relevance_name("both")
+    with pytest.raises(ArtifactError, match=r"no columns \['genre'\]; it has \['row_index', 'row_id'"):
+        next(artifact.row_batches(["genre"]))
