@@ -51,9 +51,7 @@ class TokenKernel:
     sketch: ProductSketch | None
 
     @classmethod
-    def prepare(
-        cls, units: UnitFeatures, moments: Moments, settings: FeatureSettings, device: torch.device
-    ) -> Self:
+    def prepare(cls, units: UnitFeatures, moments: Moments, settings: FeatureSettings, device: torch.device) -> Self:
         whitener = Whitener.fit(moments, tau=settings.tau, alpha=settings.alpha, epsilon=settings.epsilon)
         targets = sketch = None
         if settings.token:
@@ -85,7 +83,9 @@ class TokenKernel:
             stop = min(start + BATCH_ROWS, units.n_units)
             mask_S = ((unit_S >= start) & (unit_S < stop)).to(units.hidden_SH.device)
             residual = SparseResidual(
-                units.residual.index_PK[mask_S], units.residual.value_PK[mask_S], units.residual.loss_P[mask_S]
+                units.residual.index_PK[mask_S],
+                units.residual.value_PK[mask_S],
+                units.residual.loss_P[mask_S],
             )
             block = token_relevance(
                 self.targets, units.hidden_SH[mask_S], residual, units.unit_S[mask_S] - start, stop - start
@@ -121,9 +121,7 @@ class ShardForward:
             (arrays["residual_value"], arrays["residual_index"], arrays["residual_indptr"]),
             shape=(len(arrays["loss"]), vocab),
         )
-        token = {
-            name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")
-        }
+        token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
         return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token)
 
 
@@ -194,9 +192,7 @@ def forward_shard(
     )
 
 
-def token_moments(
-    model: ReferenceModel, rows: RowShard, settings: FeatureSettings, into: MomentAccumulator
-) -> None:
+def token_moments(model: ReferenceModel, rows: RowShard, settings: FeatureSettings, into: MomentAccumulator) -> None:
     """Add the used positions of `rows` to the token-level moments."""
     names = rows.table.column("row_id")
     for index in batches(np.diff(rows.offsets), model.batch_tokens):
@@ -205,7 +201,9 @@ def token_moments(
         batch = extract(model, ids, torch.zeros_like(length_B), length_B, specs, settings.top_k)
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         into.add(
-            batch.hidden_PH.cpu().numpy(), batch.residual.index_PK.cpu().numpy(), batch.residual.value_PK.cpu().numpy()
+            batch.hidden_PH.cpu().numpy(),
+            batch.residual.index_PK.cpu().numpy(),
+            batch.residual.value_PK.cpu().numpy(),
         )
 
 

@@ -48,9 +48,7 @@ class Inputs:
         return len(self.unit_set.units)
 
 
-def build(
-    settings: BuildSettings, out: Path, *, resume: bool = False, progress: Progress | None = None
-) -> Path:
+def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress: Progress | None = None) -> Path:
     """Build the artifact `out`, or go on with one that was begun with the same settings.
 
     Raises:
@@ -111,7 +109,11 @@ def prepare(settings: BuildSettings, model: ReferenceModel, tokens: Path, progre
     unit_set = load_units(settings.targets)
     unit_tokens = unit_set.tokenize(model.tokenizer, settings.targets.max_length)
     store = RowStore.write(
-        tokens, settings.corpus, model.tokenizer, shard_rows=settings.shard_rows, progress=_difference(progress)
+        tokens,
+        settings.corpus,
+        model.tokenizer,
+        shard_rows=settings.shard_rows,
+        progress=_difference(progress),
     )
     names = [unit.unit_id for unit in unit_set.units]
     return Inputs(

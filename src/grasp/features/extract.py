@@ -43,7 +43,12 @@ class BatchFeatures:
 
 @torch.inference_mode()
 def extract(
-    model: ReferenceModel, ids_BL: Tensor, first_B: Tensor, length_B: Tensor, specs: tuple[str, ...], top_k: int
+    model: ReferenceModel,
+    ids_BL: Tensor,
+    first_B: Tensor,
+    length_B: Tensor,
+    specs: tuple[str, ...],
+    top_k: int,
 ) -> BatchFeatures:
     """Run the body once and the head at the union of the positions that `specs` name.
 

@@ -31,9 +31,7 @@ class MomentAccumulator:
         self.scatter_HH: F64 = np.zeros((hidden_size, hidden_size))
         self.square_V: F64 = np.zeros(vocab_size)
 
-    def add(
-        self, hidden_PH: NDArray[np.floating], index: NDArray[np.integer], value: NDArray[np.floating]
-    ) -> None:
+    def add(self, hidden_PH: NDArray[np.floating], index: NDArray[np.integer], value: NDArray[np.floating]) -> None:
         """Add P samples: hidden states (P, H) and the coordinates and values of all their sparse residuals.
 
         A coordinate may occur once per sample, as SparseResidual and pooled residuals guarantee.

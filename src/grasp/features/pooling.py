@@ -22,9 +22,7 @@ class PooledFeatures:
     residual_NV: csr_array  # float32, coordinates sorted, each at most once a row
 
 
-def pool(
-    hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int, vocab: int
-) -> PooledFeatures:
+def pool(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int, vocab: int) -> PooledFeatures:
     """Average hidden states and sparse residuals over each row's positions.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grasp.models.causal_lm import OutputHead
+from grasp.models.head import OutputHead
 
 # Logits held at once, in elements: 32 MB in float32, small enough to stay near the cores.
 LOGIT_ELEMENTS = 8 * 1024 * 1024

@@ -124,7 +124,14 @@ def _coordinate_blocks(
 
 
 def _block(
-    first: int, last: int, widest: int, end_C: Tensor, count_C: Tensor, position: Tensor, weight: Tensor, pad: int
+    first: int,
+    last: int,
+    widest: int,
+    end_C: Tensor,
+    count_C: Tensor,
+    position: Tensor,
+    weight: Tensor,
+    pad: int,
 ) -> CoordinateBlock:
     count = count_C[first:last]
     start = end_C[first:last] - count

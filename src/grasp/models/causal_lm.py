@@ -5,7 +5,6 @@ Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocab
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.errors import ModelError
+from grasp.models.head import head_shape, output_head
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
 
@@ -23,36 +23,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Largest |head(hidden) - logits| the load check lets pass, in units of the logits' standard deviation.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """What happens between the last hidden state and the softmax: z = W h + b, then scale, then soft cap."""
-
-    linear: nn.Module
-    scale: float = 1.0
-    cap: float | None = None
-
-    def linear_logits(self, hidden_PH: Tensor, out: Tensor | None = None) -> Tensor:
-        """z = W h + b, (P, V), in the model's dtype; written to `out` where the head is a plain matrix."""
-        weight = getattr(self.linear, "weight", None)
-        bias = getattr(self.linear, "bias", None)
-        if out is None or type(self.linear) is not nn.Linear or weight is None:
-            return self.linear(hidden_PH)  # type: ignore[no-any-return]
-        torch.mm(hidden_PH, weight.T, out=out)
-        return out if bias is None else out.add_(bias)
-
-    def link(self, z_PV: Tensor) -> Tensor:
-        """Logits as the softmax sees them."""
-        if self.scale != 1.0:
-            z_PV = z_PV * self.scale
-        return z_PV if self.cap is None else self.cap * torch.tanh(z_PV / self.cap)
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d z, elementwise, from the logits themselves; 1 for an ordinary head."""
-        if self.cap is None:
-            return self.scale
-        return self.scale * (1.0 - (logits / self.cap) ** 2)
 
 
 class ReferenceModel:
@@ -66,7 +36,7 @@ class ReferenceModel:
         self.body = _body(model)
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.vocab_size, self.hidden_size = _head_shape(self.head.linear)
+        self.vocab_size, self.hidden_size = head_shape(self.head.linear)
 
     @classmethod
     def load(cls, settings: ModelSettings) -> Self:
@@ -80,9 +50,7 @@ class ReferenceModel:
         device = torch.device(_device(settings.device))
         dtype = _dtype(settings.dtype, device)
         model, hf_tokenizer = _from_pretrained(settings, dtype)
-        reference = cls(
-            model.to(device), HfTokenizer(hf_tokenizer, vocab_size=0), batch_tokens=settings.batch_tokens
-        )
+        reference = cls(model.to(device), HfTokenizer(hf_tokenizer, vocab_size=0), batch_tokens=settings.batch_tokens)
         reference.tokenizer = HfTokenizer(hf_tokenizer, vocab_size=reference.vocab_size)
         reference._check_tokenizer(settings, len(hf_tokenizer))
         if settings.check:
@@ -183,29 +151,6 @@ def _body(model: nn.Module) -> nn.Module:
             "Face causal LM"
         )
     return body
-
-
-def output_head(model: nn.Module) -> OutputHead:
-    """Head, scale and soft cap of a Hugging Face causal LM, read from its modules and configuration."""
-    find = getattr(model, "get_output_embeddings", None)
-    linear = find() if find is not None else None
-    if linear is None:
-        raise ModelError(f"{type(model).__name__}: no output embeddings; expected a causal LM with a linear head")
-    config = model.config
-    scale = 1.0
-    if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies
-        scale = float(config.logit_scale)
-    elif getattr(config, "logits_scaling", None) is not None:  # Granite divides
-        scale = 1.0 / float(config.logits_scaling)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return OutputHead(linear=linear, scale=scale, cap=None if cap is None else float(cap))
-
-
-def _head_shape(linear: nn.Module) -> tuple[int, int]:
-    weight = getattr(linear, "weight", None)
-    if weight is None or weight.ndim != 2:
-        raise ModelError(f"{type(linear).__name__}: the output head has no (V, H) weight")
-    return int(weight.shape[0]), int(weight.shape[1])
 
 
 def pad_rows(rows: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:

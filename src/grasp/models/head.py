@@ -1,0 +1,69 @@
+"""The output head: what happens between the last hidden state and the softmax.
+
+Shape letters: P positions, H hidden width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from grasp.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """What happens between the last hidden state and the softmax: z = W h + b, then scale, then soft cap."""
+
+    linear: nn.Module
+    scale: float = 1.0
+    cap: float | None = None
+
+    def linear_logits(self, hidden_PH: Tensor, out: Tensor | None = None) -> Tensor:
+        """z = W h + b, (P, V), in the model's dtype; written to `out` where the head is a plain matrix."""
+        weight = getattr(self.linear, "weight", None)
+        bias = getattr(self.linear, "bias", None)
+        if out is None or type(self.linear) is not nn.Linear or weight is None:
+            return self.linear(hidden_PH)  # type: ignore[no-any-return]
+        torch.mm(hidden_PH, weight.T, out=out)
+        return out if bias is None else out.add_(bias)
+
+    def link(self, z_PV: Tensor) -> Tensor:
+        """Logits as the softmax sees them."""
+        if self.scale != 1.0:
+            z_PV = z_PV * self.scale
+        return z_PV if self.cap is None else self.cap * torch.tanh(z_PV / self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d z, elementwise, from the logits themselves; 1 for an ordinary head."""
+        if self.cap is None:
+            return self.scale
+        return self.scale * (1.0 - (logits / self.cap) ** 2)
+
+
+def output_head(model: nn.Module) -> OutputHead:
+    """Head, scale and soft cap of a Hugging Face causal LM, read from its modules and configuration."""
+    find = getattr(model, "get_output_embeddings", None)
+    linear = find() if find is not None else None
+    if linear is None:
+        raise ModelError(f"{type(model).__name__}: no output embeddings; expected a causal LM with a linear head")
+    config = model.config
+    scale = 1.0
+    if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies
+        scale = float(config.logit_scale)
+    elif getattr(config, "logits_scaling", None) is not None:  # Granite divides
+        scale = 1.0 / float(config.logits_scaling)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return OutputHead(linear=linear, scale=scale, cap=None if cap is None else float(cap))
+
+
+def head_shape(linear: nn.Module) -> tuple[int, int]:
+    """(V, H) of the head.
+
+    Raises:
+        ModelError: it has no matrix.
+    """
+    weight = getattr(linear, "weight", None)
+    if weight is None or weight.ndim != 2:
+        raise ModelError(f"{type(linear).__name__}: the output head has no (V, H) weight")
+    return int(weight.shape[0]), int(weight.shape[1])

@@ -1,0 +1,82 @@
+"""Laws: xi = p - onehot exactly on what is kept; top-k finds the k largest; position masks name what they say."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grasp.features.positions import position_mask
+from grasp.features.residuals import head_residual, sparse_residual, stack_residuals, top_k
+from grasp.models.head import OutputHead
+
+
+def dense(residual, vocab: int) -> np.ndarray:
+    out = np.zeros((len(residual.index_PK), vocab))
+    for line, index, value in zip(out, residual.index_PK, residual.value_PK, strict=True):
+        np.add.at(line, index.numpy(), value.numpy())
+    return out
+
+
+def reference(logits: np.ndarray, label: np.ndarray, k: int) -> np.ndarray:
+    """Float64, one position at a time."""
+    out = np.zeros_like(logits)
+    for p, (z, y) in enumerate(zip(logits, label, strict=True)):
+        probability = np.exp(z - z.max())
+        probability /= probability.sum()
+        kept = set(np.argsort(-z)[:k]) | {y}
+        for v in kept:
+            out[p, v] = probability[v] - (v == y)
+    return out
+
+
+@given(seed=st.integers(0, 2**32 - 1), vocab=st.sampled_from([5, 40, 600, 5000]), k=st.integers(1, 20))
+def test_sparse_residual_is_p_minus_onehot_on_the_top_k_and_the_label(seed, vocab, k):
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(scale=3.0, size=(4, vocab))
+    label = generator.integers(0, vocab, size=4)
+    found = sparse_residual(torch.from_numpy(logits).float(), torch.from_numpy(label), min(k, vocab))
+    np.testing.assert_allclose(dense(found, vocab), reference(logits, label, min(k, vocab)), atol=2e-6)
+
+
+@given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(64 * 4 * 3, 4000))
+def test_two_level_top_k_finds_what_topk_finds(seed, vocab):
+    values = torch.from_numpy(np.random.default_rng(seed).normal(size=(3, vocab))).float()
+    expected = values.topk(3, dim=1).values
+    found = values.gather(1, top_k(values, 3)).sort(dim=1, descending=True).values
+    assert torch.equal(found, expected)
+
+
+def test_logits_in_chunks_give_the_same_residuals(monkeypatch):
+    torch.manual_seed(0)
+    head = OutputHead(torch.nn.Linear(8, 50))
+    hidden, label = torch.randn(37, 8), torch.randint(0, 50, (37,))
+    with torch.inference_mode():
+        whole = head_residual(head, hidden, label, 6, 50)
+        monkeypatch.setattr("grasp.features.residuals.LOGIT_ELEMENTS", 50 * 5)
+        parts = head_residual(head, hidden, label, 6, 50)
+    np.testing.assert_allclose(dense(parts, 50), dense(whole, 50), atol=1e-6)
+    np.testing.assert_allclose(parts.loss_P, whole.loss_P, atol=1e-5)
+
+
+def test_stacking_one_part_is_that_part():
+    found = sparse_residual(torch.randn(2, 9), torch.tensor([1, 2]), 3)
+    assert stack_residuals([found]) is found
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "length", "expected"),
+    [
+        ("all", 0, 5, [0, 1, 2, 3]),
+        ("tail:2", 0, 5, [2, 3]),
+        ("tail:32", 0, 5, [0, 1, 2, 3]),
+        ("stride:2", 0, 6, [0, 2, 4]),
+        ("stride:3", 0, 6, [1, 4]),
+        ("all", 3, 6, [3, 4]),
+        ("tail:1", 3, 6, [4]),
+        ("stride:2", 3, 7, [3, 5]),
+    ],
+)
+def test_position_masks(spec, first, length, expected):
+    mask = position_mask(spec, torch.tensor([first]), torch.tensor([length]), 8)
+    assert mask[0].nonzero()[:, 0].tolist() == expected

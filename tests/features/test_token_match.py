@@ -1,0 +1,103 @@
+"""Law: token relevance is the mean over position pairs of <h~_t, h~_s> (xi_t D xi_s), whatever the blocks."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.features import token_match
+from grasp.features.moments import MomentAccumulator
+from grasp.features.pooling import pool
+from grasp.features.product_sketch import ProductSketch
+from grasp.features.residuals import sparse_residual
+from grasp.features.whitening import Whitener
+from tests.features.test_residuals import dense
+
+V, H, E, N = 50, 8, 6, 5
+
+
+def world(seed: int, positions: int = 60, unit_positions: int = 23):
+    torch.manual_seed(seed)
+    weight = 2 * torch.randn(V, H) / H**0.5
+    hidden, unit_hidden = torch.randn(positions, H) + 0.5, torch.randn(unit_positions, H) + 0.5
+    residual = sparse_residual(hidden @ weight.T, torch.randint(0, V, (positions,)), 6)
+    unit_residual = sparse_residual(unit_hidden @ weight.T, torch.randint(0, V, (unit_positions,)), 6)
+    accumulator = MomentAccumulator(H, V)
+    accumulator.add(hidden.numpy(), residual.index_PK.numpy(), residual.value_PK.numpy())
+    whitener = Whitener.fit(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
+    row = torch.arange(positions) * N // positions
+    unit = torch.sort(torch.arange(unit_positions) % E).values
+    return hidden, unit_hidden, residual, unit_residual, whitener, row, unit
+
+
+def reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit) -> np.ndarray:
+    """Float64, one pair of positions at a time."""
+    white = (hidden.double().numpy() - whitener.mean_H) @ whitener.map_HH
+    unit_white = (unit_hidden.double().numpy() - whitener.mean_H) @ whitener.map_HH
+    xi, unit_xi = dense(residual, V), dense(unit_residual, V)
+    total, count = np.zeros((N, E)), np.zeros((N, E))
+    for t in range(len(white)):
+        for s in range(len(unit_white)):
+            match = white[t] @ unit_white[s] * (xi[t] * whitener.precondition_V) @ unit_xi[s]
+            total[row[t], unit[s]] += match
+            count[row[t], unit[s]] += 1
+    return total / count
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_token_relevance_is_the_mean_over_position_pairs(seed):
+    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(seed)
+    targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
+    found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
+    expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
+    np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("block", "cached"), [(1, 0), (H * N * 3, 0), (1, 10**9)])
+def test_blocks_and_caches_do_not_change_the_result(monkeypatch, block, cached):
+    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(7)
+    expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
+    monkeypatch.setattr(token_match, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(token_match, "CACHED_ELEMENTS", cached)
+    targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
+    found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
+    np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
+
+
+def test_a_row_alone_has_the_relevance_it_has_among_others():
+    hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(3)
+    targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
+    together = token_match.token_relevance(targets, hidden, residual, row, N)
+    mask = row == 2
+    alone = type(residual)(residual.index_PK[mask], residual.value_PK[mask], residual.loss_P[mask])
+    found = token_match.token_relevance(targets, hidden[mask], alone, torch.zeros_like(row[mask]), 1)
+    torch.testing.assert_close(found[0], together[2], rtol=1e-5, atol=1e-5)
+
+
+def test_product_sketch_is_unbiased_for_the_product_geometry():
+    hidden, _, residual, _, whitener, row, _ = world(11)
+    white = (hidden.double().numpy() - whitener.mean_H) @ whitener.map_HH
+    scaled = dense(residual, V) * np.sqrt(whitener.precondition_V)
+    gradient = np.stack(
+        [np.einsum("th,tv->hv", white[row == i], scaled[row == i]) / int((row == i).sum()) for i in range(N)]
+    ).reshape(N, -1)
+    exact = gradient @ gradient.T
+    grams = []
+    for seed in range(300):
+        sketch = ProductSketch.prepare(whitener, 32, seed, torch.device("cpu"))
+        phi = sketch.apply(hidden, residual, row, N).double().numpy()
+        grams.append(phi @ phi.T)
+    error = np.std(grams, axis=0) / np.sqrt(len(grams))
+    assert np.all(np.abs(np.mean(grams, axis=0) - exact) < 5 * error)
+
+
+def test_pooling_averages_over_the_positions_of_a_row():
+    hidden, _, residual, _, _, row, _ = world(2)
+    found = pool(hidden, residual, row, N, V)
+    xi = dense(residual, V)
+    for i in range(N):
+        np.testing.assert_allclose(found.hidden_NH[i], hidden[row == i].numpy().mean(axis=0), atol=1e-6)
+        np.testing.assert_allclose(found.residual_NV[[i]].toarray()[0], xi[row == i].mean(axis=0), atol=1e-6)
+    assert found.residual_NV.has_canonical_format

@@ -1,0 +1,110 @@
+"""Law: for every family, head(hidden) is the model's own logits, and a row's features do not depend on its batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from grasp.errors import ModelError
+from grasp.features.extract import extract
+from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
+from tests.conftest import VOCAB, make_model
+
+# Batch invariance: float32 sums in another order; the largest difference seen over the families is about 2e-6.
+TOLERANCE = 2e-5
+
+
+def reference(family: str, **options) -> ReferenceModel:
+    return ReferenceModel(make_model(family), tokenizer=None, **options)
+
+
+def rows(*lengths: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, VOCAB, size=length).astype(np.int32) for length in lengths]
+
+
+def test_head_of_hidden_is_the_models_logits(family):
+    model = reference(family)
+    model.check_head()
+    ids, _ = pad_rows(rows(7, 7))
+    own = model.model(input_ids=ids).logits
+    ours = model.logits(model.hidden(ids).flatten(0, 1)).view_as(own)
+    torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_head_check_holds_in_half_precision(family, dtype):
+    ReferenceModel(make_model(family).to(dtype), tokenizer=None).check_head()
+
+
+def test_a_head_that_does_more_is_refused():
+
+    model = make_model("llama")
+    forward = model.forward
+
+    def shifted(**inputs):
+        output = forward(**inputs)
+        output.logits = output.logits + torch.arange(VOCAB)
+        return output
+
+    model.forward = shifted
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: head\(hidden\) differs from the model's logits by \d"):
+        ReferenceModel(model, tokenizer=None).check_head()
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ModelError, match="LlamaModel: no output embeddings; expected a causal LM"):
+        ReferenceModel(make_model("llama").model, tokenizer=None)
+
+
+def dense(features, which: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+    hidden, residual, row_P = features.take(which)
+    chosen = row_P == row
+    out = np.zeros((int(chosen.sum()), VOCAB))
+    for line, index, value in zip(out, residual.index_PK[chosen], residual.value_PK[chosen], strict=True):
+        np.add.at(line, index.numpy(), value.numpy())
+    return hidden[chosen].numpy(), out
+
+
+def test_a_row_has_the_same_features_alone_in_a_batch_and_beside_longer_rows(family):
+    model = reference(family)
+    short, long, other = rows(9, 40, 9)
+    specs = ("tail:32", "all")
+    results = []
+    for batch in ([short], [other, short, other], [long, short]):
+        ids, length = pad_rows(batch)
+        found = extract(model, ids, torch.zeros_like(length), length, specs, VOCAB - 1)
+        results.append(dense(found, 1, [line is short for line in batch].index(True)))
+    for hidden, residual in results[1:]:
+        np.testing.assert_allclose(hidden, results[0][0], atol=TOLERANCE * np.abs(hidden).max())
+        np.testing.assert_allclose(residual, results[0][1], atol=TOLERANCE)
+
+
+def test_residual_times_hidden_is_the_gradient_of_the_output_layer(family):
+    """The law that carries everything else: d loss / d W = sum_t xi_t (x) h_t, with every coordinate kept."""
+    model = reference(family)
+    ids, length = pad_rows(rows(12))
+    found = extract(model, ids, torch.zeros_like(length), length, ("all",), VOCAB)
+    hidden, residual = dense(found, 0, 0)
+
+    leaf = model.hidden(ids)[0, :-1].clone()
+    weight = model.head.linear.weight.detach().clone().requires_grad_(True)
+    bias = getattr(model.head.linear, "bias", None)
+    z = leaf @ weight.T + (0 if bias is None else bias)
+    loss = torch.nn.functional.cross_entropy(model.head.link(z), ids[0, 1:], reduction="sum")
+    loss.backward()
+    np.testing.assert_allclose(residual.T @ hidden, weight.grad.numpy(), atol=2e-5)
+    assert found.residual.loss_P.sum().item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_batches_cover_every_row_once_within_the_budget():
+    length = np.random.default_rng(1).integers(2, 60, size=300)
+    cut = batches(length, 128)
+    assert sorted(np.concatenate(cut)) == list(range(300))
+    assert all(len(index) <= BATCH_ROWS for index in cut)
+    assert all(len(index) == 1 or len(index) * length[index].max() <= 128 for index in cut)
+
+
+def test_fingerprint_follows_the_weights():
+    assert reference("llama").fingerprint() == reference("llama").fingerprint()
+    other = ReferenceModel(make_model("llama", seed=1), tokenizer=None)
+    assert other.fingerprint() != reference("llama").fingerprint()
