@@ -1,0 +1,1 @@
+"""Reference models and the recipe that trains them."""

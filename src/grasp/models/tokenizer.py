@@ -1,0 +1,88 @@
+"""Tokenizers: a Hugging Face one as the corpus wants it, and a byte-level BPE trained on the spot."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from grasp.errors import ModelError
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256
+
+
+class HfTokenizer:
+    """`grasp.corpus.documents.Tokenizer` over a transformers tokenizer.
+
+    Args:
+        tokenizer: any transformers tokenizer.
+        vocab_size: ids of the *model's* vocabulary, which is often padded beyond the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+
+    @property
+    def eos_id(self) -> int | None:
+        eos_id: int | None = self.tokenizer.eos_token_id
+        return eos_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what turns text into ids; it does not depend on where the tokenizer was loaded from."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            text = json.dumps([type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())])
+        else:
+            text = json.dumps(_rules(json.loads(backend.to_str())), sort_keys=True)
+        return hashlib.blake2b(f"{self.eos_id} {text}".encode(), digest_size=16).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, no special tokens added, nothing cut."""
+        if not texts:
+            return []
+        # verbose=False: a text longer than the context is no mistake here, rows are cut later.
+        encoded = self.tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def save(self, directory: Path) -> None:
+        """Write the files that `AutoTokenizer.from_pretrained` reads."""
+        self.tokenizer.save_pretrained(directory)
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most `vocab_size` tokens, end-of-text token (id 0) included.
+
+    Every byte has a token, so no text is out of vocabulary. The same texts give the same tokenizer.
+
+    Raises:
+        ModelError: `vocab_size` has no room for the bytes and the end-of-text token.
+    """
+    if vocab_size <= BYTES:
+        raise ModelError(
+            f"vocab_size: got {vocab_size}, expected at least {BYTES + 1}: one a byte and end of text"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def _rules(backend: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json without the padding and truncation that a call may have left in it."""
+    return {key: value for key, value in backend.items() if key not in ("padding", "truncation")}
