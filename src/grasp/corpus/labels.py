@@ -1,0 +1,133 @@
+"""Label columns: what counts as a label, what it is called, and which type a column of mixed values has.
+
+A label is a scalar that a row carries for slicing: topic, source, year. Values arrive a record at a time and
+JSONL may mix types from line to line, so a type is folded over values and the folds combine: the result does
+not depend on how rows fall into shards.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Label = str | int | float | bool | None
+Kind = Literal["null", "bool", "int", "float", "string"]
+
+IDS_COLUMN = "__input_ids__"
+DOCUMENT_COLUMN = "__document__"
+OWN_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet", "row_index", IDS_COLUMN, DOCUMENT_COLUMN)
+# Case does not count: DuckDB, which reads label expressions, holds `Loss` and `loss` to be one column.
+_OWN = re.compile(rf"(?:{'|'.join(OWN_COLUMNS)})_*", re.IGNORECASE)
+
+_ARROW: Mapping[Kind, pa.DataType] = {
+    "null": pa.string(),
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "string": pa.string(),
+}
+_EXACT_FLOAT = 2**53
+
+
+def label_name(column: str) -> str:
+    """Name of a label column; a clash with ours gets an underscore more (`loss` -> `loss_` -> `loss__`)."""
+    return f"{column}_" if _OWN.fullmatch(column) else column
+
+
+def arrow_type(kind: Kind) -> pa.DataType:
+    """Arrow type of a column of this kind; a column without any value is text."""
+    return _ARROW[kind]
+
+
+def kind_of(value: Label) -> Kind:
+    """Kind of one value; an integer that needs more than 64 bits is text."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int" if -(2**63) <= value < 2**63 else "string"
+    return "float" if isinstance(value, float) else "string"
+
+
+def wider(one: Kind, other: Kind) -> Kind:
+    """Narrowest kind that holds both; associative and commutative."""
+    if other in (one, "null"):
+        return one
+    if one == "null":
+        return other
+    return "float" if {one, other} == {"int", "float"} else "string"
+
+
+def kind_of_all(values: Iterable[Label]) -> Kind:
+    """Narrowest kind that holds every value."""
+    kind: Kind = "null"
+    for value in values:
+        kind = wider(kind, kind_of(value))
+    return kind
+
+
+def label_text(value: Label) -> str | None:
+    """Value as text. 1 and 1.0 read alike: text must not depend on what a number was stored beside."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_FLOAT:
+        return str(int(value))
+    return str(value)
+
+
+def column_of(values: Sequence[Label], kind: Kind) -> pa.Array:
+    """Arrow column of `kind`, which must hold every value."""
+    if kind in ("string", "null"):
+        return pa.array([label_text(value) for value in values], pa.string())
+    if kind == "float":
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    return pa.array(values, arrow_type(kind))
+
+
+def as_kind(column: pa.ChunkedArray, kind: Kind) -> pa.ChunkedArray:
+    """Column of one shard, widened to the kind that the label has over the whole corpus."""
+    if column.type == arrow_type(kind):
+        return column
+    return pa.chunked_array([column_of(column.to_pylist(), kind)], arrow_type(kind))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether an Arrow column of this type holds text."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_label(kind: pa.DataType) -> bool:
+    """Whether an Arrow column of this type can be a label: nested and binary columns cannot."""
+    if pa.types.is_dictionary(kind):
+        return is_label(kind.value_type)
+    tests = (
+        is_text,
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_decimal,
+        pa.types.is_boolean,
+        pa.types.is_timestamp,
+        pa.types.is_date,
+        pa.types.is_time,
+        pa.types.is_null,
+    )
+    return any(test(kind) for test in tests)
+
+
+def label_values(column: pa.Array | pa.ChunkedArray) -> list[Label]:
+    """Values of an Arrow column of labels; times become ISO text, decimals become floats."""
+    if pa.types.is_dictionary(column.type):
+        column = pc.cast(column, column.type.value_type)
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type) or pa.types.is_time(column.type):
+        column = pc.cast(column, pa.string())
+    elif pa.types.is_decimal(column.type) or pa.types.is_floating(column.type):
+        column = pc.cast(column, pa.float64())
+    values: list[Label] = column.to_pylist()
+    return values

