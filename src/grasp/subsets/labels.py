@@ -1,0 +1,41 @@
+"""One label column, factorised: a short list of values and a code per row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Label: TypeAlias = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class LabelColumn:
+    """Values in order of first appearance and each row's code, 4 bytes a row; a missing label is `None`."""
+
+    name: str
+    values: tuple[Label, ...]
+    codes_N: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, labels: Sequence[Label], name: str = "label") -> "LabelColumn":
+        """Factorise a plain sequence of labels."""
+        code_of: dict[Label, int] = {}
+        codes_N = np.fromiter((code_of.setdefault(label, len(code_of)) for label in labels), np.int32, len(labels))
+        return cls(name, tuple(code_of), codes_N)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.codes_N)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Rows per value."""
+        return np.bincount(self.codes_N, minlength=len(self.values)).astype(np.int64)
+
+    def groups(self) -> Mapping[Label, NDArray[np.int64]]:
+        """Row indices of each value, ascending; in order of first appearance."""
+        order = np.argsort(self.codes_N, kind="stable")
+        parts = np.split(order, np.cumsum(self.counts)[:-1])
+        return dict(zip(self.values, parts, strict=True))
