@@ -17,9 +17,7 @@ from grasp.errors import ArtifactError
 
 def tensor_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """Named arrays as the bytes of a safetensors file; the same arrays give the same bytes."""
-    content: bytes = safetensors.numpy.save(
-        {name: np.asarray(arrays[name], order="C") for name in sorted(arrays)}
-    )
+    content: bytes = safetensors.numpy.save({name: np.asarray(arrays[name], order="C") for name in sorted(arrays)})
     return content
 
 

@@ -23,6 +23,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 BUILD = "build.json"
 ROWS = "rows.parquet"
+SUM = "sum."  # prefix, in a moments file, of totals over all rows
 PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet
 
 

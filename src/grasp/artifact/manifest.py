@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.artifact.files import FileEntry, checksum, write_whole
-from grasp.artifact.layout import FORMAT, FORMAT_VERSION, MANIFEST
+from grasp.artifact.layout import FORMAT, FORMAT_VERSION, MANIFEST, ShardGrid, part_dir
 from grasp.errors import ArtifactError
 
 ArrayDtype = Literal["float16", "float32"]
@@ -107,6 +107,18 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise ArtifactError(f"{path}: damaged: {_first_problem(err)}; delete it and run again") from err
 
 
+def read_marks(root: Path, part: int, grid: ShardGrid) -> dict[int, ShardMark]:
+    """Marks of the finished shards; one whose files are gone or cut does not count, and is redone."""
+    marks: dict[int, ShardMark] = {}
+    for path in sorted((root / part_dir(part) / "shards").glob("[0-9]*.json")):
+        k, mark = int(path.stem), read_record(path, ShardMark)
+        if k >= grid.n_shards or (mark.start, mark.stop) != grid.bounds(k):
+            raise ArtifactError(f"{path}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
+        if all(_has_size(root / name, entry.bytes) for name, entry in mark.files.items()):
+            marks[k] = mark
+    return marks
+
+
 def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`data` as JSON gives it back, so that what is compared later is what was written."""
     try:
@@ -175,6 +187,10 @@ def differences(old: BuildRecord, new: BuildRecord) -> list[str]:
         for field in fields
         if was.get(field) != now.get(field)
     ]
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def _leaves(value: Any, field: str = "") -> Iterator[tuple[str, str]]:

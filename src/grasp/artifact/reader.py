@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from grasp.artifact.features import FeatureSpool
-from grasp.artifact.layout import BUILD, MANIFEST, ROWS, ShardGrid, array_dir, chunk_file, part_dir
+from grasp.artifact.layout import BUILD, MANIFEST, ROWS, SUM, ShardGrid, array_dir, chunk_file, part_dir
 from grasp.artifact.manifest import (
     BuildRecord,
     ColumnGroup,
     Manifest,
     parse_manifest,
+    read_marks,
     read_record,
 )
-from grasp.artifact.shards import read_marks
-from grasp.artifact.writer import SUM
 from grasp.errors import ArtifactError
 
 RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token"}
@@ -50,7 +49,7 @@ class Artifact:
         try:
             data = (path / MANIFEST).read_bytes()
         except (FileNotFoundError, NotADirectoryError) as err:
-            raise ArtifactError(_why_not(path)) from err
+            raise ArtifactError(why_not_open(path)) from err
         return cls(path, parse_manifest(path / MANIFEST, data))
 
     @property
@@ -99,8 +98,7 @@ class Artifact:
         if name not in self.manifest.arrays:
             built = [kernel for kernel, array in RELEVANCE.items() if array in self.manifest.arrays]
             raise ArtifactError(
-                f"{self.path}: has no {match!r} relevance, only {built}; build it with "
-                f"features.match: {match} or both"
+                f"{self.path}: has no {match!r} relevance, only {built}; build it with features.match: {match} or both"
             )
         return name
 
@@ -149,9 +147,7 @@ class Artifact:
         with pq.ParquetFile(self.rows_path) as file:
             unknown = sorted(set(columns or ()) - set(file.schema_arrow.names))
             if unknown:
-                raise ArtifactError(
-                    f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}"
-                )
+                raise ArtifactError(f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}")
             yield from file.iter_batches(batch_size=batch_rows, columns=columns)
 
     def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table:
@@ -170,9 +166,7 @@ class Artifact:
         try:
             return self.manifest.arrays[name]
         except KeyError as err:
-            raise ArtifactError(
-                f"{self.path}: has no array {name!r}; it has {list(self.array_names)}"
-            ) from err
+            raise ArtifactError(f"{self.path}: has no array {name!r}; it has {list(self.array_names)}") from err
 
     def _picks(self, name: str, columns: Columns) -> tuple[list["_Pick"], int]:
         entry = self._entry(name)
@@ -194,9 +188,7 @@ class Artifact:
         _check_size(path, 4 * (group.stop - group.start))
         return np.fromfile(path, dtype="<f4").astype(np.float32)
 
-    def _blocks(
-        self, picks: list["_Pick"], width: int, size: int
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def _blocks(self, picks: list["_Pick"], width: int, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         for start in range(0, self.n_rows, size):
             stop = min(start + size, self.n_rows)
             out_NE = np.empty((stop - start, width), dtype=np.float32)
@@ -217,11 +209,11 @@ class Artifact:
     ) -> None:
         for pick in picks:
             stored_NE = self._chunk(pick.group, k)[rows][:, pick.source]
-            block_NE = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
-            if isinstance(goal, slice):
-                out_NE[goal, pick.goal] = block_NE
+            if isinstance(goal, slice) and isinstance(pick.goal, slice):
+                np.multiply(stored_NE, pick.scale_E, out=out_NE[goal, pick.goal])
             else:
-                out_NE[goal[:, None], np.arange(out_NE.shape[1])[pick.goal]] = block_NE
+                rows_goal, columns_goal = np.arange(len(out_NE))[goal], np.arange(out_NE.shape[1])[pick.goal]
+                out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
 
     def _chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
         path = self.path / chunk_file(group.name, k)
@@ -314,7 +306,8 @@ def _check_size(path: Path, expected: int) -> None:
         )
 
 
-def _why_not(path: Path) -> str:
+def why_not_open(path: Path) -> str:
+    """Why there is no complete artifact at `path`, and what to do."""
     if not path.exists():
         return f"{path}: no such artifact; make one with `grasp build --out {path}`"
     if not (path / BUILD).exists():

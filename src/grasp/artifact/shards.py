@@ -23,7 +23,7 @@ from grasp.artifact.files import (
     write_whole,
 )
 from grasp.artifact.layout import ShardGrid, array_dir, chunk_file, group_name, part_dir
-from grasp.artifact.manifest import ArrayDtype, ColumnGroup, ShardMark, SumEntry, dump_json, read_record
+from grasp.artifact.manifest import ArrayDtype, ColumnGroup, ShardMark, SumEntry, dump_json, read_marks
 from grasp.artifact.zarr_arrays import describe_array
 from grasp.errors import ArtifactError, ShapeError
 
@@ -140,8 +140,7 @@ class ShardWriter:
             raise ArtifactError(f"shard {k} is finished already; write only those that are not in `finished`")
         content = self._encode(arrays, stop - start, row_name)
         files: dict[Path, bytes | memoryview] = {
-            chunk_file(group_name(name, self._part), k): self._chunk(stored)
-            for name, stored in content.items()
+            chunk_file(group_name(name, self._part), k): self._chunk(stored) for name, stored in content.items()
         }
         if table is not None:
             files[self._relative(k, ".parquet")] = parquet_bytes(table)
@@ -171,9 +170,7 @@ class ShardWriter:
         parts = [_arrays(self._marks[k].sums) for k in sorted(self._marks)]
         for k, part in enumerate(parts):
             if _shapes(part) != _shapes(parts[0]):
-                raise ShapeError(
-                    f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(parts[0])}"
-                )
+                raise ShapeError(f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(parts[0])}")
         return {name: reduce(np.add, (part[name] for part in parts)) for name in sorted(parts[0])}
 
     def table_path(self, k: int) -> Path:
@@ -257,28 +254,12 @@ def encode(
     return stored_NE
 
 
-def read_marks(root: Path, part: int, grid: ShardGrid) -> dict[int, ShardMark]:
-    """Marks of the finished shards; one whose files are gone or cut does not count, and is redone."""
-    marks: dict[int, ShardMark] = {}
-    for path in sorted((root / part_dir(part) / "shards").glob("[0-9]*.json")):
-        k, mark = int(path.stem), read_record(path, ShardMark)
-        if k >= grid.n_shards or (mark.start, mark.stop) != grid.bounds(k):
-            raise ArtifactError(f"{path}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
-        if all(_has_size(root / name, entry.bytes) for name, entry in mark.files.items()):
-            marks[k] = mark
-    return marks
-
-
 def parquet_bytes(table: pa.Table) -> bytes:
     """A table as the bytes of a Parquet file."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     data: bytes = sink.getvalue().to_pybytes()
     return data
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def _first(mask_NE: NDArray[np.bool_]) -> tuple[int, int] | None:
@@ -296,9 +277,7 @@ def _sum_entry(name: str, value: NDArray[np.float64], k: int) -> SumEntry:
 
 
 def _arrays(sums: Mapping[str, SumEntry]) -> dict[str, NDArray[np.float64]]:
-    return {
-        name: np.array(entry.values, dtype=np.float64).reshape(entry.shape) for name, entry in sums.items()
-    }
+    return {name: np.array(entry.values, dtype=np.float64).reshape(entry.shape) for name, entry in sums.items()}
 
 
 def _shapes(arrays: Mapping[str, NDArray[np.float64]]) -> dict[str, tuple[int, ...]]:

@@ -112,9 +112,7 @@ def _grouped(tables: Sequence[Path], schema: pa.Schema) -> Iterable[pa.Table]:
 
 def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     columns = [
-        table[field.name].cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(table.num_rows, field.type)
+        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(table.num_rows, field.type)
         for field in schema
     ]
     return pa.table(columns, schema=schema)

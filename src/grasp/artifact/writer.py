@@ -16,6 +16,7 @@ from grasp.artifact.layout import (
     MANIFEST,
     PER_UNIT,
     ROWS,
+    SUM,
     ShardGrid,
     part_file,
 )
@@ -37,8 +38,6 @@ from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_ta
 from grasp.errors import ArtifactError, ShapeError
 
 __all__ = ["ArraySpec", "ArtifactWriter"]
-
-SUM = "sum."  # prefix, in the moments file, of totals over all rows
 
 
 class ArtifactWriter:
@@ -136,9 +135,7 @@ class ArtifactWriter:
         """Totals over all rows; all shards must be finished."""
         return self._shards.sums()
 
-    def finish(
-        self, *, manifest: Mapping[str, Any], moments: Mapping[str, NDArray[Any]], units: pa.Table
-    ) -> None:
+    def finish(self, *, manifest: Mapping[str, Any], moments: Mapping[str, NDArray[Any]], units: pa.Table) -> None:
         """Assemble what is left and write the manifest: from now on the artifact can be opened.
 
         Args:
@@ -260,7 +257,5 @@ def moment_bytes(moments: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray
 def _unit_columns(arrays: Mapping[str, ArraySpec]) -> int | None:
     widths = {name: spec.width for name, spec in arrays.items() if name.startswith(PER_UNIT)}
     if len(set(widths.values())) > 1:
-        raise ShapeError(
-            f"relevance arrays have different widths {widths}; each has one column for each unit"
-        )
+        raise ShapeError(f"relevance arrays have different widths {widths}; each has one column for each unit")
     return next(iter(widths.values()), None)

@@ -41,9 +41,7 @@ def describe_array(
     return tuple(files)
 
 
-def _metadata(
-    shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str, attributes: Mapping[str, str]
-) -> bytes:
+def _metadata(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str, attributes: Mapping[str, str]) -> bytes:
     kept: dict[str, Buffer] = {}
     zarr.create_array(
         MemoryStore(kept),

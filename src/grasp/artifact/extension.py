@@ -1,0 +1,238 @@
+"""Adding targets to a finished artifact: their columns are new arrays beside the old ones.
+
+Nothing that is there is written again, so the artifact stays readable as it was until the manifest is replaced.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from grasp.artifact.files import FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
+from grasp.artifact.layout import BUILD, PER_UNIT, part_dir, part_file
+from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.manifest import ArrayEntry, BuildRecord, Manifest, provenance, read_record, write_manifest
+from grasp.artifact.reader import Artifact
+from grasp.artifact.shards import ArraySpec, ShardWriter, parquet_bytes
+from grasp.artifact.tables import check_units, units_per_target
+from grasp.artifact.writer import array_dtype, build_record, claim, moment_bytes
+from grasp.errors import ArtifactError
+
+
+class ArtifactExtension:
+    """New units of an artifact being written, with the discipline of a build: lock, whole shards, resume."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        part: int,
+        units: pa.Table,
+        shards: ShardWriter,
+        lock: ArtifactLock,
+        *,
+        owns_lock: bool,
+    ) -> None:
+        self.path = artifact.path
+        self._artifact = artifact
+        self._part = part
+        self._units = units
+        self._shards = shards
+        self._lock = lock
+        self._owns_lock = owns_lock
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        identity: Mapping[str, Any],
+        units: pa.Table,
+        arrays: Mapping[str, ArraySpec],
+        dtype: str,
+        resume: bool = True,
+        lock: ArtifactLock | None = None,
+    ) -> Self:
+        """Begin to add `units`, or go on with the extension that was begun.
+
+        Args:
+            identity: all that decides what the numbers will be; JSON.
+            units: of targets that the artifact does not have; one for each new column, in their order.
+            arrays: name of a relevance array -> spec of its new columns; all relevance arrays.
+            dtype: of the new columns; need not be that of the old ones.
+        Raises:
+            ArtifactError: as `ArtifactWriter.open`; also a target that is there already, and arrays that are
+                not the artifact's relevance arrays.
+        """
+        path = Path(path)
+        Artifact.open(path)  # before the lock, which would make the directory
+        held = lock or ArtifactLock.acquire(path)
+        try:
+            artifact = Artifact.open(path)
+            check_units(units, _common_width(artifact, arrays))
+            record = build_record(artifact.grid, arrays, dtype, {**identity, "units": _units_key(units)})
+            part = _done_as(artifact, record) or len(artifact.manifest.units)
+            _check_targets_are_new(artifact, units, part)
+            shards = ShardWriter(path, part, artifact.grid, arrays, array_dtype(dtype))
+            claim(path / part_dir(part), record, resume=resume, over=f"delete {path / part_dir(part)}")
+            remove_parts(path, path / part_dir(part))
+            shards.prepare()
+            return cls(artifact, part, units, shards, held, owns_lock=lock is None)
+        except BaseException:
+            if lock is None:
+                held.release()
+            raise
+
+    @property
+    def n_shards(self) -> int:
+        return self._shards.grid.n_shards
+
+    @property
+    def finished(self) -> frozenset[int]:
+        """Shards that need not be written again."""
+        return self._shards.finished
+
+    @property
+    def complete(self) -> bool:
+        """Whether these units are in the artifact already: nothing is left to write."""
+        return self._part < len(self._artifact.manifest.units)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """First row of shard k, and the row after its last."""
+        return self._shards.grid.bounds(k)
+
+    def write_shard(self, k: int, arrays: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[np.float64]]) -> None:
+        """Write the new columns of shard k whole, in any order of k.
+
+        Args:
+            arrays: name -> (rows of the shard, new units).
+            sums: name -> float64 totals over the rows of the shard, joined on the last axis to the totals of
+                that name which the artifact has.
+        Raises:
+            ArtifactError, ShapeError: as `ArtifactWriter.write_shard`.
+        """
+        self._require_writable()
+        unknown = sorted(set(sums) - set(self._artifact.sums))
+        if unknown:
+            raise ArtifactError(f"sums: the artifact has no {unknown} to join to, only {list(self._artifact.sums)}")
+        start, _ = self.bounds(k)
+        self._shards.write(k, arrays, None, sums, lambda i: self._row_name(start + i))
+
+    def finish(
+        self, *, manifest: Mapping[str, Any] | None = None, moments: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        """Replace the manifest: from now on the new targets are part of the artifact.
+
+        Args:
+            manifest: entries that replace those of the same name within `made_by`, `fingerprints`, `settings`,
+                `skipped` and `details`.
+            moments: further moments, under names that the artifact does not have yet.
+        """
+        self._require_writable()
+        given = provenance(manifest or {})
+        clash = sorted(set(moments or {}) & set(self._artifact.moments))
+        if clash:
+            raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
+        contents = moment_bytes(moments or {}, self._shards.sums())
+        units, moment_file = (part_file(*names, self._part) for names in _TABLES)
+        with out_of_space(f"{self.path}: the targets were not added", self._shards.progress):
+            write_whole(self.path / units, parquet_bytes(self._units))
+            write_whole(self.path / moment_file, contents)
+            write_manifest(self.path, self._manifest(given, units, moment_file))
+        self._artifact = Artifact.open(self.path)
+
+    def close(self) -> None:
+        """Give the lock back, if it was taken here."""
+        if self._owns_lock:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _row_name(self, row: int) -> str:
+        row_id = self._artifact.rows(np.array([row]))["row_id"][0].as_py()
+        return f"row {row} (row_id {row_id!r})"
+
+    def _require_writable(self) -> None:
+        if not self._lock.held:
+            raise ArtifactError(f"{self.path}: this writer is closed")
+        if self.complete:
+            raise ArtifactError(f"{self.path}: these targets are in the artifact already")
+
+    def _manifest(self, given: Mapping[str, dict[str, Any]], units: str, moments: str) -> Manifest:
+        old = self._artifact.manifest
+        build = (part_dir(self._part) / BUILD).as_posix()
+        new_files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in (build, units, moments)}
+        groups = self._shards.groups({name: entry.width for name, entry in old.arrays.items()})
+        widened = {
+            name: ArrayEntry(
+                width=group.stop,
+                unit=old.arrays[name].unit,
+                sign=old.arrays[name].sign,
+                groups=(*old.arrays[name].groups, group),
+            )
+            for name, group in groups.items()
+        }
+        return old.model_copy(
+            update={
+                "targets": old.targets | units_per_target(self._units),
+                "arrays": old.arrays | widened,
+                "units": (*old.units, units),
+                "moments": (*old.moments, moments),
+                "files": old.files | new_files | self._shards.files(),
+                **{name: getattr(old, name) | entries for name, entries in given.items()},
+            }
+        )
+
+
+_TABLES = (("units", ".parquet"), ("moments", ".safetensors"))
+
+
+def _common_width(artifact: Artifact, arrays: Mapping[str, ArraySpec]) -> int:
+    """Number of new columns, the same in all relevance arrays, which mean what the old columns mean."""
+    wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
+    if sorted(wanted) != sorted(arrays):
+        raise ArtifactError(f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}")
+    if not wanted:
+        raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
+    widths = {spec.width for spec in arrays.values()}
+    if len(widths) > 1:
+        raise ArtifactError(f"arrays to extend: got widths {sorted(widths)}, expected one: a column for each unit")
+    for name, spec in arrays.items():
+        old = artifact.manifest.arrays[name]
+        if (spec.unit, spec.sign) != (old.unit, old.sign):
+            raise ArtifactError(
+                f"{name}: got unit {spec.unit!r} and sign {spec.sign!r}, the artifact has {old.unit!r} "
+                f"and {old.sign!r}; columns of one array mean one thing"
+            )
+    return widths.pop()
+
+
+def _units_key(units: pa.Table) -> str:
+    pairs = zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True)
+    return checksum(repr(list(pairs)).encode())
+
+
+def _done_as(artifact: Artifact, record: BuildRecord) -> int | None:
+    """The extension that is this very one, if it was finished before."""
+    for part in range(1, len(artifact.manifest.units)):
+        if read_record(artifact.path / part_dir(part) / BUILD, BuildRecord) == record:
+            return part
+    return None
+
+
+def _check_targets_are_new(artifact: Artifact, units: pa.Table, part: int) -> None:
+    known = sorted(set(units_per_target(units)) & set(artifact.targets))
+    if known and part == len(artifact.manifest.units):
+        raise ArtifactError(
+            f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
+            "or build a new artifact"
+        )

@@ -1,0 +1,252 @@
+"""What is in an artifact, and whether it is still what was written."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grasp.artifact.files import FileEntry, entry_of
+from grasp.artifact.layout import BUILD, MANIFEST, ShardGrid, array_dir, group_name, part_dir
+from grasp.artifact.manifest import (
+    ArrayEntry,
+    BuildRecord,
+    Manifest,
+    ShardMark,
+    is_signed,
+    parse_manifest,
+    read_marks,
+    read_record,
+)
+from grasp.artifact.reader import why_not_open
+from grasp.errors import ArtifactError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One broken file: its path within the artifact, and what is wrong with it."""
+
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Outcome of a verification: what was checked, and everything that is broken."""
+
+    path: Path
+    complete: bool  # False: a build in progress, of which the finished shards were checked
+    n_files: int
+    n_bytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """One array; bytes are those of its chunk files on disk."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: str
+    bytes: int
+    bytes_per_row: float
+    unit: str
+    sign: str
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactInfo:
+    """What `grasp info` shows."""
+
+    path: str
+    complete: bool
+    format_version: int
+    n_rows: int
+    shard_rows: int
+    n_shards: int
+    finished_shards: int
+    extension_in_progress: str | None
+    targets: dict[str, int]  # units per target
+    arrays: tuple[ArrayInfo, ...]
+    bytes: dict[str, int]  # by kind: arrays, rows, shards, units, moments, features, other
+    bytes_total: int
+    bytes_per_row: float
+    made_by: dict[str, Any]
+    fingerprints: dict[str, str]
+    settings: dict[str, Any]
+    skipped: dict[str, Any]
+    details: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Compare every file with the size and checksum that were noted when it was written.
+
+    Of an unfinished artifact, and of one whose manifest is damaged, the finished shards are checked.
+
+    Args:
+        progress: called after each file with the bytes read so far, and the bytes to read.
+    Raises:
+        ArtifactError: there is no artifact, or one of another format version.
+    """
+    path = Path(path)
+    complete = (path / MANIFEST).exists()
+    if not complete and not (path / BUILD).exists():
+        raise ArtifactError(why_not_open(path))
+    problems: list[Problem] = []
+    manifest = _manifest_or_problem(path, problems) if complete else None
+    expected = dict(manifest.files) if manifest else dict(_marked(path, problems))
+    total, done = sum(entry.bytes for entry in expected.values()), 0
+    for name in sorted(expected):
+        found = _fault(path / name, expected[name])
+        if found:
+            problems.append(Problem(name, found))
+        done += expected[name].bytes
+        if progress is not None:
+            progress(done, total)
+    return VerifyReport(path, complete, len(expected), total, tuple(problems))
+
+
+def info(path: Path | str) -> ArtifactInfo:
+    """What is in an artifact; of an unfinished one, how far it is.
+
+    Raises:
+        ArtifactError: there is no artifact, its manifest is damaged, or it is of another format version.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return _describe(path, parse_manifest(path / MANIFEST, (path / MANIFEST).read_bytes()))
+    if not (path / BUILD).exists():
+        raise ArtifactError(why_not_open(path))
+    return _describe(path, _unfinished(path), complete=False)
+
+
+def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> ArtifactInfo:
+    grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
+    finished = grid.n_shards if complete else len(read_marks(path, 0, grid))
+    rows = min(finished * grid.shard_rows, grid.n_rows)
+    by_kind: dict[str, int] = {}
+    for name, entry in manifest.files.items():
+        by_kind[_kind(name)] = by_kind.get(_kind(name), 0) + entry.bytes
+    total = sum(by_kind.values())
+    return ArtifactInfo(
+        path=str(path),
+        complete=complete,
+        format_version=manifest.format_version,
+        n_rows=manifest.n_rows,
+        shard_rows=manifest.shard_rows,
+        n_shards=grid.n_shards,
+        finished_shards=finished,
+        extension_in_progress=_extension(path, manifest, grid) if complete else None,
+        targets=manifest.targets,
+        arrays=tuple(_array(manifest, name, rows) for name in manifest.arrays),
+        bytes=by_kind,
+        bytes_total=total,
+        bytes_per_row=_per_row(total, rows),
+        made_by=manifest.made_by,
+        fingerprints=manifest.fingerprints,
+        settings=manifest.settings,
+        skipped=manifest.skipped,
+        details=manifest.details,
+    )
+
+
+def _array(manifest: Manifest, name: str, rows: int) -> ArrayInfo:
+    entry = manifest.arrays[name]
+    size = sum(
+        manifest.files[file].bytes
+        for group in entry.groups
+        for file in manifest.files
+        if file.startswith(f"{array_dir(group.name).as_posix()}/c.")
+    )
+    return ArrayInfo(
+        name=name,
+        shape=(manifest.n_rows, entry.width),
+        dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
+        bytes=size,
+        bytes_per_row=_per_row(size, rows),
+        unit=entry.unit,
+        sign=entry.sign,
+        groups=tuple(group.name for group in entry.groups),
+    )
+
+
+def _per_row(size: int, rows: int) -> float:
+    return size / rows if rows else 0.0
+
+
+def _kind(name: str) -> str:
+    first = name.partition("/")[0].partition(".")[0]
+    return first if first in ("arrays", "rows", "shards", "units", "moments", "features") else "other"
+
+
+def _unfinished(path: Path) -> Manifest:
+    """A manifest of what is there so far."""
+    record = read_record(path / BUILD, BuildRecord)
+    marks = read_marks(path, 0, ShardGrid(record.n_rows, record.shard_rows))
+    return Manifest.model_validate(
+        {
+            "n_rows": record.n_rows,
+            "shard_rows": record.shard_rows,
+            "targets": {},
+            "arrays": {name: _begun(name, spec) for name, spec in record.arrays.items()},
+            "units": (),
+            "moments": (),
+            "files": {name: entry for mark in marks.values() for name, entry in mark.files.items()},
+            "details": {"identity": record.identity},
+        }
+    )
+
+
+def _begun(name: str, spec: dict[str, Any]) -> ArrayEntry:
+    group = {"name": group_name(name, 0), "start": 0, "stop": spec["width"], "dtype": spec["dtype"]}
+    return ArrayEntry.model_validate(
+        {"width": spec["width"], "unit": spec["unit"], "sign": spec["sign"], "groups": (group,)}
+    )
+
+
+def _extension(path: Path, manifest: Manifest, grid: ShardGrid) -> str | None:
+    part = len(manifest.units)
+    if not (path / part_dir(part) / BUILD).exists():
+        return None
+    return f"{len(read_marks(path, part, grid))} of {grid.n_shards} shards"
+
+
+def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None:
+    data = (path / MANIFEST).read_bytes()
+    if not is_signed(data):
+        problems.append(Problem(MANIFEST, "damaged: its checksum does not match"))
+        return None
+    return parse_manifest(path / MANIFEST, data)
+
+
+def _marked(path: Path, problems: list[Problem]) -> Iterator[tuple[str, FileEntry]]:
+    """Files that completion marks speak of."""
+    for mark in sorted([*path.glob("shards/*.json"), *path.glob("extensions/*/shards/*.json")]):
+        try:
+            yield from read_record(mark, ShardMark).files.items()
+        except ArtifactError:
+            problems.append(Problem(mark.relative_to(path).as_posix(), "damaged: not a completion mark"))
+
+
+def _fault(path: Path, expected: FileEntry) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"{'truncated' if size < expected.bytes else 'too long'}: {size} of {expected.bytes} bytes"
+        found = entry_of(path).blake2b
+    except FileNotFoundError:
+        return "missing"
+    except OSError as err:
+        return f"cannot be read: {err.strerror}"
+    return None if found == expected.blake2b else f"damaged: checksum {found}, expected {expected.blake2b}"
