@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grasp.errors import SettingsError
 
@@ -21,30 +21,49 @@ class Settings(BaseModel):
 class CorpusSettings(Settings):
     """Where the corpus is and how documents become rows."""
 
-    path: str = Field(description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory.")
+    path: str = Field(
+        description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory."
+    )
     text_column: str = Field("text", description="Column that holds the text.")
-    ids_column: str = Field("input_ids", description="Column of token ids; where present it is used as it is, never re-packed.")
-    row_id_column: str = Field("row_id", description="Column with the stable name of a row, if the corpus has one.")
-    doc_id_column: str = Field("doc_id", description="Column with the stable name of a document, if the corpus has one.")
+    ids_column: str = Field(
+        "input_ids", description="Column of token ids; where present it is used as it is, never re-packed."
+    )
+    row_id_column: str = Field(
+        "row_id", description="Column with the stable name of a row, if the corpus has one."
+    )
+    doc_id_column: str = Field(
+        "doc_id", description="Column with the stable name of a document, if the corpus has one."
+    )
     packing: Literal["document", "concat"] = Field(
-        "document", description="document: a document is one or more rows; concat: EOS-joined rows of fixed length."
+        "document",
+        description="document: a document is one or more rows; concat: EOS-joined rows of fixed length.",
     )
     max_length: int = Field(512, ge=2, description="Longest row, in tokens.")
     max_rows_per_document: int | None = Field(
-        None, ge=1, description="Keep only the first rows of a long document; none: keep all. `document` packing only."
+        None,
+        ge=1,
+        description="Keep only the first rows of a long document; none: keep all. `document` packing only.",
     )
     limit: int | None = Field(None, ge=1, description="Read only the first so many documents.")
-    snippet_chars: int = Field(240, ge=0, description="Characters of text kept per row for reading; 0 keeps none.")
+    snippet_chars: int = Field(
+        240, ge=0, description="Characters of text kept per row for reading; 0 keeps none."
+    )
 
 
 class TargetSettings(Settings):
     """Which benchmarks, and which of their units."""
 
-    names: tuple[str, ...] = Field((), description="Tasks by name (sciq, openbookqa, ...), or paths of JSONL files.")
+    names: tuple[str, ...] = Field(
+        (), description="Tasks by name (sciq, openbookqa, ...), or paths of JSONL files."
+    )
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
-    loss_on: Literal["completion", "all"] = Field("completion", description="Tokens of a unit that carry loss.")
+    loss_on: Literal["completion", "all"] = Field(
+        "completion", description="Tokens of a unit that carry loss."
+    )
     units_per_target: int | None = Field(128, ge=1, description="Units drawn per target; none: all of them.")
-    max_length: int = Field(512, ge=2, description="Longest unit in tokens; longer prompts lose their beginning.")
+    max_length: int = Field(
+        512, ge=2, description="Longest unit in tokens; longer prompts lose their beginning."
+    )
     seed: int = Field(0, description="Seed of the draw of units.")
     datasets: tuple["DatasetTarget", ...] = Field((), description="Targets read from `datasets` directories.")
     exclude_units: tuple[str, ...] = Field((), description="unit_ids left out of every target.")
@@ -65,6 +84,7 @@ class ModelSettings(Settings):
     """The reference model."""
 
     path: str = Field(description="Directory of a Hugging Face checkpoint, hub name, or a GGUF file.")
+    tokenizer: str | None = Field(None, description="Directory of the tokenizer; none: the checkpoint's own.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, bfloat16 on a GPU."
     )
@@ -81,21 +101,40 @@ Positions = Annotated[str, Field(pattern=POSITIONS)]
 class FeatureSettings(Settings):
     """What the forward pass keeps, and how it is weighed."""
 
-    match: Literal["pooled", "token", "both"] = Field("both", description="Relevance kernels built. Paper: pooled.")
+    match: Literal["pooled", "token", "both"] = Field(
+        "both", description="Relevance kernels built. Paper: pooled."
+    )
     pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
-    token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
+    token_positions: Positions = Field(
+        "all", description="Row positions used by `token`: all, tail:n or stride:n."
+    )
     top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
-    alpha: Literal[0.5, 1.0] = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha.")
-    epsilon: float = Field(0.3, gt=0, description="Its eps, in units of the mean gamma over coordinates that occur.")
+    alpha: float = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha: 1 or 0.5.")
+    epsilon: float = Field(
+        0.3, gt=0, description="Its eps, in units of the mean gamma over coordinates that occur."
+    )
     tau: float = Field(0.01, gt=0, description="Tikhonov term of the whitening, in units of tr(Sigma)/width.")
-    moment_rows: int = Field(65_536, ge=2, description="Rows sampled for the pooled moments; a smaller corpus is exact.")
+    moment_rows: int = Field(
+        65_536, ge=2, description="Rows sampled for the pooled moments; a smaller corpus is exact."
+    )
     moment_positions: int = Field(
-        131_072, ge=2, description="Positions sampled (in whole rows) for the token moments; a smaller corpus is exact."
+        131_072,
+        ge=2,
+        description="Positions sampled (in whole rows) for the token moments; a smaller corpus is exact.",
     )
     hidden_width: int = Field(64, ge=1, description="Width of the hidden sketch. Paper: 64.")
     residual_width: int = Field(64, ge=1, description="Width of the residual sketch. Paper: 64.")
-    product_width: int = Field(64, ge=0, description="Width of the product sketch; 0 builds none. Not in the paper.")
+    product_width: int = Field(
+        64, ge=0, description="Width of the product sketch; 0 builds none. Not in the paper."
+    )
     seed: int = Field(0, description="Seed of the moment sample and of the projections.")
+
+    @field_validator("alpha")
+    @classmethod
+    def _one_or_half(cls, value: float) -> float:
+        if value not in (0.5, 1.0):
+            raise ValueError(f"expected 1 or 0.5, got {value}")
+        return value
 
     @property
     def pooled(self) -> bool:
@@ -115,7 +154,9 @@ class BuildSettings(Settings):
     features: FeatureSettings = FeatureSettings()
     shard_rows: int = Field(1024, ge=1, description="Rows in one shard: what a kill can cost at most.")
     array_dtype: Literal["float16", "float32"] = Field("float16", description="Type of the stored arrays.")
-    keep_features: bool = Field(False, description="Keep pooled features, so that a target can be added without a pass.")
+    keep_features: bool = Field(
+        False, description="Keep pooled features, so that a target can be added without a pass."
+    )
     keep_tokens: bool = Field(True, description="Keep the token ids of the rows beside the artifact.")
 
     @model_validator(mode="after")

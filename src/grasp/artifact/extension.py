@@ -177,6 +177,7 @@ class ArtifactExtension:
                 width=group.stop,
                 unit=old.arrays[name].unit,
                 sign=old.arrays[name].sign,
+                gain=old.arrays[name].gain,
                 groups=(*old.arrays[name].groups, group),
             )
             for name, group in groups.items()

@@ -174,7 +174,7 @@ class Artifact:
         picks = [
             _Pick(
                 group=group,
-                scale_E=self._scale(group)[chosen[here] - group.start],
+                scale_E=self._scale(group)[chosen[here] - group.start] * np.float32(entry.gain),
                 source=_as_slice(chosen[here] - group.start),
                 goal=_as_slice(here),
             )

@@ -135,13 +135,21 @@ class ArtifactWriter:
         """Totals over all rows; all shards must be finished."""
         return self._shards.sums()
 
-    def finish(self, *, manifest: Mapping[str, Any], moments: Mapping[str, NDArray[Any]], units: pa.Table) -> None:
+    def finish(
+        self,
+        *,
+        manifest: Mapping[str, Any],
+        moments: Mapping[str, NDArray[Any]],
+        units: pa.Table,
+        gains: Mapping[str, float] | None = None,
+    ) -> None:
         """Assemble what is left and write the manifest: from now on the artifact can be opened.
 
         Args:
             manifest: mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`, any of them.
             moments: what `Artifact.moments` gives back.
             units: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
+            gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
         Raises:
             ArtifactError: shards are missing, units do not fit, the disk is full.
         """
@@ -158,7 +166,7 @@ class ArtifactWriter:
             assemble_rows([self._shards.table_path(k) for k in range(self.n_shards)], self.path / ROWS)
             write_whole(self.path / part_file("units", ".parquet", 0), parquet_bytes(units))
             write_whole(self.path / part_file("moments", ".safetensors", 0), contents)
-            write_manifest(self.path, self._manifest(given, units))
+            write_manifest(self.path, self._manifest(given, units, gains or {}))
 
     def close(self) -> None:
         """Give the lock back, if it was taken here."""
@@ -179,7 +187,9 @@ class ArtifactWriter:
         if self.complete:
             raise ArtifactError(f"{self.path}: is complete; a finished artifact is not written again")
 
-    def _manifest(self, given: Mapping[str, dict[str, Any]], units: pa.Table) -> Manifest:
+    def _manifest(
+        self, given: Mapping[str, dict[str, Any]], units: pa.Table, gains: Mapping[str, float]
+    ) -> Manifest:
         groups = self._shards.groups({})
         names = (BUILD, ROWS, part_file("units", ".parquet", 0), part_file("moments", ".safetensors", 0))
         files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in names}
@@ -190,7 +200,13 @@ class ArtifactWriter:
             shard_rows=self._shards.grid.shard_rows,
             targets=units_per_target(units),
             arrays={
-                name: ArrayEntry(width=spec.width, unit=spec.unit, sign=spec.sign, groups=(groups[name],))
+                name: ArrayEntry(
+                    width=spec.width,
+                    unit=spec.unit,
+                    sign=spec.sign,
+                    gain=gains.get(name, 1.0),
+                    groups=(groups[name],),
+                )
                 for name, spec in self._shards.arrays.items()
             },
             units=(part_file("units", ".parquet", 0),),

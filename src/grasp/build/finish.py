@@ -44,18 +44,21 @@ class PooledKernel:
             units=prepared,
         )
 
-    def apply(self, pooled: PooledFeatures) -> dict[str, NDArray[np.float32]]:
-        """Sketches and, where it is built, pooled relevance of N rows."""
+    def sketches(self, pooled: PooledFeatures) -> dict[str, NDArray[np.float32]]:
+        """Hidden and residual sketch of N rows, before their gains. Source: eq:feature-sketch."""
         centred_NH = pooled.hidden_NH - self.whitener.mean_H
-        out = {
+        return {
             "hidden_sketch": (centred_NH @ self.project_HD).astype(np.float32),
             "residual_sketch": (pooled.residual_NV @ self.sketch_VD).toarray().astype(np.float32),
         }
-        if self.units is not None:
-            white_NH = centred_NH @ self.whitener.map_HH
-            relevance = pooled_relevance(white_NH, pooled.residual_NV, self.units)
-            out["relevance_pooled"] = np.asarray(relevance, dtype=np.float32)
-        return out
+
+    def relevance(self, pooled: PooledFeatures) -> dict[str, NDArray[np.float32]]:
+        """Pooled relevance of N rows for all units; nothing where it is not built."""
+        if self.units is None:
+            return {}
+        white_NH = whiten(self.whitener, pooled.hidden_NH)
+        relevance_NE = pooled_relevance(white_NH, pooled.residual_NV, self.units)
+        return {"relevance_pooled": np.asarray(relevance_NE, dtype=np.float32)}
 
     def unit_relevance(self, units: PooledFeatures) -> F64:
         """Relevance of each unit to itself, (E,)."""

@@ -4,7 +4,8 @@ Shape letters: N rows of the shard, E units, S unit positions, H hidden width, V
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -95,24 +96,56 @@ class TokenKernel:
 
 
 @dataclass(frozen=True, slots=True)
+class Positions:
+    """Features at the positions of the token kernel, as they are kept: float16, in order of row."""
+
+    hidden_PH: NDArray[np.float16]
+    index_PK: NDArray[np.int32]
+    value_PK: NDArray[np.float16]
+    row_P: NDArray[np.int32]
+
+    def batches(self, n_rows: int, device: torch.device) -> Iterator[tuple[Tensor, SparseResidual, Tensor, int]]:
+        """A few rows at a time: hidden states, residuals, row of each position, number of rows."""
+        edges = np.searchsorted(self.row_P, np.arange(0, n_rows + BATCH_ROWS, BATCH_ROWS))
+        for block, (low, high) in enumerate(pairwise(edges)):
+            first = block * BATCH_ROWS
+            value = torch.from_numpy(self.value_PK[low:high]).to(device).float()
+            residual = SparseResidual(
+                index_PK=torch.from_numpy(self.index_PK[low:high]).to(device).long(),
+                value_PK=value,
+                loss_P=value.new_zeros(high - low),
+            )
+            hidden = torch.from_numpy(self.hidden_PH[low:high]).to(device).float()
+            row = torch.from_numpy(self.row_P[low:high]).to(device).long() - first
+            yield hidden, residual, row, min(BATCH_ROWS, n_rows - first)
+
+
+@dataclass(frozen=True, slots=True)
 class ShardForward:
     """What the forward pass gave for the rows of one shard, in row order."""
 
     pooled: PooledFeatures
     loss_N: NDArray[np.float32]
     token: dict[str, NDArray[np.float32]]  # relevance_token (N, E), product_sketch (N, D), where they are built
+    positions: Positions | None = None  # where features are kept and the token kernel is built
 
-    def spool(self) -> dict[str, NDArray[Any]]:
-        """As named arrays for a FeatureSpool."""
+    def kept(self) -> dict[str, NDArray[Any]]:
+        """The features from which a target can be added later."""
         residual = self.pooled.residual_NV
-        return {
+        arrays: dict[str, NDArray[Any]] = {
             "hidden": self.pooled.hidden_NH,
             "residual_value": residual.data,
             "residual_index": residual.indices.astype(np.int32),
             "residual_indptr": residual.indptr.astype(np.int64),
             "loss": self.loss_N,
-            **{f"token.{name}": array for name, array in self.token.items()},
         }
+        if self.positions is not None:
+            arrays |= {f"position.{field.name}": getattr(self.positions, field.name) for field in fields(Positions)}
+        return arrays
+
+    def spool(self) -> dict[str, NDArray[Any]]:
+        """Everything but the positions, as named arrays for the work area of a build."""
+        return replace(self, positions=None).kept() | {f"token.{name}": array for name, array in self.token.items()}
 
     @classmethod
     def unspool(cls, arrays: dict[str, NDArray[Any]], vocab: int) -> Self:
@@ -122,7 +155,10 @@ class ShardForward:
             shape=(len(arrays["loss"]), vocab),
         )
         token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
-        return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token)
+        positions = None
+        if "position.row_P" in arrays:
+            positions = Positions(**{field.name: arrays[f"position.{field.name}"] for field in fields(Positions)})
+        return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token, positions)
 
 
 def forward_units(
@@ -137,7 +173,7 @@ def forward_units(
         ids, length_B = pad_rows([units[e].input_ids for e in index])
         batch = extract(model, ids, first_E[index], length_B, (settings.pooling, "all"), settings.top_k)
         _refuse_bad(batch, [names[e] for e in index], "unit")
-        loss_E[index] = batch.loss_B(len(index)).cpu().numpy()
+        loss_E[index] = batch.row_loss(len(index)).cpu().numpy()
         pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
         part_hidden, part_residual, row_P = batch.take(1)
         hidden.append(part_hidden)
@@ -153,42 +189,36 @@ def forward_units(
     )
 
 
-def forward_rows(
+def forward_shard(
     model: ReferenceModel,
     rows: RowShard,
     settings: FeatureSettings,
     kernel: TokenKernel | None,
-) -> Iterator[tuple[NDArray[np.int64], PooledFeatures, NDArray[np.float32], dict[str, NDArray[np.float32]]]]:
-    """Run the model over the rows of a shard, a batch at a time, alike in length."""
+    *,
+    keep_positions: bool = False,
+) -> ShardForward:
+    """Run the model over one shard, a batch of like lengths at a time, and put the results back in row order."""
     specs = (settings.pooling,) if kernel is None else (settings.pooling, settings.token_positions)
     names = rows.table.column("row_id")
-    length_N = np.diff(rows.offsets)
-    for index in batches(length_N, model.batch_tokens):
+    order, pooled, token, positions = [], [], [], []
+    loss_N = np.empty(len(rows), dtype=np.float32)
+    for index in batches(np.diff(rows.offsets), model.batch_tokens):
         ids, length_B = pad_rows([rows.ids(int(i)) for i in index])
         batch = extract(model, ids, torch.zeros_like(length_B), length_B, specs, settings.top_k)
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
-        token = {} if kernel is None else kernel.apply(*batch.take(1), len(index))
-        pooled = pool(*batch.take(0), len(index), model.vocab_size)
-        yield index, pooled, batch.loss_B(len(index)).cpu().numpy(), token
-
-
-def forward_shard(
-    model: ReferenceModel, rows: RowShard, settings: FeatureSettings, kernel: TokenKernel | None
-) -> ShardForward:
-    """Run the model over one shard and put the results back in row order."""
-    order, pooled, token = [], [], []
-    loss_N = np.empty(len(rows), dtype=np.float32)
-    for index, part, loss_B, arrays in forward_rows(model, rows, settings, kernel):
         order.append(index)
-        pooled.append(part)
-        token.append(arrays)
-        loss_N[index] = loss_B
+        loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
+        pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
+        token.append({} if kernel is None else kernel.apply(*batch.take(1), len(index)))
+        if keep_positions and kernel is not None:
+            positions.append(_positions(*batch.take(1), index))
     where = np.concatenate(order)
     back = np.argsort(where)
     return ShardForward(
         pooled=_in_order(pooled, where),
         loss_N=loss_N,
         token={name: np.concatenate([part[name] for part in token])[back] for name in token[0]},
+        positions=_join_positions(positions) if positions else None,
     )
 
 
@@ -205,6 +235,33 @@ def token_moments(model: ReferenceModel, rows: RowShard, settings: FeatureSettin
             batch.residual.index_PK.cpu().numpy(),
             batch.residual.value_PK.cpu().numpy(),
         )
+
+
+def _positions(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, index: NDArray[np.int64]) -> Positions:
+    hidden = hidden_PH.half()
+    if not bool(hidden.isfinite().all()):
+        raise ModelError(
+            "keep_features: hidden states beyond 65504 do not fit the float16 in which positions are kept; "
+            "build without keep_features"
+        )
+    return Positions(
+        hidden_PH=hidden.cpu().numpy(),
+        index_PK=residual.index_PK.int().cpu().numpy(),
+        value_PK=residual.value_PK.half().cpu().numpy(),
+        row_P=index[row_P.cpu().numpy()].astype(np.int32),
+    )
+
+
+def _join_positions(parts: list[Positions]) -> Positions:
+    """Positions of all batches in order of row."""
+    row_P = np.concatenate([part.row_P for part in parts])
+    order = np.argsort(row_P, kind="stable")
+    return Positions(
+        hidden_PH=np.concatenate([part.hidden_PH for part in parts])[order],
+        index_PK=np.concatenate([part.index_PK for part in parts])[order],
+        value_PK=np.concatenate([part.value_PK for part in parts])[order],
+        row_P=row_P[order],
+    )
 
 
 def _in_order(parts: list[PooledFeatures], where: NDArray[np.int64]) -> PooledFeatures:

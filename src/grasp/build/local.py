@@ -91,7 +91,7 @@ def begin(settings: BuildSettings, out: Path, resume: bool) -> None:
     if path.exists():
         if not resume:
             raise ArtifactError(
-                f"{out}: a build was begun here; run again with --resume to go on with it, or delete {out} to start again"
+                f"{out}: a build was begun here; run again with --resume to go on, or delete {out} to start again"
             )
         changed = list(changes(read_yaml(path), now))
         if changed:
@@ -148,63 +148,74 @@ def run_model(
     model, store, features = inputs.model, inputs.store, inputs.settings.features
     kept = FeatureSpool(out / "features") if inputs.settings.keep_features else None
     exact = store.n_rows <= features.moment_rows
-    spool = (kept or FeatureSpool(work / "features")) if exact else kept
+    spool = FeatureSpool(work / "features") if exact else None
 
     def run(k: int) -> ShardForward:
         if spool is not None and spool.has(k):
-            shard = ShardForward.unspool(spool.read(k), model.vocab_size)
-        else:
-            rows = store.shard(k)
-            shard = forward_shard(model, rows, features, token)
-            if spool is not None:
-                spool.write(k, shard.spool())
-            progress.advance(len(rows), len(rows.flat_ids))
+            return ShardForward.unspool(spool.read(k), model.vocab_size)
+        rows = store.shard(k)
+        shard = forward_shard(model, rows, features, token, keep_positions=kept is not None and features.token)
+        if kept is not None:
+            kept.write(k, shard.kept())
+        if spool is not None:
+            spool.write(k, shard.spool())
+        progress.advance(len(rows), len(rows.flat_ids))
         return shard
 
-    if exact and spool is not None:
+    if spool is not None:
         left = [k for k in range(store.n_shards) if not spool.has(k)]
-        _announce(progress, store, len(left))
+        announce(progress, store, len(left))
         for k in left:
             run(k)
         return run, pooled_moments(spool, store.n_shards, model.hidden_size, model.vocab_size)
     sample = FeatureSpool(work / "pooled-sample")
     parts = spool_pooled_sample(model, store, features, sample, progress)
-    _announce(progress, store, store.n_shards)
+    announce(progress, store, store.n_shards)
     return run, pooled_moments(sample, parts, model.hidden_size, model.vocab_size)
 
 
 def array_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
     """Width, unit, sign and stored scale of every array of the artifact."""
-    features, units = inputs.settings.features, inputs.units
     width = {"hidden_sketch": pooled.project_HD.shape[1], "residual_sketch": pooled.sketch_VD.shape[1]}
-    if features.product_width:
-        width["product_sketch"] = features.product_width
-    specs = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items()}
+    if inputs.settings.features.product_width:
+        width["product_sketch"] = inputs.settings.features.product_width
+    sketches = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items()}
+    return sketches | relevance_specs(inputs, token, pooled)
+
+
+def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
+    """The relevance matrices: one column a unit, stored in units of its own power of two."""
     own: dict[str, NDArray[np.float64]] = {}
-    if features.pooled:
-        own["relevance_pooled"] = pooled.unit_relevance(units.pooled)
-    if features.token and token is not None:
-        own["relevance_token"] = token.unit_relevance(units)
-    for name, own_E in own.items():
-        specs[name] = ArraySpec(
+    if pooled.units is not None:
+        own["relevance_pooled"] = pooled.unit_relevance(inputs.units.pooled)
+    if token is not None and token.targets is not None:
+        own["relevance_token"] = token.unit_relevance(inputs.units)
+    return {
+        name: ArraySpec(
             inputs.n_units,
             unit="inner product of preconditioned gradients; unitless",
             sign="positive: training on the row should lower the unit's loss",
             scale_E=relevance_scale(own_E),
         )
-    return specs
+        for name, own_E in own.items()
+    }
 
 
 def finish_shard(inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward) -> None:
     """Sketches and pooled relevance of one shard, and the shard into the artifact."""
-    arrays = kernel.apply(shard.pooled) | shard.token
+    arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.token
     table = inputs.store.shard(k).table.append_column("loss", pa.array(shard.loss_N, pa.float32()))
+    writer.write_shard(k, arrays, table, column_sums(arrays))
+
+
+def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
+    """Sum and sum of squares of every column, for means, gains and closed-form moments."""
     sums: dict[str, NDArray[np.float64]] = {}
     for name, array in arrays.items():
         wide = array.astype(np.float64)
         sums[f"{name}.total"] = wide.sum(axis=0)
         sums[f"{name}.square"] = (wide**2).sum(axis=0)
-    writer.write_shard(k, arrays, table, sums)
+    return sums
 
 
 def close(inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: ArtifactWriter) -> None:
@@ -224,7 +235,7 @@ def close(inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: Ar
 
 
 def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
-    """c such that the mean squared norm over the corpus is 1; 1 where every sketch is zero. Source: eq:feature-sketch."""
+    """c such that the mean squared norm over the corpus is 1; 1 if every sketch is zero. Source: eq:feature-sketch."""
     mean = float(square_D.sum()) / n_rows
     return 1.0 / float(np.sqrt(mean)) if mean > 0 else 1.0
 
@@ -318,7 +329,8 @@ def changes(then: Any, now: Any, where: str = "") -> Iterator[str]:
         yield f"{where} was {then!r}, is {now!r}"
 
 
-def _announce(progress: Progress, store: RowStore, shards: int) -> None:
+def announce(progress: Progress, store: RowStore, shards: int) -> None:
+    """The forward pass over so many shards begins."""
     share = shards / store.n_shards
     progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
 

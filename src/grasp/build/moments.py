@@ -4,6 +4,9 @@ Token moments are taken in a pass of their own over a few whole rows; pooled mom
 shards spooled, so a small corpus is read once and exactly.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -95,7 +98,7 @@ def spool_moments(moments: Moments) -> dict[str, NDArray[np.generic]]:
     }
 
 
-def unspool_moments(arrays: dict[str, NDArray[np.generic]], prefix: str = "") -> Moments:
+def unspool_moments(arrays: Mapping[str, NDArray[Any]], prefix: str = "") -> Moments:
     """Back from named arrays."""
     return Moments(
         count=int(arrays[f"{prefix}count"][0]),

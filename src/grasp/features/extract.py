@@ -22,7 +22,7 @@ class BatchFeatures:
     row_P: Tensor  # row of the batch
     chosen: tuple[Tensor, ...]  # one boolean (P,) per position specification
 
-    def loss_B(self, n_rows: int) -> Tensor:
+    def row_loss(self, n_rows: int) -> Tensor:
         """Mean loss of each row over the positions used, nats a token."""
         count_B = torch.bincount(self.row_P, minlength=n_rows).clamp(min=1)
         total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)

@@ -49,4 +49,5 @@ class ProductSketch:
         product_PF = torch.fft.rfft(hidden_PD) * torch.fft.rfft(residual_PD)
         sum_NF = product_PF.new_zeros(n_rows, product_PF.shape[1]).index_add_(0, row_P, product_PF)
         positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
-        return torch.fft.irfft(sum_NF / positions_N[:, None], n=self.width)
+        sketch_ND: Tensor = torch.fft.irfft(sum_NF / positions_N[:, None], n=self.width)
+        return sketch_ND

@@ -21,7 +21,7 @@ TWO_LEVEL_RATIO = 64
 
 @dataclass(frozen=True, slots=True)
 class SparseResidual:
-    """Residuals at P positions, K + 1 entries each; the last entry is the label's, 0 where the label is in the top K."""
+    """Residuals at P positions, K + 1 entries each; the last is the label's, 0 where the label is in the top K."""
 
     index_PK: Tensor  # int64, vocabulary coordinates
     value_PK: Tensor  # float32, d loss / d z; unitless
@@ -39,7 +39,7 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
     if blocks < TWO_LEVEL_RATIO // TOP_K_BLOCK * k:
         return values_PV.topk(min(k, vocab), dim=1, sorted=False).indices
     whole = blocks * TOP_K_BLOCK
-    grid = values_PV[:, :whole].unflatten(1, (TOP_K_BLOCK, blocks))
+    grid = values_PV[:, :whole].reshape(len(values_PV), TOP_K_BLOCK, blocks)
     block_PK = grid.amax(dim=1).topk(k, dim=1, sorted=False).indices
     stride = torch.arange(TOP_K_BLOCK, device=values_PV.device) * blocks
     candidate = (block_PK[:, :, None] + stride).flatten(1)

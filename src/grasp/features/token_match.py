@@ -5,7 +5,8 @@ r"""Token relevance: the exact inner product of K-FAC-preconditioned output-laye
 With v_s = W^2 (h_s - mean) everything that depends on moments sits on the unit's side, and the sum over t can be
 taken first, one vocabulary coordinate k at a time:
 
-    a_{i,e} = 1/(|P_i||P_e|) sum_s sum_{k in supp(xi_s)} D_k xi_{s,k} <v_s, G_{i,k}>,   G_{i,k} = sum_t xi_{t,k} (h_t - mean)
+    a_{i,e} = 1/(|P_i||P_e|) sum_s sum_{k in supp(xi_s)} D_k xi_{s,k} <v_s, G_{i,k}>
+    G_{i,k} = sum_t xi_{t,k} (h_t - mean)
 
 so a row costs O(|P_i| K H) to form G on the coordinates that units use and O(H * nnz of all units' residuals) to
 contract it: nothing of size rows x positions x positions, nothing of size H x V, and only matrix products.

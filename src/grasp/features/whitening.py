@@ -20,7 +20,7 @@ def whitening_map(covariance_HH: F64, tau: float) -> F64:
         return np.eye(width)
     value_H, vector_HH = np.linalg.eigh(covariance_HH)
     scale_H = 1.0 / np.sqrt(np.maximum(value_H, 0.0) + ridge)
-    return (vector_HH * scale_H) @ vector_HH.T
+    return np.asarray((vector_HH * scale_H) @ vector_HH.T, dtype=np.float64)
 
 
 def preconditioner(gamma_V: F64, alpha: float, epsilon: float) -> F64:

@@ -4,6 +4,7 @@ Shape letters: P positions, H hidden width, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +48,13 @@ def output_head(model: nn.Module) -> OutputHead:
     linear = find() if find is not None else None
     if linear is None:
         raise ModelError(f"{type(model).__name__}: no output embeddings; expected a causal LM with a linear head")
-    config = model.config
-    scale = 1.0
-    if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies
-        scale = float(config.logit_scale)
-    elif getattr(config, "logits_scaling", None) is not None:  # Granite divides
-        scale = 1.0 / float(config.logits_scaling)
-    cap = getattr(config, "final_logit_softcapping", None)
+    config: Any = model.config
+    multiplied = getattr(config, "logit_scale", None)  # Cohere
+    divided = getattr(config, "logits_scaling", None)  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    scale = 1.0 if multiplied is None else float(multiplied)
+    if divided is not None:
+        scale /= float(divided)
     return OutputHead(linear=linear, scale=scale, cap=None if cap is None else float(cap))
 
 

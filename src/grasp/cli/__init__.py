@@ -1,0 +1,17 @@
+"""The command line: parse, call one function, print, exit code. Nothing here computes."""
+
+import sys
+
+from grasp.cli.app import app
+from grasp.errors import GraspError
+
+USER_ERROR = 2
+
+
+def main() -> None:
+    """Entry point: a mistake of the user is one line and exit code 2; a bug keeps its traceback."""
+    try:
+        app()
+    except GraspError as err:
+        print(f"error: {err}", file=sys.stderr)
+        sys.exit(USER_ERROR)
