@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -315,9 +316,10 @@ def manifest(inputs: Inputs) -> dict[str, Any]:
 
 def clean(settings: BuildSettings, out: Path) -> None:
     """Remove the work area, and the tokens unless they are kept."""
-    FeatureSpool(out / "work").clear()
-    if not settings.keep_tokens:
-        FeatureSpool(out / "tokens").clear()
+    unwanted = [out / "work"] if settings.keep_tokens else [out / "work", out / "tokens"]
+    for directory in unwanted:
+        if directory.exists():
+            shutil.rmtree(directory)
 
 
 def changes(then: Any, now: Any, where: str = "") -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
 
 from grasp.errors import ModelError
 from grasp.models.head import head_shape, output_head
@@ -129,6 +130,7 @@ def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, 
     if path.suffix == ".gguf":
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer_at = where if settings.tokenizer is None else {"pretrained_model_name_or_path": settings.tokenizer}
+    hf_logging.disable_progress_bar()
     try:
         local = path.exists()  # a checkpoint on disk never asks a hub
         tokenizer = AutoTokenizer.from_pretrained(**tokenizer_at, local_files_only=local)

@@ -1,0 +1,95 @@
+"""A small real world on disk: texts, a checkpoint with its tokenizer, JSONL targets. Nothing is downloaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grasp.models.tokenizer import train_tokenizer
+from grasp.settings import BuildSettings, build_settings
+
+WORDS = [
+    "water",
+    "light",
+    "cell",
+    "river",
+    "energy",
+    "stone",
+    "bird",
+    "plant",
+    "metal",
+    "star",
+    "ocean",
+    "wind",
+    "heart",
+    "blood",
+    "salt",
+    "iron",
+]
+TOPICS = ("earth", "life", "sky")
+
+
+def texts(n_rows: int, seed: int = 0) -> list[str]:
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(WORDS, size=int(generator.integers(5, 40)))) + "." for _ in range(n_rows)]
+
+
+def write_corpus(path: Path, n_rows: int) -> Path:
+    with path.open("w") as file:
+        for i, text in enumerate(texts(n_rows)):
+            file.write(json.dumps({"row_id": f"row-{i}", "text": text, "topic": TOPICS[i % 3]}) + "\n")
+    return path
+
+
+def write_targets(path: Path, task: str = "facts", n_units: int = 6, seed: int = 1) -> Path:
+    generator = np.random.default_rng(seed)
+    with path.open("w") as file:
+        for i in range(n_units):
+            prompt = "Question: what is " + " ".join(generator.choice(WORDS, size=3)) + "?\nAnswer:"
+            completion = " " + " ".join(generator.choice(WORDS, size=1 + i % 3))
+            line = {"task": task, "prompt": prompt, "completion": completion, "unit_id": f"{task}-{i}"}
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
+def write_checkpoint(path: Path, vocab: int = 300) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    train_tokenizer(texts(50), vocab_size=vocab).save_pretrained(path)
+    return path
+
+
+def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
+    """Settings of a build over a world in `root`; `changes` replace entries of `features` or of the top level."""
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / "model").exists():
+        write_checkpoint(root / "model")
+        write_corpus(root / "corpus.jsonl", n_rows)
+        write_targets(root / "facts.jsonl")
+    features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "moment_positions": 200}
+    data: dict[str, Any] = {
+        "model": {"path": str(root / "model"), "threads": 1, "batch_tokens": 256},
+        "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48},
+        "targets": {"names": [str(root / "facts.jsonl")], "max_length": 64},
+        "features": features | changes.pop("features", {}),
+        "shard_rows": 8,
+        "array_dtype": "float32",
+    }
+    return build_settings(data | changes)
