@@ -43,3 +43,7 @@ class ProtocolLeakError(ProtocolError):
 
 class MissingExtraError(GraspError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+class EnvironmentDataError(GraspError):
+    """An environment, its utilities or a table of predictions is incomplete, damaged, or belongs to something else."""

@@ -169,9 +169,7 @@ def test_seeds_that_contradict_each_other_have_no_ceiling():
 def test_spread_over_seeds_holds_masks_and_predictions_fixed():
     rng = np.random.default_rng(3)
     predicted, realized = rng.normal(size=(12, 4)), rng.normal(size=(12, 3, 4))
-    got = m.target_metrics("t", predicted, realized, m.bootstrap_weights(12, resamples=5)).over_seeds[
-        "task_rho"
-    ]
+    got = m.target_metrics("t", predicted, realized, m.bootstrap_weights(12, resamples=5)).over_seeds["task_rho"]
     each = [scipy_rho(predicted.mean(1), realized[:, s].mean(1)) for s in range(3)]
     assert (got.mean, got.sd, got.n_seeds) == (
         pytest.approx(np.mean(each)),
@@ -182,9 +180,7 @@ def test_spread_over_seeds_holds_masks_and_predictions_fixed():
 
 def test_constant_predictions_are_undefined_and_say_so():
     rng = np.random.default_rng(4)
-    got = m.target_metrics(
-        "t", np.ones((8, 3)), rng.normal(size=(8, 2, 3)), m.bootstrap_weights(8, resamples=9)
-    )
+    got = m.target_metrics("t", np.ones((8, 3)), rng.normal(size=(8, 2, 3)), m.bootstrap_weights(8, resamples=9))
     for estimate in (got.task_rho, got.pairwise):
         assert estimate == m.Estimate(None, reason="predictions are constant")
     assert got.mean_lds == m.Estimate(None, reason="no unit has a defined rho")
@@ -240,7 +236,5 @@ def test_average_over_targets_resamples_them_together():
     realized += predicted[:, None]
     row = m.target_metrics("a", predicted, realized, m.bootstrap_weights(30, resamples=200))
     both = m.average_over_targets([row, row], "task_rho")
-    assert (both.value, both.low, both.high) == pytest.approx(
-        (row.task_rho.value, row.task_rho.low, row.task_rho.high)
-    )
+    assert (both.value, both.low, both.high) == pytest.approx((row.task_rho.value, row.task_rho.low, row.task_rho.high))
     assert m.average_ceilings([row, row], "task_rho").value == pytest.approx(row.ceilings.task_rho.value)

@@ -137,9 +137,7 @@ def rank_correlations(
         raise ShapeError(f"rank correlation: shapes {sorted(shapes)} differ, expected one (B, E)")
     n_subsets, n_units = columns[0].shape
     if weights_RB.shape[1] != n_subsets:
-        raise ShapeError(
-            f"rank correlation: weights {weights_RB.shape} (R, B) do not fit {n_subsets} subsets"
-        )
+        raise ShapeError(f"rank correlation: weights {weights_RB.shape} (R, B) do not fit {n_subsets} subsets")
     n_resamples = len(weights_RB)
     out = np.empty((len(pairs), n_units, n_resamples))
     root_RB = np.sqrt(weights_RB)
@@ -175,9 +173,7 @@ def spearman(x_BE: F64, y_BE: F64) -> F64:
 
 def bootstrap_weights(n_subsets: int, *, resamples: int = RESAMPLES, seed: int = 0) -> NDArray[np.float32]:
     """(R, B): how often each subset is drawn in each resample; a function of (seed, B, R) alone."""
-    draws = stream(seed, "fidelity", "bootstrap", n_subsets).integers(
-        0, n_subsets, size=(resamples, n_subsets)
-    )
+    draws = stream(seed, "fidelity", "bootstrap", n_subsets).integers(0, n_subsets, size=(resamples, n_subsets))
     weights_RB = np.zeros((resamples, n_subsets), dtype=np.float32)
     np.add.at(weights_RB, (np.arange(resamples)[:, None], draws), 1)
     return weights_RB
@@ -347,9 +343,7 @@ def target_metrics(
             f"{target}: predictions {predicted_BE.shape} do not fit utilities {realized_BSE.shape} (B, S, E)"
         )
     realized_BE = realized_BSE.mean(axis=1)
-    task_B = (
-        predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
-    )
+    task_B = predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
     if task_B.shape != (n_subsets,):
         raise ShapeError(f"{target}: task prediction {task_B.shape} does not fit {n_subsets} subsets")
 
@@ -358,9 +352,7 @@ def target_metrics(
     task_why, units_why = _why_undefined(task_B, realized_BE)
     reasons = dict.fromkeys(METRICS, units_why) | {"task_rho": task_why, "pairwise": task_why}
     estimates = {
-        name: interval(
-            float(values[name][0]), resamples[name], lowest=_LOWEST[name], highest=1.0, reason=reasons[name]
-        )
+        name: interval(float(values[name][0]), resamples[name], lowest=_LOWEST[name], highest=1.0, reason=reasons[name])
         for name in METRICS
     }
     return TargetMetrics(

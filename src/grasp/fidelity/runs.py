@@ -1,0 +1,172 @@
+"""Tables of results: `subset_id, seed, target, unit_id, utility`, in any order, checked line by line on reading.
+
+Shape letters: R runs, E units.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from grasp.errors import EnvironmentDataError
+
+F64 = NDArray[np.float64]
+
+FULL = "full"  # the run on the whole corpus
+EXAMPLES = 3
+COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Run:
+    """One training run: the unit of work, of claims, and of what a kill can cost."""
+
+    seed: int
+    subset_id: str
+
+    @property
+    def stem(self) -> str:
+        """File name without suffix; safe for any subset id."""
+        return f"{quote(self.subset_id, safe='')}-{self.seed}"
+
+
+def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE: F64) -> bytes:
+    """A Parquet file of the utilities of `runs`; float32, 3 to 4 bytes a line.
+
+    Args:
+        units: (target, unit_id) of each column.
+        utility_RE: -loss, nats a token.
+    """
+    n_runs, n_units = utility_RE.shape
+    unit_of = pa.array(np.tile(np.arange(n_units), n_runs))
+    run_of = pa.array(np.repeat(np.arange(n_runs), n_units))
+    table = pa.table(
+        {
+            "subset_id": pa.array([run.subset_id for run in runs], pa.string()).take(run_of),
+            "seed": pa.array([run.seed for run in runs], pa.int64()).take(run_of),
+            "target": pa.array([name for name, _ in units], pa.string()).take(unit_of),
+            "unit_id": pa.array([unit for _, unit in units], pa.string()).take(unit_of),
+            "utility": pa.array(utility_RE.ravel(), pa.float32()),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        compression_level=19,
+        use_dictionary=list(COLUMNS[:-1]),
+        column_encoding={"utility": "BYTE_STREAM_SPLIT"},
+    )
+    return bytes(sink.getvalue())
+
+
+def runs_in(path: Path) -> set[Run]:
+    """Which runs a table has lines of; the lines themselves are not checked."""
+    pairs = _read(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
+    return {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()}
+
+
+def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> dict[Run, F64]:
+    """Utilities (E,) of every run that the table has lines of.
+
+    Args:
+        runs: all runs that may occur.
+        units: (target, unit_id) of each unit; every run must have every one.
+    Raises:
+        EnvironmentDataError: not Parquet, a column is missing, an empty cell, a name that may not occur, a
+            utility that is not finite, a line twice, a run that lacks units. The message names the first.
+        FileNotFoundError: no such file; where runs are merged while they are read this is no mistake.
+    """
+    table = _read(path, list(COLUMNS))
+    r = _codes(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
+    e = _codes(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
+    utility = table.column("utility").to_numpy().astype(np.float64)
+    _check_finite(utility, r, e, runs, units, path)
+    n_cells = len(runs) * len(units)
+    counts_RE = np.bincount(r * len(units) + e, minlength=n_cells).reshape(len(runs), len(units))
+    _check_counts(counts_RE, runs, units, path)
+    values_RE = np.zeros((len(runs), len(units)))
+    values_RE[r, e] = utility
+    return {run: values_RE[i] for i, run in enumerate(runs) if counts_RE[i].any()}
+
+
+def _read(path: Path, columns: list[str]) -> pa.Table:
+    try:
+        with pq.ParquetFile(path) as file:
+            names = list(file.schema_arrow.names)
+            missing = [name for name in COLUMNS if name not in names]
+            if missing:
+                raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
+            table = file.read(columns)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError) as err:
+        raise EnvironmentDataError(
+            f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
+        ) from err
+    for name in columns:
+        empty = table.column(name).null_count
+        if empty:
+            raise EnvironmentDataError(f"{path}: column {name} has {empty} empty cells, expected none")
+    return table
+
+
+def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> NDArray[np.int64]:
+    """Position of each line's pair of names; a pair that the environment does not have is refused."""
+    first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
+    a_names, b_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()
+    grid = np.array([[code_of.get((a, b), -1) for b in b_names] for a in a_names], dtype=np.int64)
+    a = first.indices.to_numpy(zero_copy_only=False)
+    b = second.indices.to_numpy(zero_copy_only=False)
+    codes = grid.reshape(len(a_names), len(b_names))[a, b]
+    unknown = np.flatnonzero(codes < 0)
+    if unknown.size:
+        line = unknown[0]
+        raise EnvironmentDataError(
+            f"{path}: line {line} has {columns[0]} {a_names[a[line]]!r}, {columns[1]} {b_names[b[line]]!r}, which "
+            f"environment.json does not list ({unknown.size} such lines)"
+        )
+    return np.asarray(codes, dtype=np.int64)
+
+
+def _check_finite(
+    utility: F64,
+    r: NDArray[np.int64],
+    e: NDArray[np.int64],
+    runs: Sequence[Run],
+    units: Sequence[tuple[str, str]],
+    path: Path,
+) -> None:
+    bad = np.flatnonzero(~np.isfinite(utility))
+    if bad.size:
+        run, (target, unit) = runs[r[bad[0]]], units[e[bad[0]]]
+        raise EnvironmentDataError(
+            f"{path}: subset {run.subset_id!r}, seed {run.seed}, {target} unit {unit!r}: utility is "
+            f"{utility[bad[0]]} ({bad.size} such); delete that run and retrain it"
+        )
+
+
+def _check_counts(
+    counts_RE: NDArray[np.int64], runs: Sequence[Run], units: Sequence[tuple[str, str]], path: Path
+) -> None:
+    twice = np.argwhere(counts_RE > 1)
+    if len(twice):
+        run, (target, unit) = runs[twice[0, 0]], units[twice[0, 1]]
+        raise EnvironmentDataError(
+            f"{path}: subset {run.subset_id!r}, seed {run.seed}, {target} unit {unit!r} occurs "
+            f"{counts_RE.max()} times ({len(twice)} such); expected each once"
+        )
+    holes = np.argwhere((counts_RE == 0) & counts_RE.any(axis=1, keepdims=True))
+    if len(holes):
+        run, (target, unit) = runs[holes[0, 0]], units[holes[0, 1]]
+        raise EnvironmentDataError(
+            f"{path}: subset {run.subset_id!r}, seed {run.seed} lacks {target} unit {unit!r} "
+            f"({len(holes)} such); expected every unit"
+        )
