@@ -1,5 +1,7 @@
 """A small world to write and read: values that a float16 holds exactly, so that nothing hides in rounding."""
 
+import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from grasp.artifact.extension import ArtifactExtension
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 
 
@@ -90,8 +93,56 @@ class World:
             self.finish(writer)
         return path
 
+    @property
+    def new_units(self) -> pa.Table:
+        return pa.table({"unit_id": ["a", "b"], "target": ["boolq", "piqa"]})
+
+    @property
+    def new_values(self) -> np.ndarray:
+        return self.values["relevance_token"][:, [1, 0]] * np.float32(64)
+
+    def open_extension(self, path: Path, **changes: Any) -> ArtifactExtension:
+        spec = ArraySpec(2, "1", "positive: lowers loss", np.array([64.0, 32.0]))
+        arguments: dict[str, Any] = {
+            "identity": {"seed": 1},
+            "units": self.new_units,
+            "arrays": {"relevance_token": spec},
+            "dtype": "float32",
+        }
+        return ArtifactExtension.open(path, **(arguments | changes))
+
+    def fill_extension(self, extension: ArtifactExtension, shards: Iterable[int] | None = None) -> None:
+        for k in range(extension.n_shards) if shards is None else shards:
+            if k not in extension.finished:
+                block = self.new_values[slice(*extension.bounds(k))]
+                sums = {"relevance_token": block.astype(np.float64).sum(axis=0)}
+                extension.write_shard(k, {"relevance_token": block}, sums)
+
+    def extend(self, path: Path) -> Path:
+        with self.open_extension(path) as extension:
+            if not extension.complete:
+                self.fill_extension(extension)
+                extension.finish(manifest={"fingerprints": {"targets": "new"}}, moments={"more": np.arange(3.0)})
+        return path
+
 
 def contents(path: Path) -> dict[str, bytes]:
     """Every file of a directory but the lock, whose text is a process id."""
     files = (file for file in path.rglob("*") if file.is_file() and file.name != "lock")
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+
+
+def main() -> None:
+    """A slow build in a process of its own, to be killed; `--hold` only takes the lock."""
+    world = World(n_rows=60, shard_rows=2)
+    with world.open(Path(sys.argv[1])) as writer:
+        while "--hold" in sys.argv:
+            time.sleep(1)
+        for k in range(writer.n_shards):
+            world.fill(writer, [k])
+            time.sleep(0.01)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from grasp.artifact.reader import Artifact
 from grasp.errors import ArtifactError
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     n_rows=st.integers(1, 30),
     shard_rows=st.integers(1, 12),
@@ -57,9 +57,7 @@ def test_columns_come_in_the_order_asked(world, tmp_path, columns):
     got = [block for _, block in artifact.array_blocks("relevance_token", columns=columns, block_rows=7)]
     np.testing.assert_array_equal(np.concatenate(got), expected)
     rows = np.array([22, 0, 7, 7, 4, 5])
-    np.testing.assert_array_equal(
-        artifact.array_rows("relevance_token", rows, columns=columns), expected[rows]
-    )
+    np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows, columns=columns), expected[rows])
 
 
 def test_arrays_are_zarr(world, tmp_path):
@@ -121,9 +119,7 @@ def test_what_is_not_there_is_named(world, tmp_path):
     artifact = Artifact.open(world.write(tmp_path / "art"))
     with pytest.raises(ArtifactError, match=r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"):
         artifact.unit_columns("boolq")
-    with pytest.raises(
-        ArtifactError, match=r"no array 'logits'; it has \['hidden_sketch', 'relevance_token'\]"
-    ):
+    with pytest.raises(ArtifactError, match=r"no array 'logits'; it has \['hidden_sketch', 'relevance_token'\]"):
         next(artifact.array_blocks("logits"))
     with pytest.raises(ArtifactError, match="relevance_token: got column 4, expected 0 to 3"):
         next(artifact.array_blocks("relevance_token", columns=[0, 4]))

@@ -1,0 +1,114 @@
+"""Laws: added columns are read as if they had always been there; the old ones are not touched."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from artifact_world import contents
+
+from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import ArraySpec
+from grasp.errors import ArtifactError
+
+
+@pytest.mark.parametrize("columns", [None, [5, 0, 4, 3], slice(2, 6), slice(4, 6), [4], slice(None, None, -2)])
+@pytest.mark.parametrize("block_rows", [None, 1, 7])
+def test_columns_are_joined(world, tmp_path, columns, block_rows):
+    artifact = Artifact.open(world.extend(world.write(tmp_path / "art")))
+    whole = np.concatenate([world.values["relevance_token"], world.new_values], axis=1)
+    expected = whole if columns is None else whole[:, columns]
+    blocks = artifact.array_blocks("relevance_token", columns=columns, block_rows=block_rows)
+    np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), expected)
+    rows = np.array([22, 3, 3, 10])
+    np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows, columns=columns), expected[rows])
+    hidden = [block for _, block in artifact.array_blocks("hidden_sketch")]
+    np.testing.assert_array_equal(np.concatenate(hidden), world.values["hidden_sketch"])
+
+
+def test_units_targets_sums_and_moments_are_joined(world, tmp_path):
+    before = Artifact.open(world.write(tmp_path / "art"))
+    old_sums = before.sums["relevance_token"]
+    artifact = Artifact.open(world.extend(tmp_path / "art"))
+    assert artifact.targets == ("sciq", "openbookqa", "boolq", "piqa")
+    assert artifact.units["unit_id"].to_pylist() == ["0", "1", "2", "3", "a", "b"]
+    assert artifact.unit_columns("piqa").tolist() == [5]
+    assert artifact.array_shape("relevance_token") == (23, 6)
+    new_sums = world.new_values.astype(np.float64).sum(axis=0)
+    np.testing.assert_array_equal(artifact.sums["relevance_token"], np.concatenate([old_sums, new_sums]))
+    np.testing.assert_array_equal(artifact.sums["hidden_sketch"], before.sums["hidden_sketch"])
+    assert set(artifact.moments) == {*world.moments, "more"}
+    assert artifact.manifest.fingerprints == {"corpus": "abc", "targets": "new"}
+    assert before.units.equals(world.units)  # opened before, and reads on what it knew
+
+
+def test_nothing_that_was_there_is_written_again(world, tmp_path):
+    old = contents(world.write(tmp_path / "art"))
+    new = contents(world.extend(tmp_path / "art"))
+    assert {name for name in old if new[name] != old[name]} == {"manifest.json"}
+
+
+def test_the_same_targets_again_change_nothing(world, tmp_path):
+    before = contents(world.extend(world.write(tmp_path / "art")))
+    assert contents(world.extend(tmp_path / "art")) == before
+    with (
+        world.open_extension(tmp_path / "art") as extension,
+        pytest.raises(ArtifactError, match="art: these targets are in the artifact already"),
+    ):
+        extension.finish()
+    with pytest.raises(ArtifactError, match=r"art: has targets \['boolq', 'piqa'\] already; add only targets"):
+        world.open_extension(tmp_path / "art", identity={"seed": 2})
+
+
+def test_a_second_extension_comes_after_the_first(world, tmp_path):
+    world.extend(world.write(tmp_path / "art"))
+    units = pa.table({"unit_id": ["x", "y"], "target": ["arc", "arc"]})
+    with world.open_extension(tmp_path / "art", units=units, dtype="float32") as extension:
+        world.fill_extension(extension)
+        extension.finish()
+    artifact = Artifact.open(tmp_path / "art")
+    assert artifact.unit_columns("arc").tolist() == [6, 7]
+    got = artifact.array_rows("relevance_token", np.arange(23), columns=slice(4, 8))
+    np.testing.assert_array_equal(got, np.concatenate([world.new_values, world.new_values], axis=1))
+    assert len(artifact.sums["relevance_token"]) == 8
+
+
+def test_another_extension_in_progress_is_refused(world, tmp_path):
+    world.write(tmp_path / "art")
+    with world.open_extension(tmp_path / "art") as extension:
+        world.fill_extension(extension, [0])
+    with pytest.raises(ArtifactError, match=r"another one: seed: was 1, now 2; .* delete .*/art/extensions/1 to"):
+        world.open_extension(tmp_path / "art", identity={"seed": 2})
+    with pytest.raises(ArtifactError, match="a build was begun here; run again with --resume"):
+        world.open_extension(tmp_path / "art", resume=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arrays": {"hidden_sketch": ArraySpec(2, "1", "none")}}, r"arrays to extend: got \['hidden_sketch'\], exp"),
+        ({"arrays": {"relevance_token": ArraySpec(3, "1", "positive: lowers loss")}}, "units: got 2, expected 3"),
+        ({"arrays": {"relevance_token": ArraySpec(2, "nat", "none")}}, "relevance_token: got unit 'nat' and sign"),
+    ],
+)
+def test_columns_that_do_not_belong(world, tmp_path, changes, message):
+    before = contents(world.write(tmp_path / "art"))
+    with pytest.raises(Exception, match=message) as caught:
+        world.open_extension(tmp_path / "art", **changes)
+    assert type(caught.value).__name__ in ("ArtifactError", "ShapeError")
+    assert contents(tmp_path / "art") == before
+
+
+def test_refusals_of_an_extension(world, tmp_path):
+    with pytest.raises(ArtifactError, match="art: no such artifact"):
+        world.open_extension(tmp_path / "art")
+    assert not (tmp_path / "art").exists()
+    world.write(tmp_path / "art")
+    with world.open_extension(tmp_path / "art") as extension:
+        block = world.new_values[5:10].copy()
+        block[3, 1] = np.nan
+        with pytest.raises(ArtifactError, match=r"relevance_token: row 8 \(row_id 'row-8'\), column 1: got nan"):
+            extension.write_shard(1, {"relevance_token": block}, {})
+        with pytest.raises(ArtifactError, match=r"sums: the artifact has no \['count'\] to join to"):
+            extension.write_shard(1, {"relevance_token": world.new_values[5:10]}, {"count": np.zeros(2)})
+        world.fill_extension(extension)
+        with pytest.raises(ArtifactError, match=r"moments: the artifact has \['step'\] already; give new names"):
+            extension.finish(moments={"step": np.zeros(1)})

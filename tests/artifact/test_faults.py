@@ -1,0 +1,245 @@
+"""Laws: a build killed anywhere and resumed gives the same bytes; a full disk leaves no half shard."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifact_world import World, contents
+
+from grasp.artifact.extension import ArtifactExtension
+from grasp.artifact.inspection import verify
+from grasp.artifact.reader import Artifact
+from grasp.errors import ArtifactError
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the package may catch it."""
+
+
+@contextmanager
+def raising(monkeypatch, call: str, nth: int, error: BaseException) -> Iterator[list[int]]:
+    """os.<call> raises at its nth use, before it does anything."""
+    real, used = getattr(os, call), [0]
+
+    def counted(*arguments):
+        used[0] += 1
+        if used[0] == nth:
+            raise error
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, counted)
+        yield used
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync", "open"])
+def test_killed_between_any_two_file_operations_resumes_to_the_same_bytes(monkeypatch, tmp_path, call):
+    world = World(n_rows=5, shard_rows=3)
+    expected = contents(world.write(tmp_path / "whole"))
+    for nth in range(1, 200):
+        path = tmp_path / f"killed-{nth}"
+        with raising(monkeypatch, call, nth, Killed()) as used:
+            try:
+                world.write(path)
+            except Killed:
+                pass
+            else:
+                break
+        if (path / "build.json").exists() and not (path / "manifest.json").exists():
+            with pytest.raises(ArtifactError, match=r"not finished: \d of 2 shards; run the same `grasp build`"):
+                Artifact.open(path)
+            assert verify(path).ok
+        if not (path / "manifest.json").exists():
+            world.write(path)
+        assert contents(path) == expected
+    assert used[0] == nth - 1 > 10
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_killed_extension_leaves_the_artifact_readable_and_resumes(monkeypatch, tmp_path, call):
+    world = World(n_rows=5, shard_rows=3)
+    expected = contents(world.extend(world.write(tmp_path / "whole")))
+    for nth in range(1, 200):
+        path = world.write(tmp_path / f"killed-{nth}")
+        with raising(monkeypatch, call, nth, Killed()):
+            try:
+                world.extend(path)
+            except Killed:
+                pass
+            else:
+                break
+        artifact = Artifact.open(path)
+        blocks = [block for _, block in artifact.array_blocks("relevance_token", columns=slice(0, 4))]
+        np.testing.assert_array_equal(np.concatenate(blocks), world.values["relevance_token"])
+        assert verify(path).ok
+        world.extend(path)
+        assert contents(path) == expected
+    assert nth > 10
+
+
+def test_sigkill_at_random_moments(tmp_path):
+    world = World(n_rows=60, shard_rows=2)
+    expected = contents(world.write(tmp_path / "whole"))
+    path = tmp_path / "killed"
+    draw = random.Random(3)
+    for _ in range(3):
+        before = len(list(path.glob("shards/*.json")))
+        child = start_build(path)
+        wait_for(lambda seen=before: len(list(path.glob("shards/*.json"))) > seen + 2)
+        time.sleep(draw.uniform(0, 0.05))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert not (path / "manifest.json").exists()
+    world.write(path)
+    assert contents(path) == expected
+
+
+def test_a_shard_whose_files_are_gone_is_redone(world, tmp_path):
+    expected = contents(world.write(tmp_path / "whole"))
+    with world.open(tmp_path / "art") as writer:
+        world.fill(writer, [0, 1, 2])
+    (tmp_path / "art/arrays/hidden_sketch/c.1.0").write_bytes(b"cut")
+    with world.open(tmp_path / "art") as writer:
+        assert writer.finished == {0, 2}
+        world.fill(writer)
+        world.finish(writer)
+    assert contents(tmp_path / "art") == expected
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_disk_full_in_a_shard_leaves_nothing_of_it(monkeypatch, world, tmp_path, call):
+    path = tmp_path / "art"
+    with world.open(path) as writer:
+        writer.write_shard(0, *world.shard(0))
+        before = contents(path)
+        for nth in range(1, 100):
+            with raising(monkeypatch, call, nth, OSError(errno.ENOSPC, "No space left on device")):
+                try:
+                    writer.write_shard(1, *world.shard(1))
+                    break
+                except ArtifactError as err:
+                    message = str(err)
+            assert message == (
+                f"{path}: shard 1 was not written: no space left on the device; "
+                "1 of 5 shards are finished; free space and run again with --resume"
+            )
+            assert writer.finished == {0}
+            assert contents(path) == before
+        assert nth > 4
+        world.fill(writer)
+        world.finish(writer)
+    assert contents(path) == contents(world.write(tmp_path / "whole"))
+
+
+def test_other_errors_of_the_disk_are_not_called_a_full_disk(monkeypatch, world, tmp_path):
+    with world.open(tmp_path / "art") as writer:
+        with (
+            raising(monkeypatch, "fsync", 2, OSError(errno.EIO, "Input/output error")),
+            pytest.raises(OSError, match="Input/output error"),
+        ):
+            writer.write_shard(0, *world.shard(0))
+        assert writer.finished == frozenset()
+        assert not list((tmp_path / "art").rglob("*.part"))
+
+
+def test_disk_full_while_finishing(monkeypatch, world, tmp_path):
+    with world.open(tmp_path / "art") as writer:
+        world.fill(writer)
+        with (
+            raising(monkeypatch, "fsync", 2, OSError(errno.ENOSPC, "No space left on device")),
+            pytest.raises(ArtifactError, match=r"not finished: no space left .* 5 of 5 shards are finished"),
+        ):
+            world.finish(writer)
+        assert not writer.complete
+    world.write(tmp_path / "art")
+    assert contents(tmp_path / "art") == contents(world.write(tmp_path / "whole"))
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_is_really_full(tiny_disk, tmp_path):
+    world = World(n_rows=4000, shard_rows=500, width=64)
+    path = tiny_disk / "art"
+    with (
+        world.open(path) as writer,
+        pytest.raises(ArtifactError, match=r"no space left .* [1-9] of 8 shards are finished"),
+    ):
+        world.fill(writer)
+    assert not list(path.rglob("*.part"))
+    report = verify(path)
+    assert report.ok
+    assert not report.complete
+    with world.open(path) as writer:
+        finished = len(writer.finished)
+    assert 0 < finished < 8
+    assert len(list(path.glob("arrays/hidden_sketch/c.*"))) == finished
+    subprocess.run(["mount", "-o", "remount,size=64m", str(tiny_disk)], check=True)
+    assert contents(world.write(path)) == contents(world.write(tmp_path / "whole"))
+
+
+def test_a_row_table_that_does_not_fit(tiny_disk):
+    world = World(n_rows=600, shard_rows=100)
+    rng = np.random.default_rng(0)
+    noise = [rng.bytes(400).hex() for _ in range(world.n_rows)]
+    world.rows = world.rows.set_column(4, "snippet", [noise])
+    with world.open(tiny_disk / "art") as writer:
+        world.fill(writer)
+        with pytest.raises(ArtifactError, match=r"art: not finished: no space left .* 6 of 6 shards are finished"):
+            world.finish(writer)
+        assert not (tiny_disk / "art/rows.parquet").exists()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(tiny_disk)], check=True)
+        world.finish(writer)
+    assert verify(tiny_disk / "art").ok
+
+
+def test_second_writer_is_refused_and_the_lock_dies_with_its_holder(world, tmp_path):
+    path = tmp_path / "art"
+    child = start_build(path, "--hold")
+    wait_for((path / "build.json").exists)
+    with pytest.raises(ArtifactError, match=rf"art: locked by process {child.pid} on \S+; two writers cannot"):
+        world.open(path)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    World(n_rows=60, shard_rows=2).open(path).close()
+
+
+def test_second_writer_in_the_same_process_is_refused(world, tmp_path):
+    path = world.write(tmp_path / "art")
+    extension = world.open_extension(path)
+    for begin in (world.open, world.open_extension):
+        with pytest.raises(ArtifactError, match=f"art: locked by process {os.getpid()} on"):
+            begin(path)
+    extension.close()
+    with pytest.raises(ArtifactError, match="this writer is closed"):
+        world.fill_extension(extension)
+    assert isinstance(world.open_extension(path), ArtifactExtension)
+
+
+def start_build(path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    script = Path(__file__).with_name("artifact_world.py")
+    return subprocess.Popen([sys.executable, str(script), str(path), *arguments])
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,140 @@
+"""Law: whatever file is changed, `verify` names that file, and goes on to name the others."""
+
+import json
+
+import numpy as np
+import pytest
+from artifact_world import World, contents
+
+from grasp.artifact.features import FeatureSpool
+from grasp.artifact.inspection import info, verify
+from grasp.errors import ArtifactError
+
+
+@pytest.fixture
+def path(world, tmp_path):
+    with world.open(tmp_path / "art") as writer:
+        world.fill(writer)
+        spool = FeatureSpool(tmp_path / "art" / "features")
+        for k in range(writer.n_shards):
+            spool.write(k, {"hidden": np.ones((5, 8), dtype=np.float32)})
+        world.finish(writer)
+    return world.extend(tmp_path / "art")
+
+
+def test_an_artifact_as_written_is_whole(path):
+    seen = []
+    report = verify(path, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok
+    assert report.complete
+    assert report.n_files == len(contents(path)) - 1  # all but the manifest, which speaks for itself
+    assert report.n_bytes == sum(map(len, contents(path).values())) - (path / "manifest.json").stat().st_size
+    assert seen[-1] == (report.n_bytes, report.n_bytes)
+
+
+def test_a_flipped_byte_in_any_file_is_found_and_named(path):
+    rng = np.random.default_rng(5)
+    for name, data in contents(path).items():
+        for place in {0, len(data) - 1, int(rng.integers(len(data)))}:
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << int(rng.integers(8))
+            (path / name).write_bytes(flipped)
+            (problem,) = verify(path).problems
+            assert (problem.file, problem.what[:9]) == (name, "damaged: ")
+        (path / name).write_bytes(data)
+    assert verify(path).ok
+
+
+def test_every_byte_of_the_manifest_counts(world, tmp_path):
+    manifest = world.write(tmp_path / "art") / "manifest.json"
+    data = manifest.read_bytes()
+    for place in range(0, len(data), 29):
+        manifest.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert [problem.file for problem in verify(tmp_path / "art").problems] == ["manifest.json"]
+
+
+def test_everything_broken_is_named_not_only_the_first(path):
+    files = contents(path)
+    (path / "rows.parquet").unlink()
+    (path / "shards/00002.parquet").write_bytes(files["shards/00002.parquet"][:-3])
+    (path / "arrays/hidden_sketch/c.4.0").write_bytes(files["arrays/hidden_sketch/c.4.0"] + b"x")
+    (path / "arrays/relevance_token.1/c.0.0").write_bytes(b"\xff" * len(files["arrays/relevance_token.1/c.0.0"]))
+    found = {problem.file: problem.what for problem in verify(path).problems}
+    assert list(found) == [
+        "arrays/hidden_sketch/c.4.0",
+        "arrays/relevance_token.1/c.0.0",
+        "rows.parquet",
+        "shards/00002.parquet",
+    ]
+    size = len(files["shards/00002.parquet"])
+    assert found["shards/00002.parquet"] == f"truncated: {size - 3} of {size} bytes"
+    assert found["rows.parquet"] == "missing"
+    assert found["arrays/hidden_sketch/c.4.0"] == "too long: 31 of 30 bytes"
+    assert found["arrays/relevance_token.1/c.0.0"].startswith("damaged: checksum ")
+
+
+def test_with_a_damaged_manifest_the_shards_are_still_checked(path):
+    (path / "manifest.json").write_bytes(b"{}")
+    (path / "arrays/hidden_sketch/c.1.0").unlink()
+    (path / "shards/00003.json").write_bytes(b"{")
+    assert [str(problem) for problem in verify(path).problems] == [
+        "manifest.json: damaged: its checksum does not match",
+        "shards/00003.json: damaged: not a completion mark",
+        "arrays/hidden_sketch/c.1.0: missing",
+    ]
+
+
+def test_verify_and_info_of_nothing(tmp_path):
+    for look in (verify, info):
+        with pytest.raises(ArtifactError, match="nowhere: no such artifact"):
+            look(tmp_path / "nowhere")
+
+
+def test_info_of_a_finished_artifact(path, world):
+    found = info(path)
+    assert (found.complete, found.finished_shards, found.n_shards, found.n_rows) == (True, 5, 5, 23)
+    assert found.targets == {"sciq": 3, "openbookqa": 1, "boolq": 1, "piqa": 1}
+    by_name = {array.name: array for array in found.arrays}
+    relevance = by_name["relevance_token"]
+    assert relevance.shape == (23, 6)
+    assert relevance.groups == ("relevance_token", "relevance_token.1")
+    assert relevance.dtype == "float16/float32"
+    assert relevance.bytes == 25 * (4 * 2 + 2 * 4)
+    assert relevance.bytes_per_row == pytest.approx(relevance.bytes / 23)
+    assert by_name["hidden_sketch"].bytes == 25 * 3 * 2
+    assert found.bytes_total == verify(path).n_bytes
+    assert found.bytes_per_row == pytest.approx(found.bytes_total / 23)
+    assert found.bytes["rows"] == (path / "rows.parquet").stat().st_size
+    assert found.bytes["features"] > 5 * 5 * 8 * 4
+    assert found.fingerprints == {"corpus": "abc", "targets": "new"}
+    assert (found.settings, found.skipped) == (world.manifest["settings"], {"empty": 2})
+    assert found.extension_in_progress is None
+    json.dumps(found.to_dict())
+
+
+def test_info_of_an_unfinished_artifact_is_its_progress(world, tmp_path):
+    with world.open(tmp_path / "art") as writer:
+        world.fill(writer, [1, 2])
+    found = info(tmp_path / "art")
+    assert (found.complete, found.finished_shards, found.n_shards) == (False, 2, 5)
+    assert {array.name: array.bytes_per_row for array in found.arrays} == {
+        "hidden_sketch": 6.0,
+        "relevance_token": 8.0,
+    }
+    assert found.details == {"identity": world.identity}
+    assert verify(tmp_path / "art").n_files == 6
+
+
+def test_info_shows_an_extension_in_progress(world, tmp_path):
+    world.write(tmp_path / "art")
+    with world.open_extension(tmp_path / "art") as extension:
+        world.fill_extension(extension, [4])
+    found = info(tmp_path / "art")
+    assert found.complete
+    assert found.extension_in_progress == "1 of 5 shards"
+    assert found.targets == {"sciq": 3, "openbookqa": 1}
+
+
+def test_bytes_per_row_of_a_corpus_smaller_than_a_shard(tmp_path):
+    world = World(n_rows=3, shard_rows=1024)
+    assert {array.bytes_per_row for array in info(world.write(tmp_path / "art")).arrays} == {6.0, 8.0}
