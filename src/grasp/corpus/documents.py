@@ -43,9 +43,7 @@ class Document:
     input_ids: NDArray[np.int32] | None
     labels: Mapping[str, Label]
     where: str = ""  # file and line or row, for messages
-    ignored: tuple[str, ...] = field(
-        default=(), repr=False
-    )  # columns that cannot be labels: nested or binary
+    ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
 
 
 def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
@@ -100,17 +98,13 @@ class _Names:
         for setting in ("row_id_column", "doc_id_column"):
             column = getattr(wanted, setting)
             if column not in found and column != CorpusSettings.model_fields[setting].default:
-                raise CorpusError(
-                    f"{where}: no column {column!r}, which corpus.{setting} asks for; {columns}"
-                )
+                raise CorpusError(f"{where}: no column {column!r}, which corpus.{setting} asks for; {columns}")
 
     def _check_type(self, column: pa.Field, where: str) -> None:
         kind = column.type
         if column.name == self.settings.ids_column:
             if not (_is_list(kind) and pa.types.is_integer(kind.value_type)) and not pa.types.is_null(kind):
-                raise CorpusError(
-                    f"{where}: ids column {column.name!r} holds {kind}, expected lists of integers"
-                )
+                raise CorpusError(f"{where}: ids column {column.name!r} holds {kind}, expected lists of integers")
         elif column.name == self.settings.text_column and not is_text(kind) and not pa.types.is_null(kind):
             raise CorpusError(f"{where}: text column {column.name!r} holds {kind}, expected text")
 
@@ -137,9 +131,7 @@ class _Names:
         names = batch.schema.names
         ids = batch.column(settings.ids_column) if settings.ids_column in names else None
         try:
-            columns = {
-                name: label_values(batch.column(name)) for name in names if name != settings.ids_column
-            }
+            columns = {name: label_values(batch.column(name)) for name in names if name != settings.ids_column}
         except UnicodeDecodeError as err:
             raise CorpusError(f"{chunk.name}: rows from {chunk.first} on: text is not UTF-8: {err}") from err
         ignored = self.ignored[chunk.name]
@@ -165,9 +157,7 @@ class _Names:
         text = None if text is None else _valid(text)
         given = label_text(values.get(self.settings.doc_id_column))
         row_id = label_text(values.get(self.settings.row_id_column))
-        labels = {
-            _valid(label_name(name)): _valid_label(v) for name, v in values.items() if name not in special
-        }
+        labels = {_valid(label_name(name)): _valid_label(v) for name, v in values.items() if name not in special}
         return Document(
             index=index,
             doc_id=_made_id(index, text, ids) if given is None else _valid(given),
@@ -209,9 +199,7 @@ def _json_ids(record: Mapping[str, Any], settings: CorpusSettings, where: str) -
     if ids is None:
         return None
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise CorpusError(
-            f"{where}: ids column {settings.ids_column!r} holds {ids!r:.60}, expected a list of integers"
-        )
+        raise CorpusError(f"{where}: ids column {settings.ids_column!r} holds {ids!r:.60}, expected a list of integers")
     return _as_int32(ids, where)
 
 

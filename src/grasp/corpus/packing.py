@@ -251,7 +251,7 @@ def _snippet(text: str, share: float, n_chars: int) -> str:
     Tokens are not mapped back to characters: the start is in proportion to the row's first token.
     """
     start = round(len(text) * share)
-    part = text[start : start + 4 * n_chars + 64]
     if start:
-        part = part.partition(" ")[2] or part
+        start = text.find(" ", start - 1, start + 64) + 1 or start
+    part = text[start : start + 4 * n_chars]
     return " ".join(part.split())[:n_chars]

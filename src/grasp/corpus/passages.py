@@ -83,9 +83,7 @@ def write_passages(
 ) -> PassageCounts:
     """Write the passages to Parquet, aside, then rename; arguments and errors as for `read_passages`."""
     counts = PassageCounts()
-    passages = read_passages(
-        sources=sources, exclude_texts=exclude_texts, per_source=per_source, counts=counts
-    )
+    passages = read_passages(sources=sources, exclude_texts=exclude_texts, per_source=per_source, counts=counts)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     with pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:

@@ -24,11 +24,10 @@ from grasp.extras import require
 PARQUET = (".parquet",)
 # C4, Dolma and others name their JSON lines `.json.gz` or `.json.zst`; a plain `.json` seldom is one.
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-EXPECTED = (
-    "expected .parquet, .jsonl, .jsonl.gz, .jsonl.zst, a directory of either, or a `datasets` directory"
-)
+EXPECTED = "expected .parquet, .jsonl, .jsonl.gz, .jsonl.zst, a directory of either, or a `datasets` directory"
 BATCH_ROWS = 256
 _BLOCK_BYTES = 1 << 20
+_ZSTD_BYTES = 1 << 14  # compressed, and decompressed at one go: kept small, since text may shrink a lot
 _HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
 _FILE_SUFFIX = re.compile(
     r"\.(?:parquet|jsonl?|ndjson|csv|tsv|txt|arrow|feather|gz|zst|bz2|xz|zip|tar)$", re.IGNORECASE
@@ -162,8 +161,7 @@ class FileSource:
                 return index + int(file.metadata.num_rows)
             except (pa.ArrowException, OSError) as err:
                 raise CorpusError(
-                    f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; "
-                    "write it again"
+                    f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; write it again"
                 ) from err
 
     def _json_lines(
@@ -239,7 +237,7 @@ def _blocks(handle: BinaryIO, name: str) -> Iterator[bytes]:
 def _zstd_blocks(handle: BinaryIO) -> Iterator[bytes]:
     """Every frame of the file. zstandard's own reader takes a frame that ends early for a whole one."""
     frame = None
-    while block := handle.read(_BLOCK_BYTES):
+    while block := handle.read(_ZSTD_BYTES):
         while block:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             yield frame.decompress(block)
@@ -286,17 +284,13 @@ def _open_saved(fs: Any, root: str, path: str) -> DatasetSource:
     try:
         table = _one_split(datasets.load_from_disk(path), path)
     except (OSError, ValueError, KeyError, pa.ArrowException) as err:
-        raise CorpusError(
-            f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again"
-        ) from err
+        raise CorpusError(f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again") from err
     files = [_file_identity(fs, file, root) for file in sorted(fs.find(root))]
     return DatasetSource(table, path, files)
 
 
 def _open_hub(path: str) -> DatasetSource:
-    datasets = require(
-        "datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name"
-    )
+    datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
     try:
         table = _one_split(datasets.load_dataset(path), path)
     except (OSError, ValueError) as err:
@@ -312,7 +306,5 @@ def _one_split(loaded: Any, path: str) -> Any:
         return loaded.with_format("arrow")
     names = sorted(loaded)
     if len(names) > 1 and "train" not in loaded:
-        raise CorpusError(
-            f"{path}: got the splits {names}, expected one of them: point at {path}/{names[0]}, say"
-        )
+        raise CorpusError(f"{path}: got the splits {names}, expected one of them: point at {path}/{names[0]}, say")
     return loaded["train" if "train" in loaded else names[0]].with_format("arrow")

@@ -114,16 +114,13 @@ class RowStore:
         path = directory / "store.json"
         if not path.exists():
             state = (
-                "an unfinished row store; run the build again to go on"
-                if directory.exists()
-                else "no such row store"
+                "an unfinished row store; run the build again to go on" if directory.exists() else "no such row store"
             )
             raise CorpusError(f"{directory}: {state}")
         summary = _read_json(path)
         if summary.get("format") != FORMAT:
             raise CorpusError(
-                f"{path}: got format {summary.get('format')!r}, expected {FORMAT}; "
-                f"delete {directory} and build again"
+                f"{path}: got format {summary.get('format')!r}, expected {FORMAT}; delete {directory} and build again"
             )
         return cls(directory, summary)
 
@@ -149,16 +146,13 @@ class RowStore:
         row_index = np.asarray(row_index, dtype=np.int64)
         outside = row_index[(row_index < 0) | (row_index >= self.n_rows)]
         if outside.size:
-            raise CorpusError(
-                f"{self._directory}: got row_index {outside[0]}, expected 0 to {self.n_rows - 1}"
-            )
+            raise CorpusError(f"{self._directory}: got row_index {outside[0]}, expected 0 to {self.n_rows - 1}")
         if not row_index.size:
             empty = pa.table({name: pa.array([], kind) for name, kind in self._schema().items()})
             return RowShard(-1, np.zeros(0, np.int32), np.zeros(1, np.int64), empty)
         shard_of = row_index // self.shard_rows
         parts = [
-            _picked(self.shard(int(k)), row_index[shard_of == k] - k * self.shard_rows)
-            for k in np.unique(shard_of)
+            _picked(self.shard(int(k)), row_index[shard_of == k] - k * self.shard_rows) for k in np.unique(shard_of)
         ]
         # `parts` has the rows shard by shard; back to the order asked for
         return _picked(_joined(parts), np.argsort(np.argsort(shard_of, kind="stable"), kind="stable"))
@@ -172,9 +166,7 @@ class RowStore:
         columns = {name: whole.column(name) for name in ("row_id", "doc_id", "n_tokens", "snippet")}
         for name, kind in self._kinds.items():
             found = name in whole.column_names
-            column = (
-                whole.column(name) if found else pa.chunked_array([pa.nulls(len(whole), arrow_type(kind))])
-            )
+            column = whole.column(name) if found else pa.chunked_array([pa.nulls(len(whole), arrow_type(kind))])
             columns[name] = as_kind(column, kind)
         return pa.table(columns)
 
@@ -263,9 +255,7 @@ class _Writer:
                 "n_tokens": pa.array(lengths, pa.int32()),
                 "snippet": pa.array([row.snippet for row in rows], pa.string()),
                 DOCUMENT_COLUMN: pa.array([row.document for row in rows], pa.int64()),
-                IDS_COLUMN: pa.ListArray.from_arrays(
-                    offsets, np.concatenate([row.input_ids for row in rows])
-                ),
+                IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
                 **{name: column_of(values, kinds[name]) for name, values in columns.items()},
             }
         )
@@ -278,9 +268,7 @@ class _Writer:
             "ignored_columns": sorted({name for row in rows for name in row.ignored}),
             "skipped": {"counts": counts, "ids": ids},
         }
-        _replace(
-            _shard_path(self._directory, k), lambda part: pq.write_table(table, part, compression="zstd")
-        )
+        _replace(_shard_path(self._directory, k), lambda part: pq.write_table(table, part, compression="zstd"))
         _write_json(_state_path(self._directory, k), state)
         self._states.append(state)
 
@@ -375,9 +363,13 @@ def _begin(directory: Path, plan: Mapping[str, Any]) -> None:
                 "Restore it, or delete the directory to start over"
             )
         return
-    if directory.exists() and any(not entry.name.endswith(".part") for entry in directory.iterdir()):
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        strange = [entry.name for entry in directory.iterdir() if not entry.name.endswith(".part")]
+    except OSError as err:
+        raise CorpusError(f"{directory}: no directory can be made here: {err}; choose another one") from err
+    if strange:
         raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
-    directory.mkdir(parents=True, exist_ok=True)
     _write_json(path, plan)
 
 
@@ -429,9 +421,7 @@ def _fingerprint(directory: Path, n_shards: int) -> str:
     return digest.hexdigest()
 
 
-def _first_duplicate(
-    directory: Path, n_shards: int, shard_rows: int
-) -> tuple[str, list[tuple[int, int]]] | None:
+def _first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[str, list[tuple[int, int]]] | None:
     """First row_id that occurs more than once, with (row_index, document) of two of its rows."""
     schema = pa.schema([("row_id", pa.string()), ("row_index", pa.int64()), ("document", pa.int64())])
 

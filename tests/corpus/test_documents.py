@@ -1,0 +1,395 @@
+"""Law: one corpus, whatever it is stored in, gives one stream of documents; reading from k skips exactly k."""
+
+import gzip
+import itertools
+import json
+import sys
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.corpus import read_documents
+from grasp.corpus.documents import documents_of
+from grasp.corpus.sources import JsonRecord
+from grasp.errors import CorpusError, MissingExtraError
+from tests.corpus.world import records, sentences, settings_for, write_chunked, write_jsonl, write_parquet
+
+SUFFIXES = [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"]
+
+
+def plain(documents):
+    """What does not depend on where a document lies."""
+    return [
+        (d.index, d.doc_id, d.row_id, d.text, None if d.input_ids is None else d.input_ids.tolist(), dict(d.labels))
+        for d in documents
+    ]
+
+
+def save_dataset(path: Path, rows) -> Path:
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.fixture
+def expected(tmp_path):
+    return plain(read_documents(settings_for(write_jsonl(tmp_path / "expected.jsonl", records(20)))))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("cuts", [[], [1, 7, 8], list(range(1, 20))], ids=["one", "four", "each"])
+def test_a_directory_of_files_is_one_corpus(tmp_path, expected, suffix, cuts):
+    path = write_chunked(tmp_path / "corpus", records(20), cuts, suffix)
+    (path / "README.md").write_text("not a part of the corpus")
+    write_jsonl(path / "_hidden" / "x.jsonl", records(3))
+    assert plain(read_documents(settings_for(path))) == expected
+
+
+def test_expected_documents_have_text_labels_and_a_stable_name(expected):
+    index, doc_id, row_id, text, ids, labels = expected[3]
+    assert (index, row_id, text, ids) == (3, None, sentences(20)[3], None)
+    assert doc_id.endswith("-3")
+    assert len(doc_id.split("-")[0]) == 16
+    assert labels == {"topic": "b", "year": 1993}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@given(start=st.integers(0, 25), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True))
+@settings(deadline=None, max_examples=12)
+def test_reading_from_k_on_skips_exactly_k(tmp_path_factory, suffix, start, cuts):
+    path = write_chunked(tmp_path_factory.mktemp("corpus"), records(20), cuts, suffix)
+    whole = list(read_documents(settings_for(path)))
+    rest = list(read_documents(settings_for(path), start=start))
+    assert plain(rest) == plain(whole[start:])
+    assert [d.where for d in rest] == [d.where for d in whole[start:]]
+
+
+def test_files_below_are_read_in_the_order_of_their_names(tmp_path):
+    for name, text in [("b/1.jsonl", "third"), ("a/2.jsonl", "second"), ("a/1.jsonl", "first"), ("c.jsonl", "fourth")]:
+        write_jsonl(tmp_path / name, [{"text": text}])
+    assert [d.text for d in read_documents(settings_for(tmp_path))] == ["first", "second", "third", "fourth"]
+
+
+def test_several_frames_of_gzip_and_zstd_are_read_to_the_end(tmp_path, expected):
+    for suffix in (".jsonl.gz", ".jsonl.zst"):
+        one = write_jsonl(tmp_path / f"a{suffix}", records(20)[:9]).read_bytes()
+        two = write_jsonl(tmp_path / f"b{suffix}", records(20)[9:]).read_bytes()
+        joined = tmp_path / f"joined{suffix}"
+        joined.write_bytes(one + two)
+        assert plain(read_documents(settings_for(joined))) == expected
+
+
+def test_a_datasets_directory(tmp_path, expected):
+    path = save_dataset(tmp_path / "saved", records(20))
+    assert plain(read_documents(settings_for(path))) == expected
+    assert plain(read_documents(settings_for(path), start=7)) == expected[7:]
+
+
+def test_a_datasets_directory_with_splits(tmp_path, expected):
+    splits = {"train": datasets.Dataset.from_list(records(20)), "test": datasets.Dataset.from_list(records(2))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    assert plain(read_documents(settings_for(tmp_path / "splits"))) == expected
+    assert plain(read_documents(settings_for(tmp_path / "splits" / "test"))) == expected[:2]
+    datasets.DatasetDict({"x": splits["test"], "y": splits["test"]}).save_to_disk(tmp_path / "unclear")
+    with pytest.raises(CorpusError, match=r"got the splits \['x', 'y'\], expected one of them: point at .*unclear/x"):
+        read_documents(settings_for(tmp_path / "unclear"))
+
+
+def test_an_indexed_dataset_keeps_its_order(tmp_path):
+    shuffled = datasets.Dataset.from_list(records(20)).select([5, 3, 17])
+    shuffled.save_to_disk(tmp_path / "saved")
+    texts = sentences(20)
+    assert [d.text for d in read_documents(settings_for(tmp_path / "saved"))] == [texts[5], texts[3], texts[17]]
+
+
+def test_a_damaged_datasets_directory(tmp_path):
+    path = save_dataset(tmp_path / "saved", records(20))
+    next(path.glob("*.arrow")).write_bytes(b"")
+    with pytest.raises(CorpusError, match=r"saved: not a whole `datasets` directory: .*; save it again"):
+        list(read_documents(settings_for(path)))
+
+
+def fake_hub(monkeypatch, load):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+
+
+def test_a_name_that_is_no_path_is_a_hub_name(monkeypatch, expected):
+    asked, found = [], datasets.DatasetDict({"train": datasets.Dataset.from_list(records(20))})
+
+    def load(name):
+        asked.append(name)
+        return found
+
+    fake_hub(monkeypatch, load)
+    assert plain(read_documents(settings_for("someone/some-corpus"))) == expected
+    assert asked == ["someone/some-corpus"]
+
+
+def test_a_path_is_never_taken_for_a_hub_name(monkeypatch, tmp_path):
+    def load(name):
+        raise AssertionError(name)
+
+    fake_hub(monkeypatch, load)
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "someone" / "corpus" / "a.jsonl", [{"text": "here"}])
+    assert [d.text for d in read_documents(settings_for("someone/corpus"))] == ["here"]
+    for path in ("someone/corpus.parquet", "./someone/other", "/nowhere/at/all", "a/b/c"):
+        with pytest.raises(CorpusError, match=rf"{path}: no such file or directory; expected \.parquet"):
+            read_documents(settings_for(path))
+
+
+def test_a_hub_name_that_cannot_be_had(monkeypatch):
+    def load(name):
+        raise FileNotFoundError(f"Dataset '{name}' doesn't exist")
+
+    fake_hub(monkeypatch, load)
+    with pytest.raises(CorpusError, match=r"no/such: no such file .* no hub dataset of that name .* doesn't exist"):
+        read_documents(settings_for("no/such"))
+
+
+def test_without_datasets_the_extra_is_named(monkeypatch, tmp_path):
+    path = save_dataset(tmp_path / "saved", records(2))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"saved needs `datasets`.*pip install 'grasp-attribution\[datasets\]'"):
+        read_documents(settings_for(path))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_fsspec_urls(tmp_path, expected, suffix):
+    local = write_chunked(tmp_path / "corpus", records(20), [4, 11], suffix)
+    memory = fsspec.filesystem("memory")
+    for file in local.iterdir():
+        memory.pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
+    assert plain(read_documents(settings_for(f"memory://{tmp_path.name}"))) == expected
+    assert plain(read_documents(settings_for(f"file://{local}"))) == expected
+    first = next(iter(read_documents(settings_for(f"memory://{tmp_path.name}"))))
+    assert first.where.startswith(f"memory://{'/' * first.where.startswith('memory:///')}{tmp_path.name}/part-000")
+
+
+def test_an_unknown_protocol(tmp_path):
+    with pytest.raises(CorpusError, match=r"nope://x: cannot be opened: Protocol not known: nope"):
+        read_documents(settings_for("nope://x"))
+
+
+def test_limit_counts_documents(tmp_path):
+    path = write_chunked(tmp_path / "corpus", records(20), [3, 9], ".jsonl")
+    assert len(list(read_documents(settings_for(path, limit=5)))) == 5
+    assert [d.index for d in read_documents(settings_for(path, limit=5), start=4)] == [4]
+    assert list(read_documents(settings_for(path, limit=5), start=5)) == []
+
+
+@pytest.mark.parametrize("writer", [write_parquet, write_jsonl])
+def test_ids_names_and_labels(tmp_path, writer):
+    rows = [
+        {"input_ids": [1, 2, 3], "text": "a b c", "row_id": 17, "doc_id": "x", "loss": 0.5, "mask": [1, 1, 1]},
+        {"input_ids": [], "text": "", "row_id": None, "doc_id": None, "loss": None, "mask": [1]},
+    ]
+    path = writer(tmp_path / ("c.parquet" if writer is write_parquet else "c.jsonl"), rows)
+    first, second = read_documents(settings_for(path))
+    assert (first.row_id, first.doc_id, first.text) == ("17", "x", "a b c")
+    assert first.input_ids.dtype == np.int32
+    assert first.input_ids.tolist() == [1, 2, 3]
+    assert first.labels == {"loss_": 0.5}
+    assert first.ignored == ("mask",)
+    assert (second.row_id, second.input_ids.tolist(), second.labels) == (None, [], {"loss_": None})
+    assert second.doc_id.endswith("-1")
+
+
+@pytest.mark.parametrize("kind", [pa.uint16(), pa.int32(), pa.int64()])
+@pytest.mark.parametrize("wrap", [pa.list_, pa.large_list, lambda kind: pa.list_(kind, 2)])
+def test_token_ids_of_any_integer_and_list_type(tmp_path, kind, wrap):
+    table = pa.table({"input_ids": pa.array([[1, 2], None, [3, 4]], wrap(kind))})
+    pq.write_table(table, tmp_path / "c.parquet")
+    ids = [d.input_ids for d in read_documents(settings_for(tmp_path / "c.parquet"))]
+    assert [None if array is None else array.tolist() for array in ids] == [[1, 2], None, [3, 4]]
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"text": "a \\ud83d b", "topic": "\\udc00", "doc_id": "\\ud83d\\ude00"}\n')
+    (only,) = read_documents(settings_for(tmp_path / "c.jsonl"))
+    assert (only.text, only.labels, only.doc_id) == ("a \ufffd b", {"topic": "\ufffd"}, "\U0001f600")
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_documents(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
+    found = list(read_documents(settings_for(tmp_path / "c.jsonl")))
+    assert [(d.index, d.text, d.where.rpartition(":")[2]) for d in found] == [(0, "a", "1"), (1, "b", "4")]
+
+
+# ---------------------------------------------------------------- streaming
+
+
+class Endless:
+    """A corpus without an end."""
+
+    def identity(self):
+        return []
+
+    def chunks(self, start, select):
+        for index in itertools.count(start):
+            yield JsonRecord(index, "endless", index + 1, {"text": f"text {index}"})
+
+
+def test_a_corpus_without_an_end_can_be_read():
+    taken = list(itertools.islice(documents_of(Endless(), settings_for("endless"), start=5), 3))
+    assert [d.text for d in taken] == ["text 5", "text 6", "text 7"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_reading_jsonl_does_not_hold_the_file(tmp_path, suffix):
+    rng = np.random.default_rng(0)
+    path = write_jsonl(tmp_path / f"big{suffix}", [{"text": rng.bytes(20_000).hex()} for _ in range(300)])
+    tracemalloc.start()
+    n = sum(1 for _ in read_documents(settings_for(path)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert n == 300
+    assert peak < 6_000_000  # of 12 MB of text: blocks of 1 MiB and their lines
+
+
+def test_reading_parquet_does_not_hold_the_file(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"text": rng.bytes(10_000).hex()} for _ in range(2000)]
+    path = write_parquet(tmp_path / "big.parquet", rows, group=50)
+    rows.clear()
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in read_documents(settings_for(path)):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert path.stat().st_size > 20_000_000
+    assert most < 16_000_000
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def refused(path, **changes):
+    return [d.text for d in read_documents(settings_for(path, **changes))]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_missing_text_column_names_what_was_found(tmp_path, suffix):
+    path = write_chunked(tmp_path, [{"body": "x", "topic": "a"}], [], suffix)
+    with pytest.raises(
+        CorpusError,
+        match=r"part-000\.\w+(:1)?: no text column 'text' and no ids column 'input_ids'; columns found: body, topic\. "
+        r"Set corpus\.text_column to the one that holds the text",
+    ):
+        refused(path)
+    assert refused(path, text_column="body") == ["x"]
+
+
+def test_a_missing_text_field_in_the_middle_names_the_line(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a"}, {"txet": "b"}])
+    with pytest.raises(CorpusError, match=r"c\.jsonl:2: no text column 'text'.*columns found: txet"):
+        refused(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_an_id_column_that_was_asked_for_must_be_there(tmp_path, suffix):
+    path = write_chunked(tmp_path, [{"text": "x"}], [], suffix)
+    with pytest.raises(CorpusError, match=r"no column 'url', which corpus.row_id_column asks for; columns found: text"):
+        refused(path, row_id_column="url")
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
+def test_a_truncated_parquet_file(tmp_path, keep):
+    whole = write_parquet(tmp_path / "c.parquet", records(200)).read_bytes()
+    (tmp_path / "c.parquet").write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(CorpusError, match=r"c\.parquet: damaged or cut short, expected a whole Parquet file"):
+        refused(tmp_path / "c.parquet")
+
+
+def test_a_parquet_file_damaged_inside(tmp_path):
+    path = write_parquet(tmp_path / "c.parquet", records(200), group=200)
+    data = bytearray(path.read_bytes())
+    data[4:200] = bytes(196)
+    path.write_bytes(data)
+    with pytest.raises(CorpusError, match=r"c\.parquet: damaged or cut short"):
+        refused(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "b"', r"not JSON: .*; mend or remove the line"),
+        (b'{"text": "\xff"}', r"not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b'["text"]', r"got list, expected a JSON object"),
+        (b'{"text": 3}', r"text column 'text' holds int, expected text"),
+        (b'{"input_ids": [1, 2.5]}', r"ids column 'input_ids' holds \[1, 2\.5\], expected a list of integers"),
+        (b'{"input_ids": [1, 4294967296]}', r"a token id does not fit 32 bits"),
+        (b'{"input_ids": [1, 99999999999999999999]}', r"a token id does not fit 32 bits"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, why):
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
+    with pytest.raises(CorpusError, match=r"c\.jsonl:3: " + why):
+        refused(tmp_path / "c.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_a_compressed_file_that_ends_early(tmp_path, suffix):
+    path = write_jsonl(tmp_path / f"c{suffix}", records(200))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CorpusError, match=rf"c\{suffix}: damaged or cut short: .*; write or fetch it again"):
+        refused(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path, suffix):
+    (tmp_path / f"c{suffix}").write_text(json.dumps({"text": "a"}))
+    with pytest.raises(CorpusError, match=rf"c\{suffix}: damaged or cut short"):
+        refused(tmp_path / f"c{suffix}")
+
+
+def test_a_name_in_capitals_or_of_another_type_is_not_guessed_at(tmp_path):
+    (tmp_path / "c.csv").write_text("text\nx\n")
+    with pytest.raises(CorpusError, match=r"c\.csv: unknown file type '\.csv'; expected \.parquet, \.jsonl"):
+        refused(tmp_path / "c.csv")
+
+
+def test_a_directory_without_a_readable_file(tmp_path):
+    (tmp_path / "c.csv").write_text("text\nx\n")
+    with pytest.raises(CorpusError, match=r"no Parquet or JSONL file in this directory; expected \.parquet"):
+        refused(tmp_path)
+
+
+def test_a_directory_of_both_kinds(tmp_path):
+    write_parquet(tmp_path / "a.parquet", records(2))
+    write_jsonl(tmp_path / "a.jsonl", records(2))
+    with pytest.raises(CorpusError, match=r"holds both Parquet and JSONL files .* so that nothing is read twice"):
+        refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ({"text": [1, 2]}, r"text column 'text' holds int64, expected text"),
+        ({"input_ids": [[0.5]]}, r"ids column 'input_ids' holds list<.*double>, expected lists of integers"),
+        ({"input_ids": ["1 2"]}, r"ids column 'input_ids' holds string, expected lists of integers"),
+        ({"input_ids": [[1, None]]}, r"row 0: the list of token ids holds a null, expected integers"),
+    ],
+)
+def test_columns_of_the_wrong_type(tmp_path, table, why):
+    pq.write_table(pa.table(table), tmp_path / "c.parquet")
+    with pytest.raises(CorpusError, match=r"c\.parquet(:|,) " + why):
+        refused(tmp_path / "c.parquet")
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    table = pa.table({"text": pa.array([b"ok", b"\xff\xfe"]).view(pa.string())})
+    pq.write_table(table, tmp_path / "c.parquet")
+    with pytest.raises(CorpusError, match=r"c\.parquet: rows from 0 on: text is not UTF-8"):
+        refused(tmp_path / "c.parquet")
+
+
+def test_a_gzip_named_json_is_read_as_lines(tmp_path):
+    (tmp_path / "c4.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    assert refused(tmp_path / "c4.json.gz") == ["a", "b"]

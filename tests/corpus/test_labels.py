@@ -1,0 +1,89 @@
+"""Laws: folding a type over values does not depend on how they are grouped, and no value is lost to its column."""
+
+import datetime
+from decimal import Decimal
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grasp.corpus import labels as lb
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.integers(2**62, 2**66), st.floats(), st.text(max_size=5)
+)
+
+
+@given(st.lists(VALUES), st.lists(VALUES))
+def test_the_kind_of_two_groups_is_the_wider_of_their_kinds(one, other):
+    assert lb.kind_of_all(one + other) == lb.wider(lb.kind_of_all(one), lb.kind_of_all(other))
+    assert lb.wider(lb.kind_of_all(one), lb.kind_of_all(other)) == lb.wider(lb.kind_of_all(other), lb.kind_of_all(one))
+
+
+@given(st.lists(VALUES, min_size=1), st.lists(VALUES))
+def test_a_column_widened_later_equals_one_that_was_wide_at_once(values, others):
+    kind = lb.kind_of_all(values + others)
+    narrow = pa.chunked_array([lb.column_of(values, lb.kind_of_all(values))])
+    at_once = pa.chunked_array([lb.column_of(values, kind)], lb.arrow_type(kind))
+    assert str(lb.as_kind(narrow, kind).to_pylist()) == str(at_once.to_pylist())  # as text: nan is nan
+
+
+@given(st.lists(VALUES))
+def test_only_none_is_null(values):
+    column = lb.column_of(values, lb.kind_of_all(values))
+    assert [value is None for value in column.to_pylist()] == [value is None for value in values]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "stored"),
+    [
+        ([1, None, 2], "int", [1, None, 2]),
+        ([1, 2.5], "float", [1.0, 2.5]),
+        ([True, None], "bool", [True, None]),
+        ([1, "x", 2.0, 2.5, True], "string", ["1", "x", "2", "2.5", "true"]),
+        ([2**70], "string", [str(2**70)]),
+        ([None], "null", [None]),
+    ],
+)
+def test_kinds_of_columns(values, kind, stored):
+    assert lb.kind_of_all(values) == kind
+    assert lb.column_of(values, kind).to_pylist() == stored
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [("topic", "topic"), ("loss", "loss_"), ("loss_", "loss__"), ("Row_ID", "Row_ID_"), ("loss_x", "loss_x")],
+)
+def test_labels_that_clash_with_our_columns_get_an_underscore(column, name):
+    assert lb.label_name(column) == name
+
+
+@given(st.lists(st.text("lostr_idw", max_size=8), unique=True))
+def test_renaming_never_makes_two_labels_one(names):
+    assert len({lb.label_name(name) for name in [*names, "loss", "loss_", "row_id"]}) == len(
+        {*names, "loss", "loss_", "row_id"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("array", "values"),
+    [
+        (pa.array([datetime.datetime(2020, 1, 2, 3, 4, 5)], pa.timestamp("s")), ["2020-01-02 03:04:05"]),
+        (pa.array([datetime.date(2020, 1, 2), None]), ["2020-01-02", None]),
+        (pa.array([Decimal("1.50")]), [1.5]),
+        (pa.array(["a", "b", "a"]).dictionary_encode(), ["a", "b", "a"]),
+        (pa.array([1, 2], pa.uint8()), [1, 2]),
+        (pa.array([0.5], pa.float16()), [0.5]),
+        (pa.array(["x"], pa.large_string()), ["x"]),
+        (pa.nulls(2), [None, None]),
+    ],
+)
+def test_arrow_columns_become_plain_values(array, values):
+    assert lb.is_label(array.type)
+    assert lb.label_values(array) == values
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.struct([("a", pa.int32())]), pa.binary()])
+def test_nested_and_binary_columns_are_no_labels(kind):
+    assert not lb.is_label(kind)

@@ -1,0 +1,175 @@
+"""Laws: packing loses and invents no token, and from any row's cursor on it goes on as if never cut off."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grasp.corpus.packing import Cursor, Packer, SkipLog
+from grasp.errors import CorpusError
+from tests.corpus.world import TEXTS, Words, cut_slowly, document, settings_for, tokens_of
+
+PACKINGS = st.sampled_from(["document", "concat"])
+
+
+def pack(documents, tokenizer, log=None, cursor=None, **changes):
+    cursor, log = cursor or Cursor(), SkipLog() if log is None else log
+    packer = Packer(settings_for("none", **changes), tokenizer.eos_id, tokenizer.vocab_size, cursor, log)
+    for d in documents[cursor.document :]:
+        has_text = d.input_ids is None and d.text and d.text.strip()
+        yield from packer.feed(d, tokenizer.encode([d.text])[0] if has_text else None)
+    yield from packer.finish()
+
+
+def texts_as_documents(texts):
+    return [document(i, text) for i, text in enumerate(texts)]
+
+
+def ids_of(rows):
+    return [row.input_ids.tolist() for row in rows]
+
+
+@given(TEXTS, st.integers(2, 6), st.sampled_from([0, None]))
+def test_concat_packing_loses_and_invents_no_token(texts, length, eos_id):
+    tokenizer, log = Words(eos_id=eos_id), SkipLog()
+    rows = ids_of(pack(texts_as_documents(texts), tokenizer, log, packing="concat", max_length=length))
+    stream = [token for ids in tokens_of(texts, tokenizer) for token in ids]
+    expected = cut_slowly(stream, length)
+    short = expected.pop() if expected and len(expected[-1]) < 2 else None
+    assert rows == expected
+    assert log.counts["one_token"] == (short is not None)
+
+
+@given(TEXTS, st.integers(2, 6), st.sampled_from([0, None]), st.sampled_from([None, 1, 2]))
+def test_document_packing_cuts_each_document_by_itself(texts, length, eos_id, most):
+    tokenizer, log = Words(eos_id=eos_id), SkipLog()
+    changes = {"max_length": length, "max_rows_per_document": most}
+    rows = ids_of(pack(texts_as_documents(texts), tokenizer, log, **changes))
+    cut = [cut_slowly(ids, length) for ids in tokens_of(texts, tokenizer)]
+    kept = [row for parts in cut for row in parts[:most]]
+    assert rows == [row for row in kept if len(row) > 1]
+    assert log.counts["one_token"] == sum(len(row) == 1 for row in kept)
+    assert log.counts["cut"] == sum(most is not None and len(parts) > most for parts in cut)
+    assert log.counts["empty"] == sum(text == "" for text in texts)
+    assert log.counts["whitespace"] == sum(text != "" and not text.strip() for text in texts)
+
+
+@st.composite
+def mixed_documents(draw):
+    """Texts and token ids beside each other."""
+    ids = st.lists(st.integers(0, 499), max_size=9)
+    drawn = draw(st.lists(st.one_of(st.text("ab  ", max_size=30), ids), min_size=1, max_size=8))
+    return [document(i, *((x, None) if isinstance(x, str) else (None, x))) for i, x in enumerate(drawn)]
+
+
+@given(mixed_documents(), PACKINGS, st.integers(2, 5), st.sampled_from([None, 2]))
+def test_packing_goes_on_from_any_row(documents, packing, length, most):
+    changes = {"packing": packing, "max_length": length, "max_rows_per_document": most}
+    log = SkipLog()
+    # what a shard keeps: the row's cursor, and the account of what was skipped up to it
+    states = [(row, *log.drain()) for row in pack(documents, Words(), log, **changes)]
+    rows, tail = [row for row, _, _ in states], log.drain()
+    for k, row in enumerate(rows):
+        again = SkipLog()
+        for _, counts, ids in states[: k + 1]:
+            again.extend(counts, {reason: list(names) for reason, names in ids.items()})
+        rest = list(pack(documents, Words(), again, cursor=row.after, **changes))
+        assert [(r.row_id, r.after, r.snippet) for r in rest] == [(r.row_id, r.after, r.snippet) for r in rows[k + 1 :]]
+        assert ids_of(rest) == ids_of(rows[k + 1 :])
+        whole = SkipLog()
+        for _, counts, ids in states:
+            whole.extend(counts, {reason: list(names) for reason, names in ids.items()})
+        whole.extend(*tail)
+        assert again.frozen() == whole.frozen()
+
+
+@given(mixed_documents(), PACKINGS, st.integers(2, 5))
+def test_names_are_unique_and_count_from_the_document(documents, packing, length):
+    rows = list(pack(documents, Words(), packing=packing, max_length=length))
+    assert len({row.row_id for row in rows}) == len(rows)
+    for row in rows:
+        stem, _, ordinal = row.row_id.partition("#")
+        assert stem == row.doc_id
+        assert not ordinal or f"{stem}#{int(ordinal)}" == row.row_id
+
+
+def test_rows_of_a_document_are_numbered_after_the_first():
+    rows = list(pack([document(0, "a b c d e f g", topic="x")], Words(), max_length=3))
+    assert [row.row_id for row in rows] == ["d0", "d0#1", "d0#2"]
+    assert [row.labels for row in rows] == [{"topic": "x"}] * 3
+
+
+def test_a_packed_row_belongs_to_the_document_with_most_tokens_the_first_on_a_tie():
+    documents = [document(0, "a b", topic="x"), document(1, "c d e", topic="y"), document(2, "f", topic="z")]
+    # stream: a b . c d e . f .   cut at 6: [a b . c d e] is a tie of 3 and 3; [. f .] is d2 by 2 to 1
+    rows = list(pack(documents, Words(), packing="concat", max_length=6))
+    assert [(row.row_id, row.doc_id, row.labels["topic"]) for row in rows] == [("d0", "d0", "x"), ("d2", "d2", "z")]
+
+
+def test_ids_are_used_as_they_are_and_never_packed():
+    documents = [document(0, "a b"), document(1, ids=range(1, 9)), document(2, ids=[7]), document(3, "c d")]
+    log = SkipLog()
+    rows = list(pack(documents, Words(), log, packing="concat", max_length=5))
+    words = Words().encode(["a b", "c d"])
+    assert ids_of(rows) == [[*words[0], 0], [1, 2, 3, 4, 5], [*words[1], 0]]
+    assert log.frozen().ids == {"cut": ("d1",), "one_token": ("d2",)}
+
+
+def test_a_text_without_a_token_is_empty():
+    class Deaf(Words):
+        def encode(self, texts):
+            return [[] for _ in texts]
+
+    for packing in ("document", "concat"):
+        log = SkipLog()
+        assert list(pack([document(0, "a b")], Deaf(), log, packing=packing)) == []
+        assert log.frozen().ids == {"empty": ("d0",)}
+
+
+def test_snippets_are_near_the_row_fold_white_space_and_keep_their_length():
+    text = " ".join(f"word{i:02d}\n" for i in range(40))
+    rows = list(pack([document(0, text)], Words(eos_id=None), max_length=10, snippet_chars=20))
+    assert [row.snippet for row in rows] == [
+        "word00 word01 word02",
+        "word10 word11 word12",
+        "word20 word21 word22",
+        "word30 word31 word32",
+    ]
+    assert {row.snippet for row in pack([document(0, text)], Words(), snippet_chars=0)} == {""}
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("bad", [500, 501, -1])
+def test_ids_outside_the_vocabulary_name_row_id_and_vocabulary(packing, bad):
+    class Wrong(Words):
+        def encode(self, texts):
+            return [[3, bad, 4] for _ in texts]
+
+    message = rf"row 'd0' has the token id {bad} at position 1, outside the vocabulary of 500 \(0 to 499\); use the tok"
+    with pytest.raises(CorpusError, match=message):
+        list(pack([document(0, "a b c")], Wrong(), packing=packing))
+    with pytest.raises(CorpusError, match=message):
+        list(pack([document(0, ids=[3, bad])], Words(), packing=packing))
+
+
+def test_ids_beyond_32_bits_are_not_wrapped_into_the_vocabulary():
+    class Huge(Words):
+        def encode(self, texts):
+            return [[2**32 + 5, 4] for _ in texts]
+
+    with pytest.raises(CorpusError, match=r"token id 4294967301 at position 0"):
+        list(pack([document(0, "a b")], Huge()))
+
+
+def test_only_the_first_thousand_ids_are_listed():
+    log = SkipLog()
+    for i in range(1500):
+        log.add("empty", f"d{i}")
+    frozen = log.frozen()
+    assert frozen.counts == {"empty": 1500}
+    assert frozen.ids["empty"] == tuple(f"d{i}" for i in range(1000))
+
+
+def test_rows_do_not_keep_their_document_alive():
+    rows = list(pack([document(0, "x " * 10_000)], Words(), max_length=16, max_rows_per_document=1))
+    assert rows[0].input_ids.base is None or np.asarray(rows[0].input_ids.base).size <= 16

