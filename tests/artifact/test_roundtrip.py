@@ -115,6 +115,25 @@ def test_units_moments_and_sums(world, tmp_path):
     assert artifact.relevance_name("token") == "relevance_token"
 
 
+def test_a_gain_multiplies_what_is_read(world, tmp_path):
+    with world.open(tmp_path / "art") as writer:
+        world.fill(writer)
+        for gains, message in (
+            ({"phi": 1.0}, r"gains: no such arrays \['phi'\], not positive and finite {}"),
+            ({"hidden_sketch": np.inf}, r"gains: no such arrays \[\], not positive and finite {'hidden_sketch': inf}"),
+        ):
+            with pytest.raises(ArtifactError, match=message):
+                writer.finish(manifest={}, moments={}, units=world.units, gains=gains)
+        writer.finish(
+            manifest={}, moments={}, units=world.units, gains={"hidden_sketch": 0.125, "relevance_token": 3.0}
+        )
+    artifact = Artifact.open(world.extend(tmp_path / "art"))
+    whole = np.concatenate([world.values["relevance_token"], world.new_values], axis=1)
+    rows = np.arange(world.n_rows)
+    np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows), whole * np.float32(3))
+    np.testing.assert_array_equal(artifact.array_rows("hidden_sketch", rows), world.values["hidden_sketch"] / 8)
+
+
 def test_what_is_not_there_is_named(world, tmp_path):
     artifact = Artifact.open(world.write(tmp_path / "art"))
     with pytest.raises(ArtifactError, match=r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"):

@@ -4,7 +4,7 @@ manifest.json                 written last: where it exists the artifact is comp
 build.json                    identity of the build, compared when it is resumed
 rows.parquet units.parquet moments.safetensors
 arrays/NAME/zarr.json c.K.0   one Zarr v3 array; chunk file K = shard K, raw little-endian numbers
-arrays/NAME.scale/            its per-column scale: value = stored * scale
+arrays/NAME.scale/            its per-column scale: value = stored * scale * the array's gain in the manifest
 shards/00000.json .parquet    completion mark and row table of a shard
 features/                     kept features, if any
 extensions/J/                 build.json and shards/ of the J-th extension, whose arrays are NAME.J

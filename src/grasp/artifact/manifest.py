@@ -39,7 +39,7 @@ class ArrayEntry(Record):
     width: int
     unit: str
     sign: str
-    gain: float = Field(1.0, description="Every column is multiplied by it on reading.")
+    gain: float = Field(1.0, description="Every column is multiplied by it on reading; sums are of numbers before it.")
     groups: tuple[ColumnGroup, ...]
 
 

@@ -87,7 +87,7 @@ class Artifact:
 
     @cached_property
     def sums(self) -> "Moments":
-        """float64 totals over all rows, by name."""
+        """float64 totals over all rows, by name, as the build gave them: before the gain of an array."""
         return Moments([self.path / name for name in self.manifest.moments], sums=True)
 
     def relevance_name(self, match: str) -> str:

@@ -151,10 +151,11 @@ class ArtifactWriter:
             units: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
             gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
         Raises:
-            ArtifactError: shards are missing, units do not fit, the disk is full.
+            ArtifactError: shards are missing, units or gains do not fit, the disk is full.
         """
         self._require_writable()
         given = provenance(manifest)
+        self._check_gains(gains or {})
         check_units(units, _unit_columns(self._shards.arrays))
         missing = sorted(set(range(self.n_shards)) - self.finished)
         if missing:
@@ -187,9 +188,13 @@ class ArtifactWriter:
         if self.complete:
             raise ArtifactError(f"{self.path}: is complete; a finished artifact is not written again")
 
-    def _manifest(
-        self, given: Mapping[str, dict[str, Any]], units: pa.Table, gains: Mapping[str, float]
-    ) -> Manifest:
+    def _check_gains(self, gains: Mapping[str, float]) -> None:
+        unknown = sorted(gains.keys() - self._shards.arrays)
+        wrong = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
+        if unknown or wrong:
+            raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
+
+    def _manifest(self, given: Mapping[str, dict[str, Any]], units: pa.Table, gains: Mapping[str, float]) -> Manifest:
         groups = self._shards.groups({})
         names = (BUILD, ROWS, part_file("units", ".parquet", 0), part_file("moments", ".safetensors", 0))
         files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in names}
