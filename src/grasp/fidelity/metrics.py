@@ -43,6 +43,7 @@ CONSTANT_UTILITY = "utilities are constant"
 MIN_SUBSETS = 3
 TOO_FEW_SUBSETS = f"fewer than {MIN_SUBSETS} subsets"
 ONE_SEED = "one seed: the noise between seeds is unknown"
+NO_UNIT_PREDICTIONS = "no predictions for units"
 NO_DEFINED_UNIT = "no unit has a defined rho"
 
 
@@ -316,7 +317,7 @@ def _varies(values_BE: F64) -> NDArray[np.bool_]:
 
 def target_metrics(
     target: str,
-    predicted_BE: F64,
+    predicted_BE: F64 | None,
     realized_BSE: F64,
     weights_RB: NDArray[np.floating[Any]],
     *,
@@ -327,7 +328,8 @@ def target_metrics(
 
     Args:
         target: its name, for messages.
-        predicted_BE: predicted utilities; any increasing scale.
+        predicted_BE: predicted utilities; any increasing scale. None: only the task was predicted, and what is
+            made of units is undefined.
         realized_BSE: realized utilities of each seed; the metrics use the mean over seeds.
         weights_RB: from `bootstrap_weights`; shared by the targets of an environment.
         task_predicted_B: the prediction for the task's mean, where it is not the mean of the units' own.
@@ -336,8 +338,12 @@ def target_metrics(
         ShapeError: shapes do not fit each other.
     Source: eq:lds-spearman and the paper's task-level rho, positive fraction and pairwise accuracy.
     """
-    predicted_BE, realized_BSE = np.asarray(predicted_BE, np.float64), np.asarray(realized_BSE, np.float64)
+    realized_BSE = np.asarray(realized_BSE, np.float64)
     n_subsets, _, n_units = realized_BSE.shape
+    if predicted_BE is None and task_predicted_B is None:
+        raise ShapeError(f"{target}: got no predictions, expected {(n_subsets, n_units)} for units or one a subset")
+    only_task = predicted_BE is None
+    predicted_BE = np.zeros((n_subsets, n_units)) if predicted_BE is None else np.asarray(predicted_BE, np.float64)
     if predicted_BE.shape != (n_subsets, n_units):
         raise ShapeError(
             f"{target}: predictions {predicted_BE.shape} do not fit utilities {realized_BSE.shape} (B, S, E)"
@@ -350,6 +356,7 @@ def target_metrics(
     values, rho_E = _metrics(predicted_BE, task_B, realized_BE, _ones(n_subsets))
     resamples, _ = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
     task_why, units_why = _why_undefined(task_B, realized_BE)
+    units_why = NO_UNIT_PREDICTIONS if only_task else units_why
     reasons = dict.fromkeys(METRICS, units_why) | {"task_rho": task_why, "pairwise": task_why}
     estimates = {
         name: interval(float(values[name][0]), resamples[name], lowest=_LOWEST[name], highest=1.0, reason=reasons[name])
@@ -362,7 +369,7 @@ def target_metrics(
         **estimates,
         ceilings=ceilings or noise_ceilings(realized_BSE, weights_RB),
         over_seeds=_over_seeds(predicted_BE, task_B, realized_BSE),
-        undefined_units=_undefined_units(predicted_BE, realized_BE),
+        undefined_units={units_why: n_units} if only_task else _undefined_units(predicted_BE, realized_BE),
         rho_E=rho_E[:, 0],
         resamples=resamples,
     )
