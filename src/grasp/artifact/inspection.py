@@ -12,9 +12,9 @@ from grasp.artifact.manifest import (
     BuildRecord,
     Manifest,
     ShardMark,
+    finished_shards,
     is_signed,
     parse_manifest,
-    read_marks,
     read_record,
 )
 from grasp.artifact.reader import why_not_open
@@ -133,7 +133,7 @@ def info(path: Path | str) -> ArtifactInfo:
 
 def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> ArtifactInfo:
     grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
-    finished = grid.n_shards if complete else len(read_marks(path, 0, grid))
+    finished = grid.n_shards if complete else len(finished_shards(path, 0, grid))
     rows = min(finished * grid.shard_rows, grid.n_rows)
     by_kind: dict[str, int] = {}
     for name, entry in manifest.files.items():
@@ -193,7 +193,7 @@ def _kind(name: str) -> str:
 def _unfinished(path: Path) -> Manifest:
     """A manifest of what is there so far."""
     record = read_record(path / BUILD, BuildRecord)
-    marks = read_marks(path, 0, ShardGrid(record.n_rows, record.shard_rows))
+    shards = finished_shards(path, 0, ShardGrid(record.n_rows, record.shard_rows))
     return Manifest.model_validate(
         {
             "n_rows": record.n_rows,
@@ -202,7 +202,7 @@ def _unfinished(path: Path) -> Manifest:
             "arrays": {name: _begun(name, spec) for name, spec in record.arrays.items()},
             "units": (),
             "moments": (),
-            "files": {name: entry for mark in marks.values() for name, entry in mark.files.items()},
+            "files": {name: entry for files in shards.values() for name, entry in files.items()},
             "details": {"identity": record.identity},
         }
     )
@@ -219,7 +219,7 @@ def _extension(path: Path, manifest: Manifest, grid: ShardGrid) -> str | None:
     part = len(manifest.units)
     if not (path / part_dir(part) / BUILD).exists():
         return None
-    return f"{len(read_marks(path, part, grid))} of {grid.n_shards} shards"
+    return f"{len(finished_shards(path, part, grid))} of {grid.n_shards} shards"
 
 
 def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None:

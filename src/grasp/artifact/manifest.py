@@ -2,10 +2,13 @@
 
 import json
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.artifact.files import FileEntry, checksum, write_whole
@@ -67,10 +70,17 @@ PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
 
 
 class SumEntry(Record):
-    """A float64 array; JSON keeps every bit of it."""
+    """A float64 array, bit for bit: little-endian bytes in base64, a third of the size of decimal text."""
 
     shape: tuple[int, ...]
-    values: tuple[float, ...]
+    base64: str
+
+    @classmethod
+    def of(cls, array: NDArray[np.float64]) -> Self:
+        return cls(shape=array.shape, base64=b64encode(array.astype("<f8").tobytes()).decode())
+
+    def array(self) -> NDArray[np.float64]:
+        return np.frombuffer(b64decode(self.base64), dtype="<f8").astype(np.float64).reshape(self.shape)
 
 
 class ShardMark(Record):
@@ -108,16 +118,16 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise ArtifactError(f"{path}: damaged: {_first_problem(err)}; delete it and run again") from err
 
 
-def read_marks(root: Path, part: int, grid: ShardGrid) -> dict[int, ShardMark]:
-    """Marks of the finished shards; one whose files are gone or cut does not count, and is redone."""
-    marks: dict[int, ShardMark] = {}
+def finished_shards(root: Path, part: int, grid: ShardGrid) -> dict[int, dict[str, FileEntry]]:
+    """Files of the finished shards; a shard whose files are gone or cut does not count, and is redone."""
+    shards: dict[int, dict[str, FileEntry]] = {}
     for path in sorted((root / part_dir(part) / "shards").glob("[0-9]*.json")):
         k, mark = int(path.stem), read_record(path, ShardMark)
         if k >= grid.n_shards or (mark.start, mark.stop) != grid.bounds(k):
             raise ArtifactError(f"{path}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
         if all(_has_size(root / name, entry.bytes) for name, entry in mark.files.items()):
-            marks[k] = mark
-    return marks
+            shards[k] = mark.files
+    return shards
 
 
 def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from grasp.artifact.manifest import (
     BuildRecord,
     ColumnGroup,
     Manifest,
+    finished_shards,
     parse_manifest,
-    read_marks,
     read_record,
 )
 from grasp.errors import ArtifactError
@@ -314,7 +314,7 @@ def why_not_open(path: Path) -> str:
         return f"{path}: not an artifact (no {BUILD}); make one with `grasp build --out {path}`"
     record = read_record(path / BUILD, BuildRecord)
     grid = ShardGrid(record.n_rows, record.shard_rows)
-    done = len(read_marks(path, 0, grid))
+    done = len(finished_shards(path, 0, grid))
     return (
         f"{path}: not finished: {done} of {grid.n_shards} shards; "
         f"run the same `grasp build` again with --resume to go on"

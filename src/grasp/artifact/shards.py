@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,15 @@ from grasp.artifact.files import (
     write_whole,
 )
 from grasp.artifact.layout import ShardGrid, array_dir, chunk_file, group_name, part_dir
-from grasp.artifact.manifest import ArrayDtype, ColumnGroup, ShardMark, SumEntry, dump_json, read_marks
+from grasp.artifact.manifest import (
+    ArrayDtype,
+    ColumnGroup,
+    ShardMark,
+    SumEntry,
+    dump_json,
+    finished_shards,
+    read_record,
+)
 from grasp.artifact.zarr_arrays import describe_array
 from grasp.errors import ArtifactError, ShapeError
 
@@ -84,7 +91,7 @@ class ShardWriter:
         self._marks_dir = root / part_dir(part) / "shards"
         self._scales = {name: spec.scale() for name, spec in arrays.items()}
         self._metadata: tuple[Path, ...] = ()
-        self._marks: dict[int, ShardMark] = {}
+        self._shards: dict[int, dict[str, FileEntry]] = {}  # files of those that are finished
 
     def prepare(self) -> None:
         """Make directories and Zarr metadata, clear what a kill left aside, find the finished shards."""
@@ -104,15 +111,15 @@ class ShardWriter:
             remove_parts(self.root / array_dir(group), self.root / array_dir(group + ".scale"))
         self._metadata = tuple(described)
         remove_parts(self._marks_dir)
-        self._marks = read_marks(self.root, self._part, self.grid)
+        self._shards = finished_shards(self.root, self._part, self.grid)
 
     @property
     def finished(self) -> frozenset[int]:
-        return frozenset(self._marks)
+        return frozenset(self._shards)
 
     @property
     def progress(self) -> str:
-        return f"{len(self._marks)} of {self.grid.n_shards} shards are finished"
+        return f"{len(self._shards)} of {self.grid.n_shards} shards are finished"
 
     def groups(self, first_column: Mapping[str, int]) -> dict[str, ColumnGroup]:
         """The column group of every array, whose columns begin where `first_column` says (0 by default)."""
@@ -136,7 +143,7 @@ class ShardWriter:
     ) -> None:
         """Write shard k; it is finished when this returns, and as if never begun when this raises."""
         start, stop = self.grid.bounds(k)
-        if k in self._marks:
+        if k in self._shards:
             raise ArtifactError(f"shard {k} is finished already; write only those that are not in `finished`")
         content = self._encode(arrays, stop - start, row_name)
         files: dict[Path, bytes | memoryview] = {
@@ -149,7 +156,7 @@ class ShardWriter:
         where = f"{self.root}: shard {k} was not written"
         with out_of_space(where, self.progress):
             try:
-                self._marks[k] = self._commit(k, files, mark)
+                self._shards[k] = self._commit(k, files, mark).files
             except OSError:
                 self._withdraw(k, files)
                 raise
@@ -157,25 +164,31 @@ class ShardWriter:
     def files(self) -> dict[str, FileEntry]:
         """Size and checksum of everything this part wrote, by path relative to the artifact."""
         entries = {path.as_posix(): entry_of(self.root / path) for path in self._metadata}
-        for k in sorted(self._marks):
-            entries |= self._marks[k].files
+        for k in sorted(self._shards):
+            entries |= self._shards[k]
             mark = self._relative(k, ".json")
             entries[mark.as_posix()] = entry_of(self.root / mark)
         return entries
 
     def sums(self) -> dict[str, NDArray[np.float64]]:
         """Totals over all shards, added in the order of the rows whatever order they were written in."""
-        if len(self._marks) < self.grid.n_shards:
+        if len(self._shards) < self.grid.n_shards:
             raise ArtifactError(f"{self.root}: {self.progress}: totals need all of them")
-        parts = [_arrays(self._marks[k].sums) for k in sorted(self._marks)]
-        for k, part in enumerate(parts):
-            if _shapes(part) != _shapes(parts[0]):
-                raise ShapeError(f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(parts[0])}")
-        return {name: reduce(np.add, (part[name] for part in parts)) for name in sorted(parts[0])}
+        totals = self._sums_of(0)
+        for k in range(1, self.grid.n_shards):
+            part = self._sums_of(k)
+            if _shapes(part) != _shapes(totals):
+                raise ShapeError(f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(totals)}")
+            totals = {name: totals[name] + part[name] for name in totals}
+        return totals
 
     def table_path(self, k: int) -> Path:
         """Row table of shard k."""
         return self.root / self._relative(k, ".parquet")
+
+    def _sums_of(self, k: int) -> dict[str, NDArray[np.float64]]:
+        mark = read_record(self.root / self._relative(k, ".json"), ShardMark)
+        return {name: mark.sums[name].array() for name in sorted(mark.sums)}
 
     def _relative(self, k: int, suffix: str) -> Path:
         return part_dir(self._part) / "shards" / f"{k:05d}{suffix}"
@@ -273,11 +286,7 @@ def _sum_entry(name: str, value: NDArray[np.float64], k: int) -> SumEntry:
     array = np.asarray(value, dtype=np.float64)
     if not np.isfinite(array).all():
         raise ArtifactError(f"sum {name} of shard {k}: got a number that is not finite")
-    return SumEntry(shape=array.shape, values=tuple(array.ravel().tolist()))
-
-
-def _arrays(sums: Mapping[str, SumEntry]) -> dict[str, NDArray[np.float64]]:
-    return {name: np.array(entry.values, dtype=np.float64).reshape(entry.shape) for name, entry in sums.items()}
+    return SumEntry.of(array)
 
 
 def _shapes(arrays: Mapping[str, NDArray[np.float64]]) -> dict[str, tuple[int, ...]]:
