@@ -111,8 +111,8 @@ def test_killed_after_any_shard_a_store_ends_up_the_same_byte_for_byte(tmp_path,
         for lost in ("nothing", "state of the last shard"):
             directory = tmp_path / f"killed-{k}-{lost}"
 
-            def stop(done, k=k):
-                if done >= 4 * k or k == n_shards:
+            def stop(done, directory=directory, k=k):
+                if (directory / f"shard-{k - 1:05d}.json").exists():
                     raise Killed
 
             with pytest.raises(Killed):
