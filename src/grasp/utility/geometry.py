@@ -1,0 +1,240 @@
+"""Weighted sums of rows, and the geometry of a subset that follows from them.
+
+Everything a subset is scored by is a function of a few sums over its rows: of the weights, of the sketches, and of
+their squared norms. They are taken once, for the retained rows with raw weights; the omitted side, the weighting and
+the centring are arithmetic on them and on the totals of the corpus, so the complement of a subset is never made.
+
+Shape letters: B subsets, N rows of the corpus, n rows of one block, D sketch width, C value columns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from grasp.errors import ShapeError
+from grasp.subsets.blocks import Side
+
+F64 = NDArray[np.float64]
+F = NDArray[np.floating[Any]]
+Weighting = Literal["count", "mean"]
+Half = Literal["hidden", "residual", "joint", "product"]
+Kind = Literal["raw", "self", "pair", "cent"]
+
+# Past this share of nonzero weights a dense product beats the sparse one.
+DENSE_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Quadratic components of B subsets, each (B,), in the squared unit of the sketch. Source: eq:ia-components."""
+
+    raw_B: F64
+    self_B: F64
+    pair_B: F64
+    cent_B: F64
+
+    def __getitem__(self, kind: Kind) -> F64:
+        values: F64 = getattr(self, f"{kind}_B")
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class SubsetMass:
+    """Sums of weights of B subsets: what `mean` divides by, and what centring multiplies the mean sketch with."""
+
+    retained_B: F64  # sum of w_i
+    omitted_B: F64  # sum over the corpus of |1 - w_i|; the number of omitted rows where weights are 1
+    n_rows: int
+
+    @classmethod
+    def of(cls, weights_BN: csr_array) -> Self:
+        """Masses of a block of subsets."""
+        n_rows = weights_BN.shape[1]
+        outside = abs(1.0 - weights_BN.data) - 1.0
+        change = csr_array((outside, weights_BN.indices, weights_BN.indptr), shape=weights_BN.shape)
+        return cls(_sum(weights_BN), n_rows + _sum(change), n_rows)
+
+    def factor(self, side: Side, weighting: Weighting) -> F64:
+        """(B,) what raw weights are multiplied by: 1 for `count`, 1 / sum |w| for `mean`; 0 for an empty side."""
+        mass_B = self.retained_B if side == "retained" else self.omitted_B
+        if weighting == "count":
+            return np.ones_like(mass_B)
+        return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SketchSums:
+    """Sums of one sketch over the retained rows of B subsets, raw weights, float64."""
+
+    total_BD: F64  # sum of w_i phi_i
+    norm_B: F64  # sum of w_i ||phi_i||^2
+    square_norm_B: F64  # sum of w_i^2 ||phi_i||^2
+
+    def geometry(self, mass: SubsetMass, corpus: "SketchTotals", side: Side, weighting: Weighting) -> Geometry:
+        """Components of one sketch for a side and a weighting.
+
+        The omitted side has weights 1 - w_i: for plain subsets the rows that were left out, for a row that is
+        doubled (w = 2) a row taken out -1 times.
+        Source: eq:ia-components. Deviation: `mean` divides the weights by their sum (design, weighting).
+        """
+        total_BD, square_B, weight_B = self.total_BD, self.square_norm_B, mass.retained_B
+        if side == "omitted":
+            total_BD = corpus.total_D - total_BD
+            square_B = np.maximum(corpus.norm - 2.0 * self.norm_B + square_B, 0.0)
+            weight_B = mass.n_rows - weight_B
+        factor_B = mass.factor(side, weighting)
+        total_BD = total_BD * factor_B[:, None]
+        raw_B = np.einsum("bd,bd->b", total_BD, total_BD)
+        self_B = square_B * factor_B**2
+        shift_BD = total_BD - np.outer(weight_B * factor_B, corpus.mean_D)
+        cent_B = np.einsum("bd,bd->b", shift_BD, shift_BD)
+        return Geometry(raw_B=raw_B, self_B=self_B, pair_B=raw_B - self_B, cent_B=cent_B)
+
+
+@dataclass(frozen=True, slots=True)
+class SketchTotals:
+    """Sums of one sketch over the whole corpus."""
+
+    total_D: F64
+    norm: float  # sum of ||phi_i||^2
+    n_rows: int
+
+    @property
+    def mean_D(self) -> F64:  # noqa: N802 - a shape suffix
+        """phi-bar of eq:ia-components."""
+        return np.asarray(self.total_D / self.n_rows)
+
+    @property
+    def scale(self) -> float:
+        """c^2: what gives the sketch a mean squared norm of 1 (1 for a sketch of zeros). Source: eq:feature-sketch."""
+        return self.n_rows / self.norm if self.norm > 0 else 1.0
+
+    def whole(self) -> SketchSums:
+        """The corpus itself as a block of one subset."""
+        norm_B = np.array([self.norm])
+        return SketchSums(self.total_D[None], norm_B, norm_B)
+
+
+def scaled(geometry: Geometry, factor: float) -> Geometry:
+    """Geometry of sketches multiplied by sqrt(factor)."""
+    return Geometry(*(factor * geometry[kind] for kind in ("raw", "self", "pair", "cent")))
+
+
+def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:
+    """Geometry of the concatenated sketch: every component adds. Source: eq:feature-sketch."""
+    return Geometry(
+        raw_B=hidden.raw_B + residual.raw_B,
+        self_B=hidden.self_B + residual.self_B,
+        pair_B=hidden.pair_B + residual.pair_B,
+        cent_B=hidden.cent_B + residual.cent_B,
+    )
+
+
+def geometry(weights_BN: csr_array, sketch_ND: F, mean_D: F) -> Geometry:
+    """Split ||sum_i w_i phi_i||^2 into self, pair and centred parts for sketches in memory, weights as they are.
+
+    Source: eq:ia-components, eq:quadratic-expansion.
+    """
+    sketch_ND = np.asarray(sketch_ND, dtype=np.float64)  # pair = raw - self cancels badly in float32
+    total_BD = weights_BN @ sketch_ND
+    raw_B = np.einsum("bd,bd->b", total_BD, total_BD)
+    self_B = weights_BN.power(2) @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
+    shift_BD = total_BD - np.outer(_sum(weights_BN), mean_D)
+    cent_B = np.einsum("bd,bd->b", shift_BD, shift_BD)
+    return Geometry(raw_B=raw_B, self_B=self_B, pair_B=raw_B - self_B, cent_B=cent_B)
+
+
+class BlockSums:
+    """sum_i w_i x_i of B subsets over rows that arrive in blocks: (B, C) float64, the corpus is never in memory."""
+
+    def __init__(self, weights_BN: csr_array) -> None:
+        self._by_row = weights_BN.tocsc()
+        self.shape = weights_BN.shape
+
+    def product(self, start: int, values_nC: F) -> F64:
+        """The part that rows [start, start + n) add."""
+        stop = start + len(values_nC)
+        if stop > self.shape[1]:
+            raise ShapeError(f"sums: rows {start} to {stop} were given for a corpus of {self.shape[1]} rows")
+        part = self._by_row[:, start:stop]
+        values_nC = np.asarray(values_nC, dtype=np.float64)
+        if part.nnz > DENSE_SHARE * self.shape[0] * len(values_nC):
+            return np.asarray(part.toarray() @ values_nC)
+        return np.asarray(part @ values_nC)
+
+
+class GeometryAccumulator:
+    """Sums for the geometry of B subsets, over blocks of rows: float64, memory independent of N."""
+
+    def __init__(self, weights_BN: csr_array, width: int) -> None:
+        self.mass = SubsetMass.of(weights_BN)
+        self._sums = BlockSums(weights_BN)
+        self._squares = BlockSums(weights_BN.power(2))
+        n_subsets = weights_BN.shape[0]
+        self._total_BD = np.zeros((n_subsets, width))
+        self._norm_B = np.zeros(n_subsets)
+        self._square_norm_B = np.zeros(n_subsets)
+
+    def add(self, start: int, sketch_nD: F) -> None:
+        """Add rows [start, start + n)."""
+        sketch_nD = np.asarray(sketch_nD, dtype=np.float64)
+        norm_n = np.einsum("nd,nd->n", sketch_nD, sketch_nD)
+        both_BC = self._sums.product(start, np.column_stack([sketch_nD, norm_n]))
+        self._total_BD += both_BC[:, :-1]
+        self._norm_B += both_BC[:, -1]
+        self._square_norm_B += self._squares.product(start, norm_n[:, None])[:, 0]
+
+    def sums(self) -> SketchSums:
+        """Sums of the rows so far."""
+        return SketchSums(self._total_BD, self._norm_B, self._square_norm_B)
+
+
+class TotalsAccumulator:
+    """Totals of one sketch over the corpus, from blocks of rows."""
+
+    def __init__(self, width: int) -> None:
+        self._total_D = np.zeros(width)
+        self._norm = 0.0
+        self._n_rows = 0
+
+    def add(self, sketch_nD: F) -> None:
+        """Add a block of rows."""
+        sketch_nD = np.asarray(sketch_nD, dtype=np.float64)
+        self._total_D += sketch_nD.sum(axis=0)
+        self._norm += float(np.einsum("nd,nd->", sketch_nD, sketch_nD))
+        self._n_rows += len(sketch_nD)
+
+    def totals(self) -> SketchTotals:
+        """Totals of the rows so far."""
+        return SketchTotals(self._total_D, self._norm, self._n_rows)
+
+
+def subset_relevance(sum_BE: F64, total_E: F64, mass: SubsetMass, side: Side, weighting: Weighting) -> F64:
+    """A_e of B subsets from sums over their retained rows, (B, E), in the unit of the relevance.
+
+    Args:
+        sum_BE: sum of w_i a_ie over retained rows, raw weights.
+        total_E: sum of a_ie over the corpus.
+    Source: eq:grasp-subset-relevance. Deviation: on the omitted side the sign is flipped, so that more is better on
+        either side (design, side).
+    """
+    factor_B1 = mass.factor(side, weighting)[:, None]
+    if side == "retained":
+        return np.asarray(factor_B1 * sum_BE)
+    return np.asarray(factor_B1 * (sum_BE - total_E))
+
+
+def halves_needed(components: Mapping[str, float]) -> tuple[str, ...]:
+    """Sketches that `half.kind` names rely on; `joint` needs hidden and residual."""
+    halves = {name.split(".")[0] for name in components}
+    if "joint" in halves:
+        halves |= {"hidden", "residual"}
+    return tuple(half for half in ("hidden", "residual", "product") if half in halves)
+
+
+def _sum(weights_BN: csr_array) -> F64:
+    return np.asarray(weights_BN.sum(axis=1), dtype=np.float64).ravel()

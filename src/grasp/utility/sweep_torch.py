@@ -1,0 +1,52 @@
+"""The gather-sum through torch's embedding_bag; the only module of `utility` that loads torch.
+
+Reading rows is the limit. Columns are cut into panels that stay in the last-level cache while all subsets pass over
+them: at 100,000 rows of 129 columns that is worth 1.5 times a single panel. Where panels would become so narrow that
+whole cache lines are read for a few numbers, the table is left in one piece.
+Shape letters: B subsets, N rows, C value columns.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+F64 = NDArray[np.float64]
+
+PANEL_BYTES = 16 << 20
+MIN_PANEL = 24
+
+
+@dataclass(frozen=True, slots=True)
+class PackedValues:
+    """Values of N rows as float32 tables of neighbouring columns."""
+
+    panels: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def pack(cls, values_NC: NDArray[np.float32]) -> Self:
+        """Cut the columns into panels of about equal width; one copy of the values."""
+        n_rows, width = values_NC.shape
+        count = -(-n_rows * width * 4 // PANEL_BYTES)
+        if width < count * MIN_PANEL:
+            count = 1
+        cuts = np.array_split(np.arange(width), count)
+        return cls(tuple(torch.from_numpy(np.ascontiguousarray(values_NC[:, cut[0] : cut[-1] + 1])) for cut in cuts))
+
+
+def sums(packed: PackedValues, weights_BN: csr_array) -> F64:
+    """(B, C) sum_i w_i x_i of one block; accumulated in float32, within 2e-6 of sum_i |w_i x_i|."""
+    index = torch.from_numpy(np.ascontiguousarray(weights_BN.indices, dtype=np.int64))
+    offset = torch.from_numpy(np.ascontiguousarray(weights_BN.indptr, dtype=np.int64))
+    plain = bool(np.all(weights_BN.data == 1.0))
+    weight = None if plain else torch.from_numpy(weights_BN.data.astype(np.float32))
+    parts = [
+        torch.nn.functional.embedding_bag(
+            index, panel, offset, mode="sum", per_sample_weights=weight, include_last_offset=True
+        )
+        for panel in packed.panels
+    ]
+    return torch.cat(parts, dim=1).numpy().astype(np.float64)

@@ -1,0 +1,40 @@
+"""Slow double-loop float64 versions of the kernels, for comparison only."""
+
+import math
+
+import numpy as np
+
+
+def dot(a, b):
+    return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+
+
+def relevance(hidden_NH, unit_hidden_EH, residual_NV, unit_residual_EV, precondition_V):
+    out = np.zeros((len(hidden_NH), len(unit_hidden_EH)))
+    for i in range(out.shape[0]):
+        for e in range(out.shape[1]):
+            match = dot(hidden_NH[i], unit_hidden_EH[e])
+            residual = sum(
+                float(x) * float(d) * float(y)
+                for x, d, y in zip(residual_NV[i], precondition_V, unit_residual_EV[e], strict=True)
+            )
+            out[i, e] = residual * math.copysign(math.log(1 + abs(match)), match)
+    return out
+
+
+def geometry(weights, sketch, mean):
+    """raw, self, pair, cent of one subset, each as its own sum over rows or pairs of rows."""
+    n = len(weights)
+    raw = sum(weights[i] * weights[j] * dot(sketch[i], sketch[j]) for i in range(n) for j in range(n))
+    own = sum(weights[i] ** 2 * dot(sketch[i], sketch[i]) for i in range(n))
+    pair = 2 * sum(weights[i] * weights[j] * dot(sketch[i], sketch[j]) for i in range(n) for j in range(i))
+    centred = [row - mean for row in sketch]
+    cent = sum(weights[i] * weights[j] * dot(centred[i], centred[j]) for i in range(n) for j in range(n))
+    return {"raw": raw, "self": own, "pair": pair, "cent": cent}
+
+
+def side_weights(weights, side, weighting):
+    """The weights that a side and a weighting give to every row of the corpus."""
+    chosen = list(weights) if side == "retained" else [1.0 - w for w in weights]
+    mass = sum(abs(w) for w in chosen)
+    return [w / mass if mass else 0.0 for w in chosen] if weighting == "mean" else chosen

@@ -1,0 +1,71 @@
+"""Every way to sweep gives the same sums, within the tolerance it states; torch is not loaded for small jobs."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+
+from grasp.errors import ShapeError
+from grasp.utility import sweep_torch
+from grasp.utility.sweep import LARGE, Sweep, plan
+
+
+def job(seed, n=300, width=40, b=7, share=0.1, *, plain=True):
+    rng = np.random.default_rng(seed)
+    weights_BN = (rng.random((b, n)) < share) * (1.0 if plain else rng.random((b, n)) * 2)
+    return csr_array(weights_BN), (rng.standard_normal((n, width)) * 10.0 ** rng.integers(-3, 4, width)).astype("f4")
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    way=st.sampled_from(["dense", "sparse", "torch"]),
+    plain=st.booleans(),
+    width=st.sampled_from([1, 30, 129]),
+)
+def test_all_ways_agree_with_a_loop(seed, way, plain, width):
+    weights_BN, values_NC = job(seed, width=width, plain=plain)
+    want = np.array([sum(w * values_NC[i].astype(float) for i, w in enumerate(row)) for row in weights_BN.toarray()])
+    bound = 2e-6 * (abs(weights_BN) @ abs(values_NC.astype(float)))
+    got = Sweep(values_NC, way).sums(weights_BN)
+    assert got.dtype == np.float64
+    assert (abs(got - want) <= bound + 1e-300).all()
+
+
+def test_panels_cut_columns_and_change_nothing(monkeypatch):
+    weights_BN, values_NC = job(0, width=100)
+    whole = Sweep(values_NC, "torch").sums(weights_BN)
+    monkeypatch.setattr(sweep_torch, "PANEL_BYTES", 40_000)
+    packed = sweep_torch.PackedValues.pack(values_NC)
+    assert [panel.shape[1] for panel in packed.panels] == [34, 33, 33]
+    np.testing.assert_allclose(sweep_torch.sums(packed, weights_BN), whole, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(sweep_torch, "PANEL_BYTES", 4_000)  # panels would be narrower than a cache line or two
+    assert len(sweep_torch.PackedValues.pack(values_NC).panels) == 1
+
+
+def test_subsets_without_rows_sum_to_zero():
+    values_NC = np.ones((5, 3), dtype=np.float32)
+    for way in ("dense", "sparse", "torch"):
+        assert not Sweep(values_NC, way).sums(csr_array((2, 5))).any()
+
+
+def test_plan_follows_the_shape():
+    assert plan(50_000, 10, 10_000, 129, torch_installed=True) == "dense"
+    assert plan(1000 * 1000, 1000, 100_000, 129, torch_installed=True) == "torch"
+    assert plan(1000 * 1000, 1000, 100_000, 129, torch_installed=False) == "sparse"
+    assert plan(LARGE // 129, 100, 10_000_000, 129, torch_installed=True) == "sparse"
+
+
+def test_shapes_that_do_not_fit_are_named():
+    with pytest.raises(ShapeError, match=r"weights of shape \(2, 4\) for values of 5 rows"):
+        Sweep(np.ones((5, 3), dtype=np.float32)).sums(csr_array((2, 4)))
+
+
+def test_the_core_loads_no_torch():
+    modules = ["relevance", "geometry", "standardize", "predictor", "sweep"]
+    code = "import sys; " + "; ".join(f"import grasp.utility.{m}" for m in modules) + "; import grasp.subsets"
+    subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=True)
