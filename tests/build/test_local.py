@@ -1,5 +1,6 @@
 """Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
 
+import json
 import os
 import random
 import shutil
@@ -110,14 +111,12 @@ def test_relevance_equals_the_float64_reference(root):
         ids = reference.tokenizer(prompt)["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in Artifact.open(root / "exact").units["unit_id"].to_pylist()]
-    for name, expected in (("token", reference.token(rows, units)), ("pooled", reference.pooled(rows, units))):
-        expected = expected[:, order]
+    for name, unordered in (("token", reference.token(rows, units)), ("pooled", reference.pooled(rows, units))):
+        expected = unordered[:, order]
         np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
 
 def _units(root: Path) -> tuple[list[str], list[str]]:
-    import json
-
     lines = [json.loads(line) for line in (root / "facts.jsonl").read_text().splitlines()]
     return [line["prompt"] for line in lines], [line["completion"] for line in lines]
 

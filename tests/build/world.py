@@ -11,24 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import BuildSettings, build_settings
 
-WORDS = [
-    "water",
-    "light",
-    "cell",
-    "river",
-    "energy",
-    "stone",
-    "bird",
-    "plant",
-    "metal",
-    "star",
-    "ocean",
-    "wind",
-    "heart",
-    "blood",
-    "salt",
-    "iron",
-]
+WORDS = ["water", "light", "cell", "river", "energy", "stone", "bird", "plant"]
+WORDS += ["metal", "star", "ocean", "wind", "heart", "blood", "salt", "iron"]
 TOPICS = ("earth", "life", "sky")
 
 

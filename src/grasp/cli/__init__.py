@@ -2,6 +2,8 @@
 
 import sys
 
+from grasp.cli import build as _build  # noqa: F401  (a command registers itself)
+from grasp.cli import inspect as _inspect  # noqa: F401
 from grasp.cli.app import app
 from grasp.errors import GraspError
 

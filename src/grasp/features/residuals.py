@@ -40,7 +40,7 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
         return values_PV.topk(min(k, vocab), dim=1, sorted=False).indices
     whole = blocks * TOP_K_BLOCK
     grid = values_PV[:, :whole].reshape(len(values_PV), TOP_K_BLOCK, blocks)
-    block_PK = grid.amax(dim=1).topk(k, dim=1, sorted=False).indices
+    block_PK = top_k(grid.amax(dim=1), k)
     stride = torch.arange(TOP_K_BLOCK, device=values_PV.device) * blocks
     candidate = (block_PK[:, :, None] + stride).flatten(1)
     rest = torch.arange(whole, vocab, device=values_PV.device).expand(len(values_PV), -1)
@@ -49,41 +49,44 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
     return candidate.gather(1, chosen)
 
 
-def sparse_residual(logits_PV: Tensor, label_P: Tensor, k: int, slope: Tensor | float = 1.0) -> SparseResidual:
-    """Top-k + label residual from logits as the softmax sees them; `logits_PV` is overwritten.
+def sparse_residual(
+    logits_PV: Tensor, label_P: Tensor, k: int, slope: Tensor | float = 1.0, *, scratch: Tensor | None = None
+) -> SparseResidual:
+    """Top-k + label residual from logits as the softmax sees them.
 
     Args:
         logits_PV: float32.
         label_P: int64, the true next token.
         slope: d logits / d z where the architecture scales or caps its logits, so that h (x) xi stays the exact
             gradient of the output layer.
+        scratch: (P, V) float32 that is overwritten; none: allocated here.
     Source: eq:token-residual. Deviation: with a scaled or capped head xi carries the slope; else none.
     """
     kept_PK = top_k(logits_PV, k)
     index_PK = torch.cat([kept_PK, label_P[:, None]], dim=1)
-    logit_PK = logits_PV.gather(1, index_PK)
     slope_PK = slope.gather(1, index_PK) if isinstance(slope, Tensor) else slope
-    peak_P1 = logit_PK.amax(dim=1, keepdim=True)
-    log_norm_P1 = peak_P1 + logits_PV.sub_(peak_P1).exp_().sum(dim=1, keepdim=True).log_()
-    value_PK = (logit_PK - log_norm_P1).exp_()
+    probability_PV = torch.softmax(logits_PV, dim=1, out=scratch)
+    value_PK = probability_PV.gather(1, index_PK)
+    logit_PK = logits_PV.gather(1, index_PK)
+    # The largest probability is at least 1 / V: its logarithm gives the normaliser without loss of digits.
+    top_logit_P, top = logit_PK.max(dim=1)
+    log_norm_P = top_logit_P - value_PK.gather(1, top[:, None])[:, 0].log()
     is_label_PK = kept_PK == label_P[:, None]
     value_PK[:, :-1] -= is_label_PK.to(value_PK.dtype)
     value_PK[:, -1] = torch.where(is_label_PK.any(dim=1), 0.0, value_PK[:, -1] - 1.0)
-    loss_P = log_norm_P1[:, 0] - logit_PK[:, -1]
-    return SparseResidual(index_PK=index_PK, value_PK=value_PK * slope_PK, loss_P=loss_P)
+    return SparseResidual(index_PK, value_PK * slope_PK, loss_P=log_norm_P - logit_PK[:, -1])
 
 
 def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, vocab: int) -> SparseResidual:
     """Apply the head to P hidden states, a bounded number of logits at a time, and keep the sparse residual."""
-    count = max(1, LOGIT_ELEMENTS // vocab)
-    buffer = hidden_PH.new_empty(min(count, len(hidden_PH)), vocab)
+    count = min(max(1, LOGIT_ELEMENTS // vocab), len(hidden_PH))
+    buffer = hidden_PH.new_empty(count, vocab)
+    scratch = hidden_PH.new_empty(count, vocab, dtype=torch.float32)
     parts = []
     for start in range(0, len(hidden_PH), count):
-        hidden = hidden_PH[start : start + count]
-        z = head.linear_logits(hidden, out=buffer[: len(hidden)])
-        logits = head.link(z.float())
-        slope = head.slope(logits)
-        parts.append(sparse_residual(logits, label_P[start : start + count], k, slope))
+        hidden, label = hidden_PH[start : start + count], label_P[start : start + count]
+        logits = head.link(head.linear_logits(hidden, out=buffer[: len(hidden)]).float())
+        parts.append(sparse_residual(logits, label, k, head.slope(logits), scratch=scratch[: len(hidden)]))
     return stack_residuals(parts)
 
 

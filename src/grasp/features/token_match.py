@@ -9,9 +9,9 @@ taken first, one vocabulary coordinate k at a time:
     G_{i,k} = sum_t xi_{t,k} (h_t - mean)
 
 so a row costs O(|P_i| K H) to form G on the coordinates that units use and O(H * nnz of all units' residuals) to
-contract it: nothing of size rows x positions x positions, nothing of size H x V, and only matrix products.
+contract it, in which a unit's positions are summed beforehand: nothing of size H x V, and only matrix products.
 
-Shape letters: P row positions, S unit positions, E units, C coordinates used by units, K kept per residual, H width.
+Shape letters: P row positions, S unit positions, E units, C coordinates of units, K kept per residual, H width.
 """
 
 from dataclasses import dataclass, replace
@@ -32,18 +32,23 @@ CACHED_ELEMENTS = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CoordinateBlock:
-    """Coordinates used by about equally many unit positions, padded to the largest of them."""
+    """Coordinates that about equally many units have, padded to the most that any of them has."""
 
     first: int  # compact number of the first coordinate
-    unit_position_CS: Tensor  # int64, padded with S (an all-zero row)
-    weight_CS: Tensor  # float32, D_k xi_{s,k}; 0 where padded
-    vector_CSH: Tensor | None = None  # D_k xi_{s,k} v_s, where it is kept
+    unit_CE: Tensor  # int64, units that have the coordinate, padded with E
+    present_CE: Tensor  # bool, False where padded
+    bag: tuple[Tensor, Tensor, Tensor]  # per (coordinate, unit): unit positions, offsets, weights D_k xi_{s,k} / |P_e|
+    vector_CEH: Tensor | None = None  # where it is kept
 
     def vectors(self, v_SH: Tensor) -> Tensor:
-        """D_k xi_{s,k} v_s for every unit position that has the coordinate, (C, S, H)."""
-        if self.vector_CSH is not None:
-            return self.vector_CSH
-        return v_SH[self.unit_position_CS] * self.weight_CS[:, :, None]
+        """1/|P_e| sum_{s in P_e} D_k xi_{s,k} v_s for every unit that has the coordinate, (C, E', H)."""
+        if self.vector_CEH is not None:
+            return self.vector_CEH
+        position, offset, weight = self.bag
+        vector = weighted_sums(v_SH, position, offset, weight)
+        padded = v_SH.new_zeros(*self.unit_CE.shape, v_SH.shape[1])
+        padded[self.present_CE] = vector
+        return padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +56,16 @@ class TokenTargets:
     """The units' side of the token kernel, prepared once per build."""
 
     mean_H: Tensor
-    v_SH: Tensor  # float32, W^2 (h_s - mean), with an all-zero last row for padding
+    v_SH: Tensor  # float32, W^2 (h_s - mean)
     compact_V: Tensor  # int64, vocabulary coordinate -> compact number, -1 where no unit has it
     blocks: tuple[CoordinateBlock, ...]
-    unit_S: Tensor  # int64, unit of each position
-    positions_E: Tensor  # float32, |P_e|
-
-    @property
-    def n_units(self) -> int:
-        return len(self.positions_E)
+    n_units: int
 
 
 def prepare_targets(
     hidden_SH: Tensor, residual: SparseResidual, unit_S: Tensor, n_units: int, whitener: Whitener, rows: int
 ) -> TokenTargets:
-    """Fold whitening and preconditioning into the units' positions.
+    """Fold whitening, preconditioning and the mean over a unit's positions into the units.
 
     Args:
         hidden_SH: hidden states at the units' supervised positions.
@@ -79,70 +79,65 @@ def prepare_targets(
     mean = torch.from_numpy(whitener.mean_H).to(device)
     v_SH = ((hidden_SH.double() - mean) @ square).float()
     precondition_V = torch.from_numpy(whitener.precondition_V).to(device)
-    weight_SK = (residual.value_PK.double() * precondition_V[residual.index_PK]).float()
-    v_SH = torch.cat([v_SH, v_SH.new_zeros(1, v_SH.shape[1])])
-    compact_V, blocks = _coordinate_blocks(residual.index_PK, weight_SK, len(precondition_V), v_SH.shape[1] * rows)
-    if sum(block.weight_CS.numel() for block in blocks) * v_SH.shape[1] <= CACHED_ELEMENTS:
-        blocks = [replace(block, vector_CSH=block.vectors(v_SH)) for block in blocks]
-    return TokenTargets(
-        mean_H=mean.float(),
-        v_SH=v_SH,
-        compact_V=compact_V,
-        blocks=tuple(blocks),
-        unit_S=unit_S,
-        positions_E=torch.bincount(unit_S, minlength=n_units).float(),
+    positions_E = torch.bincount(unit_S, minlength=n_units)
+    weight_SK = residual.value_PK.double() * precondition_V[residual.index_PK] / positions_E[unit_S][:, None]
+    compact_V, blocks = _coordinate_blocks(
+        residual.index_PK, weight_SK.float(), unit_S, n_units, len(precondition_V), v_SH.shape[1] * rows
     )
+    if sum(block.unit_CE.numel() for block in blocks) * v_SH.shape[1] <= CACHED_ELEMENTS:
+        blocks = [replace(block, vector_CEH=block.vectors(v_SH)) for block in blocks]
+    return TokenTargets(mean.float(), v_SH, compact_V, tuple(blocks), n_units)
 
 
 def _coordinate_blocks(
-    index_SK: Tensor, weight_SK: Tensor, vocab: int, elements: int
+    index_SK: Tensor, weight_SK: Tensor, unit_S: Tensor, n_units: int, vocab: int, elements: int
 ) -> tuple[Tensor, list[CoordinateBlock]]:
-    """Group coordinates by how many unit positions have them, so that padding stays under a factor of two."""
-    n_positions = len(index_SK)
+    """Group coordinates by how many units have them, so that padding stays under a factor of two."""
     keep = weight_SK != 0
-    coordinate = index_SK[keep]
-    position = torch.arange(n_positions, device=index_SK.device)[:, None].expand_as(index_SK)[keep]
-    weight = weight_SK[keep]
-    count_V = torch.bincount(coordinate, minlength=vocab)
-    used = int((count_V > 0).sum())
-    by_count = torch.argsort(count_V, descending=True, stable=True)[:used]
+    coordinate, weight = index_SK[keep], weight_SK[keep]
+    position = torch.arange(len(index_SK), device=index_SK.device)[:, None].expand_as(index_SK)[keep]
+    pairs = torch.unique(coordinate * n_units + unit_S[position])
+    units_V = torch.bincount(torch.div(pairs, n_units, rounding_mode="floor"), minlength=vocab)
+    used = int((units_V > 0).sum())
+    by_units = torch.argsort(units_V, descending=True, stable=True)[:used]
     compact_V = torch.full((vocab,), -1, dtype=torch.int64, device=index_SK.device)
-    compact_V[by_count] = torch.arange(used, device=index_SK.device)
-    order = torch.argsort(compact_V[coordinate], stable=True)
-    position, weight = position[order], weight[order]
-    count_C = count_V[by_count]
-    end_C = torch.cumsum(count_C, 0)
+    compact_V[by_units] = torch.arange(used, device=index_SK.device)
+
+    key, order = torch.sort(compact_V[coordinate] * n_units + unit_S[position], stable=True)
+    pair, entries = torch.unique_consecutive(key, return_counts=True)
+    offset = _offsets(entries)
+    pair_offset = _offsets(units_V[by_units])
     blocks = []
-    first = 0
-    counts = count_C.cpu().numpy()
+    first, counts = 0, units_V[by_units].cpu().numpy()
     while first < used:
-        widest = int(counts[first])
-        same = int(np.searchsorted(-counts, -(widest // 2), side="left"))  # counts fall: the first at half or less
-        last = min(max(same, first + 1), first + max(1, BLOCK_ELEMENTS // elements), used)
-        blocks.append(_block(first, last, widest, end_C, count_C, position, weight, n_positions))
+        half = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts fall
+        last = min(max(half, first + 1), first + max(1, BLOCK_ELEMENTS // elements), used)
+        low, high = int(pair_offset[first]), int(pair_offset[last])
+        begin, end = int(offset[low]), int(offset[high])
+        chosen = order[begin:end]
+        present_CE = _present(units_V[by_units[first:last]], int(counts[first]))
+        unit_CE = torch.full_like(present_CE, n_units, dtype=torch.int64)
+        unit_CE[present_CE] = pair[low:high] % n_units
+        bag = (position[chosen], offset[low : high + 1] - begin, weight[chosen])
+        blocks.append(CoordinateBlock(first, unit_CE, present_CE, bag))
         first = last
     return compact_V, blocks
 
 
-def _block(
-    first: int,
-    last: int,
-    widest: int,
-    end_C: Tensor,
-    count_C: Tensor,
-    position: Tensor,
-    weight: Tensor,
-    pad: int,
-) -> CoordinateBlock:
-    count = count_C[first:last]
-    start = end_C[first:last] - count
-    offset = torch.arange(widest, device=position.device)
-    present = offset < count[:, None]
-    where = torch.where(present, start[:, None] + offset, 0)
-    return CoordinateBlock(
-        first=first,
-        unit_position_CS=torch.where(present, position[where], pad),
-        weight_CS=torch.where(present, weight[where], 0.0),
+def _offsets(count: Tensor) -> Tensor:
+    """Where each of several runs begins, and where the last one ends."""
+    return torch.cat([count.new_zeros(1), torch.cumsum(count, 0)])
+
+
+def _present(count_C: Tensor, width: int) -> Tensor:
+    """Boolean (C, width): the first `count` places of each line."""
+    return torch.arange(width, device=count_C.device) < count_C[:, None]
+
+
+def weighted_sums(vector_XH: Tensor, index: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
+    """Sum of weighted vectors of each run of `index`: a sparse-times-dense product, as an embedding bag."""
+    return torch.nn.functional.embedding_bag(
+        index, vector_XH, offset, mode="sum", per_sample_weights=weight, include_last_offset=True
     )
 
 
@@ -159,16 +154,13 @@ def token_relevance(
     """
     centred_PH = hidden_PH.float() - targets.mean_H
     entry = _sorted_entries(targets, residual, row_P, n_rows)
-    product_NS = centred_PH.new_zeros(n_rows, len(targets.v_SH))
+    sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last line takes what padding gives
     for block in targets.blocks:
         gradient_CNH = _gradient_block(block, entry, centred_PH, n_rows)
-        product_CNS = torch.bmm(gradient_CNH, block.vectors(targets.v_SH).transpose(1, 2))
-        flat_NX = product_CNS.transpose(0, 1).reshape(n_rows, -1)
-        product_NS.index_add_(1, block.unit_position_CS.reshape(-1), flat_NX)
-    sum_NE = product_NS.new_zeros(n_rows, targets.n_units)
-    sum_NE.index_add_(1, targets.unit_S, product_NS[:, :-1])
-    positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1).float()
-    return sum_NE / targets.positions_E / positions_N[:, None]
+        product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))
+        sum_EN.index_add_(0, block.unit_CE.reshape(-1), product_CEN.reshape(-1, n_rows))
+    positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
+    return (sum_EN[:-1] / positions_N).T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,17 +183,11 @@ def _sorted_entries(targets: TokenTargets, residual: SparseResidual, row_P: Tens
 
 def _gradient_block(block: CoordinateBlock, entry: _Entries, centred_PH: Tensor, n_rows: int) -> Tensor:
     """G on the block's coordinates, (C, N, H): a sparse-times-dense product, as a weighted embedding bag."""
-    coordinates = len(block.weight_CS)
-    low = block.first * n_rows
-    edge = torch.arange(low, low + coordinates * n_rows + 1, device=entry.key.device)
+    coordinates = len(block.unit_CE)
+    start = block.first * n_rows
+    edge = torch.arange(start, start + coordinates * n_rows + 1, device=entry.key.device)
     offset = torch.searchsorted(entry.key, edge)
-    begin, end = int(offset[0]), int(offset[-1])
-    bag = torch.nn.functional.embedding_bag(
-        entry.position[begin:end],
-        centred_PH,
-        offset - begin,
-        mode="sum",
-        per_sample_weights=entry.value[begin:end],
-        include_last_offset=True,
+    low, high = int(offset[0]), int(offset[-1])
+    return weighted_sums(centred_PH, entry.position[low:high], offset - low, entry.value[low:high]).view(
+        coordinates, n_rows, -1
     )
-    return bag.view(coordinates, n_rows, -1)

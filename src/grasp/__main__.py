@@ -1,0 +1,5 @@
+"""python -m grasp"""
+
+from grasp.cli import main
+
+main()

@@ -1,0 +1,86 @@
+"""grasp build"""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.options import merged, names
+from grasp.cli.progress import Watch
+from grasp.cli.tables import size_text
+from grasp.errors import SettingsError
+from grasp.settings import BuildSettings, TargetSettings, build_settings
+
+
+@app.command(epilog="Example: grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art")
+def build(
+    out: Path = typer.Option(..., "--out", help="Directory of the artifact."),
+    model: str | None = typer.Option(None, "--model", help="Hugging Face checkpoint (directory, GGUF file or name)."),
+    corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL(.gz/.zst), a directory, or a URL."),
+    targets: str | None = typer.Option(None, "--targets", help="Tasks or JSONL files, separated by commas."),
+    config: Path | None = typer.Option(None, "--config", help="YAML file of settings; a run.yaml replays a build."),
+    assign: list[str] = typer.Option([], "--set", help="One setting, e.g. --set features.tau=0.02; repeatable."),
+    max_length: int | None = typer.Option(None, "--max-length", help="Longest row, in tokens."),
+    match: str | None = typer.Option(None, "--match", help="Relevance kernels: pooled, token or both."),
+    dtype: str | None = typer.Option(None, "--dtype", help="float32, bfloat16 or float16."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with a build that was cut off."),
+    add_target: str | None = typer.Option(None, "--add-target", help="Add targets to a finished artifact."),
+    keep_features: bool | None = typer.Option(
+        None, "--keep-features/--no-keep-features", help="Keep features, so that targets can be added without a pass."
+    ),
+    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
+) -> None:
+    """Run the reference model once over the corpus and write an artifact."""
+    flags = {
+        "model.path": model,
+        "model.dtype": dtype,
+        "corpus.path": corpus,
+        "corpus.max_length": max_length,
+        "targets.names": names(targets),
+        "features.match": match,
+        "keep_features": keep_features,
+    }
+    if add_target is not None:
+        _add(out, add_target, merged(config, assign, flags), quiet)
+        return
+    if config is None and resume and (out / "run.yaml").exists():
+        config = out / "run.yaml"
+    settings = build_settings(merged(config, assign, flags), str(config or "settings"))
+    _run(settings, out, resume, quiet)
+
+
+def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool) -> None:
+    from grasp.artifact.inspection import info
+    from grasp.build.local import build as build_artifact
+
+    with Watch(quiet=quiet) as watch:
+        build_artifact(settings, out, resume=resume, progress=watch)
+    done = info(out)
+    units = sum(done.targets.values())
+    print(
+        f"{out}: {done.n_rows:,} rows x {units:,} units of {len(done.targets)} targets, "
+        f"{size_text(done.bytes_total)}, {done.bytes_per_row:,.0f} bytes a row"
+    )
+    counts = done.skipped.get("rows", {}).get("counts", {})
+    if any(counts.values()):
+        left_out = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count)
+        print(f"left out: {left_out} (listed in {out / 'manifest.json'})")
+    print(f"next: grasp score {out} --target {next(iter(done.targets))} --top 10")
+
+
+def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:
+    from grasp.artifact.reader import Artifact
+    from grasp.build.extend import add_target as add_targets
+
+    old = Artifact.open(out).manifest.settings["targets"]
+    given = {**old, **data.pop("targets", {}), "names": names(add_target), "datasets": []}
+    if data:
+        raise SettingsError(
+            f"--add-target: got {sorted(data)}; a target is added with the artifact's own settings, "
+            "only targets.* can be set"
+        )
+    with Watch(quiet=quiet) as watch:
+        spared = add_targets(out, TargetSettings.model_validate(given), progress=watch)
+    how = "from the features that were kept" if spared else "by a pass over the corpus"
+    print(f"{out}: added {add_target} {how}; targets now: {', '.join(Artifact.open(out).targets)}")

@@ -1,0 +1,56 @@
+"""grasp info, grasp verify"""
+
+import json
+from pathlib import Path
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.tables import show, size_text
+
+
+@app.command(epilog="Example: grasp info art")
+def info(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
+) -> None:
+    """Print what is in an artifact."""
+    from grasp.artifact.inspection import info as describe
+
+    found = describe(path)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+        return
+    state = "complete" if found.complete else f"{found.finished_shards} of {found.n_shards} shards finished"
+    print(f"{path}: {state}, format {found.format_version}, {found.n_rows:,} rows, {size_text(found.bytes_total)}")
+    for name, value in {**found.made_by, **{f"{key} fingerprint": v for key, v in found.fingerprints.items()}}.items():
+        print(f"  {name}: {value}")
+    print("targets: " + ", ".join(f"{name} ({units} units)" for name, units in found.targets.items()))
+    show(
+        "arrays",
+        ("array", "dtype", "shape", "size", "bytes a row"),
+        [
+            (a.name, a.dtype, f"{a.shape[0]} x {a.shape[1]}", size_text(a.bytes), f"{a.bytes_per_row:.0f}")
+            for a in found.arrays
+        ],
+    )
+    rest = ", ".join(f"{kind} {size_text(size)}" for kind, size in found.bytes.items() if kind != "arrays")
+    print(f"beside the arrays: {rest}; {found.bytes_per_row:,.0f} bytes a row in all")
+    counts = found.skipped.get("rows", {}).get("counts", {})
+    if counts:
+        print("left out: " + ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in counts.items()))
+
+
+@app.command(epilog="Example: grasp verify art")
+def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact.")) -> None:
+    """Compare every file of an artifact with its checksum; exit code 1 if anything is broken."""
+    from grasp.artifact.inspection import verify as check
+
+    report = check(path)
+    for problem in report.problems:
+        print(f"broken: {problem}")
+    what = "artifact" if report.complete else "unfinished artifact"
+    verdict = "all whole" if report.ok else f"{len(report.problems)} broken"
+    print(f"{path}: {what}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
+    if not report.ok:
+        raise typer.Exit(code=1)
