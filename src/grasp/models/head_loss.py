@@ -1,0 +1,76 @@
+"""Output head and cross-entropy in one: the logits of a few positions at a time, never of a whole batch.
+
+A tiny model spends most of a step moving logits through memory. Here a chunk of positions goes through head,
+softmax and both gradient products while it is in cache, so a batch costs one buffer of `chunk` x V and three
+products.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CPU_CHUNK = 256  # positions: fast between 128 and 512 at a vocabulary of a few thousand
+CUDA_CHUNK_ELEMENTS = 1 << 27
+TINY = torch.finfo(torch.float32).tiny  # a loss beyond 87 nats reads 87; its gradient is exact all the same
+
+
+def head_loss(hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor) -> Tensor:
+    """Weighted sum of cross-entropies, (K,), float32: ``sum_t weight_t * (logsumexp(z_t) - z_t[label_t])``.
+
+    Args:
+        labels_KT: int64; positions of weight 0 are skipped, their label is never looked at.
+        weight_KT: float32, no gradient; normalise it to get a mean.
+    Gradients flow to `hidden_KTH` and `head_KVH`. Under autocast the products are done in its type, the
+    softmax in float32.
+    """
+    losses: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_KTH, head_KVH, labels_KT, weight_KT
+    )
+    return losses
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_KTH: Tensor, head_KVH: Tensor, labels_KT: Tensor, weight_KT: Tensor) -> Tensor:
+        device = hidden_KTH.device
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
+        grad_hidden = torch.zeros_like(hidden_KTH)
+        grad_head = torch.zeros_like(head_KVH)
+        losses = torch.zeros(hidden_KTH.shape[0], device=device)
+        with torch.autocast(device.type, enabled=False):
+            for k in range(hidden_KTH.shape[0]):
+                losses[k] = _one_model(
+                    hidden_KTH[k], head_KVH[k].to(dtype), labels_KT[k], weight_KT[k], grad_hidden[k], grad_head[k]
+                )
+        ctx.save_for_backward(grad_hidden, grad_head)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        scale = grad_outputs[0][:, None, None]
+        return grad_hidden * scale, grad_head * scale, None, None
+
+
+def _one_model(
+    hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, weight_T: Tensor, grad_hidden: Tensor, grad_head: Tensor
+) -> Tensor:
+    """Loss of one model; its gradients are written to `grad_hidden` and `grad_head`."""
+    vocabulary = head_VH.shape[0]
+    on_cpu = hidden_TH.device.type == "cpu"
+    chunk = CPU_CHUNK if on_cpu else max(256, CUDA_CHUNK_ELEMENTS // vocabulary)
+    total = torch.zeros((), device=hidden_TH.device)
+    for positions in torch.split(weight_T.nonzero().squeeze(1), chunk):
+        hidden = hidden_TH[positions]
+        weight = weight_T[positions, None]
+        label = labels_T[positions, None]
+        low = hidden.to(head_VH.dtype)
+        logits = torch.mm(low, head_VH.T).float()
+        probability = torch.softmax(logits, dim=1)
+        total -= (probability.gather(1, label).clamp_min_(TINY).log_() * weight).sum()
+        probability.scatter_add_(1, label, torch.full_like(weight, -1.0))
+        residual = probability.to(head_VH.dtype)
+        grad_hidden[positions] = (torch.mm(residual, head_VH).float() * weight).to(grad_hidden.dtype)
+        grad_head += torch.mm(residual.T, low * weight.to(low.dtype))
+    return total

@@ -1,0 +1,200 @@
+"""Rows on their way into training: which rows come when, and how they become padded batches.
+
+Shape letters: K models, S steps of a window, B rows of a batch, L tokens, N rows.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.errors import ModelError, ShapeError
+from grasp.seeds import stream
+
+WINDOW_ROWS = 16_384  # rows fetched at once: a shard on disk is read a few times, not once a batch
+
+
+class FlatRows(Protocol):
+    """Ragged rows: row i is ``flat_ids[offsets[i]:offsets[i + 1]]``."""
+
+    @property
+    def flat_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def offsets(self) -> NDArray[np.int64]: ...
+
+
+class RowSource(Protocol):
+    """What training asks of a corpus; `grasp.corpus.store.RowStore` is one."""
+
+    @property
+    def n_rows(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def rows(self, row_index: NDArray[np.int64], /) -> FlatRows: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryRows:
+    """Rows that fit in memory, as a `RowSource`."""
+
+    flat_ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int] | NDArray[np.int32]]) -> "InMemoryRows":
+        flat = [np.asarray(row, dtype=np.int32) for row in rows]
+        offsets = np.cumsum([0, *(len(row) for row in flat)], dtype=np.int64)
+        return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), offsets)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(self.flat_ids.tobytes(), digest_size=16)
+        digest.update(self.offsets.tobytes())
+        return digest.hexdigest()
+
+    def rows(self, row_index: NDArray[np.int64], /) -> "InMemoryRows":
+        parts = [self.flat_ids[self.offsets[i] : self.offsets[i + 1]] for i in row_index]
+        return InMemoryRows.of(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a corpus that one model is trained on: rows kept, and how much each weighs in the loss."""
+
+    kept_N: NDArray[np.bool_]
+    weight_N: NDArray[np.float64] | None
+
+    @classmethod
+    def of(
+        cls,
+        n_rows: int,
+        batch_rows: int,
+        retained: NDArray[np.bool_] | None,
+        weights: NDArray[np.float64] | None,
+    ) -> "Share":
+        """Check a subset; a row of weight 0 is a row left out.
+
+        Raises:
+            ShapeError: `retained` or `weights` is not of the corpus.
+            ModelError: a negative or non-finite weight; fewer rows than one batch.
+        """
+        kept = np.ones(n_rows, dtype=bool) if retained is None else np.asarray(retained, dtype=bool)
+        weight = None if weights is None else np.asarray(weights, dtype=np.float64)
+        for name, array in (("retained", kept), ("weights", weight)):
+            if array is not None and array.shape != (n_rows,):
+                raise ShapeError(f"{name}: got shape {array.shape}, expected ({n_rows},): one entry a row")
+        if weight is not None:
+            bad = np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))
+            if bad.size:
+                raise ModelError(f"weights: row {bad[0]} weighs {weight[bad[0]]}, expected a finite number >= 0")
+            kept = kept & (weight > 0)
+        if kept.sum() < batch_rows:
+            raise ModelError(
+                f"retained: {kept.sum()} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
+                " more rows or lower the recipe's batch_rows"
+            )
+        return cls(kept, weight)
+
+    @property
+    def n_kept(self) -> int:
+        return int(self.kept_N.sum())
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(np.packbits(self.kept_N).tobytes(), digest_size=16)
+        if self.weight_N is not None:
+            digest.update(self.weight_N.tobytes())
+        return digest.hexdigest()
+
+    def weight(self, row_index: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.ones(row_index.shape) if self.weight_N is None else self.weight_N[row_index]
+
+
+def row_order(kept_N: NDArray[np.bool_], *, seed: int, start: int = 0) -> Iterator[NDArray[np.int64]]:
+    """Rows in training order from position `start` on, without end, in pieces of at most an epoch.
+
+    Epoch e visits the corpus in one permutation of all its rows, the same for every subset of a seed; rows
+    that are not kept are skipped. So any two subsets see the rows they share in the same order.
+    """
+    epoch, offset = divmod(start, int(kept_N.sum()))
+    while True:
+        order = stream(seed, "order", epoch).permutation(len(kept_N))
+        yield order[kept_N[order]][offset:]
+        epoch, offset = epoch + 1, 0
+
+
+def batch_order(
+    kept_N: NDArray[np.bool_], *, seed: int, batch_rows: int, first_step: int, last_step: int
+) -> Iterator[NDArray[np.int64]]:
+    """Rows of each step from `first_step` to before `last_step`, (B,) each; a batch may straddle two
+    epochs."""
+    pieces = row_order(kept_N, seed=seed, start=first_step * batch_rows)
+    ready = np.zeros(0, dtype=np.int64)
+    for _ in range(first_step, last_step):
+        while len(ready) < batch_rows:
+            ready = np.concatenate([ready, next(pieces)])
+        yield ready[:batch_rows]
+        ready = ready[batch_rows:]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One step for K models: `ids_KBL` padded on the right with 0, rows of `lengths_KB` tokens."""
+
+    row_index_KB: NDArray[np.int64]
+    ids_KBL: NDArray[np.int64]
+    lengths_KB: NDArray[np.int64]
+
+
+def token_batches(
+    rows: RowSource, orders: Sequence[Iterator[NDArray[np.int64]]], *, steps: int, context: int, vocab_size: int
+) -> Iterator[TokenBatch]:
+    """Batches of `steps` steps, model k fed by ``orders[k]``; rows are fetched for many steps at once.
+
+    Raises:
+        ModelError: a row that is longer than `context`, or with a token outside the vocabulary.
+    """
+    window: list[NDArray[np.int64]] = []
+    for step in range(steps):
+        window.append(np.stack([next(order) for order in orders]))
+        if (len(window) + 1) * window[0].size > WINDOW_ROWS or step == steps - 1:
+            yield from _fetched(rows, np.stack(window), context, vocab_size)
+            window = []
+
+
+def _fetched(rows: RowSource, index_SKB: NDArray[np.int64], context: int, vocab_size: int) -> Iterator[TokenBatch]:
+    unique, position = np.unique(index_SKB, return_inverse=True)
+    fetched = rows.rows(unique)
+    starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
+    _check(fetched, unique, lengths, context, vocab_size)
+    flat = np.append(fetched.flat_ids, 0)  # the last one is what padding reads
+    for index_KB, chosen_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
+        lengths_KB = lengths[chosen_KB]
+        reach_L = np.arange(lengths_KB.max())
+        at_KBL = np.where(reach_L < lengths_KB[..., None], starts[chosen_KB][..., None] + reach_L, -1)
+        yield TokenBatch(index_KB, flat[at_KBL].astype(np.int64), lengths_KB)
+
+
+def _check(
+    fetched: FlatRows, row_index: NDArray[np.int64], lengths: NDArray[np.int64], context: int, vocab_size: int
+) -> None:
+    long = np.flatnonzero(lengths > context)
+    if long.size:
+        raise ModelError(
+            f"row {row_index[long[0]]} has {lengths[long[0]]} tokens, the recipe reads at most {context}: cut the"
+            f" corpus with corpus.max_length {context}, or raise the recipe's context"
+        )
+    outside = np.flatnonzero((fetched.flat_ids < 0) | (fetched.flat_ids >= vocab_size))
+    if outside.size:
+        row = np.searchsorted(fetched.offsets, outside[0], side="right") - 1
+        raise ModelError(
+            f"row {row_index[row]} has token id {fetched.flat_ids[outside[0]]}, the recipe's vocabulary ends at"
+            f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
+        )
