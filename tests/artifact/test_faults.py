@@ -59,6 +59,8 @@ def test_killed_between_any_two_file_operations_resumes_to_the_same_bytes(monkey
                 Artifact.open(path)
             assert verify(path).ok
         if not (path / "manifest.json").exists():
+            world.open(path).close()
+            assert not list(path.rglob("*.part"))
             world.write(path)
         assert contents(path) == expected
     assert used[0] == nth - 1 > 10
