@@ -166,6 +166,50 @@ class BuildSettings(Settings):
         return self
 
 
+class RetrainSettings(Settings):
+    """One environment: a family of subsets x seeds, each trained on and scored."""
+
+    recipe: str = Field("tiny", description="Training recipe: tiny, small or paper-50m. Paper: 50 M parameters.")
+    overrides: dict[str, Any] = Field({}, description="Fields of the recipe to change, e.g. {steps: 500}.")
+    corpus: CorpusSettings
+    tokenizer: str | None = Field(
+        None, description="Directory of a tokenizer; none: byte-level BPE of the recipe's size, trained on the corpus."
+    )
+    targets: TargetSettings
+    losses: tuple[Literal["completion", "all"], ...] = Field(
+        (),
+        description="Losses recorded of every unit, each as a target of its own: NAME, and NAME@all for the loss on "
+        "every token. None: targets.loss_on.",
+    )
+    family: str = Field("mixture:topic", description="uniform:F, bernoulli:Q, mixture:LABEL or groups:LABEL.")
+    subsets: str | None = Field(None, description="Parquet of subset_id, row_id instead of a family.")
+    n_subsets: int = Field(64, ge=1, description="Subsets drawn from the family.")
+    family_seed: int = Field(0, description="Seed of the draw of subsets.")
+    seeds: tuple[int, ...] = Field((0, 1), min_length=1, description="Training seeds; seed 0 is the reference model.")
+    role: Literal["dev", "held-out"] = Field("dev", description="Whether protocols may be selected on it.")
+    held_out_targets: tuple[str, ...] = Field((), description="Targets of a dev environment that stay held out.")
+    checkpoints: tuple[int, ...] | None = Field(
+        None, description="Steps of the reference runs that are kept; none: 1/8, 3/8, 5/8 and 7/8 of the budget."
+    )
+    device: str = Field("auto", description="auto: cuda where there is one, else cpu.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of one worker; none: an even share.")
+    workers: int = Field(1, ge=1, description="Processes that fill the environment.")
+    stack: int = Field(1, ge=1, description="Models that one worker trains at once as one batched program.")
+    lease_seconds: float = Field(300.0, gt=0, description="Silence after which a worker counts as dead.")
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if not self.targets.names and not self.targets.datasets:
+            raise ValueError("targets: name at least one, e.g. `sciq`")
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds: expected different numbers from 0, got {self.seeds}")
+        return self
+
+    @property
+    def recorded_losses(self) -> tuple[Literal["completion", "all"], ...]:
+        return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
+
+
 def describe(err: ValidationError, where: str) -> str:
     """All mismatches at once, one line."""
     parts = []
@@ -180,6 +224,14 @@ def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettin
     """Check `data` and freeze it; every mismatch is in the message."""
     try:
         return BuildSettings.model_validate(data)
+    except ValidationError as err:
+        raise SettingsError(describe(err, where)) from err
+
+
+def retrain_settings(data: dict[str, Any], where: str = "settings") -> RetrainSettings:
+    """Check `data` and freeze it; every mismatch is in the message."""
+    try:
+        return RetrainSettings.model_validate(data)
     except ValidationError as err:
         raise SettingsError(describe(err, where)) from err
 
