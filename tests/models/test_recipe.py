@@ -3,14 +3,18 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.models.recipe import RECIPES, TrainingRecipe, named_recipe, train
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.models.unit_loss import evaluate_units
+from grasp.settings import CorpusSettings
 
 from .toy import RECIPE, corpus, units
 
@@ -116,11 +120,23 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
         train(RECIPE.model_copy(update={"learning_rate": 1e-3}), corpus(41), seed=5, out=tmp_path)
 
 
-def test_the_result_is_an_ordinary_checkpoint_with_its_tokenizer(tmp_path):
+def test_training_from_a_row_store_is_training_from_its_rows(tmp_path):
+    table = pa.table({"input_ids": [ROWS.rows(np.array([i])).flat_ids.tolist() for i in range(40)]})
+    pq.write_table(table, tmp_path / "corpus.parquet")
+    settings = CorpusSettings(path=str(tmp_path / "corpus.parquet"), max_length=12)
+    tokenizer = HfTokenizer(train_tokenizer(["unused"], vocab_size=257), vocab_size=257)
+    store = RowStore.write(tmp_path / "rows", settings, tokenizer, shard_rows=7)
+    half = np.arange(40) % 2 == 0
+    from_store = train(RECIPE, store, seed=5, retained=half)
+    assert_same(weights(from_store), weights(train(RECIPE, ROWS, seed=5, retained=half)))
+
+
+def test_the_result_is_an_ordinary_checkpoint_with_its_tokenizer(tmp_path, capfd):
     tokenizer = HfTokenizer(train_tokenizer(["counting up"], vocab_size=257), vocab_size=300)
     shape = RECIPE.shape.model_copy(update={"vocab_size": 300})
     recipe = RECIPE.model_copy(update={"shape": shape})
     trained = train(recipe, ROWS, seed=5, tokenizer=tokenizer, out=tmp_path, checkpoints=(6,))
+    assert capfd.readouterr() == ("", "")
     for place in (tmp_path, tmp_path / "checkpoint-6"):
         loaded = AutoModelForCausalLM.from_pretrained(place)
         assert loaded.dtype == torch.float32

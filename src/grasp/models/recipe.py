@@ -8,7 +8,8 @@ does not decay to zero, makes the noise between seeds as large as the effect of 
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
+from transformers.utils import logging as hf_logging
 
 from grasp.errors import ModelError
 from grasp.models.llama import LlamaShape, Size
@@ -204,6 +206,18 @@ def _check_checkpoints(recipe: TrainingRecipe, checkpoints: tuple[int, ...], out
         raise ModelError("checkpoints: got steps without `out`, expected a directory to keep them in")
 
 
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing on the terminal, which belongs to the command line."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
 class _Run:
     """The directory of a training run. What is written is written aside and renamed: what exists is whole."""
 
@@ -256,7 +270,8 @@ class _Run:
         return None if self._tokenizer is None else self._tokenizer.eos_id
 
     def _write(self, trainer: Trainer, model: LlamaForCausalLM, part: Path) -> Path:
-        model.save_pretrained(part)
+        with _no_progress_bar():
+            model.save_pretrained(part)
         if self._tokenizer is not None:
             self._tokenizer.save(part)
         save_file(trainer.optimizer_state(), part / OPTIMIZER)
