@@ -72,5 +72,12 @@ def _one_model(
         probability.scatter_add_(1, label, torch.full_like(weight, -1.0))
         residual = probability.to(head_VH.dtype)
         grad_hidden[positions] = (torch.mm(residual, head_VH).float() * weight).to(grad_hidden.dtype)
-        grad_head += torch.mm(residual.T, low * weight.to(low.dtype))
+        _add_product(grad_head, residual.T, low * weight.to(low.dtype))
     return total
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += torch.mm(left, right)

@@ -4,6 +4,9 @@ Every model has its own seed, subset, data order and weights; only the work is s
 product instead of K, one optimizer call. What is learned is what `grasp.models.recipe.train` learns, up to
 the rounding of batched kernels.
 
+It is meant for a GPU, where a small model is bound by the number of kernels started. On a CPU one small model
+already fills a core: K of them take K times as long, and separate processes use several cores better.
+
 Shape letters: K models, E units, B rows of a batch, L tokens, P supervised positions, H hidden width.
 """
 
@@ -60,6 +63,14 @@ class StackedModels:
         return np.stack([mean_losses(hidden @ head.T, ids_BL, labelled_BL) for hidden, head in pairs])
 
 
+def _in_cache(recipe: TrainingRecipe, n_models: int, device: str) -> TrainingRecipe:
+    """On a CPU, K models read a K-th of the batch at a time: more activations at once would only leave the
+    cache."""
+    if torch.device(device).type != "cpu" or recipe.micro_rows is not None:
+        return recipe
+    return recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // n_models)})
+
+
 def train_stacked(
     recipe: TrainingRecipe,
     rows: RowSource,
@@ -93,7 +104,7 @@ def train_stacked(
         batch_order(share.kept_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
         for share, seed in zip(shares, seeds, strict=True)
     ]
-    trainer = Trainer(recipe, seeds, device)
+    trainer = Trainer(_in_cache(recipe, len(seeds), device), seeds, device)
     shape = recipe.shape
     for batch in token_batches(rows, orders, steps=recipe.steps, context=shape.context, vocab_size=shape.vocab_size):
         trainer.advance(batch, shares)
