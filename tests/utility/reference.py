@@ -23,14 +23,18 @@ def relevance(hidden_NH, unit_hidden_EH, residual_NV, unit_residual_EV, precondi
 
 
 def geometry(weights, sketch, mean):
-    """raw, self, pair, cent of one subset, each as its own sum over rows or pairs of rows."""
-    n = len(weights)
-    raw = sum(weights[i] * weights[j] * dot(sketch[i], sketch[j]) for i in range(n) for j in range(n))
-    own = sum(weights[i] ** 2 * dot(sketch[i], sketch[i]) for i in range(n))
-    pair = 2 * sum(weights[i] * weights[j] * dot(sketch[i], sketch[j]) for i in range(n) for j in range(i))
-    centred = [row - mean for row in sketch]
-    cent = sum(weights[i] * weights[j] * dot(centred[i], centred[j]) for i in range(n) for j in range(n))
-    return {"raw": raw, "self": own, "pair": pair, "cent": cent}
+    """raw, self, pair, cent of one subset, each as its own sum over rows or pairs of rows that have a weight."""
+    rows = [i for i in range(len(weights)) if weights[i]]
+
+    def pairs(vectors, chosen):
+        return sum(weights[i] * weights[j] * float(vectors[i] @ vectors[j]) for i, j in chosen)
+
+    return {
+        "raw": pairs(sketch, [(i, j) for i in rows for j in rows]),
+        "self": pairs(sketch, [(i, i) for i in rows]),
+        "pair": 2 * pairs(sketch, [(i, j) for i in rows for j in rows if j < i]),
+        "cent": pairs(sketch - mean, [(i, j) for i in rows for j in rows]),
+    }
 
 
 def side_weights(weights, side, weighting):

@@ -199,18 +199,12 @@ def test_direct_sum_agrees_with_the_product_near_and_within_its_bound(seed):
 def test_the_joint_sketch_is_the_concatenation():
     weights_BN, hidden_ND, rng = world(0)
     residual_ND = rng.standard_normal((12, 3))
-    both = np.concatenate([2 * hidden_ND, 3 * residual_ND], axis=1)
+    both = np.concatenate([hidden_ND, residual_ND], axis=1)
     want = geometry(weights_BN, both, both.mean(axis=0))
-    hidden = geo.scaled(geometry(weights_BN, hidden_ND, hidden_ND.mean(axis=0)), 4.0)
-    residual = geo.scaled(geometry(weights_BN, residual_ND, residual_ND.mean(axis=0)), 9.0)
+    hidden = geometry(weights_BN, hidden_ND, hidden_ND.mean(axis=0))
+    residual = geometry(weights_BN, residual_ND, residual_ND.mean(axis=0))
     for kind in KINDS:
         np.testing.assert_allclose(geo.direct_sum(hidden, residual)[kind], want[kind], rtol=1e-10)
-
-
-def test_scale_gives_a_mean_squared_norm_of_one():
-    _, corpus = accumulate(csr_array(np.ones((1, 12))), 7 * np.ones((12, 4)), 5)
-    assert corpus.scale * corpus.norm / 12 == pytest.approx(1.0)
-    assert TotalsAccumulator(4).totals().scale == 1.0
 
 
 @settings(max_examples=20, deadline=None)

@@ -108,20 +108,10 @@ class SketchTotals:
         """phi-bar of eq:ia-components."""
         return np.asarray(self.total_D / self.n_rows)
 
-    @property
-    def scale(self) -> float:
-        """c^2: what gives the sketch a mean squared norm of 1 (1 for a sketch of zeros). Source: eq:feature-sketch."""
-        return self.n_rows / self.norm if self.norm > 0 else 1.0
-
     def whole(self) -> SketchSums:
         """The corpus itself as a block of one subset."""
         norm_B = np.array([self.norm])
         return SketchSums(self.total_D[None], norm_B, norm_B)
-
-
-def scaled(geometry: Geometry, factor: float) -> Geometry:
-    """Geometry of sketches multiplied by sqrt(factor)."""
-    return Geometry(*(factor * geometry[kind] for kind in ("raw", "self", "pair", "cent")))
 
 
 def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:

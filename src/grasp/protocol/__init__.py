@@ -1,0 +1,1 @@
+"""Frozen scoring protocols, and prediction by them from an artifact."""

@@ -1,0 +1,87 @@
+"""What prediction reads from an artifact: arrays by blocks of rows, and nothing of how they are stored."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from grasp.errors import ProtocolError
+from grasp.utility.geometry import BlockSums
+from grasp.utility.sweep import Sweep
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Blocks = Iterator[tuple[int, F32]]
+
+# Arrays up to this size are held in memory over all blocks of subsets; larger ones are read again for each.
+HELD_BYTES = 512 << 20
+
+
+class FeatureSource(Protocol):
+    """The reading side of an artifact, as far as prediction needs it."""
+
+    @property
+    def n_rows(self) -> int: ...
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+    @property
+    def array_names(self) -> tuple[str, ...]: ...
+    @property
+    def units(self) -> pa.Table:
+        """Table with `unit_id` and `target`, in the order of the relevance columns."""
+
+    @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        """The settings.features of the build."""
+
+    def unit_columns(self, target: str) -> NDArray[np.int64]: ...
+    def array_blocks(
+        self, name: str, *, columns: NDArray[np.int64] | None = None, block_rows: int | None = None
+    ) -> Blocks:
+        """(start row, (n, columns)) from first row to last, in blocks of the same rows for every array."""
+
+
+class RowSums:
+    """sum_i w_i x_i over the rows of arrays that are read block by block, held in memory where they fit.
+
+    Held or not, the sums agree to 2e-6 of sum_i |w_i x_i|.
+    """
+
+    def __init__(self, blocks: Callable[[], Blocks], n_rows: int, width: int) -> None:
+        self._blocks = blocks
+        self._shape = (n_rows, width)
+        self._held: Sweep | None = None
+        if n_rows * width * 4 <= HELD_BYTES:
+            values_NC = np.empty(self._shape, dtype=np.float32)
+            for start, block in blocks():
+                values_NC[start : start + len(block)] = block
+            self._held = Sweep(values_NC)
+
+    @classmethod
+    def over(cls, values_NC: F32) -> Self:
+        """Sums over values that are in memory already."""
+        sums = cls(lambda: iter([(0, values_NC)]), *values_NC.shape)
+        sums._held = Sweep(values_NC)
+        return sums
+
+    def sums(self, weights_BN: csr_array) -> F64:
+        """(B, C) for one block of subsets."""
+        if self._held is not None:
+            return self._held.sums(weights_BN)
+        parts = BlockSums(weights_BN)
+        out_BC = np.zeros((weights_BN.shape[0], self._shape[1]))
+        for start, block in self._blocks():
+            out_BC += parts.product(start, block)
+        return out_BC
+
+
+def checked_targets(source: FeatureSource, targets: Sequence[str] | None) -> tuple[str, ...]:
+    """The targets asked for, all of the artifact's if none were."""
+    chosen = tuple(source.targets if targets is None else targets)
+    unknown = [target for target in chosen if target not in source.targets]
+    if unknown or not chosen:
+        raise ProtocolError(f"targets: got {list(chosen)}, the artifact has {list(source.targets)}")
+    return chosen

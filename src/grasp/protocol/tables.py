@@ -1,0 +1,155 @@
+"""Slices of the corpus by a label, and single rows by relevance. Shape letters: G values, N rows, T tasks, D width."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from grasp.errors import ProtocolError, ShapeError
+from grasp.protocol.held import UnitSelection
+from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
+from grasp.protocol.scoring import ScoringProtocol
+from grasp.protocol.source import F64, FeatureSource, checked_targets
+from grasp.subsets.labels import LabelColumn
+from grasp.utility.geometry import SketchSums, SubsetMass
+
+
+def slice_table(
+    source: FeatureSource,
+    protocol: ScoringProtocol,
+    labels: LabelColumn,
+    *,
+    tokens_N: NDArray[np.integer] | None = None,
+    targets: Sequence[str] | None = None,
+    calibration: CalibrationFamily | None = None,
+) -> pa.Table:
+    """What each value of a label is worth, one line a value and target.
+
+    Columns: value, target, rows, tokens (if given), relevance_<kernel> (mean over the rows), if_dropped and
+    if_doubled (change of utility against the whole corpus, in standard deviations of A over the calibration
+    family), redundancy (cosine of the value's sketch sum to the mean sketch of all other rows; hidden and residual
+    sketch together). A value that is the whole corpus cannot be dropped: null.
+
+    Raises:
+        ProtocolError: the artifact does not fit the protocol.
+        ShapeError: labels or tokens of another number of rows.
+    """
+    _one_a_row(source, labels, tokens_N)
+    halves = [half for half in ("hidden", "residual") if f"{half}_sketch" in source.array_names]
+    scorer = Scorer.prepare(source, protocol, targets=targets, calibration=calibration, halves=halves)
+    slices = scorer.sums(_indicators(labels))
+    whole = scorer.whole()
+    base_1T = scorer.score_tasks(whole)[1].utility_BE
+    dropped = scorer.score_tasks(_whole_plus(scorer, whole, slices, -1.0))[1].utility_BE - base_1T
+    doubled = scorer.score_tasks(_whole_plus(scorer, whole, slices, 1.0))[1].utility_BE - base_1T
+    rows_G = labels.counts
+    dropped[rows_G == scorer.n_rows] = np.nan
+    n_targets = len(scorer.units.targets)
+
+    def per_value(values_G: NDArray[np.generic]) -> NDArray[np.generic]:
+        return np.repeat(values_G, n_targets)
+
+    names = np.array([None if value is None else str(value) for value in labels.values], dtype=object)
+    columns = {
+        "value": pa.array(per_value(names), pa.string()),
+        "target": pa.array(list(scorer.units.targets) * len(names), pa.string()),
+        "rows": pa.array(per_value(rows_G), pa.int64()),
+    }
+    if tokens_N is not None:
+        tokens_G = np.bincount(labels.codes_N, weights=tokens_N, minlength=len(names)).astype(np.int64)
+        columns["tokens"] = pa.array(per_value(tokens_G), pa.int64())
+    for kernel, sum_GT in slices.task.items():
+        columns[f"relevance_{kernel}"] = pa.array((sum_GT / rows_G[:, None]).reshape(-1))
+    columns["if_dropped"] = pa.array(dropped.reshape(-1), from_pandas=True)
+    columns["if_doubled"] = pa.array(doubled.reshape(-1))
+    if halves:
+        redundancy_G = _redundancy([slices.sketch[half] for half in halves], [whole.sketch[half] for half in halves])
+        columns["redundancy"] = pa.array(per_value(redundancy_G), from_pandas=True)
+    return pa.table(columns)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRows:
+    """Rows by mean relevance to a target, best (or worst) first."""
+
+    row_index: NDArray[np.int64]
+    relevance: F64
+
+
+def top_rows(
+    source: FeatureSource, target: str, k: int, *, bottom: bool = False, kernel: str | None = None
+) -> RankedRows:
+    """The k rows with the highest (or lowest) mean relevance to the units of a target; equal ones in corpus order.
+
+    Args:
+        kernel: `token` or `pooled`; none: token where the artifact has it.
+    Memory: one block of rows and k.
+    Raises:
+        ProtocolError: no such target or kernel, or k below 1.
+    """
+    if k < 1:
+        raise ProtocolError(f"top_rows: got k={k}, expected at least 1")
+    units = UnitSelection.of(source, checked_targets(source, [target]))
+    name = f"relevance_{kernel}" if kernel else _kernel_array(source)
+    if name not in source.array_names:
+        raise ProtocolError(f"kernel: the artifact has no {name!r}; it has {list(source.array_names)}")
+    sign = 1.0 if bottom else -1.0
+    index, key = np.empty(0, dtype=np.int64), np.empty(0)
+    for start, block in source.array_blocks(name, columns=units.columns_E):
+        index = np.concatenate([index, np.arange(start, start + len(block))])
+        key = np.concatenate([key, sign * units.mean_per_task(block)[:, 0]])
+        best = np.lexsort((index, key))[:k]
+        index, key = index[best], key[best]
+    return RankedRows(index, sign * key)
+
+
+def _kernel_array(source: FeatureSource) -> str:
+    return "relevance_token" if "relevance_token" in source.array_names else "relevance_pooled"
+
+
+def _one_a_row(source: FeatureSource, labels: LabelColumn, tokens_N: NDArray[np.integer] | None) -> None:
+    for what, length in (("labels", labels.n_rows), ("tokens", source.n_rows if tokens_N is None else len(tokens_N))):
+        if length != source.n_rows:
+            raise ShapeError(f"slice_table: {length} {what} for an artifact of {source.n_rows} rows; one a row")
+
+
+def _indicators(labels: LabelColumn) -> csr_array:
+    """(G, N), 1 where a row has the value."""
+    order = np.argsort(labels.codes_N, kind="stable")
+    indptr = np.concatenate([[0], np.cumsum(labels.counts)])
+    return csr_array((np.ones(len(order)), order, indptr), shape=(len(labels.values), len(order)))
+
+
+def _whole_plus(scorer: Scorer, whole: SubsetSums, slices: SubsetSums, step: float) -> SubsetSums:
+    """The corpus with the weight of one slice changed by `step`: -1 drops it, +1 doubles it.
+
+    Weights are 1 + step inside the slice, so squared norms change by (1 + step)^2 - 1.
+    """
+    size_G = slices.mass.retained_B
+    square_step = (1.0 + step) ** 2 - 1.0
+    return SubsetSums(
+        mass=SubsetMass(scorer.n_rows + step * size_G, abs(step) * size_G, scorer.n_rows),
+        task={kernel: whole.task[kernel] + step * part for kernel, part in slices.task.items()},
+        unit={},
+        sketch={
+            half: SketchSums(
+                whole.sketch[half].total_BD + step * part.total_BD,
+                whole.sketch[half].norm_B + step * part.norm_B,
+                whole.sketch[half].square_norm_B + square_step * part.norm_B,
+            )
+            for half, part in slices.sketch.items()
+        },
+    )
+
+
+def _redundancy(slices: Sequence[SketchSums], whole: Sequence[SketchSums]) -> F64:
+    """Cosine of each slice's sketch sum to the sum of all other rows, (G,); NaN where either is zero."""
+    slice_GD = np.concatenate([part.total_BD for part in slices], axis=1)
+    rest_GD = np.concatenate([part.total_BD for part in whole], axis=1) - slice_GD
+    norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+    floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
+    product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
+    return np.asarray(np.divide(product_G, norm_G, out=np.full_like(norm_G, np.nan), where=norm_G > floor))

@@ -1,0 +1,112 @@
+"""The protocol file: what it says is what is kept; everything that does not fit is named at once."""
+
+import pytest
+from pydantic import ValidationError
+
+from grasp.errors import ProtocolError
+from grasp.protocol.scoring import ScoringProtocol, default_protocol, load_protocol, save_protocol
+from tests.protocol.source import FakeSource
+
+FULL = ScoringProtocol(
+    name="full",
+    side="omitted",
+    weighting="count",
+    match={"token": 1.0, "pooled": 0.5},
+    components={"joint.pair": -0.25, "product.self": 0.1},
+    standardize={"task": "mean_of_standardised"},
+    calibration={"family": "mixture:topic", "n_subsets": 64, "seed": 3},
+    requires={"pooling": "tail:32", "top_k": 64},
+    selected_on=("dev-1", "dev-2"),
+)
+
+
+def test_the_default_is_the_additive_core_and_says_so():
+    protocol = default_protocol()
+    assert protocol.name == "additive-core"
+    assert protocol.components == {}
+    assert protocol.weighting == "mean"
+    assert protocol.provenance == "not selected on development environments: additive core"
+    assert FULL.provenance == "selected on dev-1, dev-2"
+    assert FULL.model_copy(update={"selected_on": None}).provenance == "not selected on development environments"
+
+
+def test_a_protocol_survives_its_file(tmp_path):
+    for protocol in (FULL, default_protocol()):
+        save_protocol(protocol, tmp_path / "p.yaml")
+        assert load_protocol(tmp_path / "p.yaml") == protocol
+
+
+def test_a_protocol_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        FULL.side = "retained"
+
+
+def test_auto_takes_token_where_it_is_there():
+    protocol = default_protocol()
+    assert protocol.fitted(["relevance_token", "relevance_pooled"], {}).match == {"token": 1.0}
+    assert protocol.fitted(["relevance_pooled"], {}).match == {"pooled": 1.0}
+
+
+def test_kernels_of_weight_zero_are_not_needed():
+    protocol = ScoringProtocol(name="p", match={"token": 1.0, "pooled": 0.0})
+    assert protocol.fitted(["relevance_token"], {}).match == {"token": 1.0}
+
+
+def test_all_mismatches_come_in_one_message():
+    source = FakeSource(feature_settings={"pooling": "all"})
+    names = [name for name in source.array_names if name not in ("relevance_pooled", "product_sketch")]
+    with pytest.raises(ProtocolError) as caught:
+        FULL.fitted(names, source.feature_settings)
+    message = str(caught.value)
+    assert message.startswith("protocol 'full' does not fit the artifact: needs array 'relevance_pooled'")
+    for part in (
+        "needs array 'product_sketch', the artifact has ['hidden_sketch'",
+        "features.pooling: requires 'tail:32', the artifact was built with 'all'",
+        "features.top_k: requires 64, the artifact was built with None",
+        "build an artifact with these settings, or choose another protocol",
+    ):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_requirements_that_are_not_named_may_be_anything():
+    protocol = ScoringProtocol(name="p", requires={"top_k": 64})
+    protocol.fitted(["relevance_token"], {"top_k": 64, "alpha": 0.5, "tau": 7})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("components: {joint.pairs: 1}", r"components: unknown \['joint.pairs'\]; expected one of hidden\|residual"),
+        ("components: {joint.pair: .inf}", "components: weights must be finite"),
+        ("match: {token: 0}", "match.*expected auto, or at least one kernel"),
+        ("match: {words: 1}", "match"),
+        ("side: both", "side: Input should be 'retained' or 'omitted', got 'both'"),
+        ("weighting: median", "weighting: Input should be 'count' or 'mean'"),
+        ("calibration: {family: 'halves:1'}", "calibration.family: family 'halves:1': unknown kind"),
+        ("calibration: {n_subsets: 1}", "calibration.n_subsets: Input should be greater than or equal to 2, got 1"),
+        ("requires: {colour: red}", "requires.colour: Extra inputs are not permitted"),
+        ("omega: {a: 1}", "omega: Extra inputs are not permitted"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_field(tmp_path, change, message):
+    path = tmp_path / "p.yaml"
+    path.write_text(f"name: p\n{change}\n")
+    with pytest.raises(ProtocolError, match=message) as caught:
+        load_protocol(path)
+    assert str(caught.value).startswith(f"protocol {path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_not_protocols(tmp_path):
+    with pytest.raises(ProtocolError, match="no such settings file"):
+        load_protocol(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ProtocolError, match="got list, expected a mapping"):
+        load_protocol(tmp_path / "list.yaml")
+    (tmp_path / "bad.yaml").write_text("name: [")
+    with pytest.raises(ProtocolError, match="not YAML"):
+        load_protocol(tmp_path / "bad.yaml")
+    (tmp_path / "nameless.yaml").write_text("side: retained")
+    with pytest.raises(ProtocolError, match="name: Field required"):
+        load_protocol(tmp_path / "nameless.yaml")
