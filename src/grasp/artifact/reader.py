@@ -65,6 +65,11 @@ class Artifact:
         return tuple(self.manifest.arrays)
 
     @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        """The settings.features of the build; empty where the builder did not record them."""
+        return dict(self.manifest.settings.get("features", {}))
+
+    @property
     def rows_path(self) -> Path:
         """rows.parquet: row_index, row_id, doc_id, n_tokens, loss, snippet, labels; in row order."""
         return self.path / ROWS
