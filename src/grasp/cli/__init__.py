@@ -3,7 +3,10 @@
 import sys
 
 from grasp.cli import build as _build  # noqa: F401  (a command registers itself)
+from grasp.cli import demo as _demo  # noqa: F401
 from grasp.cli import inspect as _inspect  # noqa: F401
+from grasp.cli import predict as _predict  # noqa: F401
+from grasp.cli import score as _score  # noqa: F401
 from grasp.cli.app import app
 from grasp.errors import GraspError
 

@@ -1,21 +1,21 @@
-"""Numbers and tables as text. Text of the corpus is shown as it is, control characters made visible."""
+"""Numbers and tables as text. Text of the corpus is shown on one line, control characters made visible."""
 
+import shutil
+import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-UNITS = ("bytes", "kB", "MB", "GB", "TB")
+SIZES = ("bytes", "kB", "MB", "GB", "TB")
+WIDTH_OF_FILES = 160  # where output is not a terminal
+GAP = "  "
 
 
 def size_text(size: float) -> str:
     """Bytes for people."""
-    for unit in UNITS:
-        if size < 1000 or unit == UNITS[-1]:
-            return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
+    power = 0
+    while size >= 1000 and power < len(SIZES) - 1:
         size /= 1000
-    raise AssertionError
+        power += 1
+    return f"{size:,.0f} bytes" if power == 0 else f"{size:,.1f} {SIZES[power]}"
 
 
 def plain(text: object) -> str:
@@ -25,11 +25,28 @@ def plain(text: object) -> str:
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:
-    """Print a table; the first `left` columns are text, the others numbers."""
-    console = Console(highlight=False, soft_wrap=False)
-    table = Table(title=plain(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < left or heading == "text" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(plain(cell), overflow="ellipsis") for cell in row))
-    console.print(table)
+    """Print a table: the first `left` columns and any column `text` to the left, numbers to the right.
+
+    Only a last column of text is cut, to the width of the terminal.
+    """
+    cells = [[plain(cell) for cell in row] for row in rows]
+    widths = [max(len(line[place]) for line in [list(headings), *cells]) for place in range(len(headings))]
+    to_left = [place < left or heading == "text" for place, heading in enumerate(headings)]
+    if to_left[-1]:
+        used = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
+        widths[-1] = max(20, min(widths[-1], _columns() - used))
+    print(plain(title))
+    for line in [list(headings), *cells]:
+        aligned = [
+            _cut(cell, width).ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(line, widths, to_left, strict=True)
+        ]
+        print(GAP.join(aligned).rstrip())
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_FILES

@@ -1,10 +1,13 @@
 """Slices of the corpus by a label, and single rows by relevance. Shape letters: G values, N rows, T tasks, D width."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
@@ -15,6 +18,13 @@ from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64, FeatureSource, checked_targets
 from grasp.subsets.labels import LabelColumn
 from grasp.utility.geometry import SketchSums, SubsetMass
+
+
+class RowSource(FeatureSource, Protocol):
+    """An artifact whose row table can be read as well."""
+
+    def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table: ...
+    def row_batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]: ...
 
 
 def slice_table(
@@ -80,12 +90,19 @@ class RankedRows:
 
 
 def top_rows(
-    source: FeatureSource, target: str, k: int, *, bottom: bool = False, kernel: str | None = None
+    source: FeatureSource,
+    target: str,
+    k: int,
+    *,
+    bottom: bool = False,
+    kernel: str | None = None,
+    among_N: NDArray[np.bool_] | None = None,
 ) -> RankedRows:
     """The k rows with the highest (or lowest) mean relevance to the units of a target; equal ones in corpus order.
 
     Args:
         kernel: `token` or `pooled`; none: token where the artifact has it.
+        among_N: rows that may be chosen; none: all.
     Memory: one block of rows and k.
     Raises:
         ProtocolError: no such target or kernel, or k below 1.
@@ -99,8 +116,9 @@ def top_rows(
     sign = 1.0 if bottom else -1.0
     index, key = np.empty(0, dtype=np.int64), np.empty(0)
     for start, block in source.array_blocks(name, columns=units.columns_E):
-        index = np.concatenate([index, np.arange(start, start + len(block))])
-        key = np.concatenate([key, sign * units.mean_per_task(block)[:, 0]])
+        chosen = np.arange(len(block)) if among_N is None else np.flatnonzero(among_N[start : start + len(block)])
+        index = np.concatenate([index, start + chosen])
+        key = np.concatenate([key, sign * units.mean_per_task(block)[chosen, 0]])
         best = np.lexsort((index, key))[:k]
         index, key = index[best], key[best]
     return RankedRows(index, sign * key)
@@ -153,3 +171,51 @@ def _redundancy(slices: Sequence[SketchSums], whole: Sequence[SketchSums]) -> F6
     floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
     product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
     return np.asarray(np.divide(product_G, norm_G, out=np.full_like(norm_G, np.nan), where=norm_G > floor))
+
+
+def ranked_rows(
+    source: RowSource,
+    target: str,
+    k: int,
+    *,
+    bottom: bool = False,
+    kernel: str | None = None,
+    min_tokens: int = 0,
+) -> pa.Table:
+    """`top_rows` with what is known of each row: row_id, labels, snippet, relevance; best (or worst) first.
+
+    Args:
+        min_tokens: pass over shorter rows. Relevance is a mean over a row's positions, so short rows lie far out.
+    """
+    long_N = row_tokens(source) >= min_tokens if min_tokens else None
+    ranked = top_rows(source, target, k, bottom=bottom, kernel=kernel, among_N=long_N)
+    return source.rows(ranked.row_index).append_column("relevance", pa.array(ranked.relevance))
+
+
+def write_ranking(
+    source: RowSource,
+    target: str,
+    path: Path,
+    parts: Sequence[tuple[int, bool]],
+    *,
+    kernel: str | None = None,
+    min_tokens: int = 0,
+) -> int:
+    """Rows by relevance as Parquet: for each part so many, from the bottom or not. Returns the lines."""
+    tables = [ranked_rows(source, target, k, bottom=worst, kernel=kernel, min_tokens=min_tokens) for k, worst in parts]
+    write_table(pa.concat_tables(tables), path)
+    return sum(table.num_rows for table in tables)
+
+
+def row_tokens(source: RowSource) -> NDArray[np.int64]:
+    """Tokens of every row, (N,)."""
+    return np.concatenate(
+        [np.asarray(batch.column("n_tokens"), dtype=np.int64) for batch in source.row_batches(["n_tokens"])]
+    )
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Parquet, written aside, then renamed."""
+    part = path.with_name(path.name + ".part")
+    pq.write_table(table, part, compression="zstd")
+    part.replace(path)

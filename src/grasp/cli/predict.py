@@ -1,0 +1,192 @@
+"""grasp predict"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.options import names
+from grasp.cli.tables import show
+from grasp.errors import SettingsError
+
+if TYPE_CHECKING:
+    from grasp.artifact.reader import Artifact
+    from grasp.protocol.scorer import CalibrationFamily
+    from grasp.protocol.scoring import ScoringProtocol
+    from grasp.subsets import LabelTable
+
+
+@app.command(
+    epilog="Examples: grasp predict art --by topic --targets sciq · "
+    "grasp predict art --drop \"topic = 'Games' AND format != 'FAQs'\" · "
+    "grasp predict art --subsets subsets.parquet --out predictions.parquet"
+)
+def predict(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    subsets: Path | None = typer.Option(None, "--subsets", help="Parquet: subset_id, row_id[, weight]."),
+    drop: str | None = typer.Option(
+        None, "--drop", metavar="EXPR", help="Drop the rows for which a label expression is true."
+    ),
+    keep: str | None = typer.Option(None, "--keep", metavar="EXPR", help="Keep only the rows for which it is true."),
+    by: str | None = typer.Option(None, "--by", metavar="LABEL", help="What each value of a label is worth."),
+    family: str | None = typer.Option(None, "--family", help="Draw uniform:F, bernoulli:Q, mixture:L or groups:L."),
+    count: int = typer.Option(100, "-B", min=1, help="Subsets drawn with --family."),
+    seed: int = typer.Option(0, "--seed", help="Seed of that draw."),
+    targets: str | None = typer.Option(None, "--targets", help="Targets, separated by commas; none: all."),
+    omitted: bool = typer.Option(False, "--omitted", help="The subsets of --subsets name the rows that are left out."),
+    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
+    calibration: str | None = typer.Option(None, "--calibration", help="Family that standardises; see --family."),
+    units: bool = typer.Option(False, "--units", help="A line for every unit as well."),
+    components: bool = typer.Option(False, "--components", help="Every component of the prediction."),
+    out: Path | None = typer.Option(None, "--out", help="Parquet of the predictions."),
+) -> None:
+    """Predict the utility of subsets, or what each slice of the corpus is worth.
+
+    Utility is in standard deviations over the calibration family; higher is better.
+    """
+    from grasp.artifact.reader import Artifact
+    from grasp.protocol.predict import predict as predict_subsets
+    from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.subsets import LabelTable
+
+    asked = {"--subsets": subsets, "--drop": drop, "--keep": keep, "--by": by, "--family": family}
+    given = [flag for flag, value in asked.items() if value is not None]
+    if len(given) != 1:
+        found = ", ".join(given) or "nothing to predict"
+        raise SettingsError(f"predict: got {found}, expected one of {', '.join(asked)}")
+    artifact = Artifact.open(path)
+    chosen = load_protocol(protocol) if protocol is not None else default_protocol()
+    labels = LabelTable(artifact.rows_path)
+    wanted = names(targets)
+    if by is not None:
+        found = _calibration(chosen, labels, calibration or f"mixture:{by}")
+        _by(artifact, chosen, labels, by, wanted, found, out)
+        return
+    blocks = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
+    table = predict_subsets(
+        artifact,
+        chosen,
+        blocks,
+        targets=wanted,
+        per_unit=units,
+        components=components,
+        calibration=_calibration(chosen, labels, calibration),
+    )
+    print(f"protocol {chosen.name}: {chosen.provenance}")
+    if out is not None:
+        print(f"{out}: {table.write(out):,} predictions")
+        return
+    _print_predictions(table.read().to_pylist(), components)
+
+
+def _calibration(protocol: "ScoringProtocol", labels: "LabelTable", text: str | None) -> "CalibrationFamily":
+    from grasp.protocol.scorer import CalibrationFamily
+
+    if text is not None:
+        changed = protocol.calibration.model_validate({**protocol.calibration.model_dump(), "family": text})
+        protocol = protocol.model_copy(update={"calibration": changed})
+    return CalibrationFamily.of(protocol, labels)
+
+
+def _blocks(
+    artifact: "Artifact",
+    labels: "LabelTable",
+    subsets: Path | None,
+    drop: str | None,
+    keep: str | None,
+    family: str | None,
+    count: int,
+    seed: int,
+    omitted: bool,
+) -> Any:
+    from grasp.subsets import RowIndex, parse_family, read_subsets
+    from grasp.subsets.blocks import one_subset
+
+    if subsets is not None:
+        index = RowIndex.from_parquet(artifact.rows_path)
+        return read_subsets(subsets, index, side="omitted" if omitted else "retained")
+    if family is not None:
+        drawn = parse_family(family)
+        column = None if drawn.label is None else labels.column(drawn.label)
+        return drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="command line")
+    if drop is not None:
+        selection = labels.selection(drop)
+        name, mask_N = f"drop {drop}", ~selection.mask_N
+    else:
+        assert keep is not None
+        selection = labels.selection(keep)
+        name, mask_N = f"keep {keep}", selection.mask_N
+    print(f"{name}: {int(mask_N.sum()):,} of {artifact.n_rows:,} rows stay", end="")
+    print(f"; {selection.n_null:,} rows have no label there and count as not selected" if selection.n_null else "")
+    if not mask_N.any():
+        raise SettingsError(f"predict: `{name}` leaves no row, expected at least one")
+    return iter([one_subset(name, mask_N)])
+
+
+def _by(
+    artifact: "Artifact",
+    protocol: "ScoringProtocol",
+    labels: "LabelTable",
+    by: str,
+    targets: Sequence[str] | None,
+    calibration: "CalibrationFamily",
+    out: Path | None,
+) -> None:
+    from grasp.protocol.tables import row_tokens, slice_table
+
+    table = slice_table(
+        artifact,
+        protocol,
+        labels.column(by),
+        tokens_N=row_tokens(artifact),
+        targets=targets,
+        calibration=calibration,
+    )
+    print(f"protocol {protocol.name}: {protocol.provenance}; changes in standard deviations over {calibration}")
+    if out is not None:
+        from grasp.protocol.tables import write_table
+
+        write_table(table, out)
+        print(f"{out}: {table.num_rows:,} lines")
+        return
+    lines = table.to_pylist()
+    for target in dict.fromkeys(line["target"] for line in lines):
+        print_slices(f"{target}: what each {by} is worth", by, [line for line in lines if line["target"] == target])
+
+
+def print_slices(title: str, by: str, lines: Sequence[dict[str, Any]]) -> None:
+    """One table of slices, most useful first."""
+    ordered = sorted(lines, key=lambda line: line["if_dropped"] if line["if_dropped"] is not None else 0.0)
+    kernel = next(name for name in ordered[0] if name.startswith("relevance_"))
+    show(
+        title,
+        (by, "rows", "tokens", "mean relevance", "if dropped", "if doubled", "redundancy"),
+        [
+            (
+                line["value"] if line["value"] is not None else "(no label)",
+                f"{line['rows']:,}",
+                f"{line['tokens']:,}",
+                number(line[kernel]),
+                number(line["if_dropped"]),
+                number(line["if_doubled"]),
+                number(line.get("redundancy")),
+            )
+            for line in ordered
+        ],
+    )
+
+
+def _print_predictions(lines: Sequence[dict[str, Any]], components: bool) -> None:
+    texts = [name for name in ("subset_id", "target", "unit_id") if lines and name in lines[0]]
+    numbers = [name for name in (lines[0] if lines else ()) if name not in texts]
+    if not components:
+        numbers = [name for name in numbers if not name.startswith(("part_", "value_"))]
+    rows = [(*(line[name] or "" for name in texts), *(number(line[name]) for name in numbers)) for line in lines]
+    show("predicted utility", (*texts, *numbers), rows, left=len(texts))
+
+
+def number(value: float | None) -> str:
+    """Signed, three digits after the point; a dash where there is none."""
+    return "-" if value is None else f"{value:+.3f}"

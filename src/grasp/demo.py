@@ -1,0 +1,111 @@
+"""A whole run on real text, small: passages, a reference model trained on the spot, an artifact.
+
+Every step is kept in the output directory, and a second run reuses what is there.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from grasp.build.local import build
+from grasp.build.progress import Progress, Silent
+from grasp.corpus import RowStore, normalised, read_documents, write_passages
+from grasp.models.recipe import named_recipe, train
+from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
+from grasp.targets import load_units
+
+TASKS = (
+    "sciq",
+    "openbookqa",
+    "commonsense_qa",
+    "basic_skills_common_knowledge",
+    "basic_skills_logical_reasoning",
+)
+PASSAGES_PER_SOURCE = 900
+ROWS_PER_PASSAGE = 1  # the first 128 tokens: enough for a model of this size
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """Where everything of the demo lies, and what it is made of."""
+
+    out: Path
+
+    @property
+    def corpus_path(self) -> Path:
+        return self.out / "corpus.parquet"
+
+    @property
+    def model_path(self) -> Path:
+        return self.out / "model"
+
+    @property
+    def artifact_path(self) -> Path:
+        return self.out / "artifact"
+
+    @property
+    def subsets_path(self) -> Path:
+        return self.out / "subsets.parquet"
+
+    @property
+    def predictions_path(self) -> Path:
+        return self.out / "predictions.parquet"
+
+    @property
+    def targets(self) -> TargetSettings:
+        return TargetSettings(names=TASKS, units_per_target=128, max_length=named_recipe("tiny").shape.context)
+
+    @property
+    def corpus(self) -> CorpusSettings:
+        context = named_recipe("tiny").shape.context
+        return CorpusSettings(path=str(self.corpus_path), max_length=context, max_rows_per_document=ROWS_PER_PASSAGE)
+
+    @property
+    def settings(self) -> BuildSettings:
+        return BuildSettings(model=ModelSettings(path=str(self.model_path)), corpus=self.corpus, targets=self.targets)
+
+
+def make(out: Path, progress: Progress | None = None) -> Demo:
+    """Corpus, reference model and artifact, each unless it is there already."""
+    progress = progress or Silent()
+    out.mkdir(parents=True, exist_ok=True)
+    demo = Demo(out)
+    make_corpus(demo)
+    make_model(demo, progress)
+    build(demo.settings, demo.artifact_path, resume=True, progress=progress)
+    return demo
+
+
+def make_corpus(demo: Demo) -> None:
+    """Passages of twelve sources; the support passages of the SciQ units that are scored are left out."""
+    if demo.corpus_path.exists():
+        return
+    supports = {normalised(unit.support) for unit in load_units(demo.targets).units if unit.support}
+    write_passages(demo.corpus_path, exclude_texts=supports, per_source=PASSAGES_PER_SOURCE)
+
+
+def make_model(demo: Demo, progress: Progress) -> None:
+    """The `tiny` recipe from scratch on the whole corpus: an ordinary Hugging Face checkpoint."""
+    recipe = named_recipe("tiny")
+    tokenizer_path = demo.out / "tokenizer"
+    if not tokenizer_path.exists():
+        texts = (document.text or "" for document in read_documents(demo.corpus))
+        part = demo.out / "tokenizer.part"
+        train_tokenizer(texts, vocab_size=recipe.shape.vocab_size).save_pretrained(part)
+        part.replace(tokenizer_path)
+    tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(tokenizer_path), vocab_size=recipe.shape.vocab_size)
+    rows = RowStore.write(demo.out / "rows", demo.corpus, tokenizer, shard_rows=4096)
+    tokens = recipe.batch_rows * recipe.shape.context
+    progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)
+    train(
+        recipe,
+        rows,
+        seed=SEED,
+        tokenizer=tokenizer,
+        out=demo.model_path,
+        checkpoints=(recipe.steps // 2,),
+        progress=lambda _: progress.advance(recipe.batch_rows, tokens),
+    )
