@@ -54,8 +54,8 @@ def predict(
     asked = {"--subsets": subsets, "--drop": drop, "--keep": keep, "--by": by, "--family": family}
     given = [flag for flag, value in asked.items() if value is not None]
     if len(given) != 1:
-        found = ", ".join(given) or "nothing to predict"
-        raise SettingsError(f"predict: got {found}, expected one of {', '.join(asked)}")
+        got = ", ".join(given) or "nothing to predict"
+        raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
     artifact = Artifact.open(path)
     chosen = load_protocol(protocol) if protocol is not None else default_protocol()
     labels = LabelTable(artifact.rows_path)
