@@ -39,8 +39,8 @@ class PackedValues:
 
 def sums(packed: PackedValues, weights_BN: csr_array) -> F64:
     """(B, C) sum_i w_i x_i of one block; accumulated in float32, within 2e-6 of sum_i |w_i x_i|."""
-    index = torch.from_numpy(np.ascontiguousarray(weights_BN.indices, dtype=np.int64))
-    offset = torch.from_numpy(np.ascontiguousarray(weights_BN.indptr, dtype=np.int64))
+    index = torch.from_numpy(weights_BN.indices)  # int32 or int64, as scipy chose for both
+    offset = torch.from_numpy(weights_BN.indptr)
     plain = bool(np.all(weights_BN.data == 1.0))
     weight = None if plain else torch.from_numpy(weights_BN.data.astype(np.float32))
     parts = [
