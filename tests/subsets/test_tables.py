@@ -59,8 +59,10 @@ def test_neither_order_nor_block_matters(tmp_path_factory, seed, block):
 
 def test_weights_and_whole_numbers_as_names(tmp_path):
     path = save(tmp_path / "s.parquet", subset_id=[7, 7, 3], row_id=["1", "0", "1"], weight=[2, 0, 1])
-    names, weights_BN = dense(read_subsets(path, RowIndex.from_ids(["0", "1"])))
+    (block,) = read_subsets(path, RowIndex.from_ids(["0", "1"]))
+    names, weights_BN = dense([block])
     assert names == ["7", "3"]
+    assert block.sizes_B.tolist() == [1, 1]  # a row of weight 0 is not in the subset
     assert weights_BN.tolist() == [[0.0, 2.0], [0.0, 1.0]]
 
 
