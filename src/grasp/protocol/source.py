@@ -17,7 +17,7 @@ F64 = NDArray[np.float64]
 Blocks = Iterator[tuple[int, F32]]
 
 # Arrays up to this size are held in memory over all blocks of subsets; larger ones are read again for each.
-HELD_BYTES = 512 << 20
+HELD_BYTES = 256 << 20
 
 
 class FeatureSource(Protocol):
