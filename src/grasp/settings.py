@@ -3,8 +3,10 @@
 The only place that reads or writes YAML. `run.yaml`, which every long command leaves behind, is one of these.
 """
 
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,19 +20,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+S = TypeVar("S", bound=Settings)
+
+
 class CorpusSettings(Settings):
     """Where the corpus is and how documents become rows."""
 
-    path: str = Field(
-        description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory."
-    )
+    path: str = Field(description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory.")
     text_column: str = Field("text", description="Column that holds the text.")
     ids_column: str = Field(
         "input_ids", description="Column of token ids; where present it is used as it is, never re-packed."
     )
-    row_id_column: str = Field(
-        "row_id", description="Column with the stable name of a row, if the corpus has one."
-    )
+    row_id_column: str = Field("row_id", description="Column with the stable name of a row, if the corpus has one.")
     doc_id_column: str = Field(
         "doc_id", description="Column with the stable name of a document, if the corpus has one."
     )
@@ -45,26 +46,18 @@ class CorpusSettings(Settings):
         description="Keep only the first rows of a long document; none: keep all. `document` packing only.",
     )
     limit: int | None = Field(None, ge=1, description="Read only the first so many documents.")
-    snippet_chars: int = Field(
-        240, ge=0, description="Characters of text kept per row for reading; 0 keeps none."
-    )
+    snippet_chars: int = Field(240, ge=0, description="Characters of text kept per row for reading; 0 keeps none.")
 
 
 class TargetSettings(Settings):
     """Which benchmarks, and which of their units."""
 
-    names: tuple[str, ...] = Field(
-        (), description="Tasks by name (sciq, openbookqa, ...), or paths of JSONL files."
-    )
+    names: tuple[str, ...] = Field((), description="Tasks by name (sciq, openbookqa, ...), or paths of JSONL files.")
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
-    loss_on: Literal["completion", "all"] = Field(
-        "completion", description="Tokens of a unit that carry loss."
-    )
+    loss_on: Literal["completion", "all"] = Field("completion", description="Tokens of a unit that carry loss.")
     units_per_target: int | None = Field(128, ge=1, description="Units drawn per target; none: all of them.")
-    max_length: int = Field(
-        512, ge=2, description="Longest unit in tokens; longer prompts lose their beginning."
-    )
-    seed: int = Field(0, description="Seed of the draw of units.")
+    max_length: int = Field(512, ge=2, description="Longest unit in tokens; longer prompts lose their beginning.")
+    seed: int = Field(0, ge=0, description="Seed of the draw of units.")
     datasets: tuple["DatasetTarget", ...] = Field((), description="Targets read from `datasets` directories.")
     exclude_units: tuple[str, ...] = Field((), description="unit_ids left out of every target.")
 
@@ -101,19 +94,17 @@ Positions = Annotated[str, Field(pattern=POSITIONS)]
 class FeatureSettings(Settings):
     """What the forward pass keeps, and how it is weighed."""
 
-    match: Literal["pooled", "token", "both"] = Field(
-        "both", description="Relevance kernels built. Paper: pooled."
-    )
+    match: Literal["pooled", "token", "both"] = Field("both", description="Relevance kernels built. Paper: pooled.")
     pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
-    token_positions: Positions = Field(
-        "all", description="Row positions used by `token`: all, tail:n or stride:n."
-    )
+    token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
     top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
     alpha: float = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha: 1 or 0.5.")
     epsilon: float = Field(
-        0.3, gt=0, description="Its eps, in units of the mean gamma over coordinates that occur."
+        0.3, gt=0, allow_inf_nan=False, description="Its eps, in units of the mean gamma over coordinates that occur."
     )
-    tau: float = Field(0.01, gt=0, description="Tikhonov term of the whitening, in units of tr(Sigma)/width.")
+    tau: float = Field(
+        0.01, gt=0, allow_inf_nan=False, description="Tikhonov term of the whitening, in units of tr(Sigma)/width."
+    )
     moment_rows: int = Field(
         65_536, ge=2, description="Rows sampled for the pooled moments; a smaller corpus is exact."
     )
@@ -124,10 +115,8 @@ class FeatureSettings(Settings):
     )
     hidden_width: int = Field(64, ge=1, description="Width of the hidden sketch. Paper: 64.")
     residual_width: int = Field(64, ge=1, description="Width of the residual sketch. Paper: 64.")
-    product_width: int = Field(
-        64, ge=0, description="Width of the product sketch; 0 builds none. Not in the paper."
-    )
-    seed: int = Field(0, description="Seed of the moment sample and of the projections.")
+    product_width: int = Field(64, ge=0, description="Width of the product sketch; 0 builds none. Not in the paper.")
+    seed: int = Field(0, ge=0, description="Seed of the moment sample and of the projections.")
 
     @field_validator("alpha")
     @classmethod
@@ -184,10 +173,10 @@ class RetrainSettings(Settings):
     family: str = Field("mixture:topic", description="uniform:F, bernoulli:Q, mixture:LABEL or groups:LABEL.")
     subsets: str | None = Field(None, description="Parquet of subset_id, row_id instead of a family.")
     n_subsets: int = Field(64, ge=1, description="Subsets drawn from the family.")
-    family_seed: int = Field(0, description="Seed of the draw of subsets.")
+    family_seed: int = Field(0, ge=0, description="Seed of the draw of subsets.")
     seeds: tuple[int, ...] = Field((0, 1), min_length=1, description="Training seeds; seed 0 is the reference model.")
     role: Literal["dev", "held-out"] = Field("dev", description="Whether protocols may be selected on it.")
-    held_out_targets: tuple[str, ...] = Field((), description="Targets of a dev environment that stay held out.")
+    held_out_targets: tuple[str, ...] = Field((), description="Targets of a dev environment held out, all losses.")
     checkpoints: tuple[int, ...] | None = Field(
         None, description="Steps of the reference runs that are kept; none: 1/8, 3/8, 5/8 and 7/8 of the budget."
     )
@@ -210,30 +199,53 @@ class RetrainSettings(Settings):
         return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
 
 
-def describe(err: ValidationError, where: str) -> str:
-    """All mismatches at once, one line."""
+def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = None) -> str:
+    """All mismatches at once, one line; with the settings' class also what a misspelt field may have meant."""
     parts = []
     for item in err.errors():
         field = ".".join(str(step) for step in item["loc"]) or "settings"
         got = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
-        parts.append(f"{field}: {item['msg'].removeprefix('Value error, ')}{got}")
+        what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
+        parts.append(f"{field}: {what}{got}{_meant(kind, item)}")
     return f"{where}: " + "; ".join(parts)
+
+
+_WORDS = {"missing": "missing", "extra_forbidden": "no such field"}
+
+
+def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
+    if kind is None or item["type"] != "extra_forbidden":
+        return ""
+    *groups, leaf = (str(step) for step in item["loc"])
+    for group in groups:
+        inner = kind.model_fields[group].annotation if group in kind.model_fields else None
+        if not isinstance(inner, type) or not issubclass(inner, BaseModel):
+            return ""
+        kind = inner
+    close = get_close_matches(leaf, kind.model_fields, n=1)
+    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(kind.model_fields)})"
 
 
 def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettings:
     """Check `data` and freeze it; every mismatch is in the message."""
-    try:
-        return BuildSettings.model_validate(data)
-    except ValidationError as err:
-        raise SettingsError(describe(err, where)) from err
+    return _frozen(BuildSettings, data, where)
+
+
+def target_settings(data: dict[str, Any], where: str = "targets") -> TargetSettings:
+    """Check `data` and freeze it; every mismatch is in the message."""
+    return _frozen(TargetSettings, data, where)
 
 
 def retrain_settings(data: dict[str, Any], where: str = "settings") -> RetrainSettings:
     """Check `data` and freeze it; every mismatch is in the message."""
+    return _frozen(RetrainSettings, data, where)
+
+
+def _frozen(kind: type[S], data: dict[str, Any], where: str) -> S:
     try:
-        return RetrainSettings.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as err:
-        raise SettingsError(describe(err, where)) from err
+        raise SettingsError(describe(err, where, kind)) from err
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -242,6 +254,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
         raise SettingsError(f"{path}: no such settings file") from err
+    except OSError as err:
+        raise SettingsError(f"{path}: cannot be read: {err.strerror}; expected a YAML file of settings") from err
     except (yaml.YAMLError, UnicodeDecodeError) as err:
         raise SettingsError(f"{path}: not YAML: {' '.join(str(err).split())}") from err
     if not isinstance(data, dict):

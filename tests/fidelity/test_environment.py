@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
 
 from grasp.errors import EnvironmentDataError
 from grasp.fidelity import environment as module
 from grasp.fidelity.environment import Environment, Run
 from grasp.subsets import LabelColumn, RowIndex, parse_family
+from tests.fidelity.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
 
 
 class KilledError(BaseException):
@@ -274,8 +274,10 @@ def test_fingerprints_that_differ_are_both_named(tmp_path):
 
 
 def test_a_dev_environment_may_hold_out_targets(tmp_path):
-    env = create(tmp_path, held_out_targets=("sciq@all",))
+    env = create(tmp_path / "env", held_out_targets=("sciq@all",))
     assert (env.role_of("sciq"), env.role_of("sciq@all")) == ("dev", "held-out")
+    task = create(tmp_path / "task", held_out_targets=("sciq",))
+    assert (task.role_of("sciq"), task.role_of("sciq@all")) == ("held-out", "held-out")
 
 
 def test_export_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):

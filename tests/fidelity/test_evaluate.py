@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scipy import stats
-from worlds import ROWS, create, filled, result
 
 from grasp.errors import EnvironmentDataError
 from grasp.fidelity.environment import Environment
 from grasp.fidelity.evaluate import artifact_targets, evaluate, target_fingerprint
 from grasp.fidelity.predictions import Predictions, RowScores, kind_of, read_array, read_row_scores, read_table
 from grasp.targets.units import Unit
+from tests.fidelity.worlds import ROWS, create, filled, result
 
 UNITS = (("sciq", "u0"), ("sciq", "u1"), ("sciq", "u2"), ("sciq@all", "u0"), ("sciq@all", "u1"))
 

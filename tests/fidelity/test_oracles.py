@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from scipy import stats
-from worlds import ROWS, create
 
 from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.fidelity import oracles
 from grasp.fidelity.environment import Utilities
 from grasp.fidelity.evaluate import evaluate
 from grasp.subsets import LabelColumn, parse_family
+from tests.fidelity.worlds import ROWS, create
 
 LABELS = LabelColumn.of([f"v{i % 6}" for i in range(300)], "topic")
 

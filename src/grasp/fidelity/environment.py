@@ -37,6 +37,7 @@ Role = Literal["dev", "held-out"]
 
 FORMAT_VERSION = 1
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
+ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
 INFO = "environment.json"
 SUBSETS = "subsets.parquet"
 UTILITIES = "utilities.parquet"
@@ -185,9 +186,13 @@ class Environment:
         return tuple((name, unit) for name, info in self.info.targets.items() for unit in info.unit_ids)
 
     def role_of(self, target: str) -> Role:
-        """Role of one target; a held-out environment holds out all of its targets."""
+        """Role of one target; a held-out environment holds out all of its targets.
+
+        A task is held out with all of its losses: holding out `sciq` holds out `sciq@all` as well.
+        """
         self._check_target(target)
-        return "held-out" if target in self.info.held_out_targets else self.info.role
+        held_out = {target, target.removesuffix(ALL_SUFFIX)} & set(self.info.held_out_targets)
+        return "held-out" if held_out else self.info.role
 
     # --------------------------------------------------------------------------------------- filling it
 

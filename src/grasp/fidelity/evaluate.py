@@ -9,7 +9,7 @@ from typing import Any
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.environment import Environment, Role
+from grasp.fidelity.environment import ALL_SUFFIX, Environment, Role
 from grasp.fidelity.metrics import (
     METRICS,
     RESAMPLES,
@@ -25,7 +25,6 @@ from grasp.fidelity.predictions import Predictions
 from grasp.targets.units import Unit, UnitSet
 
 AVERAGE = "average"
-ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
 HEADINGS = {
     "task_rho": "task rho",
     "task_ceiling": "ceiling",

@@ -31,8 +31,8 @@ from transformers.utils import logging as hf_logging
 import grasp
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError, EnvironmentDataError, ModelError, SettingsError, SubsetError
-from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.fidelity.evaluate import ALL_SUFFIX, target_fingerprint
+from grasp.fidelity.environment import ALL_SUFFIX, Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.evaluate import target_fingerprint
 from grasp.fidelity.leases import held
 from grasp.fidelity.runs import FULL, Run
 from grasp.models.recipe import TrainingRecipe, named_recipe, train
