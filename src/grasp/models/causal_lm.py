@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from grasp.errors import ModelError
+from grasp.extras import require
 from grasp.models.head import head_shape, output_head
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
@@ -128,6 +129,8 @@ def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, 
     path = Path(settings.path)
     where: dict[str, Any] = {"pretrained_model_name_or_path": settings.path}
     if path.suffix == ".gguf":
+        for module in ("gguf", "accelerate"):
+            require(module, extra="gguf", feature="a GGUF checkpoint")
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer_at = where if settings.tokenizer is None else {"pretrained_model_name_or_path": settings.tokenizer}
     hf_logging.disable_progress_bar()
