@@ -75,8 +75,8 @@ def test_compressed_files_read_the_same(file, ending, pack):
     [
         ("{bad", r"units.jsonl:2: not JSON"),
         ('["list"]', r"units.jsonl:2: settings: Input should be"),
-        ('{"task": "t", "prompt": "p"}', r"units.jsonl:2: completion: Field required"),
-        ('{"task": "t", "prompt": 3}', r"units.jsonl:2: prompt: .* got 3; completion: Field required"),
+        ('{"task": "t", "prompt": "p"}', r"units.jsonl:2: completion: missing"),
+        ('{"task": "t", "prompt": 3}', r"units.jsonl:2: prompt: .* got 3; completion: missing"),
         ('{"task": "", "prompt": "p", "completion": "c"}', r"units.jsonl:2: task: .* got ''"),
         (
             '{"task": "t", "prompt": "p", "completion": " "}',

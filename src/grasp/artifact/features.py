@@ -37,7 +37,7 @@ class FeatureSpool:
         data, mark = self._data(k), self._mark(k)
         contents = tensor_bytes(arrays)
         mark.unlink(missing_ok=True)
-        with out_of_space(f"{data}: not written", "finished shards are safe"):
+        with out_of_space(f"{data}: not written", lambda: f"{len(self.finished)} shards are finished here"):
             try:
                 write_whole(mark, dump_json(write_whole(data, contents)))
             except OSError:

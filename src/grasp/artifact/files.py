@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def remove_parts(*directories: Path) -> None:
 
 
 @contextmanager
-def out_of_space(where: str, progress: str) -> Iterator[None]:
+def out_of_space(where: str, progress: Callable[[], str]) -> Iterator[None]:
     """Turn a full disk (or quota) into one clear line; `progress` says how much is safe already."""
     try:
         yield
@@ -90,7 +90,7 @@ def out_of_space(where: str, progress: str) -> Iterator[None]:
         if err.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ArtifactError(
-            f"{where}: no space left on the device; {progress}; free space and run again with --resume"
+            f"{where}: no space left on the device; {progress()}; free space and run again with --resume"
         ) from err
 
 

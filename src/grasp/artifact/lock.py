@@ -22,10 +22,16 @@ class ArtifactLock:
         """Take the lock of the artifact at `path`, making the directory if it is not there.
 
         Raises:
-            ArtifactError: another process (or another writer of this one) holds it; the message says which.
+            ArtifactError: another process (or another writer of this one) holds it, the message says which; the
+                directory cannot be made or written to.
         """
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as err:
+            raise ArtifactError(
+                f"{path}: no artifact can be written here ({err.strerror}: {err.filename}); choose another directory"
+            ) from err
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as err:

@@ -1,6 +1,7 @@
 """Reading an artifact: tables and moments when asked for, arrays in blocks of rows that stay on disk."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from grasp.artifact.features import FeatureSpool
 from grasp.artifact.layout import BUILD, MANIFEST, ROWS, SUM, ShardGrid, array_dir, chunk_file, part_dir
@@ -25,6 +26,7 @@ from grasp.artifact.manifest import (
 from grasp.errors import ArtifactError
 
 RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token"}
+VERIFY = "`grasp verify` names everything that is broken"
 
 Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
 
@@ -82,7 +84,7 @@ class Artifact:
     @cached_property
     def units(self) -> pa.Table:
         """Units in the order of the columns of the relevance arrays."""
-        tables = [pq.read_table(self.path / name) for name in self.manifest.units]
+        tables = [_table(self.path / name) for name in self.manifest.units]
         return pa.concat_tables(tables, promote_options="default").combine_chunks()
 
     @cached_property
@@ -149,7 +151,7 @@ class Artifact:
         self, columns: Sequence[str] | None = None, *, batch_rows: int = 65_536
     ) -> Iterator[pa.RecordBatch]:
         """Stream the row table, all columns or those named."""
-        with pq.ParquetFile(self.rows_path) as file:
+        with _readable(self.rows_path), pq.ParquetFile(self.rows_path) as file:
             unknown = sorted(set(columns or ()) - set(file.schema_arrow.names))
             if unknown:
                 raise ArtifactError(f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}")
@@ -158,10 +160,11 @@ class Artifact:
     def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table:
         """Chosen rows of the row table, in the order given, reading only the shards that hold them."""
         rows = self._checked_rows(row_index)
-        schema = pq.read_schema(self.rows_path)
+        with _readable(self.rows_path):
+            schema = pq.read_schema(self.rows_path)
         tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
         for k, where in self._by_shard(rows):
-            table = pq.read_table(self.path / part_dir(0) / "shards" / f"{k:05d}.parquet")
+            table = _table(self.path / part_dir(0) / "shards" / f"{k:05d}.parquet")
             tables.append(table.take(rows[where] - k * self.grid.shard_rows))
             places.append(where)
         found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
@@ -262,7 +265,7 @@ class Moments(Mapping[str, NDArray[Any]]):
         self._prefix = SUM if sums else ""
         self._found: dict[str, list[Path]] = {}
         for path in self._paths:
-            with safe_open(path, framework="numpy") as file:
+            with _readable(path), safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if key.startswith(SUM) == sums:
                         self._found.setdefault(key.removeprefix(self._prefix), []).append(path)
@@ -272,7 +275,7 @@ class Moments(Mapping[str, NDArray[Any]]):
             raise KeyError(name)
         parts = []
         for path in self._found[name]:
-            with safe_open(path, framework="numpy") as file:
+            with _readable(path), safe_open(path, framework="numpy") as file:
                 parts.append(file.get_tensor(self._prefix + name))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
@@ -300,15 +303,27 @@ def _as_slice(index: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     return index
 
 
-def _check_size(path: Path, expected: int) -> None:
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what a damaged file makes its library say into one line."""
     try:
-        size = path.stat().st_size
+        yield
     except FileNotFoundError as err:
-        raise ArtifactError(f"{path}: missing; `grasp verify` names everything that is broken") from err
+        raise ArtifactError(f"{path}: missing; {VERIFY}") from err
+    except (pa.ArrowException, SafetensorError, OSError) as err:
+        raise ArtifactError(f"{path}: damaged: {' '.join(str(err).split())}; {VERIFY}") from err
+
+
+def _table(path: Path) -> pa.Table:
+    with _readable(path):
+        return pq.read_table(path)
+
+
+def _check_size(path: Path, expected: int) -> None:
+    with _readable(path):
+        size = path.stat().st_size
     if size != expected:
-        raise ArtifactError(
-            f"{path}: {size} bytes, expected {expected}; `grasp verify` names everything that is broken"
-        )
+        raise ArtifactError(f"{path}: {size} bytes, expected {expected}; {VERIFY}")
 
 
 def why_not_open(path: Path) -> str:

@@ -117,8 +117,8 @@ class ShardWriter:
     def finished(self) -> frozenset[int]:
         return frozenset(self._shards)
 
-    @property
     def progress(self) -> str:
+        """How far the build is, in words."""
         return f"{len(self._shards)} of {self.grid.n_shards} shards are finished"
 
     def groups(self, first_column: Mapping[str, int]) -> dict[str, ColumnGroup]:
@@ -173,7 +173,7 @@ class ShardWriter:
     def sums(self) -> dict[str, NDArray[np.float64]]:
         """Totals over all shards, added in the order of the rows whatever order they were written in."""
         if len(self._shards) < self.grid.n_shards:
-            raise ArtifactError(f"{self.root}: {self.progress}: totals need all of them")
+            raise ArtifactError(f"{self.root}: {self.progress()}: totals need all of them")
         totals = self._sums_of(0)
         for k in range(1, self.grid.n_shards):
             part = self._sums_of(k)

@@ -160,7 +160,7 @@ class ArtifactWriter:
         missing = sorted(set(range(self.n_shards)) - self.finished)
         if missing:
             raise ArtifactError(
-                f"{self.path}: {self._shards.progress}; write the others first, from shard {missing[0]}"
+                f"{self.path}: {self._shards.progress()}; write the others first, from shard {missing[0]}"
             )
         contents = moment_bytes(moments, self.sums())
         with out_of_space(f"{self.path}: not finished", self._shards.progress):
@@ -252,7 +252,7 @@ def claim(directory: Path, record: BuildRecord, *, resume: bool, over: str) -> N
         if (directory / MANIFEST).exists():
             raise ArtifactError(f"{directory}: damaged: a {MANIFEST} but no {BUILD}; {over} to start again")
         directory.mkdir(parents=True, exist_ok=True)
-        with out_of_space(str(directory), "nothing is written yet"):
+        with out_of_space(str(directory), lambda: "nothing is written yet"):
             write_whole(path, dump_json(record))
         return
     if not resume:

@@ -37,7 +37,7 @@ class Calibration(Settings):
 
     family: str = Field("uniform:0.5", description="Family, e.g. uniform:0.5 or mixture:topic.")
     n_subsets: int = Field(256, ge=2, description="Subsets drawn, where moments have no closed form.")
-    seed: int = Field(0, description="Seed of the draw.")
+    seed: int = Field(0, ge=0, description="Seed of the draw.")
 
     @field_validator("family")
     @classmethod
@@ -168,4 +168,4 @@ def _validated(data: dict[str, Any], where: str) -> ScoringProtocol:
     try:
         return ScoringProtocol.model_validate(data)
     except ValidationError as err:
-        raise ProtocolError(describe(err, f"protocol {where}")) from err
+        raise ProtocolError(describe(err, f"protocol {where}", ScoringProtocol)) from err

@@ -142,8 +142,11 @@ class LabelTable:
         return self.column(column).groups()
 
     def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        with pq.ParquetFile(self.path) as file:
-            yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
+        try:
+            with pq.ParquetFile(self.path) as file:
+                yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
+        except (pa.ArrowException, OSError) as err:
+            raise SubsetError(f"{self.path}: damaged: {' '.join(str(err).split())}; restore it from a copy") from err
 
     def _known(self, name: str, where: str = "label") -> str:
         """The column as the file spells it; SQL does not mind case."""

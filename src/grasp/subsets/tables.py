@@ -42,9 +42,12 @@ class RowIndex:
             n_rows = int(file.metadata.num_rows)
 
         def names() -> Iterator[pa.Array]:
-            with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=BATCH, columns=["row_id"]):
-                    yield batch.column(0).cast(pa.string())
+            try:
+                with pq.ParquetFile(path) as file:
+                    for batch in file.iter_batches(batch_size=BATCH, columns=["row_id"]):
+                        yield batch.column(0).cast(pa.string())
+            except (pa.ArrowException, OSError) as err:
+                raise SubsetError(f"{path}: damaged: {' '.join(str(err).split())}; restore it from a copy") from err
 
         return cls(n_rows, names)
 
