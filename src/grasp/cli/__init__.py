@@ -1,6 +1,8 @@
 """The command line: parse, call one function, print, exit code. Nothing here computes."""
 
+import errno
 import sys
+from typing import NoReturn
 
 from grasp.cli import build as _build  # noqa: F401  (a command registers itself)
 from grasp.cli import demo as _demo  # noqa: F401
@@ -11,6 +13,8 @@ from grasp.cli.app import app
 from grasp.errors import GraspError
 
 USER_ERROR = 2
+# What the machine refuses, whoever asks: no bug of ours, so it gets a line and no traceback.
+REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
 
 
 def main() -> None:
@@ -18,5 +22,15 @@ def main() -> None:
     try:
         app()
     except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        _fail(str(err))
+    except OSError as err:
+        if err.errno not in REFUSALS:
+            raise
+        _fail(f"{err.filename}: {err.strerror}" if err.filename else str(err))
+
+
+def _fail(message: str) -> NoReturn:
+    """One line, whatever a file name, a label or an expression in the message holds."""
+    line = "".join(ch if ch.isprintable() else " " for ch in message)
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(USER_ERROR)

@@ -6,11 +6,17 @@ from typing import Any
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import merged, names
+from grasp.cli.options import merged, names, require
 from grasp.cli.progress import Watch
-from grasp.cli.tables import size_text
+from grasp.cli.tables import size_text, skipped_text
 from grasp.errors import SettingsError
-from grasp.settings import BuildSettings, TargetSettings, build_settings
+from grasp.settings import BuildSettings, build_settings, target_settings
+
+REQUIRED = {
+    "--model": ("model.path",),
+    "--corpus": ("corpus.path",),
+    "--targets": ("targets.names", "targets.datasets"),
+}
 
 
 @app.command(epilog="Example: grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art")
@@ -44,10 +50,12 @@ def build(
     if add_target is not None:
         _add(out, add_target, merged(config, assign, flags), quiet)
         return
-    if config is None and resume and (out / "run.yaml").exists():
-        config = out / "run.yaml"
-    settings = build_settings(merged(config, assign, flags), str(config or "settings"))
-    _run(settings, out, resume, quiet)
+    replay = out / "run.yaml"
+    if config is None and resume and replay.exists():
+        config = replay
+    data = merged(config, assign, flags)
+    require(data, REQUIRED, f"build --resume: there is no {replay}" if resume and config is None else "build")
+    _run(build_settings(data), out, resume, quiet)
 
 
 def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool) -> None:
@@ -59,13 +67,11 @@ def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool) -> None:
     done = info(out)
     units = sum(done.targets.values())
     print(
-        f"{out}: {done.n_rows:,} rows x {units:,} units of {len(done.targets)} targets, "
+        f"{out}: {done.n_rows:,} rows x {units:,} units ({', '.join(done.targets)}), "
         f"{size_text(done.bytes_total)}, {done.bytes_per_row:,.0f} bytes a row"
     )
-    counts = done.skipped.get("rows", {}).get("counts", {})
-    if any(counts.values()):
-        left_out = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count)
-        print(f"left out: {left_out} (listed in {out / 'manifest.json'})")
+    if done.skipped["rows"]["counts"]:
+        print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {out / 'manifest.json'})")
     print(f"next: grasp score {out} --target {next(iter(done.targets))} --top 10")
 
 
@@ -73,14 +79,15 @@ def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:
     from grasp.artifact.reader import Artifact
     from grasp.build.extend import add_target as add_targets
 
-    old = Artifact.open(out).manifest.settings["targets"]
-    given = {**old, **data.pop("targets", {}), "names": names(add_target), "datasets": []}
-    if data:
+    given = data.pop("targets", {})
+    if data or not isinstance(given, dict) or "names" in given:
         raise SettingsError(
-            f"--add-target: got {sorted(data)}; a target is added with the artifact's own settings, "
-            "only targets.* can be set"
+            f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the artifact's "
+            "own settings, of which targets.max_length and the like can be changed with --set, and no other"
         )
+    old = Artifact.open(out).manifest.settings["targets"]
+    settings = target_settings({**old, "datasets": [], **given, "names": names(add_target)})
     with Watch(quiet=quiet) as watch:
-        spared = add_targets(out, TargetSettings.model_validate(given), progress=watch)
+        spared = add_targets(out, settings, progress=watch)
     how = "from the features that were kept" if spared else "by a pass over the corpus"
     print(f"{out}: added {add_target} {how}; targets now: {', '.join(Artifact.open(out).targets)}")

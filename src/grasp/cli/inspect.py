@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.tables import show, size_text
+from grasp.cli.tables import show, size_text, skipped_text
 
 
 @app.command(epilog="Example: grasp info art")
@@ -36,9 +36,10 @@ def info(
     )
     rest = ", ".join(f"{kind} {size_text(size)}" for kind, size in found.bytes.items() if kind != "arrays")
     print(f"beside the arrays: {rest}; {found.bytes_per_row:,.0f} bytes a row in all")
-    counts = found.skipped.get("rows", {}).get("counts", {})
-    if counts:
-        print("left out: " + ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in counts.items()))
+    if counts := found.skipped.get("rows", {}).get("counts"):
+        print(f"left out: {skipped_text(counts)}")
+    if found.extension_in_progress is not None:
+        print(f"targets are being added: {found.extension_in_progress} finished")
 
 
 @app.command(epilog="Example: grasp verify art")

@@ -1,5 +1,6 @@
 """From flags, --set and a settings file to settings. Flags win over --set, --set over the file."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,38 @@ def merged(config: Path | None, assignments: list[str], flags: dict[str, Any]) -
         if value is not None:
             put(data, name, value)
     return data
+
+
+def require(data: dict[str, Any], flags: Mapping[str, Sequence[str]], where: str) -> None:
+    """See that nothing is left out; `flags` maps a flag to the settings of which one must have a value.
+
+    Raises:
+        SettingsError: every flag that is missing, with the setting that it stands for.
+    """
+    missing = [f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(_holds(data, path) for path in paths)]
+    if missing:
+        raise SettingsError(
+            f"{where}: missing {', '.join(missing)}; give it as a flag, by --set, or in a settings file with --config"
+        )
+
+
+def _holds(data: Any, name: str) -> bool:
+    for step in name.split("."):
+        data = data.get(step) if isinstance(data, dict) else None
+    return bool(data)
+
+
+def output_file(flag: str, path: Path | None) -> Path | None:
+    """See that a file can be written at `path` before the work begins.
+
+    Raises:
+        SettingsError: its directory is not there, or it is a directory itself.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise SettingsError(f"{flag}: got {path}, but there is no directory {path.parent}; make it first")
+    if path is not None and path.is_dir():
+        raise SettingsError(f"{flag}: got {path}, which is a directory; expected the name of a file")
+    return path
 
 
 def put(data: dict[str, Any], name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names
+from grasp.cli.options import names, output_file
 from grasp.cli.tables import show
 from grasp.errors import SettingsError
 
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from grasp.subsets import LabelTable
 
 
-@app.command(
-    epilog="Examples: grasp predict art --by topic --targets sciq · "
-    "grasp predict art --drop \"topic = 'Games' AND format != 'FAQs'\" · "
-    "grasp predict art --subsets subsets.parquet --out predictions.parquet"
-)
+# \b keeps the lines of the epilog as they are.
+EXAMPLES = """\b
+Examples:
+  grasp predict art --by topic --targets sciq
+  grasp predict art --drop "topic = 'Games' AND format != 'FAQs'"
+  grasp predict art --subsets subsets.parquet --out predictions.parquet
+"""
+
+
+@app.command(epilog=EXAMPLES)
 def predict(
     path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
     subsets: Path | None = typer.Option(None, "--subsets", help="Parquet: subset_id, row_id[, weight]."),
@@ -33,7 +38,7 @@ def predict(
     by: str | None = typer.Option(None, "--by", metavar="LABEL", help="What each value of a label is worth."),
     family: str | None = typer.Option(None, "--family", help="Draw uniform:F, bernoulli:Q, mixture:L or groups:L."),
     count: int = typer.Option(100, "-B", min=1, help="Subsets drawn with --family."),
-    seed: int = typer.Option(0, "--seed", help="Seed of that draw."),
+    seed: int = typer.Option(0, "--seed", min=0, help="Seed of that draw."),
     targets: str | None = typer.Option(None, "--targets", help="Targets, separated by commas; none: all."),
     omitted: bool = typer.Option(False, "--omitted", help="The subsets of --subsets name the rows that are left out."),
     protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
@@ -56,6 +61,12 @@ def predict(
     if len(given) != 1:
         got = ", ".join(given) or "nothing to predict"
         raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
+    idle = {"--omitted": omitted and subsets is None, "--units": units and by is not None}
+    idle["--components"] = components and by is not None
+    if any(idle.values()):
+        useless = ", ".join(flag for flag, value in idle.items() if value)
+        raise SettingsError(f"predict: {useless} has no meaning with {given[0]}; leave it out")
+    output_file("--out", out)
     artifact = Artifact.open(path)
     chosen = load_protocol(protocol) if protocol is not None else default_protocol()
     labels = LabelTable(artifact.rows_path)
@@ -75,6 +86,8 @@ def predict(
         calibration=_calibration(chosen, labels, calibration),
     )
     print(f"protocol {chosen.name}: {chosen.provenance}")
+    if constant := table.metadata["grasp.dropped"]:
+        print(f"left out, since they do not vary over {table.metadata['grasp.calibration']}: {constant}")
     if out is not None:
         print(f"{out}: {table.write(out):,} predictions")
         return
@@ -83,9 +96,11 @@ def predict(
 
 def _calibration(protocol: "ScoringProtocol", labels: "LabelTable", text: str | None) -> "CalibrationFamily":
     from grasp.protocol.scorer import CalibrationFamily
+    from grasp.subsets import parse_family
 
     if text is not None:
-        changed = protocol.calibration.model_validate({**protocol.calibration.model_dump(), "family": text})
+        family = str(parse_family(text))
+        changed = protocol.calibration.model_copy(update={"family": family})
         protocol = protocol.model_copy(update={"calibration": changed})
     return CalibrationFamily.of(protocol, labels)
 
@@ -110,7 +125,7 @@ def _blocks(
     if family is not None:
         drawn = parse_family(family)
         column = None if drawn.label is None else labels.column(drawn.label)
-        return drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="command line")
+        return drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="drawn")
     if drop is not None:
         selection = labels.selection(drop)
         name, mask_N = f"drop {drop}", ~selection.mask_N

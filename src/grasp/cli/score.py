@@ -1,12 +1,17 @@
 """grasp score"""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names
+from grasp.cli.options import names, output_file
 from grasp.cli.tables import show
+from grasp.errors import SettingsError
+
+if TYPE_CHECKING:
+    from grasp.artifact.reader import Artifact
 
 
 @app.command(epilog="Example: grasp score art --target sciq --top 20")
@@ -24,10 +29,11 @@ def score(
     from grasp.artifact.reader import Artifact
     from grasp.protocol.tables import ranked_rows, write_ranking
 
+    output_file("--out", out)
     artifact = Artifact.open(path)
     if not top and not bottom and out is None:
         top = 10
-    shown = names(labels) or list(artifact.manifest.details.get("labels", []))[:2]
+    shown = _columns(artifact, names(labels))
     for title, k, worst in (("most helpful", top, False), ("most harmful", bottom, True)):
         if k:
             table = ranked_rows(artifact, target, k, bottom=worst, kernel=match, min_tokens=min_tokens)
@@ -50,3 +56,16 @@ def score(
         parts = [(k, worst) for k, worst in ((top, False), (bottom, True)) if k] or [(artifact.n_rows, False)]
         lines = write_ranking(artifact, target, out, parts, kernel=match, min_tokens=min_tokens)
         print(f"{out}: {lines:,} rows")
+
+
+def _columns(artifact: "Artifact", asked: list[str] | None) -> list[str]:
+    """Columns of the row table to show: those asked for, else the first two labels."""
+    from grasp.subsets import LabelTable
+
+    if asked is None:
+        return list(artifact.manifest.details.get("labels", []))[:2]
+    known = LabelTable(artifact.rows_path).columns
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise SettingsError(f"--labels: got {', '.join(unknown)}; the artifact has {', '.join(known)}")
+    return asked

@@ -2,11 +2,17 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 WIDTH_OF_FILES = 160  # where output is not a terminal
 GAP = "  "
+SKIPPED = {
+    "empty": "empty documents",
+    "whitespace": "documents of white space",
+    "one_token": "rows of one token",
+    "cut": "ends of documents that were cut",
+}
 
 
 def size_text(size: float) -> str:
@@ -16,6 +22,11 @@ def size_text(size: float) -> str:
         size /= 1000
         power += 1
     return f"{size:,.0f} bytes" if power == 0 else f"{size:,.1f} {SIZES[power]}"
+
+
+def skipped_text(counts: Mapping[str, int]) -> str:
+    """What a corpus lost on the way to rows, by reason."""
+    return ", ".join(f"{count:,} {SKIPPED.get(reason, reason)}" for reason, count in counts.items())
 
 
 def plain(text: object) -> str:
