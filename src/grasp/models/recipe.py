@@ -4,6 +4,9 @@ The budget is a number of steps, whatever the size of the subset; the initialisa
 alone; the order of the rows is one permutation of the whole corpus per seed and epoch, from which dropped
 rows are skipped; the learning rate ends at zero. An independent shuffle per subset, or a learning rate that
 does not decay to zero, makes the noise between seeds as large as the effect of dropping rows.
+
+The second moment decays slowly (0.99): at 0.95 a `tiny` run amplifies rounding errors a hundred times more
+(after 100 steps 6e-4 nats between two orders of summation, against 1e-5) for 0.01 nats of training loss.
 """
 
 import json
@@ -45,7 +48,7 @@ class TrainingRecipe(BaseModel):
     micro_rows: Size | None = Field(None, description="Rows in one forward pass; none: the whole batch.")
     learning_rate: float = Field(gt=0, description="Peak of AdamW's learning rate.")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(description="Steps of linear warm-up; then to zero.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay of AdamW's moments.")
+    betas: tuple[float, float] = Field((0.9, 0.99), description="Decay of AdamW's moments.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of matrices; gains have none.")
     clip_norm: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
     cuda_autocast: bool = Field(True, description="bfloat16 products on a GPU; weights, softmax float32.")
