@@ -53,7 +53,7 @@ def test_the_closed_form_is_ridge_with_an_intercept_and_its_leave_one_out_error(
     def plain(x, y, penalty, new):
         centred = x - x.mean(axis=0)
         weights = np.linalg.solve(centred.T @ centred + penalty * np.eye(5), centred.T @ (y - y.mean(axis=0)))
-        return y.mean(axis=0) + (new - x.mean(axis=0)) @ weights
+        return (new - x.mean(axis=0)) @ weights
 
     new = rng.normal(size=(4, 5))
     errors = np.array([fit.left_out_error(penalty) for penalty in fit.penalties])
@@ -87,13 +87,12 @@ def test_masks_explain_less_than_the_labels_they_were_drawn_by():
 
 def test_an_oracle_of_noise_is_not_better_than_chance():
     got = []
-    for seed in range(12):
+    for seed in range(30):
         blocks, utilities = world(seed=seed)
         noise = np.random.default_rng(seed).normal(size=utilities.values_BSE.shape)
         null = Utilities(noise, utilities.subset_ids, (0, 1), utilities.targets, utilities.unit_ids)
         got.append(rho(oracles.ridge_oracle(oracles.fraction_features(blocks, LABELS), null), null))
-    # leaving a subset out moves the mean away from it, so out-of-fold chance lies below zero, never above
-    assert np.mean(got) < 0.1
+    assert abs(np.mean(got)) < 0.15
 
 
 def test_what_is_held_out_does_not_touch_its_own_prediction():
@@ -131,7 +130,10 @@ def test_too_few_subsets_and_missing_features_are_refused():
         oracles.cross_fit(oracles._ridge_out, np.zeros((8, 2)), np.zeros((7, 1)), folds=2, seed=0)
 
 
-def test_constant_features_predict_the_mean_of_the_others():
-    y = np.arange(8.0)[:, None]
-    got = oracles.cross_fit(oracles._ridge_out, np.ones((8, 3)), y, folds=8, seed=0)
-    np.testing.assert_allclose(got[:, 0], (y.sum() - y[:, 0]) / 7)
+@pytest.mark.parametrize("fit", ["_ridge_out", "_lasso_out"])
+def test_features_that_say_nothing_predict_nothing(fit):
+    """The mean of the others falls as the own value rises: it would rank subsets backwards, rho = -1."""
+    if fit == "_lasso_out":
+        pytest.importorskip("sklearn")
+    got = oracles.cross_fit(getattr(oracles, fit), np.ones((8, 3)), np.arange(8.0)[:, None], folds=8, seed=0)
+    np.testing.assert_array_equal(got, np.zeros((8, 1)))

@@ -216,6 +216,8 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     parts = development.variants[""].parts([TRUE], ("sciq", "boolq"))[TRUE.binding]
     own = [u for u, target in zip(table["utility"], table["target"], strict=True) if target == "sciq"]
     np.testing.assert_allclose(own, parts.tasks_of(TRUE)[:, 0], rtol=1e-6)
+    again = development.variants[""].predict({"chosen": loaded}, ("sciq", "boolq"))[0]
+    np.testing.assert_allclose(again.task_B["sciq"], own, rtol=1e-6)
     record = provenance(found, [development], SMALL)
     path = write_provenance(record, tmp_path / "chosen.yaml")
     assert path.name == "chosen.provenance.json"

@@ -4,6 +4,10 @@ An oracle is fitted on retrained subsets, so it is no competitor of predictors t
 is the ceiling of what masks, or label fractions, hold. Every prediction is out of fold, and the strength
 of the penalty is chosen inside the training folds.
 
+Predictions are deviations from the mean of the training folds, and that mean is left out: leaving a subset out moves
+the mean of the others away from it, so with a strong penalty the means alone would rank subsets backwards. Coefficients
+keep a trace of the same: where features say nothing, rho is about -0.1 with 16 subsets and -0.05 with 64.
+
 Shape letters: B subsets, F features, E outputs (units, and the task's mean as an output of its own), N rows.
 """
 
@@ -22,7 +26,8 @@ from grasp.seeds import stream
 from grasp.subsets import LabelColumn, SubsetBlock
 
 F64 = NDArray[np.float64]
-Fitter = Callable[[F64, F64, F64], F64]  # training features, training outputs, held-out features
+# training features, training outputs, held-out features -> deviations of the held-out outputs from the training mean
+Fitter = Callable[[F64, F64, F64], F64]
 
 FOLDS = 8
 # Penalties in units of the mean squared norm of a training row: from almost none to almost all.
@@ -105,8 +110,8 @@ class _Fit:
     """
 
     def __init__(self, x_BF: F64, y_BE: F64) -> None:
-        self.mean_F, self.mean_E = x_BF.mean(axis=0), y_BE.mean(axis=0)
-        self.x_BF, self.y_BE = x_BF - self.mean_F, y_BE - self.mean_E
+        self.mean_F = x_BF.mean(axis=0)
+        self.x_BF, self.y_BE = x_BF - self.mean_F, y_BE - y_BE.mean(axis=0)
         spectrum, self.v = np.linalg.eigh(self.x_BF @ self.x_BF.T)
         self.spectrum = np.clip(spectrum, 0.0, None)
         scale = self.spectrum.mean()
@@ -121,12 +126,12 @@ class _Fit:
         return np.asarray(np.mean(residual**2, axis=0))
 
     def predict(self, x_BF: F64) -> F64:
-        """Predictions with, for every output, the penalty of least leave-one-out error."""
+        """Deviations from the training mean, with, for every output, the penalty of least leave-one-out error."""
         best_E = np.argmin([self.left_out_error(penalty) for penalty in self.penalties], axis=0)
         similar = (x_BF - self.mean_F) @ self.x_BF.T
         shrink_KE = 1.0 / (self.spectrum[:, None] + self.penalties[best_E][None])
         dual_BE = self.v @ (shrink_KE * (self.v.T @ self.y_BE))
-        return np.asarray(self.mean_E + similar @ dual_BE)
+        return np.asarray(similar @ dual_BE)
 
 
 def _ridge_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
@@ -141,10 +146,10 @@ def _lasso_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
         y = y_BE[:, e]
         largest = np.abs(centred_BF.T @ (y - y.mean())).max() / len(y)
         if largest == 0.0:
-            out[:, e] = y.mean()
+            out[:, e] = 0.0
             continue
         model = linear.LassoCV(alphas=largest * LASSO_PENALTIES, cv=min(5, len(y)), max_iter=20_000, tol=1e-3)
-        out[:, e] = model.fit(x_BF, y).predict(held_BF)
+        out[:, e] = model.fit(x_BF, y).predict(held_BF) - y.mean()
     return out
 
 

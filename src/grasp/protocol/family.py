@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 from grasp.errors import ProtocolError, SettingsError
 from grasp.fidelity.controls import Control
 from grasp.protocol.scoring import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
+from grasp.protocol.source import FeatureSource
 from grasp.settings import Settings, describe, read_yaml
 from grasp.subsets.blocks import Side
 from grasp.utility.geometry import Half, Kind, Weighting, halves_needed
@@ -76,6 +77,18 @@ class Candidate:
             update={"name": name, "match": dict(self.match), "components": dict(self.omega), "requires": requires}
             | fields
         )
+
+
+def candidate_of(protocol: ScoringProtocol, source: FeatureSource) -> Candidate:
+    """A protocol as a candidate, bound to an artifact.
+
+    Raises:
+        ProtocolError: the artifact does not fit the protocol.
+    """
+    fitted = protocol.fitted(source.array_names, source.feature_settings)
+    assert isinstance(fitted.match, dict)
+    binding = Binding(fitted.side, fitted.weighting, fitted.standardize.task)
+    return Candidate(binding, tuple(fitted.match.items()), tuple(fitted.components.items()))
 
 
 class ProtocolFamily(Settings):

@@ -28,7 +28,7 @@ from grasp.fidelity.environment import Environment
 from grasp.fidelity.evaluate import artifact_targets
 from grasp.fidelity.metrics import RESAMPLES, bootstrap_weights, rank_correlations
 from grasp.fidelity.predictions import Predictions
-from grasp.protocol.family import Binding, Candidate, ProtocolFamily
+from grasp.protocol.family import Binding, Candidate, ProtocolFamily, candidate_of
 from grasp.protocol.parts import Parts, PartsSource
 from grasp.protocol.scorer import CalibrationFamily
 from grasp.protocol.scoring import Calibration, Requirements, ScoringProtocol
@@ -95,6 +95,14 @@ class Scored:
         """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
         parts = self.parts(tuple(candidates.values()), targets, per_unit=True)
         return [parts[c.binding].predictions(c, name, self.renamed) for name, c in candidates.items()]
+
+    def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
+        """Predictions of units and tasks by frozen protocols, standardised by the environment's calibration family.
+
+        Raises:
+            ProtocolError: the artifact does not fit a protocol.
+        """
+        return self.predictions({n: candidate_of(p, self.source) for n, p in protocols.items()}, targets)
 
 
 @dataclass(frozen=True, slots=True)
