@@ -4,13 +4,17 @@ Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocab
 """
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
@@ -22,6 +26,8 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 # Largest |head(hidden) - logits| the load check lets pass, in units of the logits' standard deviation.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -49,7 +55,7 @@ class ReferenceModel:
         """
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        device = torch.device(_device(settings.device))
+        device = _device(settings.device)
         dtype = _dtype(settings.dtype, device)
         model, hf_tokenizer = _from_pretrained(settings, dtype)
         reference = cls(model.to(device), HfTokenizer(hf_tokenizer, vocab_size=0), batch_tokens=settings.batch_tokens)
@@ -111,12 +117,18 @@ class ReferenceModel:
             )
 
 
-def _device(name: str) -> str:
+def _device(name: str) -> torch.device:
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"model.device: got `{name}`, but torch sees no CUDA device; use `cpu` or `auto`")
-    return name
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as err:
+        raise ModelError(f"model.device: got `{name}`, expected auto, cpu, cuda or cuda:N") from err
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"model.device: got `{name}`, but torch sees {torch.cuda.device_count()} CUDA devices; use `cpu` or `auto`"
+        )
+    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -126,24 +138,69 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
+    local = _is_local("model.path", settings.path)  # a checkpoint on disk never asks a hub
+    where: dict[str, Any] = {"pretrained_model_name_or_path": settings.path, "local_files_only": local}
     path = Path(settings.path)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": settings.path}
     if path.suffix == ".gguf":
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", feature="a GGUF checkpoint")
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    tokenizer_at = where if settings.tokenizer is None else {"pretrained_model_name_or_path": settings.tokenizer}
-    hf_logging.disable_progress_bar()
-    try:
-        local = path.exists()  # a checkpoint on disk never asks a hub
-        tokenizer = AutoTokenizer.from_pretrained(**tokenizer_at, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=local)
-    except (OSError, ValueError, KeyError, ImportError) as err:
-        reason = " ".join(str(err).split())[:300]
-        raise ModelError(
-            f"model.path: `{settings.path}` is not a causal LM that transformers can load: {reason}"
-        ) from err
+        where |= {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer_field, tokenizer_at = "model.path", where
+    if settings.tokenizer is not None:
+        local = _is_local("model.tokenizer", settings.tokenizer)
+        tokenizer_field = "model.tokenizer"
+        tokenizer_at = {"pretrained_model_name_or_path": settings.tokenizer, "local_files_only": local}
+    how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with _quiet():
+        tokenizer = _loaded(AutoTokenizer, tokenizer_field, "has no tokenizer", **tokenizer_at)
+        model, report = _loaded(AutoModelForCausalLM, "model.path", "is not a causal LM", **where, **how)
+    _refuse_random_weights(settings.path, model, report)
     return model.to(dtype), tokenizer
+
+
+def _is_local(field: str, name: str) -> bool:
+    """Whether it lies on disk; what is not there and cannot be the name of a repository either is refused."""
+    path = Path(name)
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelError(f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository")
+    if path.exists():
+        return True
+    if path.suffix == ".gguf" or not REPOSITORY.fullmatch(name):
+        raise ModelError(f"{field}: `{name}`: no such file or directory; expected a checkpoint")
+    return False
+
+
+def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
+    try:
+        return kind.from_pretrained(**where)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, UnpicklingError) as err:
+        name = where["pretrained_model_name_or_path"]
+        reason = " ".join(str(err).split())[:300]
+        if not where["local_files_only"]:
+            raise ModelError(f"{field}: no `{name}` on this disk, and none can be had from a hub: {reason}") from err
+        raise ModelError(f"{field}: `{name}` {what} that transformers can load: {reason}") from err
+
+
+def _refuse_random_weights(name: str, model: nn.Module, report: Mapping[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers; as a reference that is no model at all."""
+    random = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if random:
+        raise ModelError(
+            f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
+            f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and reports of transformers: what matters in them is an error here."""
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
 
 
 def _body(model: nn.Module) -> nn.Module:
