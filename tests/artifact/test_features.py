@@ -60,7 +60,7 @@ def test_a_full_disk_leaves_nothing_of_the_shard(monkeypatch, tmp_path, call, be
                 break
             except ArtifactError as err:
                 message = str(err)
-        assert "shard-00001.safetensors: not written: no space left on the device; 1 shards are finished here" in message
+        assert "shard-00001.safetensors: not written: no space left on the device; 1 shards are finished" in message
         assert spool.finished == {0}
         assert sorted(file.name for file in tmp_path.iterdir()) == ["shard-00000.json", "shard-00000.safetensors"]
     assert nth > 2
