@@ -1,7 +1,9 @@
 """Laws: an environment holds what training by hand gives; a kill costs the run in flight; bad input costs nothing."""
 
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -272,3 +274,25 @@ def test_several_workers_fill_one_environment(inputs, whole, tmp_path):
     with pytest.raises(GraspError, match="runs"):
         retrain(settings(inputs, workers=2, overrides=wild), tmp_path / "wild")
     assert Path(tmp_path / "wild" / "environment.json").exists()
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole, tmp_path):
+    plain, out = settings(inputs, lease_seconds=0.5), tmp_path / "env"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["grasp.fidelity.retrain"])
+    rng = np.random.default_rng(0)
+    killed = 0
+    while killed < 20:
+        child = context.Process(target=retrain, args=(plain, out))
+        child.start()
+        child.join(rng.uniform(0.05, 1.2))
+        if child.exitcode == 0:
+            shutil.rmtree(out)  # it was done before the kill: begin again
+        else:
+            child.kill()
+            killed += 1
+        child.join()
+    retrain(plain, out)
+    for name in ("utilities.parquet", "reference.parquet", "subsets.parquet", "environment.json"):
+        assert (out / name).read_bytes() == (whole.path / name).read_bytes()
