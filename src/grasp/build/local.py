@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import grasp
 from grasp.artifact.features import FeatureSpool
-from grasp.artifact.layout import MANIFEST
+from grasp.artifact.layout import BUILD, MANIFEST
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
@@ -25,7 +25,7 @@ from grasp.build.forward import ShardForward, TokenKernel, UnitFeatures, forward
 from grasp.build.moments import build_token_moments, pooled_moments, spool_moments, spool_pooled_sample
 from grasp.build.progress import Progress, Silent
 from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError
+from grasp.errors import ArtifactError, ModelError
 from grasp.features.moments import Moments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import BuildSettings, read_yaml, write_yaml
@@ -85,11 +85,14 @@ def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress:
 def begin(settings: BuildSettings, out: Path, resume: bool) -> None:
     """Claim `out` for these settings by its run.yaml, or see that it was begun with the same ones.
 
+    A build that failed before anything was finished, on a misspelt target say, claims nothing.
+
     Raises:
         ArtifactError: something was begun here and `resume` is False, or with other settings (all named).
     """
     path, now = out / "run.yaml", settings.model_dump(mode="json")
-    if path.exists():
+    begun = any(out.glob("tokens/shard-*.json")) or (out / "work").exists() or (out / BUILD).exists()
+    if path.exists() and begun:
         if not resume:
             raise ArtifactError(
                 f"{out}: a build was begun here; run again with --resume to go on, or delete {out} to start again"
@@ -107,8 +110,10 @@ def begin(settings: BuildSettings, out: Path, resume: bool) -> None:
 def prepare(settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress) -> Inputs:
     """Rows on disk, units through the model."""
     progress.stage("rows", rows=None, tokens=None)
+    refuse_longer(model, settings.corpus.max_length, "corpus.max_length: rows")
     unit_set = load_units(settings.targets)
     unit_tokens = unit_set.tokenize(model.tokenizer, settings.targets.max_length)
+    refuse_longer(model, max(len(unit.input_ids) for unit in unit_tokens), "targets.max_length: a unit")
     store = RowStore.write(
         tokens,
         settings.corpus,
@@ -126,6 +131,14 @@ def prepare(settings: BuildSettings, model: ReferenceModel, tokens: Path, progre
         positions_E=[len(unit.input_ids) - unit.first for unit in unit_tokens],
         model_fingerprint=model.fingerprint(),
     )
+
+
+def refuse_longer(model: ReferenceModel, length: int, what: str) -> None:
+    """Positions beyond those that the model was made for give numbers without meaning, or none at all."""
+    if model.context is not None and length > model.context:
+        raise ModelError(
+            f"{what} of {length} tokens, the model has {model.context} positions; set {model.context} or less"
+        )
 
 
 def build_token_kernel(inputs: Inputs, work: Path, progress: Progress) -> TokenKernel | None:

@@ -357,7 +357,9 @@ def _begin(directory: Path, plan: Mapping[str, Any]) -> None:
     path = directory / "plan.json"
     if path.exists():
         changes = list(_changes(_read_json(path), plan))
-        if changes:
+        if changes and not any(directory.glob("shard-*.json")):
+            _write_json(path, plan)  # nothing is finished that could disagree: the corpus was mended, say
+        elif changes:
             raise CorpusError(
                 f"{directory}: was begun with other input: {'; '.join(changes)}. "
                 "Restore it, or delete the directory to start over"

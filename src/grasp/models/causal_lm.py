@@ -65,6 +65,12 @@ class ReferenceModel:
             reference.check_head()
         return reference
 
+    @property
+    def context(self) -> int | None:
+        """Positions that the model knows; none: it does not say."""
+        context: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return context
+
     @torch.inference_mode()
     def hidden(self, ids_BL: Tensor) -> Tensor:
         """Hidden states as the head sees them, (B, L, H), model dtype.
