@@ -37,7 +37,7 @@ def build(
     ),
     quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
 ) -> None:
-    """Run the reference model once over the corpus and write an artifact."""
+    """Run the model once over a corpus and write an artifact."""
     flags = {
         "model.path": model,
         "model.dtype": dtype,

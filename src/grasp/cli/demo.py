@@ -22,7 +22,10 @@ def demo(
     out: Path = typer.Option(Path("demo-out"), "--out", help="Directory for everything the demo makes."),
     quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
 ) -> None:
-    """Corpus, reference model, artifact and predictions, small, on real text: a few minutes on two cores."""
+    """Corpus, model, artifact and predictions, small, on real text.
+
+    A few minutes on two cores; a second run reuses what is there.
+    """
     begun = time.monotonic()
     from grasp.artifact.reader import Artifact
     from grasp.demo import make

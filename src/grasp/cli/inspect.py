@@ -44,7 +44,10 @@ def info(
 
 @app.command(epilog="Example: grasp verify art")
 def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact.")) -> None:
-    """Compare every file of an artifact with its checksum; exit code 1 if anything is broken."""
+    """Compare every file of an artifact with its checksum.
+
+    Exit code 1 if anything is broken; every broken file is named.
+    """
     from grasp.artifact.inspection import verify as check
 
     report = check(path)

@@ -47,7 +47,7 @@ def predict(
     components: bool = typer.Option(False, "--components", help="Every component of the prediction."),
     out: Path | None = typer.Option(None, "--out", help="Parquet of the predictions."),
 ) -> None:
-    """Predict the utility of subsets, or what each slice of the corpus is worth.
+    """Predict the utility of subsets, or the worth of slices.
 
     Utility is in standard deviations over the calibration family; higher is better.
     """

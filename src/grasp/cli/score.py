@@ -25,7 +25,10 @@ def score(
     labels: str | None = typer.Option(None, "--labels", help="Label columns to show, separated by commas."),
     out: Path | None = typer.Option(None, "--out", help="Parquet of the rows shown; of all rows if none are asked."),
 ) -> None:
-    """Show rows by relevance to a target: positive means that training on the row should help."""
+    """Show rows by relevance to a target.
+
+    Positive means that training on the row should lower the loss of the target's units.
+    """
     from grasp.artifact.reader import Artifact
     from grasp.protocol.tables import ranked_rows, write_ranking
 

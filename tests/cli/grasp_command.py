@@ -1,0 +1,78 @@
+"""`grasp ...` in this process, so that torch is imported once: argv in, output and exit code out."""
+
+import io
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grasp.artifact.reader import Artifact
+from grasp.cli import main
+
+PROGRESS = re.compile(r"[\w ]+: [\d,]+ (of [\d,]+ )?rows( in [\d.]+ s)?, .*rows/s.*")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def complaints(self) -> list[str]:
+        """What stderr holds besides progress."""
+        return [line for line in self.err.splitlines() if not PROGRESS.fullmatch(line)]
+
+
+def run(*arguments: object) -> Outcome:
+    """One command; an exception that is not an exit goes through, as a traceback would."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["grasp", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def succeed(*arguments: object) -> Outcome:
+    """A command that must work, without a word of complaint."""
+    outcome = run(*arguments)
+    assert (outcome.code, outcome.complaints) == (0, []), outcome
+    return outcome
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that must be refused: exit code 2 and one line on stderr, the last."""
+    outcome = run(*arguments)
+    assert outcome.code == 2, outcome
+    (line,) = outcome.complaints
+    assert line == outcome.err.splitlines()[-1]
+    assert line.startswith("error: "), line
+    return line.removeprefix("error: ")
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    artifact = Artifact.open(path)
+    return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
+
+
+def assert_same_arrays(found: Path, expected: Path) -> None:
+    ours, theirs = arrays(found), arrays(expected)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def cells(line: str) -> list[str]:
+    """Cells of a printed table."""
+    return [cell for cell in re.split(r" {2,}", line.strip()) if cell]
