@@ -1,6 +1,6 @@
 """grasp predict"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,7 @@ def predict(
         components=components,
         calibration=_calibration(chosen, labels, calibration),
     )
-    print(f"protocol {chosen.name}: {chosen.provenance}")
-    if constant := table.metadata["grasp.dropped"]:
-        print(f"left out, since they do not vary over {table.metadata['grasp.calibration']}: {constant}")
+    _print_protocol(table.metadata)
     if out is not None:
         print(f"{out}: {table.write(out):,} predictions")
         return
@@ -159,7 +157,7 @@ def _by(
         targets=targets,
         calibration=calibration,
     )
-    print(f"protocol {protocol.name}: {protocol.provenance}; changes in standard deviations over {calibration}")
+    _print_protocol({key.decode(): value.decode() for key, value in table.schema.metadata.items()})
     if out is not None:
         from grasp.protocol.tables import write_table
 
@@ -169,6 +167,13 @@ def _by(
     lines = table.to_pylist()
     for target in dict.fromkeys(line["target"] for line in lines):
         print_slices(f"{target}: what each {by} is worth", by, [line for line in lines if line["target"] == target])
+
+
+def _print_protocol(metadata: Mapping[str, str]) -> None:
+    print(f"protocol {metadata['grasp.protocol']}: {metadata['grasp.provenance']}")
+    print(f"in standard deviations over {metadata['grasp.calibration']}")
+    if constant := metadata["grasp.dropped"]:
+        print(f"left out, since it does not vary over them: {constant}")
 
 
 def print_slices(title: str, by: str, lines: Sequence[dict[str, Any]]) -> None:

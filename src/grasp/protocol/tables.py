@@ -13,6 +13,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError, ShapeError
 from grasp.protocol.held import UnitSelection
+from grasp.protocol.predict import describe
 from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
 from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64, FeatureSource, checked_targets
@@ -41,7 +42,7 @@ def slice_table(
     Columns: value, target, rows, tokens (if given), relevance_<kernel> (mean over the rows), if_dropped and
     if_doubled (change of utility against the whole corpus, in standard deviations of A over the calibration
     family), redundancy (cosine of the value's sketch sum to the mean sketch of all other rows; hidden and residual
-    sketch together). A value that is the whole corpus cannot be dropped: null.
+    sketch together). A value that is the whole corpus cannot be dropped: null. The metadata say what `predict` says.
 
     Raises:
         ProtocolError: the artifact does not fit the protocol.
@@ -78,7 +79,7 @@ def slice_table(
     if halves:
         redundancy_G = _redundancy([slices.sketch[half] for half in halves], [whole.sketch[half] for half in halves])
         columns["redundancy"] = pa.array(per_value(redundancy_G), from_pandas=True)
-    return pa.table(columns)
+    return pa.table(columns, metadata=describe(scorer))
 
 
 @dataclass(frozen=True, slots=True)
