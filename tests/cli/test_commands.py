@@ -1,0 +1,410 @@
+"""build -> info -> verify -> score -> predict on a small world: printed and written numbers are the library's own, and
+those of a slow computation."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from grasp.artifact.inspection import verify
+from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import ArtifactWriter
+from grasp.protocol.predict import predict
+from grasp.protocol.scorer import CalibrationFamily
+from grasp.protocol.scoring import default_protocol, load_protocol
+from grasp.protocol.tables import row_tokens, slice_table
+from grasp.settings import write_yaml
+from grasp.subsets import LabelTable, RowIndex, parse_family, read_subsets, write_subsets
+from grasp.subsets.blocks import one_subset
+from tests.build.world import write_targets
+from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
+
+GEOMETRY = {
+    "name": "with geometry",
+    "match": {"token": 1.0, "pooled": 0.5},
+    "components": {"joint.pair": -0.25, "product.self": 0.1},
+}
+
+
+def relevance(art: Path, kernel: str = "token") -> np.ndarray:
+    """Mean relevance of every row to the units of `facts`, (N,), float64."""
+    return arrays(art)[f"relevance_{kernel}"].astype(np.float64).mean(axis=1)
+
+
+def topics(art: Path) -> np.ndarray:
+    return np.array(pq.read_table(art / "rows.parquet")["topic"].to_pylist())
+
+
+def table(out: str, title: str) -> list[dict[str, str]]:
+    """A printed table below its title, as a dictionary a line."""
+    lines = out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(title)) + 1
+    headings = cells(lines[start])
+    found = []
+    for line in lines[start + 1 :]:
+        if len(cells(line)) != len(headings):
+            break
+        found.append(dict(zip(headings, cells(line), strict=True)))
+    return found
+
+
+def lines_of(path: Path) -> list[dict]:
+    return pq.read_table(path).to_pylist()
+
+
+# build, info, verify
+
+
+def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_path):
+    outcome = succeed(
+        *("build", "--model", root / "model", "--corpus", root / "corpus.jsonl", "--targets", root / "facts.jsonl"),
+        *("--max-length", 48, "--match", "token", "--dtype", "float32", "--keep-features", "--out", tmp_path / "art"),
+        *("--set", "features.token_positions=tail:4", "--set", "targets.units_per_target=5", "--quiet"),
+    )
+    artifact = Artifact.open(tmp_path / "art")
+    assert outcome.lines[0].startswith(f"{tmp_path / 'art'}: {artifact.n_rows} rows x 5 units (facts), ")
+    assert outcome.lines[-1] == f"next: grasp score {tmp_path / 'art'} --target facts --top 10"
+    assert "relevance_pooled" not in artifact.array_names
+    assert artifact.features.finished == {0}
+    settings = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
+    assert settings == artifact.manifest.settings
+    assert settings["corpus"]["max_length"] == 48
+    assert settings["features"]["token_positions"] == "tail:4"
+    assert "forward: " in outcome.err
+
+
+def test_run_yaml_replays_a_build_to_equal_arrays(art, tmp_path):
+    succeed("build", "--config", art / "run.yaml", "--out", tmp_path / "again")
+    assert_same_arrays(tmp_path / "again", art)
+
+
+def test_flags_beat_set_and_set_beats_the_file(art, tmp_path):
+    flags = ["--max-length", 24, "--match", "pooled", "--no-keep-features"]
+    assigned = ["corpus.max_length=12", "corpus.limit=9", "features.tau=0.5", "keep_features=true"]
+    given = [part for assignment in assigned for part in ("--set", assignment)]
+    succeed("build", "--config", art / "run.yaml", *given, *flags, "--out", tmp_path / "art")
+    settings = Artifact.open(tmp_path / "art").manifest.settings
+    assert settings["corpus"]["max_length"] == 24
+    assert settings["corpus"]["limit"] == 9
+    assert settings["features"]["tau"] == 0.5
+    assert settings["features"]["match"] == "pooled"
+    assert settings["keep_features"] is False
+    assert settings["features"]["top_k"] == 12  # of the file
+
+
+def test_a_setting_reaches_the_numbers(art, tmp_path):
+    succeed("build", "--config", art / "run.yaml", "--set", "features.tau=0.3", "--out", tmp_path / "art")
+    found, before = arrays(tmp_path / "art"), arrays(art)
+    for name in ("relevance_token", "relevance_pooled", "hidden_sketch"):
+        assert not np.allclose(found[name], before[name], rtol=1e-3), name
+    np.testing.assert_array_equal(found["residual_sketch"], before["residual_sketch"])  # no whitening in it
+
+
+def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_path, monkeypatch):
+    out, write_shard = tmp_path / "art", ArtifactWriter.write_shard
+
+    def interrupted(self, k, *arguments):
+        if k == 2:
+            raise KeyboardInterrupt
+        write_shard(self, k, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactWriter, "write_shard", interrupted)
+        assert run("build", "--config", root / "settings.yaml", "--out", out).code == 130
+    assert f"{out}: 2 of 9 shards finished, format 1" in succeed("info", out).out
+    assert "unfinished artifact" in succeed("verify", out).out
+    assert refused("score", out, "--target", "facts") == (
+        f"{out}: not finished: 2 of 9 shards; run the same `grasp build` again with --resume to go on"
+    )
+    assert "a build was begun here; run again with --resume" in refused(
+        "build", "--config", root / "settings.yaml", "--out", out
+    )
+    succeed("build", "--resume", "--out", out)
+    assert_same_arrays(out, art)
+    assert succeed("build", "--resume", "--out", out).err == ""  # nothing is left to do
+
+
+def test_resume_with_another_setting_names_it(art):
+    assert "features.tau was 0.01, is 0.02; go on with the old ones" in refused(
+        "build", "--resume", "--out", art, "--set", "features.tau=0.02"
+    )
+
+
+@pytest.mark.parametrize(("keep", "how"), [(True, "from the features that were kept"), (False, "by a pass over")])
+def test_an_added_target_is_there_and_the_old_one_is_untouched(root, art, tmp_path, keep, how):
+    write_targets(tmp_path / "more.jsonl", task="more", n_units=4, seed=5)
+    out = tmp_path / "art"
+    succeed("build", "--config", art / "run.yaml", "--set", f"keep_features={keep}", "--out", out)
+    added = succeed("build", "--out", out, "--add-target", tmp_path / "more.jsonl", "--set", "targets.seed=3")
+    assert how in added.out
+    assert added.lines[-1].endswith("targets now: facts, more")
+    assert "targets: facts (6 units), more (4 units)" in succeed("info", out).out
+    assert succeed("verify", out).lines[-1].endswith("all whole")
+    for name, array in arrays(art).items():
+        np.testing.assert_array_equal(arrays(out)[name][:, : array.shape[1]], array, err_msg=name)
+    best = table(succeed("score", out, "--target", "more", "--top", 1).out, "most helpful")[0]
+    mean = arrays(out)["relevance_token"][:, 6:].mean(axis=1)
+    assert float(best["relevance"]) == pytest.approx(mean.max(), rel=1e-3)
+    assert "more" in refused("build", "--out", out, "--add-target", tmp_path / "more.jsonl")
+
+
+def test_info_tells_what_the_manifest_holds(art):
+    artifact, text = Artifact.open(art), succeed("info", art)
+    assert text.lines[0].startswith(f"{art}: complete, format 1, {artifact.n_rows} rows, ")
+    assert "targets: facts (6 units)" in text.out
+    printed = {line["array"]: line for line in table(text.out, "arrays")}
+    assert set(printed) == set(artifact.array_names)
+    assert printed["relevance_token"]["shape"] == f"{artifact.n_rows} x 6"
+    assert artifact.manifest.fingerprints["corpus"] in text.out
+    found = json.loads(succeed("info", art, "--json").out)
+    assert found["settings"] == artifact.manifest.settings
+    assert found["targets"] == {"facts": 6}
+    assert found["bytes_total"] == sum(entry.bytes for entry in artifact.manifest.files.values())
+
+
+def test_verify_counts_what_it_read(art):
+    report = verify(art)
+    (line,) = succeed("verify", art).lines
+    assert line.startswith(f"{art}: artifact, {report.n_files} files, ")
+    assert line.endswith(": all whole")
+
+
+# score
+
+
+def test_score_shows_the_rows_that_a_sort_would(art):
+    mean_N = relevance(art)
+    rows = pq.read_table(art / "rows.parquet").to_pylist()
+    out = succeed("score", art, "--target", "facts", "--top", 5, "--bottom", 3).out
+    for title, order in (("most helpful", np.argsort(-mean_N)[:5]), ("most harmful", np.argsort(mean_N)[:3])):
+        printed = table(out, title)
+        assert [line["row_id"] for line in printed] == [rows[i]["row_id"] for i in order]
+        assert [line["topic"] for line in printed] == [rows[i]["topic"] for i in order]
+        assert [line["rank"] for line in printed] == [str(i + 1) for i in range(len(order))]
+        np.testing.assert_allclose([float(line["relevance"]) for line in printed], mean_N[order], rtol=1e-3)
+        assert all(rows[i]["snippet"].startswith(line["text"][:20]) for i, line in zip(order, printed, strict=True))
+
+
+def test_score_shows_ten_rows_unless_asked(art):
+    assert len(table(succeed("score", art, "--target", "facts").out, "most helpful")) == 10
+
+
+def test_score_by_the_other_kernel_of_long_rows_with_chosen_columns(art):
+    out = succeed(
+        "score", art, "--target", "facts", "--top", 4, "--match", "pooled", "--min-tokens", 30, "--labels", "n_tokens"
+    ).out
+    mean_N = relevance(art, "pooled")
+    tokens_N = np.array(pq.read_table(art / "rows.parquet")["n_tokens"])
+    order = [i for i in np.argsort(-mean_N) if tokens_N[i] >= 30][:4]
+    printed = table(out, "most helpful")
+    assert [int(line["n_tokens"]) for line in printed] == [tokens_N[i] for i in order]
+    np.testing.assert_allclose([float(line["relevance"]) for line in printed], mean_N[order], rtol=1e-3)
+
+
+def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):
+    assert succeed("score", art, "--target", "facts", "--out", tmp_path / "all.parquet").lines == [
+        f"{tmp_path / 'all.parquet'}: {Artifact.open(art).n_rows} rows"
+    ]
+    written = pq.read_table(tmp_path / "all.parquet")
+    np.testing.assert_allclose(written["relevance"], -np.sort(-relevance(art)), rtol=1e-6)
+    assert {"row_id", "topic", "snippet", "row_index"} <= set(written.column_names)
+    succeed("score", art, "--target", "facts", "--top", 3, "--bottom", 2, "--out", tmp_path / "some.parquet")
+    assert pq.read_table(tmp_path / "some.parquet").num_rows == 5
+
+
+def test_text_of_the_corpus_cannot_reach_the_terminal_unmasked(root, art, tmp_path):
+    lines = (root / "corpus.jsonl").read_text().splitlines()
+    hostile = {"row_id": "evil", "text": "blood \x1b[2J\u202e salt\tiron\nwind", "topic": "sky\x1b[31m"}
+    (tmp_path / "corpus.jsonl").write_text("\n".join([*lines, json.dumps(hostile)]) + "\n")
+    out = tmp_path / "art"
+    succeed("build", "--config", art / "run.yaml", "--corpus", tmp_path / "corpus.jsonl", "--out", out)
+    printed = (
+        succeed("score", out, "--target", "facts", "--top", 100).out + succeed("predict", out, "--by", "topic").out
+    )
+    assert "blood \ufffd[2J\ufffd salt iron wind" in printed
+    assert all(character.isprintable() or character == "\n" for character in printed)
+
+
+# predict
+
+
+def test_a_kept_slice_is_predicted_by_its_mean_relevance(art, tmp_path):
+    mean_N, kept_N = relevance(art), topics(art) == "sky"
+    n, total = len(mean_N), 0.0
+    for i in range(n):
+        total += mean_N[i] if kept_N[i] else 0.0
+    additive, whole = total / kept_N.sum(), mean_N.sum() / n
+    # The shipped protocol: z over random halves. m of n rows are drawn without replacement.
+    m = round(0.5 * n)
+    spread = np.sqrt(((mean_N - whole) ** 2).sum() / (n - 1) / m * (1 - m / n))
+    out = succeed("predict", art, "--keep", "topic = 'sky'", "--out", tmp_path / "p.parquet").lines
+    assert out == [
+        f"keep topic = 'sky': {kept_N.sum()} of {n} rows stay",
+        "protocol additive-core: not selected on development environments: additive core",
+        "in standard deviations over uniform:0.5, 256 subsets, seed 0",
+        f"{tmp_path / 'p.parquet'}: 1 predictions",
+    ]
+    (line,) = lines_of(tmp_path / "p.parquet")
+    assert (line["subset_id"], line["target"]) == ("keep topic = 'sky'", "facts")
+    assert line["additive_token"] == pytest.approx(additive, rel=1e-6)
+    assert line["utility"] == pytest.approx((additive - whole) / spread, rel=1e-5)
+    assert line["change"] == pytest.approx((additive - whole) / spread, rel=1e-5)
+    (shown,) = table(succeed("predict", art, "--keep", "topic = 'sky'").out, "predicted utility")
+    assert shown["utility"] == f"{line['utility']:+.3f}"
+    assert shown["additive_token"] == f"{line['additive_token']:+.3f}"
+
+
+def test_dropping_a_slice_is_keeping_the_rest(art, tmp_path):
+    for flag, expression in (("--drop", "topic = 'sky'"), ("--keep", "topic != 'sky'")):
+        succeed("predict", art, flag, expression, "--out", tmp_path / f"{flag}.parquet")
+    dropped, kept = lines_of(tmp_path / "--drop.parquet"), lines_of(tmp_path / "--keep.parquet")
+    assert dropped[0].pop("subset_id") == "drop topic = 'sky'"
+    assert kept[0].pop("subset_id") == "keep topic != 'sky'"
+    assert dropped == kept
+
+
+def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
+    mean_N = relevance(art)
+    row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
+    names = {"subset_id": ["a", "a", "b"], "row_id": [row_ids[3], row_ids[5], row_ids[0]]}
+    pq.write_table(pa.table({**names, "weight": [1.0, 3.0, 2.0]}), tmp_path / "weighted.parquet")
+    pq.write_table(pa.table(names), tmp_path / "plain.parquet")
+    found = {}
+    for name, flags in (("weighted", []), ("plain", []), ("omitted", ["--omitted"])):
+        path = tmp_path / ("plain.parquet" if name == "omitted" else f"{name}.parquet")
+        succeed("predict", art, "--subsets", path, *flags, "--out", tmp_path / "out.parquet")
+        found[name] = {line["subset_id"]: line["additive_token"] for line in lines_of(tmp_path / "out.parquet")}
+    assert found["weighted"] == pytest.approx({"a": (mean_N[3] + 3 * mean_N[5]) / 4, "b": mean_N[0]}, rel=1e-6)
+    assert found["plain"] == pytest.approx({"a": (mean_N[3] + mean_N[5]) / 2, "b": mean_N[0]}, rel=1e-6)
+    rest = {"a": np.delete(mean_N, [3, 5]).mean(), "b": np.delete(mean_N, [0]).mean()}
+    assert found["omitted"] == pytest.approx(rest, rel=1e-6)
+
+
+def test_a_drawn_family_is_what_the_library_draws_and_predicts(art, tmp_path):
+    artifact = Artifact.open(art)
+    labels = LabelTable(artifact.rows_path).column("topic")
+    for family in ("uniform:0.3", "mixture:topic", "groups:topic", "bernoulli:0.5"):
+        out = tmp_path / f"{family.replace(':', '-')}.parquet"
+        succeed("predict", art, "--family", family, "-B", 7, "--seed", 5, "--out", out)
+        drawn = parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
+        expected = predict(artifact, default_protocol(), drawn).read()
+        assert pq.read_table(out).equals(expected)
+    assert len(table(succeed("predict", art, "--family", "uniform:0.3").out, "predicted utility")) == 100
+
+
+def test_predictions_of_a_file_are_those_of_the_drawn_family_it_was_written_from(art, tmp_path):
+    artifact = Artifact.open(art)
+    index = RowIndex.from_parquet(artifact.rows_path)
+    drawn = parse_family("uniform:0.3").draw(300, n_rows=artifact.n_rows, seed=0, purpose="drawn")
+    write_subsets(tmp_path / "subsets.parquet", drawn, index)
+    succeed("predict", art, "--subsets", tmp_path / "subsets.parquet", "--out", tmp_path / "file.parquet")
+    succeed("predict", art, "--family", "uniform:0.3", "-B", 300, "--out", tmp_path / "drawn.parquet")
+    assert pq.read_table(tmp_path / "file.parquet").equals(pq.read_table(tmp_path / "drawn.parquet"))
+    (first, *_) = read_subsets(tmp_path / "subsets.parquet", index)
+    assert first.subset_ids[0] == lines_of(tmp_path / "file.parquet")[0]["subset_id"] == "drawn-000000"
+
+
+def test_units_have_lines_of_their_own_and_average_to_their_task(art, tmp_path):
+    succeed("predict", art, "--family", "uniform:0.5", "-B", 4, "--units", "--out", tmp_path / "p.parquet")
+    lines = lines_of(tmp_path / "p.parquet")
+    units = Artifact.open(art).units["unit_id"].to_pylist()
+    assert len(lines) == 4 * (1 + len(units))
+    for task in (line for line in lines if line["unit_id"] is None):
+        own = [line for line in lines if line["subset_id"] == task["subset_id"] and line["unit_id"]]
+        assert [line["unit_id"] for line in own] == units
+        mean = np.mean([line["additive_token"] for line in own])
+        assert task["additive_token"] == pytest.approx(mean, rel=1e-6)
+    printed = succeed("predict", art, "--family", "uniform:0.5", "-B", 1, "--units").out
+    assert all(unit in printed for unit in units)
+
+
+def test_components_of_a_protocol_add_up_to_the_utility(art, tmp_path):
+    write_yaml(GEOMETRY, tmp_path / "protocol.yaml")
+    asked = ["predict", art, "--family", "bernoulli:0.5", "-B", 5, "--protocol", tmp_path / "protocol.yaml"]
+    outcome = succeed(*asked, "--components", "--out", tmp_path / "p.parquet")
+    assert outcome.lines[0] == "protocol with geometry: not selected on development environments"
+    for line in lines_of(tmp_path / "p.parquet"):
+        parts = [line[f"part_{name}"] for name in ("token", "pooled", "joint.pair", "product.self")]
+        assert line["utility"] == pytest.approx(sum(parts), rel=1e-9)
+        assert line["value_joint.pair"] != line["value_product.self"]
+    printed = succeed(*asked, "--components").out
+    assert "part_joint.pair" in printed
+    assert "part_joint.pair" not in succeed(*asked).out
+
+
+def test_calibration_is_a_flag_and_is_told(art, tmp_path):
+    artifact, protocol, out = Artifact.open(art), default_protocol(), tmp_path / "p.parquet"
+    asked = ["predict", art, "--keep", "topic = 'sky'", "--units", "--out", out]
+    outcome = succeed(*asked, "--calibration", "mixture:topic")
+    assert outcome.lines[2] == "in standard deviations over mixture:topic, 256 subsets, seed 0"
+    family = CalibrationFamily(parse_family("mixture:topic"), labels=LabelTable(artifact.rows_path).column("topic"))
+    kept = one_subset("keep topic = 'sky'", topics(art) == "sky")
+    expected = predict(artifact, protocol, [kept], per_unit=True, calibration=family).read()
+    assert pq.read_table(out).equals(expected)
+    succeed(*asked)
+    plain = np.array(pq.read_table(out)["utility"])
+    assert np.abs(plain - np.array(expected["utility"])).min() > 1e-3
+
+
+def test_what_does_not_vary_over_the_calibration_family_is_left_out_and_said_so(art, tmp_path):
+    artifact = Artifact.open(art)
+    labels = LabelTable(artifact.rows_path).column("topic")
+
+    def draws(seed: int) -> list[list[int]]:
+        family = CalibrationFamily(parse_family("groups:topic"), 2, seed, labels)
+        (block,) = family.blocks(artifact.n_rows)
+        return [block.weights_BN[[b]].indices.tolist() for b in range(2)]
+
+    alike = next(seed for seed in range(100) if len({tuple(rows) for rows in draws(seed)}) == 1)
+    calibration = {"family": "groups:topic", "n_subsets": 2, "seed": alike}
+    write_yaml({**GEOMETRY, "calibration": calibration}, tmp_path / "protocol.yaml")
+    for asked in (["--keep", "topic = 'sky'"], ["--by", "topic", "--calibration", "groups:topic"]):
+        outcome = succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml")
+        (said,) = [line for line in outcome.lines if line.startswith("left out")]
+        assert said.startswith("left out, since it does not vary over them: ")
+        for name in ("token", "pooled", "joint.pair", "product.self"):
+            assert name in said
+
+
+def test_by_gives_every_value_its_worth(art, tmp_path):
+    artifact, mean_N, topic_N = Artifact.open(art), relevance(art), topics(art)
+    printed = table(succeed("predict", art, "--by", "topic").out, "facts: what each topic is worth")
+    labels = LabelTable(artifact.rows_path).column("topic")
+    family = CalibrationFamily(parse_family("mixture:topic"), labels=labels)
+    expected = slice_table(
+        artifact, default_protocol(), labels, tokens_N=row_tokens(artifact), calibration=family
+    ).to_pylist()
+    assert {line["topic"] for line in printed} == {"earth", "life", "sky"}
+    drops = [float(line["if dropped"]) for line in printed]
+    assert drops == sorted(drops)
+    for line in printed:
+        (want,) = [row for row in expected if row["value"] == line["topic"]]
+        mine = mean_N[topic_N == line["topic"]]
+        assert int(line["rows"]) == len(mine)
+        assert float(line["mean relevance"]) == pytest.approx(mine.mean(), abs=5e-4)
+        for heading, name in (("if dropped", "if_dropped"), ("if doubled", "if_doubled"), ("redundancy", "redundancy")):
+            assert line[heading] == f"{want[name]:+.3f}"
+    lines = succeed("predict", art, "--by", "topic", "--out", tmp_path / "slices.parquet").lines
+    assert lines[-1] == f"{tmp_path / 'slices.parquet'}: 3 lines"
+    assert lines_of(tmp_path / "slices.parquet") == expected
+
+
+def test_what_by_says_of_a_dropped_slice_is_what_drop_says(art, tmp_path):
+    calibration = ["--calibration", "mixture:topic"]
+    succeed("predict", art, "--drop", "topic = 'life'", *calibration, "--out", tmp_path / "drop.parquet")
+    succeed("predict", art, "--by", "topic", "--out", tmp_path / "by.parquet")
+    (line,) = [line for line in lines_of(tmp_path / "by.parquet") if line["value"] == "life"]
+    assert lines_of(tmp_path / "drop.parquet")[0]["change"] == pytest.approx(line["if_dropped"], rel=1e-6)
+
+
+def test_written_predictions_carry_what_they_are(art, tmp_path):
+    write_yaml(GEOMETRY, tmp_path / "protocol.yaml")
+    for asked in (["--family", "uniform:0.5"], ["--by", "topic"]):
+        succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml", "--out", tmp_path / "p.parquet")
+        metadata = pq.read_schema(tmp_path / "p.parquet").metadata
+        assert metadata[b"grasp.protocol"] == load_protocol(tmp_path / "protocol.yaml").name.encode()
+        assert b"higher is better" in metadata[b"grasp.unit.utility"]
