@@ -59,6 +59,7 @@ def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress:
     with ArtifactLock.acquire(out) as lock:
         begin(settings, out, resume)
         if (out / MANIFEST).exists():
+            clean(settings, out)  # a kill may have come between the manifest and this
             return out
         inputs = prepare(settings, ReferenceModel.load(settings.model), out / "tokens", progress)
         work = out / "work" / _digest(identity(inputs))
