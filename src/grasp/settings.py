@@ -3,13 +3,14 @@
 The only place that reads or writes YAML. `run.yaml`, which every long command leaves behind, is one of these.
 """
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grasp.errors import SettingsError
 
@@ -87,8 +88,16 @@ class ModelSettings(Settings):
     check: bool = Field(True, description="Prove at load that head(hidden) equals the model's own logits.")
 
 
-POSITIONS = r"^(all|tail:[1-9]\d*|stride:[1-9]\d*)$"
-Positions = Annotated[str, Field(pattern=POSITIONS)]
+POSITIONS = re.compile(r"all|tail:[1-9]\d*|stride:[1-9]\d*")
+
+
+def _positions(text: str) -> str:
+    if not POSITIONS.fullmatch(text):
+        raise ValueError(f"expected all, tail:N or stride:N with N from 1, got {text!r}")
+    return text
+
+
+Positions = Annotated[str, AfterValidator(_positions)]
 
 
 class FeatureSettings(Settings):
@@ -210,7 +219,12 @@ def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = No
     return f"{where}: " + "; ".join(parts)
 
 
-_WORDS = {"missing": "missing", "extra_forbidden": "no such field"}
+_WORDS = {
+    "missing": "missing",
+    "extra_forbidden": "no such field",
+    "model_type": "expected a group of settings",
+    "tuple_type": "expected a list",
+}
 
 
 def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """grasp predict"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
     from grasp.protocol.scorer import CalibrationFamily
     from grasp.protocol.scoring import ScoringProtocol
-    from grasp.subsets import LabelTable
+    from grasp.subsets import LabelTable, SubsetBlock
 
 
 # \b keeps the lines of the epilog as they are.
@@ -65,7 +65,7 @@ def predict(
     idle["--components"] = components and by is not None
     if any(idle.values()):
         useless = ", ".join(flag for flag, value in idle.items() if value)
-        raise SettingsError(f"predict: {useless} has no meaning with {given[0]}; leave it out")
+        raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
     output_file("--out", out)
     artifact = Artifact.open(path)
     chosen = load_protocol(protocol) if protocol is not None else default_protocol()
@@ -75,7 +75,7 @@ def predict(
         found = _calibration(chosen, labels, calibration or f"mixture:{by}")
         _by(artifact, chosen, labels, by, wanted, found, out)
         return
-    blocks = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
+    blocks, note = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
     table = predict_subsets(
         artifact,
         chosen,
@@ -85,11 +85,15 @@ def predict(
         components=components,
         calibration=_calibration(chosen, labels, calibration),
     )
+    written = table.write(out) if out is not None else None
+    lines = table.read().to_pylist() if out is None else []
+    if note:
+        print(note)
     _print_protocol(table.metadata)
-    if out is not None:
-        print(f"{out}: {table.write(out):,} predictions")
-        return
-    _print_predictions(table.read().to_pylist(), components)
+    if written is None:
+        _print_predictions(lines, components)
+    else:
+        print(f"{out}: {written:,} predictions")
 
 
 def _calibration(protocol: "ScoringProtocol", labels: "LabelTable", text: str | None) -> "CalibrationFamily":
@@ -113,17 +117,18 @@ def _blocks(
     count: int,
     seed: int,
     omitted: bool,
-) -> Any:
+) -> tuple[Iterator["SubsetBlock"], str]:
+    """The subsets asked for, and what is worth saying of them."""
     from grasp.subsets import RowIndex, parse_family, read_subsets
     from grasp.subsets.blocks import one_subset
 
     if subsets is not None:
         index = RowIndex.from_parquet(artifact.rows_path)
-        return read_subsets(subsets, index, side="omitted" if omitted else "retained")
+        return read_subsets(subsets, index, side="omitted" if omitted else "retained"), ""
     if family is not None:
         drawn = parse_family(family)
         column = None if drawn.label is None else labels.column(drawn.label)
-        return drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="drawn")
+        return drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="drawn"), ""
     if drop is not None:
         selection = labels.selection(drop)
         name, mask_N = f"drop {drop}", ~selection.mask_N
@@ -131,11 +136,12 @@ def _blocks(
         assert keep is not None
         selection = labels.selection(keep)
         name, mask_N = f"keep {keep}", selection.mask_N
-    print(f"{name}: {int(mask_N.sum()):,} of {artifact.n_rows:,} rows stay", end="")
-    print(f"; {selection.n_null:,} rows have no label there and count as not selected" if selection.n_null else "")
     if not mask_N.any():
-        raise SettingsError(f"predict: `{name}` leaves no row, expected at least one")
-    return iter([one_subset(name, mask_N)])
+        raise SettingsError(f"predict: `{name}` leaves none of {artifact.n_rows:,} rows, expected at least one")
+    note = f"{name}: {int(mask_N.sum()):,} of {artifact.n_rows:,} rows stay"
+    if selection.n_null:
+        note += f"; {selection.n_null:,} rows have no label there and count as not selected"
+    return iter([one_subset(name, mask_N)]), note
 
 
 def _by(

@@ -37,9 +37,13 @@ def score(
     if not top and not bottom and out is None:
         top = 10
     shown = _columns(artifact, names(labels))
+    if match is not None:
+        artifact.relevance_name(match)  # or it says what there is
     for title, k, worst in (("most helpful", top, False), ("most harmful", bottom, True)):
         if k:
             table = ranked_rows(artifact, target, k, bottom=worst, kernel=match, min_tokens=min_tokens)
+            if not table.num_rows:
+                raise SettingsError(f"--min-tokens: got {min_tokens}, no row of {path} is as long")
             show(
                 f"{title} rows for {target}, by relevance",
                 ("rank", "relevance", "row_id", *shown, "text"),
