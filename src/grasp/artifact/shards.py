@@ -1,6 +1,6 @@
 """Writing shards: chunk files and row table aside, renamed when all are there, the completion mark last."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,23 +95,11 @@ class ShardWriter:
 
     def prepare(self) -> None:
         """Make directories and Zarr metadata, clear what a kill left aside, find the finished shards."""
-        self._marks_dir.mkdir(parents=True, exist_ok=True)
-        described: list[Path] = []
-        for name, spec in self.arrays.items():
-            group = group_name(name, self._part)
-            described += describe_array(
-                self.root,
-                group,
-                shape=(self.grid.n_rows, spec.width),
-                chunk_rows=self.grid.chunk_rows,
-                dtype=self.dtype,
-                scale_E=self._scales[name],
-                attributes={"unit": spec.unit, "sign": spec.sign},
-            )
-            remove_parts(self.root / array_dir(group), self.root / array_dir(group + ".scale"))
-        self._metadata = tuple(described)
-        remove_parts(self._marks_dir)
         self._shards = finished_shards(self.root, self._part, self.grid)
+        with out_of_space(f"{self.root}: nothing was written", self.progress):
+            self._marks_dir.mkdir(parents=True, exist_ok=True)
+            self._metadata = tuple(self._describe())
+        remove_parts(self._marks_dir)
 
     @property
     def finished(self) -> frozenset[int]:
@@ -185,6 +173,20 @@ class ShardWriter:
     def table_path(self, k: int) -> Path:
         """Row table of shard k."""
         return self.root / self._relative(k, ".parquet")
+
+    def _describe(self) -> Iterator[Path]:
+        for name, spec in self.arrays.items():
+            group = group_name(name, self._part)
+            yield from describe_array(
+                self.root,
+                group,
+                shape=(self.grid.n_rows, spec.width),
+                chunk_rows=self.grid.chunk_rows,
+                dtype=self.dtype,
+                scale_E=self._scales[name],
+                attributes={"unit": spec.unit, "sign": spec.sign},
+            )
+            remove_parts(self.root / array_dir(group), self.root / array_dir(group + ".scale"))
 
     def _sums_of(self, k: int) -> dict[str, NDArray[np.float64]]:
         mark = read_record(self.root / self._relative(k, ".json"), ShardMark)
