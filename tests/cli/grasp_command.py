@@ -13,7 +13,7 @@ import pytest
 from grasp.artifact.reader import Artifact
 from grasp.cli import main
 
-PROGRESS = re.compile(r"[\w ]+: [\d,]+ (of [\d,]+ )?rows( in [\d.]+ s)?, .*rows/s.*")
+PROGRESS = re.compile(r"[\w ]+: [\d,]+ (of [\d,]+ )?rows( in [\d.]+ s)?, .*rows/s.*|runs: [\d,]+ .*")
 
 
 @dataclass(frozen=True)

