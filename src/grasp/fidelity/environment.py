@@ -98,13 +98,14 @@ class Utilities:
     targets: tuple[str, ...]  # of each unit, (E,)
     unit_ids: tuple[str, ...]  # (E,)
 
-    def of(self, target: str) -> "Utilities":
-        """The units of one target."""
-        columns = [e for e, name in enumerate(self.targets) if name == target]
-        if not columns:
+    def of(self, *targets: str) -> "Utilities":
+        """The units of one target, or of several in the order that they have here."""
+        unknown = [name for name in targets if name not in self.targets]
+        if unknown:
             raise EnvironmentDataError(
-                f"target {target!r}: not among {list(dict.fromkeys(self.targets))}; name one of them"
+                f"target {unknown[0]!r}: not among {list(dict.fromkeys(self.targets))}; name one of them"
             )
+        columns = [e for e, name in enumerate(self.targets) if name in targets]
         return Utilities(
             self.values_BSE[:, :, columns],
             self.subset_ids,
@@ -556,7 +557,7 @@ def _check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, chec
 def _read_info(path: Path) -> EnvironmentInfo:
     try:
         info = EnvironmentInfo.model_validate_json(path.read_bytes())
-    except FileNotFoundError as err:
+    except (FileNotFoundError, NotADirectoryError) as err:
         raise EnvironmentDataError(f"{path}: no such file; {path.parent} is not an environment") from err
     except ValidationError as err:
         raise EnvironmentDataError(f"{describe(err, str(path))}; restore it from a copy") from err

@@ -79,6 +79,7 @@ def retrain(settings: RetrainSettings, out: Path, progress: Progress | None = No
             No finished run is lost.
     """
     report = progress or _silent
+    settings = fitted_lengths(settings)
     environment = prepare(settings, out, report)
     if settings.workers == 1:
         fill(settings, out, report)
@@ -90,6 +91,8 @@ def retrain(settings: RetrainSettings, out: Path, progress: Progress | None = No
 def prepare(settings: RetrainSettings, out: Path, progress: Progress) -> Environment:
     """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
     recipe = resolved_recipe(settings)
+    if out.exists() and not out.is_dir():
+        raise SettingsError(f"{out}: is a file, expected the directory of an environment; choose another place")
     out.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(out / ".prepare.lock"):
         tokenizer = _tokenizer(settings, recipe, out, progress)
@@ -207,18 +210,42 @@ def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
         ModelError: no such recipe.
         SettingsError: an override that does not fit, or rows longer than the recipe reads.
     """
-    named = named_recipe(settings.recipe).model_dump()
-    shape = named["shape"] | settings.overrides.get("shape", {})
-    try:
-        recipe = TrainingRecipe.model_validate(named | settings.overrides | {"shape": shape})
-    except ValidationError as err:
-        raise SettingsError(describe(err, "overrides")) from err
+    recipe = _overridden_recipe(settings)
     if settings.corpus.max_length > recipe.shape.context:
         raise SettingsError(
             f"corpus.max_length: got {settings.corpus.max_length}, but recipe {recipe.name} reads rows of at most "
             f"{recipe.shape.context} tokens; set corpus.max_length to {recipe.shape.context}"
         )
     return recipe
+
+
+def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
+    """Rows and units as long as the recipe reads, where the settings do not say how long.
+
+    Raises:
+        ModelError: no such recipe.
+        SettingsError: an override that does not fit.
+    """
+    length = {"max_length": _overridden_recipe(settings).shape.context}
+    groups = {"corpus": settings.corpus, "targets": settings.targets}
+    return settings.model_copy(
+        update={
+            name: group.model_copy(update=length)
+            for name, group in groups.items()
+            if "max_length" not in group.model_fields_set
+        }
+    )
+
+
+def _overridden_recipe(settings: RetrainSettings) -> TrainingRecipe:
+    named = named_recipe(settings.recipe).model_dump()
+    shape = settings.overrides.get("shape", {})
+    if not isinstance(shape, dict):
+        raise SettingsError(f"overrides.shape: got {shape!r}, expected a group of settings, e.g. {{layers: 2}}")
+    try:
+        return TrainingRecipe.model_validate(named | settings.overrides | {"shape": named["shape"] | shape})
+    except ValidationError as err:
+        raise SettingsError(describe(err, "overrides")) from err
 
 
 def resolved_device(name: str) -> str:
