@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from grasp.artifact.reader import Artifact
@@ -64,6 +64,11 @@ class EvaluationReport:
     resamples: int
     roles: dict[str, Role]  # of each target
     methods: tuple[MethodResult, ...]
+    notes: tuple[str, ...] = ()  # how the methods came about
+
+    def noted(self, note: str) -> "EvaluationReport":
+        """The same with one more note."""
+        return replace(self, notes=(*self.notes, note))
 
     def records(self) -> list[dict[str, Any]]:
         """One flat record a method and target, and one a method for the mean over its targets."""
@@ -127,13 +132,14 @@ class EvaluationReport:
         return "\n".join([head, *_columns(lines), *self._notes()]) + "\n"
 
     def _notes(self) -> list[str]:
-        notes: dict[str, None] = {}
+        notes: dict[str, None] = dict.fromkeys(self.notes)
         for result in self.methods:
             for row in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
                     reason = estimate_of(row, metric).reason
+                    whose = "" if metric in _CEILINGS else f" of {result.method}"  # a ceiling is the environment's
                     if reason:
-                        notes[f"undefined: {metric} of {result.method} on {row.target}: {reason}"] = None
+                        notes[f"undefined: {metric}{whose} on {row.target}: {reason}"] = None
                 for why, n in row.undefined_units.items():
                     notes[f"left out: {n} of {row.n_units} units of {row.target} for {result.method}: {why}"] = None
         return list(notes)
@@ -148,6 +154,7 @@ def evaluate(
     partial: bool = False,
     resamples: int = RESAMPLES,
     seed: int = 0,
+    notes: Sequence[str] = (),
 ) -> EvaluationReport:
     """Compare predictions with the utilities of an environment.
 
@@ -157,6 +164,7 @@ def evaluate(
         seeds: retraining seeds to use; None: all.
         partial: of an unfinished environment use the subsets that are there.
         seed: of the resamples.
+        notes: how the methods came about, kept in the report.
     Raises:
         EnvironmentDataError: utilities or predictions are incomplete or not finite; the message names which.
     """
@@ -186,6 +194,7 @@ def evaluate(
         resamples=resamples,
         roles={name: environment.role_of(name) for name in names},
         methods=tuple(MethodResult(p.method, tuple(metrics(p, name) for name in names)) for p in predictions),
+        notes=tuple(notes),
     )
 
 

@@ -195,6 +195,20 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
     return RowScores(method or path.stem, columns, rows.n_rows, _Blocks(scores[order]))
 
 
+def read_predictions(
+    path: Path, rows: RowIndex, subsets: Sequence[SubsetBlock], method: str | None = None
+) -> Predictions:
+    """Read a file of any kind; scores of rows are averaged over the retained rows of each subset.
+
+    Raises:
+        EnvironmentDataError: the file is of no known kind, or does not fit rows or subsets.
+    """
+    kind = kind_of(path)
+    if kind == "rows":
+        return read_row_scores(path, rows, method).sum_over(subsets)
+    return read_table(path, method) if kind == "table" else read_array(path, method)
+
+
 def kind_of(path: Path) -> Literal["table", "array", "rows"]:
     """What a file holds, by its columns or by what its ids name.
 
@@ -291,7 +305,7 @@ def _load(path: Path) -> NDArray[Any]:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err
-    except (ValueError, EOFError) as err:
+    except (ValueError, EOFError, OSError) as err:
         raise EnvironmentDataError(f"{path}: cannot be read as .npy: {err}") from err
     return array
 
