@@ -174,6 +174,13 @@ def default_family() -> ProtocolFamily:
         return load_family(path)
 
 
+def write_default_family(path: Path) -> None:
+    """Write the family that ships, with its comments, to be edited; the file appears only when whole."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(files("grasp.protocol").joinpath("family.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    part.replace(path)
+
+
 def load_family(path: Path | str) -> ProtocolFamily:
     """Read a family from YAML; every mismatch is in the message."""
     try:

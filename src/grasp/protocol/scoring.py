@@ -160,8 +160,14 @@ def load_protocol(path: Path | str) -> ScoringProtocol:
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
-    """Write a protocol so that `load_protocol` gives it back; the file appears only when whole."""
-    write_yaml(protocol.model_dump(mode="json", exclude_none=False), Path(path))
+    """Write a protocol so that `load_protocol` gives it back: YAML, or JSON by its name; it appears only when whole."""
+    target = Path(path)
+    if target.suffix != ".json":
+        write_yaml(protocol.model_dump(mode="json"), target)
+        return
+    part = target.with_name(target.name + ".part")
+    part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    part.replace(target)
 
 
 def _validated(data: dict[str, Any], where: str) -> ScoringProtocol:

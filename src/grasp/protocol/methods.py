@@ -1,0 +1,169 @@
+"""Methods side by side in one environment: additive cores, protocols, controls, oracles, and predictions from files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.fidelity.controls import CONTROLS
+from grasp.fidelity.environment import Environment, Utilities
+from grasp.fidelity.evaluate import EvaluationReport, evaluate
+from grasp.fidelity.metrics import RESAMPLES
+from grasp.fidelity.oracles import fraction_features, lasso_oracle, mask_features, ridge_oracle
+from grasp.fidelity.predictions import Predictions, read_predictions
+from grasp.protocol.family import Binding, Candidate, ProtocolFamily
+from grasp.protocol.scoring import Match, ScoringProtocol
+from grasp.protocol.selection import Development, Scored, select
+from grasp.subsets import LabelTable, RowIndex
+from grasp.subsets.blocks import Side
+
+PLAIN = Binding("retained", "mean", "mean_relevance")
+ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {
+    "token additive": (("token", 1.0),),
+    "pooled additive": (("pooled", 1.0),),
+    "both additive": (("token", 1.0), ("pooled", 1.0)),
+}
+SIDES: tuple[Side, ...] = ("retained", "omitted")
+ORACLES = {"ridge": ridge_oracle, "lasso": lasso_oracle}
+MASKS = "masks"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is compared beside the additive cores."""
+
+    protocols: Mapping[str, ScoringProtocol]
+    controls: Mapping[str, Candidate] | None = None
+    files: Sequence[Path] = ()
+    oracles: Sequence[str] = ()  # ridge or lasso, with `:masks` or `:LABEL` for what the oracle sees
+    notes: Sequence[str] = ()  # how the methods came about
+
+
+def compare(
+    artifact: Artifact,
+    environment: Environment,
+    asked: Asked,
+    *,
+    targets: Sequence[str] | None = None,
+    partial: bool = False,
+    resamples: int = RESAMPLES,
+) -> EvaluationReport:
+    """Evaluate methods side by side.
+
+    Args:
+        targets: by the environment's names; None: all that the artifact and every file have.
+        partial: of an unfinished environment use the subsets that are there.
+    Raises:
+        EnvironmentDataError: artifact, files or utilities do not belong together or are incomplete.
+        ProtocolError: the artifact does not fit a protocol.
+        SettingsError: no such oracle.
+    """
+    scored = Scored.of(environment, artifact)
+    chosen = _checked_targets(scored, targets)
+    utilities = environment.utilities(partial=partial).of(*chosen)
+    predictions = scored.predictions(additive_methods(artifact.array_names), chosen)
+    predictions += scored.predict(asked.protocols, chosen)
+    predictions += scored.predictions(asked.controls or {}, chosen)
+    rows = RowIndex.from_parquet(artifact.rows_path)
+    for path in asked.files:
+        taken = {known.method for known in predictions}
+        predictions.append(read_predictions(path, rows, scored.blocks, str(path) if path.stem in taken else None))
+    predictions += [_oracle(text, scored, LabelTable(artifact.rows_path), utilities) for text in asked.oracles]
+    common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
+    report = evaluate(
+        environment, predictions, targets=common or None, partial=partial, resamples=resamples, notes=asked.notes
+    )
+    left_out = [name for name in environment.targets if name not in common]
+    if targets is None and left_out:
+        report = report.noted(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
+    return report
+
+
+def additive_methods(array_names: Sequence[str]) -> dict[str, Candidate]:
+    """Relevance alone by each kernel that the artifact has, and by both."""
+    return {
+        name: Candidate(PLAIN, match, ())
+        for name, match in ADDITIVE.items()
+        if all(f"relevance_{kernel}" in array_names for kernel, _ in match)
+    }
+
+
+def control_methods(
+    family: ProtocolFamily, developments: Sequence[Development], *, resamples: int = RESAMPLES
+) -> tuple[dict[str, Candidate], list[str]]:
+    """The paper's controls, and the full predictor by side, each with weights selected on development results.
+
+    Returns:
+        The selected candidate of each, and a note a control: which it is, or why there is none.
+    Raises:
+        ProtocolError: fewer than two development results.
+    """
+    families = {control.name: family.restricted(control) for control in CONTROLS}
+    families |= {f"full-{side}": family.model_copy(update={"sides": (side,)}) for side in SIDES}
+    served = [one.source.array_names for dev in developments for one in dev.variants.values()]
+    results = ", ".join(f"{dev.environment.name}/{target}" for dev in developments for target in dev.targets)
+    chosen: dict[str, Candidate] = {}
+    notes = [f"weights of every control were selected on {results}"]
+    for name, restricted in families.items():
+        if not all(restricted.members(array_names)[0] for array_names in served):
+            notes.append(f"control {name}: left out, nothing of the family remains")
+            continue
+        chosen[name] = select(restricted, developments, resamples=resamples).best.candidate
+        notes.append(f"control {name}: {chosen[name].name}")
+    return chosen, notes
+
+
+def developments_of(
+    artifacts: Sequence[Artifact],
+    environments: Sequence[Environment],
+    *,
+    targets: Sequence[str] | None = None,
+    calibration_subsets: int = 256,
+) -> list[Development]:
+    """Give every environment the artifacts of its corpus.
+
+    Args:
+        targets: by the environments' names; None: all development targets.
+    Raises:
+        ProtocolLeakError: an environment, or a target that was asked for, is held out.
+        EnvironmentDataError: an environment without an artifact of its corpus, or an artifact without an environment.
+    """
+    used: set[Path] = set()
+    bound: list[Development] = []
+    for environment in environments:
+        same = [
+            one for one in artifacts if one.manifest.fingerprints.get("corpus") == environment.info.corpus_fingerprint
+        ]
+        used |= {one.path for one in same}
+        # without one of its corpus, the first artifact's mismatch is told
+        bound.append(
+            Development.of(environment, same or artifacts[:1], targets=targets, calibration_subsets=calibration_subsets)
+        )
+    idle = [str(one.path) for one in artifacts if one.path not in used]
+    if idle:
+        raise EnvironmentDataError(
+            f"{', '.join(idle)}: of no corpus that an environment was trained on; leave it out, or pass its environment"
+        )
+    return bound
+
+
+def _checked_targets(scored: Scored, targets: Sequence[str] | None) -> tuple[str, ...]:
+    have = tuple(scored.renamed.values())
+    unknown = [name for name in targets or () if name not in have]
+    if unknown or targets == []:
+        raise EnvironmentDataError(
+            f"targets: got {list(targets or ())}; environment and artifact have {list(have)} in common"
+        )
+    return tuple(targets) if targets is not None else have
+
+
+def _oracle(text: str, scored: Scored, labels: LabelTable, utilities: Utilities) -> Predictions:
+    """`ridge` or `lasso` on what the environment's family draws by: shares of its label, else masks."""
+    kind, _, sees = text.partition(":")
+    if kind not in ORACLES:
+        raise SettingsError(f"oracle: got {text!r}, expected {' or '.join(ORACLES)}, alone or with :masks or :LABEL")
+    sees = sees or scored.calibration.family.label or MASKS
+    if sees == MASKS:
+        return ORACLES[kind](mask_features(scored.blocks), utilities)
+    return ORACLES[kind](fraction_features(scored.blocks, labels.column(sees)), utilities)
