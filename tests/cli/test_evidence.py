@@ -225,6 +225,7 @@ def test_retrain_refuses_before_anything_is_trained(settings, tmp_path, argument
 def test_what_is_missing_and_what_differs_is_named(settings, env, tmp_path):
     assert "missing --corpus (corpus.path), --targets (targets.names)" in refused("retrain", "--out", tmp_path)
     assert f"there is no {tmp_path / 'run.yaml'}" in refused("retrain", "--out", tmp_path, "--resume")
+    assert "is a file, expected the directory" in refused(*retrain(settings, settings))
     assert "another environment was begun here: family: was" in refused(
         *retrain(settings, env, "--set", "family_seed=1")
     )
@@ -388,6 +389,7 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "--json: got nowhere/r.json, but there is no directory nowhere"),
         (["--environment", "nowhere"], "nowhere is not an environment"),
+        (["--environment", __file__], "test_evidence.py is not an environment"),
     ],
 )
 def test_evaluate_refuses_in_one_line(art, env, arguments, message):

@@ -5,9 +5,12 @@ import sys
 from typing import NoReturn
 
 from grasp.cli import build as _build  # noqa: F401  (a command registers itself)
+from grasp.cli import calibrate as _calibrate  # noqa: F401
 from grasp.cli import demo as _demo  # noqa: F401
+from grasp.cli import evaluate as _evaluate  # noqa: F401
 from grasp.cli import inspect as _inspect  # noqa: F401
 from grasp.cli import predict as _predict  # noqa: F401
+from grasp.cli import retrain as _retrain  # noqa: F401
 from grasp.cli import score as _score  # noqa: F401
 from grasp.cli.app import app
 from grasp.errors import GraspError

@@ -3,7 +3,7 @@
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -13,8 +13,10 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+
+if TYPE_CHECKING:
+    from grasp.fidelity.retrain import RetrainStatus
 
 LINE_SECONDS = 10.0
 
@@ -29,7 +31,7 @@ class Watch:
         self._task: TaskID | None = None
         self._name = ""
         self._total: int | None = None
-        self._rows = self._tokens = 0
+        self._rows = self._tokens = self._runs = self._before = 0
         self._begun = self._told = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -40,7 +42,7 @@ class Watch:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]}"),
                 TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}"),
                 console=self._console,
             )
             self._bar.start()
@@ -56,24 +58,45 @@ class Watch:
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
         self._close_stage()
-        self._name, self._total, self._rows, self._tokens = name, rows, 0, 0
+        self._name, self._total, self._rows, self._tokens, self._runs = name, rows, 0, 0, 0
         self._begun = self._told = time.monotonic()
         if self._bar is not None:
-            self._task = self._bar.add_task(name, total=rows, rate="")
+            self._task = self._bar.add_task(name, total=rows, rate="", left="")
 
     def advance(self, rows: int, tokens: int) -> None:
         self._rows += rows
         self._tokens += tokens
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._rows, rate=self._rate())
+            self._bar.update(self._task, completed=self._rows, rate=self._rate(), left=self._left())
         elif time.monotonic() - self._told >= LINE_SECONDS:
             self._told = time.monotonic()
-            print(f"{self._name}: {self._so_far()}, {self._rate()}{self._left()}", file=sys.stderr)
+            self._tell(self._so_far(), self._rate(), self._left())
+
+    def runs(self, status: "RetrainStatus") -> None:
+        """Retraining: runs that are done, how far those under way are, and the time left for all of them."""
+        if status.stage != self._name:
+            self.stage(status.stage, rows=status.total or None, tokens=None)
+            self._before = status.done
+        if status.stage != "runs":
+            return
+        self._runs = status.done - self._before
+        doing = f"step {status.step:,} of {status.steps:,} of {_some(status.running)}" if status.running else ""
+        left = "" if status.seconds_left is None else _time_left(status.seconds_left)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=status.done, rate=doing, left=left)
+        elif time.monotonic() - self._told >= LINE_SECONDS:
+            self._told = time.monotonic()
+            self._tell(f"{status.done:,} of {status.total:,} runs", doing, left)
+
+    def _tell(self, *parts: str) -> None:
+        print(f"{self._name}: {', '.join(part for part in parts if part)}", file=sys.stderr)
 
     def _close_stage(self) -> None:
+        seconds = time.monotonic() - self._begun
         if self._name and self._plain and self._rows:
-            seconds = time.monotonic() - self._begun
-            print(f"{self._name}: {self._rows:,} rows in {seconds:.1f} s, {self._rate()}", file=sys.stderr)
+            self._tell(f"{self._rows:,} rows in {seconds:.1f} s", self._rate())
+        if self._name and self._plain and self._runs:
+            self._tell(f"{self._runs:,} runs in {seconds:.1f} s")
         self._name = ""
 
     def _so_far(self) -> str:
@@ -87,6 +110,14 @@ class Watch:
     def _left(self) -> str:
         if not self._total or not self._rows:
             return ""
-        seconds = (time.monotonic() - self._begun) * (self._total - self._rows) / self._rows
-        minutes, seconds = divmod(round(seconds), 60)
-        return f", {minutes} min {seconds:02d} s left"
+        return _time_left((time.monotonic() - self._begun) * (self._total - self._rows) / self._rows)
+
+
+def _time_left(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s") + " left"
+
+
+def _some(running: tuple[str, ...]) -> str:
+    return running[0] + (f" and {len(running) - 1} more" if len(running) > 1 else "")

@@ -31,8 +31,12 @@ def skipped_text(counts: Mapping[str, int]) -> str:
 
 def plain(text: object) -> str:
     """One line, without control or direction-changing characters, so that corpus text cannot rewrite the terminal."""
-    line = " ".join(str(text).split())
-    return "".join(ch if ch.isprintable() else "\ufffd" for ch in line)
+    return printable(" ".join(str(text).split()))
+
+
+def printable(text: str) -> str:
+    """The same for text of several lines."""
+    return "".join(ch if ch.isprintable() or ch == "\n" else "\ufffd" for ch in text)
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:

@@ -1,0 +1,100 @@
+"""grasp evaluate"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.options import names, output_file
+from grasp.cli.tables import printable
+from grasp.errors import SettingsError
+
+if TYPE_CHECKING:
+    from grasp.artifact.reader import Artifact
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.family import Candidate
+
+# \b keeps the lines of the epilog as they are.
+EXAMPLES = """\b
+Examples:
+  grasp evaluate art --environment env --protocol protocol.yaml --csv result.csv
+  grasp evaluate art --environment test --controls --development dev --oracle ridge
+  grasp evaluate art --environment env --predictions theirs.parquet --predictions row_scores.npy
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def evaluate(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    environment: Path = typer.Option(..., "--environment", help="Directory of retrained subsets; see grasp retrain."),
+    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
+    targets: str | None = typer.Option(None, "--targets", help="Targets, separated by commas; none: all in common."),
+    controls: bool = typer.Option(False, "--controls", help="The paper's controls and ablations as well."),
+    development: list[Path] = typer.Option(
+        [], "--development", help="Environment that the controls' weights are selected on; repeatable."
+    ),
+    family: Path | None = typer.Option(None, "--family", help="Protocols that the controls restrict."),
+    predictions: list[Path] = typer.Option(
+        [], "--predictions", help="Parquet or .npy of utilities by subset, or of scores by row; repeatable."
+    ),
+    oracle: list[str] = typer.Option(
+        [], "--oracle", help="ridge or lasso, fitted on the retrained subsets; :masks or :LABEL says on what."
+    ),
+    partial: bool = typer.Option(False, "--partial", help="Use what an unfinished environment has."),
+    resamples: int = typer.Option(1_000, "--resamples", min=10, help="Bootstrap resamples of the subsets."),
+    json_file: Path | None = typer.Option(None, "--json", help="Everything, as JSON."),
+    csv_file: Path | None = typer.Option(None, "--csv", help="A line a method and target, as CSV."),
+) -> None:
+    """Compare predictions with retraining, method by method.
+
+    Rho is Spearman's, with 95 % intervals, beside the noise ceiling: what a perfect predictor would reach.
+    """
+    if not controls and (development or family is not None):
+        raise SettingsError("evaluate: --development and --family have no meaning without --controls; leave them out")
+    output_file("--json", json_file)
+    output_file("--csv", csv_file)
+    from grasp.artifact.reader import Artifact
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.methods import Asked, compare
+    from grasp.protocol.scoring import default_protocol, load_protocol
+
+    artifact, found = Artifact.open(path), Environment.open(environment)
+    chosen = default_protocol() if protocol is None else load_protocol(protocol)
+    restricted, notes = _controls(artifact, found, development, family, resamples) if controls else ({}, [])
+    asked = Asked(
+        protocols={chosen.name: chosen},
+        controls=restricted,
+        files=predictions,
+        oracles=oracle,
+        notes=[f"protocol {chosen.name}: {chosen.provenance}", *notes],
+    )
+    report = compare(artifact, found, asked, targets=names(targets), partial=partial, resamples=resamples)
+    print(printable(report.table()), end="")
+    for file, text in ((json_file, report.to_json), (csv_file, report.to_csv)):
+        if file is not None:
+            file.write_text(text(), encoding="utf-8")
+
+
+def _controls(
+    artifact: "Artifact", environment: "Environment", development: list[Path], family: Path | None, resamples: int
+) -> "tuple[dict[str, Candidate], list[str]]":
+    """Controls with weights selected on development environments; none given: on the evaluated one, if it is one."""
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.family import default_family, load_family
+    from grasp.protocol.methods import control_methods, developments_of
+
+    if not development and environment.role != "dev":
+        raise SettingsError(
+            f"--controls: {environment.path} is held out, so no weights may be selected on it; name a development "
+            "environment with --development"
+        )
+    full = default_family() if family is None else load_family(family)
+    developments = developments_of(
+        [artifact],
+        [Environment.open(path) for path in development] or [environment],
+        calibration_subsets=full.calibration_subsets,
+    )
+    chosen, notes = control_methods(full, developments, resamples=resamples)
+    own = not development
+    return chosen, notes + ["the controls were selected on the results shown: they look better than they are"] * own
