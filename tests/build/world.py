@@ -39,7 +39,7 @@ def write_targets(path: Path, task: str = "facts", n_units: int = 6, seed: int =
     return path
 
 
-def write_checkpoint(path: Path, vocab: int = 300) -> Path:
+def write_checkpoint(path: Path, vocab: int = 300, context: int = 128) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -47,7 +47,7 @@ def write_checkpoint(path: Path, vocab: int = 300) -> Path:
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=context,
         bos_token_id=None,
         eos_token_id=0,
     )

