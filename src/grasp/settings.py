@@ -85,7 +85,7 @@ class ModelSettings(Settings):
     device: str = Field("auto", description="auto: cuda where there is one, else cpu.")
     batch_tokens: int = Field(8192, ge=1, description="Tokens in one forward pass, padding included.")
     threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's own choice.")
-    check: bool = Field(True, description="Prove at load that head(hidden) equals the model's own logits.")
+    check: bool = Field(True, description="Prove at load that head(hidden) equals the logits, and causality.")
 
 
 POSITIONS = re.compile(r"all|tail:[1-9]\d*|stride:[1-9]\d*")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import BertGenerationConfig, BertGenerationDecoder
 
 from grasp.errors import ModelError
 from grasp.features.extract import extract
@@ -49,6 +50,20 @@ def test_a_head_that_does_more_is_refused():
     model.forward = shifted
     with pytest.raises(ModelError, match=r"LlamaForCausalLM: head\(hidden\) differs from the model's logits by \d"):
         ReferenceModel(model, tokenizer=None).check_head()
+
+
+def test_every_family_is_causal(family):
+    reference(family).check_causal()
+
+
+def test_a_model_that_sees_what_comes_is_refused():
+    config = BertGenerationConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    model = ReferenceModel(BertGenerationDecoder(config), tokenizer=None)
+    model.check_head()  # its head is linear: only this check can tell
+    with pytest.raises(ModelError, match=r"BertGenerationDecoder: hidden states changed by .*; it is not a causal LM"):
+        model.check_causal()
 
 
 def test_a_model_without_a_head_is_refused():
@@ -108,3 +123,11 @@ def test_fingerprint_follows_the_weights():
     assert reference("llama").fingerprint() == reference("llama").fingerprint()
     other = ReferenceModel(make_model("llama", seed=1), tokenizer=None)
     assert other.fingerprint() != reference("llama").fingerprint()
+
+
+def test_fingerprint_takes_buffers_without_a_dimension():
+    model = make_model("llama")
+    model.register_buffer("steps", torch.tensor(3.0))
+    three = ReferenceModel(model, tokenizer=None).fingerprint()
+    model.steps.fill_(4.0)
+    assert ReferenceModel(model, tokenizer=None).fingerprint() != three

@@ -48,10 +48,12 @@ class ReferenceModel:
 
     @classmethod
     def load(cls, settings: ModelSettings) -> Self:
-        """Load checkpoint and tokenizer; prove that head(hidden) equals the model's logits.
+        """Load checkpoint and tokenizer; prove that head(hidden) equals the model's logits and that no position
+        sees a later one.
 
         Raises:
-            ModelError: nothing there; tokenizer and model do not match; the head is not where we look for it.
+            ModelError: nothing there; tokenizer and model do not match; the head is not where we look for it; the
+                model is not causal.
         """
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -63,6 +65,7 @@ class ReferenceModel:
         reference._check_tokenizer(settings, len(hf_tokenizer))
         if settings.check:
             reference.check_head()
+            reference.check_causal()
         return reference
 
     @property
@@ -88,7 +91,7 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def check_head(self) -> None:
-        """Compare head(hidden) with the model's own logits on two short rows of different length.
+        """Compare head(hidden) with the model's own logits on two short rows.
 
         Raises:
             ModelError: they differ by more than rounding; the model does something after its last hidden state
@@ -106,13 +109,33 @@ class ReferenceModel:
                 f"at most {allowed:.3g}; its output head is not linear + scale + soft cap, so GRASP cannot read it"
             )
 
+    @torch.inference_mode()
+    def check_causal(self) -> None:
+        """Change the last token of two short rows; every hidden state before it must stay.
+
+        Raises:
+            ModelError: one changed by more than rounding; its losses would know the token that they predict, and a
+                row's features would depend on the padding beside it.
+        """
+        ids_BL = torch.arange(2 * 6, device=self.device).reshape(2, 6) % self.vocab_size
+        other_BL = ids_BL.clone()
+        other_BL[:, -1] = (other_BL[:, -1] + 1) % self.vocab_size
+        before = self.hidden(ids_BL)[:, :-1].float()
+        change = float((self.hidden(other_BL)[:, :-1].float() - before).abs().max())
+        allowed = HEAD_TOLERANCE[self.dtype] * max(float(before.std()), 1e-6)
+        if not change <= allowed:
+            raise ModelError(
+                f"{type(self.model).__name__}: hidden states changed by {change:.3g} with a token that comes after "
+                f"them, expected at most {allowed:.3g}; it is not a causal LM, so GRASP cannot read it"
+            )
+
     def fingerprint(self) -> str:
         """blake2b over the weights as loaded and the logit link."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((self.head.scale, self.head.cap)).encode())
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
-            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _check_tokenizer(self, settings: ModelSettings, tokenizer_size: int) -> None:
