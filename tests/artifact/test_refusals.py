@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from artifact_world import World, contents
 
+from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.manifest import parse_manifest
 from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArraySpec
@@ -199,6 +200,14 @@ def test_opening_what_is_no_artifact(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArtifactError, match=r"file: not an artifact \(no build.json\)"):
         Artifact.open(tmp_path / "file")
+
+
+def test_opening_what_a_build_has_only_begun(tmp_path):
+    with (
+        ArtifactLock.acquire(tmp_path / "art"),
+        pytest.raises(ArtifactError, match="art: a build was begun here, and no shard of it is finished; wait for it"),
+    ):
+        Artifact.open(tmp_path / "art")
 
 
 def test_another_format_version_says_both(world, tmp_path):

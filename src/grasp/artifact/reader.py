@@ -330,6 +330,11 @@ def why_not_open(path: Path) -> str:
     """Why there is no complete artifact at `path`, and what to do."""
     if not path.exists():
         return f"{path}: no such artifact; make one with `grasp build --out {path}`"
+    if not (path / BUILD).exists() and (path / "lock").exists():
+        return (
+            f"{path}: a build was begun here, and no shard of it is finished; wait for it, or run the same "
+            "`grasp build` again with --resume to go on"
+        )
     if not (path / BUILD).exists():
         return f"{path}: not an artifact (no {BUILD}); make one with `grasp build --out {path}`"
     record = read_record(path / BUILD, BuildRecord)
