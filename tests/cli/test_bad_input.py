@@ -81,7 +81,7 @@ def build(root, tmp_path):
 def test_a_corpus_that_cannot_be_used(build, tmp_path, records, message):
     corpus = write_lines(tmp_path / "corpus.jsonl", records)
     assert re.fullmatch(rf"(?:{re.escape(str(tmp_path))}/)?{message}", refused(*build("--corpus", corpus)))
-    assert refused("score", tmp_path / "new", "--target", "facts").startswith(f"{tmp_path / 'new'}: not an artifact")
+    assert refused("score", tmp_path / "new", "--target", "facts").startswith(f"{tmp_path / 'new'}: a build was begun")
 
 
 def test_once_the_corpus_is_mended_the_same_command_works(build, tmp_path):
