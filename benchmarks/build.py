@@ -186,7 +186,9 @@ def memory(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     lines = []
     if found := result.get("speed"):
-        lines.append(f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['parameters'] / 1e6:.1f} M parameters")
+        lines.append(
+            f"{found['rows']:,} rows, {found['tokens']:,} tokens, {found['parameters'] / 1e6:.1f} M parameters"
+        )
         lines += [f"  {name:<28} {seconds:8.2f} s" for name, seconds in found["seconds"].items()]
         for match, seconds in found["build_seconds"].items():
             parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())

@@ -153,7 +153,9 @@ class BuildSettings(Settings):
     shard_rows: int = Field(1024, ge=1, description="Rows in one shard: what a kill can cost at most.")
     array_dtype: Literal["float16", "float32"] = Field("float16", description="Type of the stored arrays.")
     keep_features: bool = Field(
-        False, description="Keep pooled features, so that a target can be added without a pass."
+        False,
+        description="Keep features, so that a target can be added without a pass: the pooled ones, and with the token "
+        "kernel about 2 H + 6 K bytes a position.",
     )
     keep_tokens: bool = Field(True, description="Keep the token ids of the rows beside the artifact.")
 

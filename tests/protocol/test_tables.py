@@ -87,6 +87,6 @@ def test_top_rows_of_the_other_kernel_and_refusals():
     with pytest.raises(ProtocolError, match=r"targets: got \['boo'\]"):
         top_rows(source, "boo", 1)
     del source.arrays["relevance_token"]
-    with pytest.raises(ProtocolError, match="the artifact has no 'relevance_token'"):
+    with pytest.raises(ProtocolError, match="kernel: got 'token', the artifact has pooled"):
         top_rows(source, "boolq", 1, kernel="token")
     assert top_rows(source, "boolq", 1).row_index[0] == mean.argmax()

@@ -40,9 +40,7 @@ def write(root, task, variant, records):
 @pytest.fixture
 def root(tmp_path):
     documents = [line for doc_id in range(40) for line in question(doc_id, support="facts" if doc_id else "")]
-    few_shot = [
-        line for doc_id in range(3) for line in question(doc_id, shots="Question: 1?\nAnswer: no\n\n")
-    ]
+    few_shot = [line for doc_id in range(3) for line in question(doc_id, shots="Question: 1?\nAnswer: no\n\n")]
     write(tmp_path, "sciq", "rc_0shot", documents)
     write(tmp_path, "sciq", "rc_5shot", few_shot)
     write(tmp_path, "sciq", "bpb_0shot", [])
@@ -67,9 +65,7 @@ def test_a_unit_is_the_gold_record_of_a_document(root):
 
 
 def test_candidates_that_differ_in_the_prompt_keep_their_prompts(root):
-    lines = [
-        record(0, k, context=who, continuation=" ran.", query="?") for k, who in enumerate(("Ann", "Bob"))
-    ]
+    lines = [record(0, k, context=who, continuation=" ran.", query="?") for k, who in enumerate(("Ann", "Bob"))]
     write(root, "winogrande", "rc_0shot", lines)
     (unit,) = olmes.read_task("winogrande", "rc_0shot", "all", root)
     assert (unit.prompt, unit.completion, unit.choices, unit.loss_on) == (
@@ -90,9 +86,7 @@ def test_zero_shot_prompts_come_from_the_few_shot_variant(root):
 def test_a_few_shot_prompt_that_does_not_end_with_the_question_is_refused(root):
     lines = [record(7, k, context="Q: a\n\nQ: b\nA:", continuation=" c", query="other") for k in range(2)]
     write(root, "odd", "rc_5shot", lines)
-    with pytest.raises(
-        TargetError, match=r"odd:7: the prompt of rc_5shot does not end .* targets.variant 'rc_5shot'"
-    ):
+    with pytest.raises(TargetError, match=r"odd:7: the prompt of rc_5shot does not end .* targets.variant 'rc_5shot'"):
         olmes.read_task("odd", "rc_0shot", "completion", root)
 
 
@@ -157,9 +151,7 @@ class TestDraw:
 
     def test_the_seed_and_the_task_change_the_draw(self):
         assert draw(seed=1) != draw()
-        assert [unit.split(":")[1] for unit in draw(names=("csqa",))] != [
-            unit.split(":")[1] for unit in draw()
-        ]
+        assert [unit.split(":")[1] for unit in draw(names=("csqa",))] != [unit.split(":")[1] for unit in draw()]
 
     def test_an_alias_draws_the_units_of_its_task(self):
         assert draw(names=("commonsense_qa",)) == draw(names=("csqa",))
@@ -167,9 +159,7 @@ class TestDraw:
 
     def test_excluded_units_make_room_and_move_no_other(self):
         gone = draw()[3]
-        units = load_units(
-            TargetSettings(names=("sciq",), units_per_target=16, exclude_units=(gone, "never:1"))
-        )
+        units = load_units(TargetSettings(names=("sciq",), units_per_target=16, exclude_units=(gone, "never:1")))
         assert [unit.unit_id for unit in units.units] == [u for u in draw(units_per_target=17) if u != gone]
         assert units.excluded == (gone,)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,14 @@ from grasp.errors import ArtifactError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import TargetSettings, build_settings
 
+Source = Literal["kept features", "pass", "there already"]
 
-def add_target(out: Path, targets: TargetSettings, *, progress: Progress | None = None) -> bool:
-    """Add targets to the artifact `out`; returns whether kept features spared the pass over the corpus.
 
-    The old units stay as they are. Killed at any moment, the same call goes on where it was.
+def add_target(out: Path, targets: TargetSettings, *, progress: Progress | None = None) -> Source:
+    """Add targets to the artifact `out`; returns where their relevance came from.
+
+    The old units stay as they are. Killed at any moment, the same call goes on where it was. A pass gives what a
+    joint build gives; token relevance from kept features, which are float16, is within 2e-3 of its largest value.
 
     Raises:
         ArtifactError: model or corpus are no longer those of the artifact; a target is there already.
@@ -46,12 +50,12 @@ def add_target(out: Path, targets: TargetSettings, *, progress: Progress | None 
             lock=lock,
         ) as extension:
             if extension.complete:
-                return True
+                return "there already"
             kept = len(artifact.features.finished) == extension.n_shards
             write_columns(artifact, inputs, token, pooled, extension, progress)
             added = "targets+" + "+".join(inputs.unit_set.targets)
             extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}})
-        return kept
+        return "kept features" if kept else "pass"
 
 
 def check_same(artifact: Artifact, inputs: Inputs) -> None:

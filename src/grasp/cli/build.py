@@ -62,8 +62,11 @@ def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool) -> None:
     from grasp.artifact.inspection import info
     from grasp.build.local import build as build_artifact
 
+    complete = resume and (out / "manifest.json").exists()
     with Watch(quiet=quiet) as watch:
         build_artifact(settings, out, resume=resume, progress=watch)
+    if complete:
+        print(f"{out}: was complete already; corpus and model were not read again")
     done = info(out)
     units = sum(done.targets.values())
     print(
@@ -88,6 +91,10 @@ def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:
     old = Artifact.open(out).manifest.settings["targets"]
     settings = target_settings({**old, "datasets": [], **given, "names": names(add_target)})
     with Watch(quiet=quiet) as watch:
-        spared = add_targets(out, settings, progress=watch)
-    how = "from the features that were kept" if spared else "by a pass over the corpus"
-    print(f"{out}: added {add_target} {how}; targets now: {', '.join(Artifact.open(out).targets)}")
+        source = add_targets(out, settings, progress=watch)
+    done = {
+        "kept features": f"added {add_target} from the features that were kept",
+        "pass": f"added {add_target} by a pass over the corpus",
+        "there already": f"{add_target} is there already, with the same units; nothing was done",
+    }
+    print(f"{out}: {done[source]}; targets now: {', '.join(Artifact.open(out).targets)}")

@@ -43,7 +43,7 @@ def demo(
     print(f"Done in {time.monotonic() - begun:.0f} s. Ask it something yourself:")
     print(f"  grasp predict {made.artifact_path} --drop \"source = 'gsm8k'\"")
     print(f"  grasp predict {made.artifact_path} --by domain --targets openbookqa")
-    print(f"  grasp score {made.artifact_path} --target commonsense_qa --top 20")
+    print(f"  grasp score {made.artifact_path} --target commonsense_qa --top 20 --min-tokens 32")
 
 
 def _slices(artifact: "Artifact") -> None:

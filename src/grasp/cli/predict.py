@@ -72,7 +72,9 @@ def predict(
     labels = LabelTable(artifact.rows_path)
     wanted = names(targets)
     if by is not None:
-        found = _calibration(chosen, labels, calibration or f"mixture:{by}")
+        # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
+        family_of_label = f"mixture:{by}" if protocol is None else None
+        found = _calibration(chosen, labels, calibration or family_of_label)
         _by(artifact, chosen, labels, by, wanted, found, out)
         return
     blocks, note = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)

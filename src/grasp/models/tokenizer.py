@@ -47,9 +47,7 @@ class HfTokenizer:
         if not texts:
             return []
         # verbose=False: a text longer than the context is no mistake here, rows are cut later.
-        encoded = self.tokenizer(
-            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
@@ -67,9 +65,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         ModelError: `vocab_size` has no room for the bytes and the end-of-text token.
     """
     if vocab_size <= BYTES:
-        raise ModelError(
-            f"vocab_size: got {vocab_size}, expected at least {BYTES + 1}: one a byte and end of text"
-        )
+        raise ModelError(f"vocab_size: got {vocab_size}, expected at least {BYTES + 1}: one a byte and end of text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -113,7 +113,8 @@ def top_rows(
     units = UnitSelection.of(source, checked_targets(source, [target]))
     name = f"relevance_{kernel}" if kernel else _kernel_array(source)
     if name not in source.array_names:
-        raise ProtocolError(f"kernel: the artifact has no {name!r}; it has {list(source.array_names)}")
+        built = [array.removeprefix("relevance_") for array in source.array_names if array.startswith("relevance_")]
+        raise ProtocolError(f"kernel: got {kernel!r}, the artifact has {' and '.join(built)}")
     sign = 1.0 if bottom else -1.0
     index, key = np.empty(0, dtype=np.int64), np.empty(0)
     for start, block in source.array_blocks(name, columns=units.columns_E):

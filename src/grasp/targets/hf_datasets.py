@@ -40,9 +40,7 @@ def _open(target: DatasetTarget) -> Any:
             return datasets.load_from_disk(target.path)
         return datasets.load_dataset(target.path)
     except (OSError, ValueError, IndexError) as err:  # IndexError: an empty table on disk
-        raise TargetError(
-            f"targets.datasets.{target.name}.path: {target.path}: {' '.join(str(err).split())}"
-        ) from err
+        raise TargetError(f"targets.datasets.{target.name}.path: {target.path}: {' '.join(str(err).split())}") from err
 
 
 def _has_loader_files(path: Path) -> bool:
@@ -62,9 +60,7 @@ def _split(loaded: Any, target: DatasetTarget) -> Any:
     if target.split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if target.split not in loaded:
-        raise TargetError(
-            f"targets.datasets.{target.name}.split: got {target.split!r}, {target.path} has {names}"
-        )
+        raise TargetError(f"targets.datasets.{target.name}.split: got {target.split!r}, {target.path} has {names}")
     return loaded[target.split]
 
 
@@ -76,9 +72,7 @@ def _columns(template: str, where: str) -> set[str]:
         raise TargetError(f"{where}: {template!r} is no format string: {err}") from err
     roots = {re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields}
     if "" in roots or any(root.isdigit() for root in roots):
-        raise TargetError(
-            f"{where}: {template!r} has a field without a name, expected columns such as {{question}}"
-        )
+        raise TargetError(f"{where}: {template!r} has a field without a name, expected columns such as {{question}}")
     return roots
 
 

@@ -48,9 +48,7 @@ def _pools(settings: TargetSettings) -> dict[str, list[Unit]]:
     for target in settings.datasets:
         units = read_dataset(target, settings.loss_on)
         if not units:
-            raise TargetError(
-                f"targets.datasets.{target.name}: {target.path} has no rows, expected at least one"
-            )
+            raise TargetError(f"targets.datasets.{target.name}: {target.path} has no rows, expected at least one")
         _add(pools, units)
     return pools
 
@@ -76,14 +74,10 @@ def _refuse_duplicates(units: Iterable[Unit]) -> None:
         target_of[unit.unit_id] = unit.target
 
 
-def _draw(
-    target: str, pool: Sequence[Unit], excluded: frozenset[str], count: int | None, seed: int
-) -> list[Unit]:
+def _draw(target: str, pool: Sequence[Unit], excluded: frozenset[str], count: int | None, seed: int) -> list[Unit]:
     # An alias draws what its task draws: the stream is named by the task that stands behind it.
     order = stream(seed, "units", shipped_name(target)).permutation(len(pool))
     kept = [pool[k] for k in order if pool[k].unit_id not in excluded]
     if not kept:
-        raise TargetError(
-            f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more"
-        )
+        raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more")
     return kept[:count]

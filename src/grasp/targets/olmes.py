@@ -86,9 +86,7 @@ def find_source(name: str, variant: str, root: Path) -> Source:
         return Source(task_dir / variant / "requests.jsonl.gz", zero_shot=False)
     few_shot = _few_shot(variant, variants(task_dir))
     if few_shot is None:
-        raise TargetError(
-            f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(variants(task_dir))}"
-        )
+        raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(variants(task_dir))}")
     return Source(task_dir / few_shot / "requests.jsonl.gz", zero_shot=True)
 
 

@@ -59,9 +59,7 @@ class UnitSet:
         """Hash of what is scored: ids, targets, texts and the tokens that carry loss, in order."""
         digest = hashlib.blake2b(digest_size=16)
         for unit in self.units:
-            digest.update(
-                repr((unit.unit_id, unit.target, unit.prompt, unit.completion, unit.loss_on)).encode()
-            )
+            digest.update(repr((unit.unit_id, unit.target, unit.prompt, unit.completion, unit.loss_on)).encode())
         return digest.hexdigest()
 
     def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
@@ -95,9 +93,7 @@ def _join(
         )
     if not prompt:
         if tokenizer.eos_id is None:
-            raise TargetError(
-                f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in"
-            )
+            raise TargetError(f"{where}: the prompt is empty and the tokenizer has no end-of-text token to stand in")
         prompt = [tokenizer.eos_id]
     context = prompt[-(max_length - len(completion)) :]
     ids = np.asarray([*context, *completion], dtype=np.int64)
