@@ -214,17 +214,17 @@ def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = No
     """All mismatches at once, one line; with the settings' class also what a misspelt field may have meant."""
     parts = []
     for item in err.errors():
-        field = ".".join(str(step) for step in item["loc"]) or "settings"
+        field = ".".join(str(step) for step in item["loc"])
         got = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
-        parts.append(f"{field}: {what}{got}{_meant(kind, item)}")
+        parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
     return f"{where}: " + "; ".join(parts)
 
 
 _WORDS = {
     "missing": "missing",
     "extra_forbidden": "no such field",
-    "model_type": "expected a group of settings",
+    "model_type": "expected fields with names",
     "tuple_type": "expected a list",
 }
 

@@ -283,7 +283,7 @@ def test_what_is_missing_is_named_with_its_flag(tmp_path):
         ("features.tau=0", "settings: features.tau: Input should be greater than 0, got 0"),
         ("features.tau=.nan", "settings: features.tau: Input should be a finite number, got nan"),
         ("features.epsilon=.inf", "settings: features.epsilon: Input should be a finite number, got inf"),
-        ("features=3", "settings: features: expected a group of settings, got 3"),
+        ("features=3", "settings: features: expected fields with names, got 3"),
         ("features.pooling=tail:0", "settings: features.pooling: expected all, tail:N or stride:N with N from 1, got "
          "'tail:0'"),
         ("features.alpha=2", "settings: features.alpha: expected 1 or 0.5, got 2.0"),

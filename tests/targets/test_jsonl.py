@@ -74,7 +74,7 @@ def test_compressed_files_read_the_same(file, ending, pack):
     ("line", "message"),
     [
         ("{bad", r"units.jsonl:2: not JSON"),
-        ('["list"]', r"units.jsonl:2: settings: Input should be"),
+        ('["list"]', r"units.jsonl:2: expected fields with names"),
         ('{"task": "t", "prompt": "p"}', r"units.jsonl:2: completion: missing"),
         ('{"task": "t", "prompt": 3}', r"units.jsonl:2: prompt: .* got 3; completion: missing"),
         ('{"task": "", "prompt": "p", "completion": "c"}', r"units.jsonl:2: task: .* got ''"),
