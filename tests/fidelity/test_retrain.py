@@ -159,7 +159,7 @@ def test_killed_in_the_middle_another_worker_takes_over(inputs, whole, tmp_path)
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     deadline = time.time() + 120
-    while not (out / "runs").exists() and child.poll() is None and time.time() < deadline:
+    while not any((out / "runs").glob("*.parquet")) and child.poll() is None and time.time() < deadline:
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
