@@ -114,9 +114,15 @@ def test_fused_pieces_equal_the_formula_and_its_gradient(fused, plain, inputs):
     assert torch.autograd.gradcheck(fused, inputs)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 256])
+@pytest.mark.parametrize(
+    "chunk", [{"CPU_CHUNK": 1}, {"CPU_CHUNK": 3}, {}, *({"CUDA_CHUNK_ELEMENTS": n} for n in (1, 20, 70, 1 << 27))]
+)
 def test_head_loss_equals_cross_entropy_and_its_gradient(chunk, monkeypatch):
-    monkeypatch.setattr("grasp.models.head_loss.CPU_CHUNK", chunk)
+    for name, size in chunk.items():
+        monkeypatch.setattr(f"grasp.models.head_loss.{name}", size)
+    if "CUDA_CHUNK_ELEMENTS" in chunk:  # the form that a GPU takes, on the CPU
+        monkeypatch.setattr("grasp.models.head_loss.MIN_CUDA_POSITIONS", 2)
+        monkeypatch.setattr("grasp.models.head_loss._in_cpu_cache", lambda device: False)
     hidden, head = draw(2, 7, 4, dtype=torch.float32), draw(2, 5, 4, dtype=torch.float32)
     labels = torch.arange(14).reshape(2, 7) % 5
     weight = torch.tensor([[0.0, 1, 2, 0, 0.5, 1, 0], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]])

@@ -192,7 +192,7 @@ class Worker:
             device=self.device,
             progress=progress,
         )
-        return evaluate_units(trained.model, self.tokens)
+        return evaluate_units(trained.model.to(self.device), self.tokens)
 
     def _mask(self, subset_id: str) -> NDArray[np.bool_]:
         mask_N = np.zeros(self.store.n_rows, dtype=bool)

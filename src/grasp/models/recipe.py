@@ -75,6 +75,7 @@ def _recipes() -> dict[str, TrainingRecipe]:
         batch_rows=32,
         learning_rate=4e-3,
         warmup_steps=20,
+        cuda_autocast=False,  # so that a GPU gives the utilities that a CPU gives
     )
     small = TrainingRecipe(
         name="small",

@@ -48,11 +48,17 @@ class StackedModels:
         return self.llama.to_hf(k, eos_id)
 
     def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> NDArray[np.float64]:
-        """`grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats a label."""
+        """`grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats a label.
+
+        Args:
+            batch_tokens: tokens of one forward pass: of all models together on a CPU, of each of them on a GPU.
+        """
+        if self.llama.device.type == "cpu":
+            batch_tokens = max(1, batch_tokens // len(self))
         losses_KE = np.full((len(self), len(unit_tokens)), np.nan)
         lengths = [len(unit.input_ids) for unit in unit_tokens]
         with torch.inference_mode():
-            for index_B in length_batches(lengths, max(1, batch_tokens // len(self))):
+            for index_B in length_batches(lengths, batch_tokens):
                 losses_KE[:, index_B] = self._losses([unit_tokens[int(i)] for i in index_B])
         for losses_E in losses_KE:
             refuse_non_finite(losses_E)
