@@ -1,0 +1,1 @@
+"""Published attribution methods, each faithful to its source, all behind one interface."""

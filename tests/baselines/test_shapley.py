@@ -1,0 +1,162 @@
+"""Shapley values: the axioms, games with closed forms, and sampling against enumeration."""
+
+from itertools import permutations as orders
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.baselines.shapley import exact_shapley, permutation_shapley
+from grasp.errors import ModelError, SettingsError, ShapeError
+
+
+def table_game(n_players, seed, games=1):
+    """A game with an arbitrary utility for each subset."""
+    table = np.random.default_rng(seed).normal(size=(2**n_players, games))
+    return lambda masks: table[masks @ (1 << np.arange(n_players))]
+
+
+def slow_shapley(utility, n_players):
+    """Mean marginal contribution over all P! orders, one subset at a time."""
+    total = np.zeros(n_players)
+    for order in orders(range(n_players)):
+        mask = np.zeros(n_players, dtype=bool)
+        before = utility(mask[None])[0, 0]
+        for player in order:
+            mask[player] = True
+            after = utility(mask[None])[0, 0]
+            total[player] += after - before
+            before = after
+    return total / len(list(orders(range(n_players))))
+
+
+def glove(masks):
+    """Two left gloves, one right: a pair is worth 1. Shapley values 1/6, 1/6, 2/3."""
+    return np.minimum(masks[:, :2].sum(axis=1), masks[:, 2]).astype(float)
+
+
+def airport(cost):
+    """A coalition pays for the longest runway; values are known in closed form."""
+    return lambda masks: np.where(masks, cost, 0.0).max(axis=1)
+
+
+@given(n_players=st.integers(1, 5), seed=st.integers(0, 99), block=st.integers(1, 40))
+@settings(max_examples=20, deadline=None)
+def test_enumeration_is_the_mean_over_all_orders(n_players, seed, block):
+    game = table_game(n_players, seed)
+    np.testing.assert_allclose(exact_shapley(game, n_players, block=block)[:, 0], slow_shapley(game, n_players))
+
+
+def test_glove_game():
+    np.testing.assert_allclose(exact_shapley(glove, 3)[:, 0], [1 / 6, 1 / 6, 2 / 3])
+
+
+def test_sixteen_players_of_the_airport_game():
+    cost = np.sort(np.random.default_rng(0).uniform(1, 9, 16))
+    steps = np.diff(cost, prepend=0.0) / np.arange(16, 0, -1)
+    np.testing.assert_allclose(exact_shapley(airport(cost), 16)[:, 0], np.cumsum(steps))
+
+
+@given(seed=st.integers(0, 99), players=st.integers(2, 7))
+@settings(max_examples=20, deadline=None)
+def test_values_sum_to_the_gain_of_the_full_set_in_both_estimates(seed, players):
+    game = table_game(players, seed, games=3)
+    gain = game(np.ones((1, players), bool))[0] - game(np.zeros((1, players), bool))[0]
+    sampled = permutation_shapley(game, players, permutations=7, seed=seed)
+    np.testing.assert_allclose(exact_shapley(game, players).sum(axis=0), gain)
+    np.testing.assert_allclose(sampled.value_PE.sum(axis=0), gain)
+
+
+def test_an_additive_game_is_solved_by_one_permutation():
+    worth = np.array([[1.0, -2.0], [0.5, 0.0], [-3.0, 4.0]])
+    sampled = permutation_shapley(lambda masks: masks @ worth, 3, permutations=1, seed=0)
+    np.testing.assert_allclose(sampled.value_PE, worth)
+    assert np.isnan(sampled.standard_error_PE).all()
+
+
+def test_sampling_agrees_with_enumeration_within_its_own_standard_error():
+    game = table_game(10, 3, games=4)
+    exact = exact_shapley(game, 10)
+    sampled = permutation_shapley(game, 10, permutations=2000, seed=1)
+    score = (sampled.value_PE - exact) / sampled.standard_error_PE
+    assert np.abs(score).max() < 4
+    assert 0.6 < np.sqrt((score**2).mean()) < 1.4
+
+
+def test_standard_error_is_that_of_marginals_over_permutations():
+    game = table_game(4, 5)
+    marginals = []
+    for m in range(6):  # permutation m is the same however many are drawn, so differences of sums isolate it
+        now = permutation_shapley(game, 4, permutations=m + 1, seed=2).value_PE[:, 0] * (m + 1)
+        marginals.append(now - sum(marginals, np.zeros(4)))
+    expected = np.std(marginals, axis=0, ddof=1) / np.sqrt(6)
+    sampled = permutation_shapley(game, 4, permutations=6, seed=2)
+    np.testing.assert_allclose(sampled.standard_error_PE[:, 0], expected, atol=1e-12)
+
+
+def test_no_subset_is_asked_about_twice_and_the_count_is_right():
+    asked = []
+
+    def game(masks):
+        asked.extend(map(bytes, np.packbits(masks, axis=1)))
+        return masks.sum(axis=1).astype(float)
+
+    sampled = permutation_shapley(game, 8, permutations=50, seed=0, block=3)
+    assert len(asked) == len(set(asked)) == sampled.evaluations
+
+
+@given(block=st.integers(1, 64))
+@settings(max_examples=10, deadline=None)
+def test_blocks_do_not_change_the_values(block):
+    game = table_game(6, 1)
+    one = permutation_shapley(game, 6, permutations=20, seed=0, block=block)
+    other = permutation_shapley(game, 6, permutations=20, seed=0)
+    np.testing.assert_array_equal(one.value_PE, other.value_PE)
+
+
+def test_truncation_saves_evaluations_and_leaves_later_players_nothing():
+    def saturating(masks):  # worth 1 as soon as two players are in
+        return np.minimum(masks.sum(axis=1), 2) / 2.0
+
+    full = permutation_shapley(saturating, 9, permutations=200, seed=0)
+    cut = permutation_shapley(saturating, 9, permutations=200, seed=0, truncation=0.0)
+    np.testing.assert_allclose(cut.value_PE, full.value_PE)
+    assert cut.truncated == 200 * 7
+    assert cut.evaluations < full.evaluations
+
+
+def test_truncation_waits_for_every_game():
+    def games(masks):
+        return np.stack([np.minimum(masks.sum(axis=1), 1), masks.sum(axis=1)], axis=1).astype(float)
+
+    assert permutation_shapley(games, 5, permutations=10, seed=0, truncation=0.5).truncated == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_players": 0}, "players: got 0, expected at least 1"),
+        ({"permutations": 0}, "permutations: got 0, expected at least 1"),
+        ({"truncation": -1.0}, "truncation: got -1.0, expected a finite number >= 0"),
+        ({"truncation": float("nan")}, "truncation: got nan"),
+    ],
+)
+def test_bad_sampling_is_refused(arguments, message):
+    with pytest.raises(SettingsError, match=message):
+        permutation_shapley(glove, **{"n_players": 3, "permutations": 2, "seed": 0} | arguments)
+
+
+def test_too_many_players_to_enumerate():
+    with pytest.raises(SettingsError, match=r"players: got 17, expected 1 to 16.*sample permutations instead"):
+        exact_shapley(glove, 17)
+
+
+def test_a_utility_that_is_no_number_is_named_by_its_players():
+    with pytest.raises(ModelError, match=r"utility: got nan for players \[0, 2\], expected a number"):
+        exact_shapley(lambda masks: np.where((masks == [True, False, True]).all(axis=1), np.nan, 0.0), 3)
+
+
+def test_a_utility_of_the_wrong_shape_is_refused():
+    with pytest.raises(ShapeError, match=r"utility: got shape \(3,\) for 8 subsets"):
+        exact_shapley(lambda masks: np.zeros(3), 3)
