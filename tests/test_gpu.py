@@ -1,0 +1,63 @@
+"""A GPU gives what the CPU gives, within the stated tolerances. Run with `pytest -m gpu`; skipped without one.
+
+Relevance, sketches: 2e-3 of the largest entry of an array (float32 on both; the order of summation differs).
+Unit losses of stacked models: 1e-4 nats after 12 steps.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grasp.artifact.reader import Artifact
+from grasp.build.local import build
+from grasp.models.recipe import train
+from grasp.models.stacked import train_stacked
+from grasp.models.unit_loss import evaluate_units
+
+from .build.world import world
+from .models.toy import RECIPE, corpus, units
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+ROWS = corpus()
+RETAINED = (None, np.arange(40) % 3 > 0, np.arange(40) < 25)
+
+
+def test_stacked_models_learn_on_a_gpu_what_they_learn_on_a_cpu():
+    recipe = RECIPE.model_copy(update={"cuda_autocast": False})
+    losses = {
+        device: train_stacked(recipe, ROWS, seeds=(5, 5, 6), retained=RETAINED, device=device).unit_losses(units())
+        for device in ("cpu", "cuda")
+    }
+    np.testing.assert_allclose(losses["cuda"], losses["cpu"], atol=1e-4)
+    assert np.ptp(losses["cpu"], axis=0).min() > 1e-3
+
+
+def test_one_model_learns_on_a_gpu_what_it_learns_on_a_cpu():
+    recipe = RECIPE.model_copy(update={"cuda_autocast": False})
+    models = {device: train(recipe, ROWS, seed=3, device=device).model for device in ("cpu", "cuda")}
+    expected = evaluate_units(models["cpu"], units())
+    np.testing.assert_allclose(evaluate_units(models["cuda"], units()), expected, atol=1e-4)
+
+
+def test_low_precision_stays_close():
+    recipe = RECIPE.model_copy(update={"cuda_autocast": True})
+    low = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cuda").unit_losses(units())
+    full = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cpu").unit_losses(units())
+    np.testing.assert_allclose(low, full, atol=0.05)
+
+
+def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path):
+    artifacts = {}
+    for device in ("cpu", "cuda"):
+        settings = world(tmp_path)
+        model = settings.model.model_copy(update={"device": device, "dtype": "float32"})
+        artifacts[device] = Artifact.open(build(settings.model_copy(update={"model": model}), tmp_path / device))
+    rows = np.arange(artifacts["cpu"].n_rows)
+    assert artifacts["cpu"].array_names == artifacts["cuda"].array_names
+    for name in artifacts["cpu"].array_names:
+        expected = artifacts["cpu"].array_rows(name, rows)
+        got = artifacts["cuda"].array_rows(name, rows)
+        np.testing.assert_allclose(got, expected, atol=2e-3 * np.abs(expected).max(), err_msg=name)
