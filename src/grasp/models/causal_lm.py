@@ -166,7 +166,28 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
+    """The tokenizer of a reference model, without its weights.
+
+    Args:
+        vocab_size: ids of the model's vocabulary, which is often padded beyond the tokenizer's.
+    Raises:
+        ModelError: nothing there, or nothing that transformers can load.
+    """
+    return HfTokenizer(_hf_tokenizer(settings, _checkpoint_at(settings)), vocab_size=vocab_size)
+
+
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
+    where = _checkpoint_at(settings)
+    tokenizer = _hf_tokenizer(settings, where)
+    how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with _quiet():
+        model, report = _loaded(AutoModelForCausalLM, "model.path", "is not a causal LM", **where, **how)
+    _refuse_random_weights(settings.path, model, report)
+    return model.to(dtype), tokenizer
+
+
+def _checkpoint_at(settings: ModelSettings) -> dict[str, Any]:
     local = _is_local("model.path", settings.path)  # a checkpoint on disk never asks a hub
     where: dict[str, Any] = {"pretrained_model_name_or_path": settings.path, "local_files_only": local}
     path = Path(settings.path)
@@ -174,17 +195,22 @@ def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, 
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", feature="a GGUF checkpoint")
         where |= {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    tokenizer_field, tokenizer_at = "model.path", where
+    return where
+
+
+def _hf_tokenizer(settings: ModelSettings, checkpoint_at: dict[str, Any]) -> Any:
+    field, where = "model.path", checkpoint_at
     if settings.tokenizer is not None:
         local = _is_local("model.tokenizer", settings.tokenizer)
-        tokenizer_field = "model.tokenizer"
-        tokenizer_at = {"pretrained_model_name_or_path": settings.tokenizer, "local_files_only": local}
-    how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        field, where = (
+            "model.tokenizer",
+            {
+                "pretrained_model_name_or_path": settings.tokenizer,
+                "local_files_only": local,
+            },
+        )
     with _quiet():
-        tokenizer = _loaded(AutoTokenizer, tokenizer_field, "has no tokenizer", **tokenizer_at)
-        model, report = _loaded(AutoModelForCausalLM, "model.path", "is not a causal LM", **where, **how)
-    _refuse_random_weights(settings.path, model, report)
-    return model.to(dtype), tokenizer
+        return _loaded(AutoTokenizer, field, "has no tokenizer", **where)
 
 
 def _is_local(field: str, name: str) -> bool:

@@ -51,6 +51,13 @@ class HfTokenizer:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each row of token ids, without special tokens and without tidying up spaces."""
+        texts: list[str] = self.tokenizer.batch_decode(
+            list(rows), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return texts
+
     def save(self, directory: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads."""
         self.tokenizer.save_pretrained(directory)

@@ -1,0 +1,178 @@
+"""Checkpoints of one training run: where they are, which learning rate led to them, their Adam moments.
+
+`grasp retrain` and `grasp.models.recipe.train` keep `checkpoint-<step>` directories with `model.safetensors`,
+`optimizer.safetensors` and `training.json`, which holds the recipe. A checkpoint of the Hugging Face trainer has its
+learning rate in `trainer_state.json`; its moments are a pickle, which is not read.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from grasp.artifact.files import entry_of
+from grasp.errors import ModelError
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.llama import StackedLlama
+from grasp.models.recipe import OPTIMIZER, RECORD, WEIGHTS, TrainingRecipe
+from grasp.settings import ModelSettings
+
+CONFIG = "config.json"
+TRAINER_STATE = "trainer_state.json"
+NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved state of a run."""
+
+    path: Path
+    step: int | None
+    # Of the optimizer step that led here; None: it is not written down. The last step of a rate that decays to zero
+    # has a positive one.
+    learning_rate: float | None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Checksum of the weights as they lie on disk."""
+        files = sorted(self.path.glob("*.safetensors"), key=lambda file: file.name)
+        return "+".join(entry_of(file).blake2b for file in files if file.name != OPTIMIZER)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether Adam's moments lie beside the weights in a form that is read."""
+        return (self.path / OPTIMIZER).is_file() and (self.path / RECORD).is_file()
+
+    def load(self, reference: ReferenceModel, settings: ModelSettings) -> ReferenceModel:
+        """The checkpoint as a reference model, with tokenizer, dtype, device and batches of `reference`.
+
+        Raises:
+            ModelError: it cannot be loaded, or has weights of other names or shapes; the message names the first.
+        """
+        own = settings.model_copy(
+            update={"path": str(self.path), "tokenizer": settings.tokenizer or settings.path, "check": False}
+        )
+        loaded = ReferenceModel.load(own)
+        _refuse_other_shape(self.path, _shapes(loaded.model), _shapes(reference.model))
+        loaded.batch_tokens = reference.batch_tokens
+        return loaded
+
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Adam's (exp_avg, exp_avg_sq) by Hugging Face name of the parameter, float32 on the CPU.
+
+        Raises:
+            ModelError: there are none (see `has_moments`), or they are not of the recipe beside them.
+        """
+        if not self.has_moments:
+            raise ModelError(
+                f"{self.path}: has no {OPTIMIZER} with a {RECORD} beside it, so no Adam moments; ask for the form of "
+                "the method without them, or keep them in training"
+            )
+        record = _read_record(self.path / RECORD)
+        try:
+            shape = TrainingRecipe.model_validate(record["identity"]["recipe"]).shape
+            state = load_file(self.path / OPTIMIZER)
+            first, second = (_named(shape, state, moment) for moment in ("exp_avg", "exp_avg_sq"))
+        except (KeyError, ValidationError, SafetensorError, RuntimeError, OSError) as err:
+            raise ModelError(
+                f"{self.path / OPTIMIZER}: not the moments of the recipe in {RECORD}: {' '.join(str(err).split())}; "
+                "restore it from a copy"
+            ) from err
+        return {name: (first[name], second[name]) for name in first}
+
+
+def find_checkpoints(places: Iterable[Path]) -> tuple[Checkpoint, ...]:
+    """Checkpoints in the order of their steps; those without one last, as they were given.
+
+    Args:
+        places: each a checkpoint, or the directory of a run: its `checkpoint-*` and, if it is finished, itself.
+    Raises:
+        ModelError: a place that is neither.
+    """
+    paths = list(dict.fromkeys(path for place in places for path in _checkpoints_in(place)))
+    found = [_checkpoint(path) for path in paths]
+    return tuple(sorted(found, key=lambda one: float("inf") if one.step is None else one.step))
+
+
+def _checkpoints_in(place: Path) -> list[Path]:
+    inner = [path for path in place.glob("checkpoint-*") if NAME.fullmatch(path.name) and (path / CONFIG).is_file()]
+    own = [place] if (place / CONFIG).is_file() else []
+    if not inner and not own:
+        what = "no such directory" if not place.exists() else f"neither {CONFIG} nor checkpoint-<step> directories"
+        raise ModelError(
+            f"checkpoints: {place}: {what}; expected a Hugging Face checkpoint, or the directory of a training run "
+            "such as ENV/reference/seed-0"
+        )
+    for path in [*inner, *own]:
+        if not any(file.name != OPTIMIZER for file in path.glob("*.safetensors")):
+            raise ModelError(f"checkpoints: {path}: no {WEIGHTS}; save its weights as safetensors")
+    return sorted(inner, key=lambda path: int(path.name.split("-")[1])) + own
+
+
+def _checkpoint(path: Path) -> Checkpoint:
+    step, rate = None, None
+    if (path / RECORD).is_file():
+        step, rate = _of_recipe(path / RECORD)
+    elif (path / TRAINER_STATE).is_file():
+        step, rate = _of_trainer(path / TRAINER_STATE)
+    elif named := NAME.fullmatch(path.name):
+        step = int(named.group(1))
+    return Checkpoint(path, step, rate)
+
+
+def _of_recipe(path: Path) -> tuple[int, float]:
+    record = _read_record(path)
+    try:
+        recipe, step = TrainingRecipe.model_validate(record["identity"]["recipe"]), int(record["step"])
+    except (KeyError, TypeError, ValidationError) as err:
+        raise ModelError(f"{path}: not the record of a training run; restore it from a copy") from err
+    return step, recipe.learning_rate_at(step - 1)
+
+
+def _of_trainer(path: Path) -> tuple[int | None, float | None]:
+    record = _read_record(path)
+    step = record.get("global_step")
+    rates = [line["learning_rate"] for line in record.get("log_history", []) if "learning_rate" in line]
+    return (int(step) if step is not None else None), (float(rates[-1]) if rates else None)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise ModelError(f"{path}: cannot be read as JSON: {err}; restore it from a copy") from err
+    if not isinstance(record, dict):
+        raise ModelError(f"{path}: got {type(record).__name__}, expected a record; restore it from a copy")
+    return record
+
+
+def _named(shape: Any, state: Mapping[str, Tensor], moment: str) -> dict[str, Tensor]:
+    """A moment's flat buffers under the names of the parameters, by the layout that training uses."""
+    layout = StackedLlama(shape, 1, torch.device("cpu"))
+    with torch.no_grad():
+        layout.matrices.copy_(state[f"matrices.{moment}"])
+        layout.vectors.copy_(state[f"vectors.{moment}"])
+    return layout.state(0)
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _refuse_other_shape(path: Path, got: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    differ = sorted(name for name in got.keys() | expected.keys() if got.get(name) != expected.get(name))
+    if differ:
+        first = differ[0]
+        raise ModelError(
+            f"checkpoints: {path}: {len(differ)} weights are not those of the reference model, e.g. {first}: got "
+            f"{got.get(first, 'none')}, expected {expected.get(first, 'none')}; pass checkpoints of its own training"
+        )

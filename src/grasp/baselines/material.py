@@ -1,0 +1,207 @@
+"""What a method may look at: the artifact's rows and units, its reference model, checkpoints, an environment.
+
+Everything is read when it is asked for, in blocks where it is as long as the corpus. What is read is proved to be what
+the artifact was made from: fingerprints of tokens, tokenizer, model and units.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import Artifact
+from grasp.build.progress import Progress, Silent
+from grasp.corpus.store import RowShard, RowStore
+from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError
+from grasp.fidelity.environment import Environment, Utilities
+from grasp.settings import BuildSettings, build_settings
+from grasp.subsets import SubsetBlock
+from grasp.targets.units import Unit, UnitSet, UnitTokens
+
+if TYPE_CHECKING:
+    from grasp.baselines.checkpoints import Checkpoint
+    from grasp.models.causal_lm import ReferenceModel
+    from grasp.models.tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Retrained:
+    """An environment seen from the artifact: targets have the artifact's names, those not in common are left out."""
+
+    environment: Environment
+    utilities: Utilities
+    subsets: tuple[SubsetBlock, ...]
+
+
+@dataclass(frozen=True)
+class Material:
+    """One artifact, opened for methods.
+
+    Args:
+        block_rows: rows of one block; none: those of a shard.
+        batch_tokens: tokens of one forward pass, padding included; none: as the build had them.
+        checkpoint_places: directories given by the user; none: those beside the environment's reference model, or
+            beside the artifact's model, and the model itself.
+        retrained: what is known of the environment, for methods that need one.
+    """
+
+    artifact: Artifact
+    block_rows: int | None = None
+    batch_tokens: int | None = None
+    checkpoint_places: tuple[Path, ...] = ()
+    retrained: Retrained | None = None
+    progress: Progress = Silent()  # noqa: RUF009 - it has no state
+
+    # ------------------------------------------------------------------------------------------- rows
+
+    @property
+    def n_rows(self) -> int:
+        return self.artifact.n_rows
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, int]]:
+        """(first row, row after the last) of every block from row `start` on."""
+        size = self.block_rows or self.artifact.grid.shard_rows
+        while start < self.n_rows:
+            stop = min(self.n_rows, start - start % size + size)
+            yield start, stop
+            start = stop
+
+    def rows(self, start: int, stop: int) -> RowShard:
+        """Token ids and labels of rows [start, stop); `.start` is `start`.
+
+        Raises:
+            ArtifactError: the artifact did not keep its tokens, or they are not its own.
+        """
+        return replace(self._store.rows(np.arange(start, stop)), start=start)
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Text of rows [start, stop), decoded from their tokens: what the model read, cut where the row was cut."""
+        rows = self.rows(start, stop)
+        return self.tokenizer.decode([rows.ids(i).tolist() for i in range(len(rows))])
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """A numeric column of the row table, (N,): `loss` (nats a token) or `n_tokens`."""
+        return np.concatenate(
+            [np.asarray(batch.column(name), dtype=np.float64) for batch in self.artifact.row_batches([name])]
+        )
+
+    @cached_property
+    def _store(self) -> RowStore:
+        try:
+            store = RowStore.open(self.artifact.path / "tokens")
+        except CorpusError as err:
+            raise ArtifactError(
+                f"{self.artifact.path}: keeps no tokens, and the method reads rows; build it with keep_tokens: true"
+            ) from err
+        expected = self.artifact.manifest.fingerprints.get("corpus")
+        if store.fingerprint != expected:
+            raise ArtifactError(
+                f"{self.artifact.path / 'tokens'}: rows of corpus {store.fingerprint}, the artifact is of {expected}; "
+                "restore them from a copy, or build again"
+            )
+        return store
+
+    # ------------------------------------------------------------------------------------------- units
+
+    @cached_property
+    def units(self) -> UnitSet:
+        """All units of the artifact, in the order of its columns."""
+        loss_on = self.settings.targets.loss_on
+        lines = self.artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+        return UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines))
+
+    @property
+    def n_units(self) -> int:
+        return len(self.units.units)
+
+    @cached_property
+    def unit_tokens(self) -> list[UnitTokens]:
+        """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
+        return self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+
+    # ------------------------------------------------------------------------------------------- model
+
+    @cached_property
+    def settings(self) -> BuildSettings:
+        """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
+        manifest = self.artifact.manifest
+        settings = build_settings(manifest.settings, str(self.artifact.path / "manifest.json"))
+        model = settings.model.model_copy(update={"dtype": manifest.made_by["dtype"], "check": False})
+        return settings.model_copy(update={"model": model})
+
+    @cached_property
+    def tokenizer(self) -> "HfTokenizer":
+        """The reference model's tokenizer; the model's weights are not read for it."""
+        from grasp.models.causal_lm import load_tokenizer  # noqa: PLC0415 - brings torch
+
+        tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.details["vocab_size"])
+        self._check("tokenizer", tokenizer.fingerprint)
+        return tokenizer
+
+    @cached_property
+    def model(self) -> "ReferenceModel":
+        """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode.
+
+        Raises:
+            ModelError: it cannot be loaded, or is not the one that the artifact was built with.
+        """
+        from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch
+
+        model = ReferenceModel.load(self.settings.model)
+        self._check("model", model.fingerprint())
+        if self.batch_tokens is not None:
+            model.batch_tokens = self.batch_tokens
+        return model
+
+    @cached_property
+    def checkpoints(self) -> "tuple[Checkpoint, ...]":
+        """Checkpoints of the reference model's training, by step. Never empty: the model itself, if nothing else.
+
+        Raises:
+            ModelError: a directory that was given holds none, or one that was given is missing.
+        """
+        from grasp.baselines.checkpoints import find_checkpoints  # noqa: PLC0415 - brings torch
+
+        return find_checkpoints(self.checkpoint_places or self._own_places())
+
+    def load(self, checkpoint: "Checkpoint") -> "ReferenceModel":
+        """A checkpoint's model, with the tokenizer, dtype, device and batches of the reference model.
+
+        Raises:
+            ModelError: it is of another architecture than the reference model.
+        """
+        return checkpoint.load(self.model, self.settings.model)
+
+    def _own_places(self) -> tuple[Path, ...]:
+        own = Path(self.settings.model.path)
+        return (own,) if own.is_dir() else ()
+
+    def _check(self, what: str, fingerprint: str) -> None:
+        expected = self.artifact.manifest.fingerprints.get(what)
+        if fingerprint != expected:
+            raise ModelError(
+                f"{self.artifact.path}: the {what} at {self.settings.model.path} changed since it was built "
+                f"({fingerprint}, was {expected}); restore it, or build a new artifact"
+            )
+
+    # ------------------------------------------------------------------------------------- environment
+
+    @property
+    def environment(self) -> Retrained:
+        """The environment, for methods that look at one.
+
+        Raises:
+            SettingsError: none was given.
+        """
+        if self.retrained is None:
+            raise SettingsError("this method is fitted on retrained subsets; name them with --environment")
+        return self.retrained
+
+
+def subset_ids(blocks: Sequence[SubsetBlock]) -> tuple[str, ...]:
+    """Names of the subsets of several blocks, in order."""
+    return tuple(name for block in blocks for name in block.subset_ids)

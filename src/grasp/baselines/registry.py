@@ -1,0 +1,47 @@
+"""Which methods there are. A new one is one line here; its module is imported when it is asked for."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+
+from grasp.baselines.base import Method
+from grasp.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A method by name."""
+
+    name: str
+    says: str  # one line for `grasp methods`
+    where: str  # module:class
+
+    def load(self) -> type[Method]:  # type: ignore[type-arg]
+        """The class; its module is imported here, and torch only with those that need it."""
+        module, _, name = self.where.partition(":")
+        found: type[Method] = getattr(import_module(f"grasp.baselines.{module}"), name)  # type: ignore[type-arg]
+        return found
+
+
+METHODS: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("bm25", "words that row and unit share, weighed by rarity", "bm25:Bm25"),
+        Entry("random", "a random number a row: what no information gives", "trivial:Random"),
+        Entry("length", "tokens of the row", "trivial:Length"),
+        Entry("loss", "loss of the reference model on the row: low first, as perplexity filters do", "trivial:Loss"),
+    )
+}
+
+
+def entry_of(name: str) -> Entry:
+    """A method by name.
+
+    Raises:
+        SettingsError: no such method; the message lists those there are.
+    """
+    if name not in METHODS:
+        close = get_close_matches(name, METHODS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise SettingsError(f"method: got {name!r}; {hint}there are {', '.join(METHODS)}")
+    return METHODS[name]

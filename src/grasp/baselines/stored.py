@@ -1,0 +1,275 @@
+"""Scores on disk: computed once for what decides them, block by block, found again by a digest.
+
+    <cache>/<method>-<digest>/
+        scores.npy        (N, E) or (N, 1), float16 or float32, rows in corpus order
+        scores.ids.json   {"units": [[target, unit_id], ...]}: with it, (N, E) is what `evaluate --predictions` reads
+        method.json       settings, seconds, account; everything that the digest is made of
+    <cache>/<method>-<digest>.part/     of a run that goes on where it was, or goes on being killed
+        sum-<p>.npy       the scores of the parts so far, added up
+        progress.json     which part, rows that are done, seconds spent
+        work/             what the method keeps for itself
+
+`<cache>` is `<artifact>/baselines` unless another directory is named.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+
+from grasp.baselines.base import Account, RowMethod, RowScorer, Seconds
+from grasp.baselines.material import Material
+from grasp.baselines.work import WorkArea
+from grasp.errors import ModelError, SettingsError, ShapeError
+from grasp.fidelity.files import write_whole
+
+SCORES, IDS, RECORD, PROGRESS, LOCK = "scores.npy", "scores.ids.json", "method.json", "progress.json", "lock"
+CACHE = "baselines"
+READ_ROWS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScores:
+    """Scores of every row, on disk."""
+
+    path: Path
+    seconds: Seconds
+    account: Account
+
+    @property
+    def n_columns(self) -> int:
+        """1 where the score does not depend on the unit, else one a unit."""
+        return int(self._open().shape[1])
+
+    def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(first row, (n, E) or (n, 1)) from first row to last."""
+        scores = self._open()
+        for start in range(0, len(scores), READ_ROWS):
+            yield start, np.asarray(scores[start : start + READ_ROWS])
+
+    def _open(self) -> NDArray[Any]:
+        scores: NDArray[Any] = np.load(self.path / SCORES, mmap_mode="r", allow_pickle=False)
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A directory of results of one artifact."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, material: Material, place: Path | None) -> "Cache":
+        """The cache at `place`, or inside the artifact."""
+        return cls(place if place is not None else material.artifact.path / CACHE)
+
+    def place(self, name: str, identity: Mapping[str, Any]) -> Path:
+        """Directory of a result."""
+        return self.root / f"{name}-{digest(identity)}"
+
+    def shared(self, material: Material) -> Path:
+        """Where methods keep what others can use, for one model and corpus."""
+        fingerprints = material.artifact.manifest.fingerprints
+        return self.root / f"shared-{digest({key: fingerprints.get(key) for key in ('model', 'corpus')})}"
+
+
+def stored_scores(name: str, method: RowMethod[Any], material: Material, cache: Cache) -> StoredScores:
+    """The scores of a method: read if they are there, else computed, going on where a killed run was.
+
+    Raises:
+        GraspError: what the method needs is not there. Nothing that was finished is lost.
+        SettingsError: another process computes the same scores.
+    """
+    described = identity(name, method, material)
+    place = cache.place(name, described)
+    if not place.exists():
+        part = place.with_name(place.name + ".part")
+        _make(part)
+        with _alone(part):
+            if not place.exists():
+                _Run(part, cache.shared(material), method, material).finish(place, described)
+    return _read(place)
+
+
+def identity(name: str, method: Any, material: Material) -> dict[str, Any]:
+    """Everything that decides a method's numbers on an artifact."""
+    fingerprints = material.artifact.manifest.fingerprints
+    found: dict[str, Any] = {
+        "method": name,
+        "version": method.version,
+        "settings": method.settings.model_dump(mode="json"),
+        "seed": method.seed,
+        "corpus": fingerprints.get("corpus"),
+        "units": material.units.fingerprint,
+    }
+    if method.looks_at & {"model", "checkpoints"}:
+        found["model"] = fingerprints.get("model")
+    if "checkpoints" in method.looks_at:
+        found["checkpoints"] = [(one.fingerprint, one.learning_rate) for one in material.checkpoints]
+    if "environment" in method.looks_at:
+        info = material.environment.environment.info
+        found["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
+    return found
+
+
+def digest(identity: Mapping[str, Any]) -> str:
+    """Short name of an identity."""
+    text = json.dumps(dict(identity), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class _Run:
+    """One computation, begun or gone on with."""
+
+    def __init__(self, part: Path, shared: Path, method: RowMethod[Any], material: Material) -> None:
+        self._part, self._method, self._material = part, method, material
+        self._work = WorkArea(part / "work", shared)
+        path = part / PROGRESS
+        begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self._at: int = begun.get("part", 0)
+        self._rows: int = begun.get("rows", 0)
+        self._spent = Seconds(**begun.get("seconds", {}))
+
+    def finish(self, place: Path, described: Mapping[str, Any]) -> None:
+        """Score what is left, then let the result appear under its name."""
+        n_parts = self._method.parts(self._material)
+        account = Account()
+        for at in range(self._at, n_parts):
+            account = self._score_part(at, n_parts)
+        self._write_result(account, self._sum(n_parts - 1), described)
+        shutil.rmtree(self._part / "work")
+        for name in (PROGRESS, LOCK):
+            (self._part / name).unlink(missing_ok=True)
+        self._part.replace(place)
+
+    def _score_part(self, at: int, n_parts: int) -> Account:
+        if at != self._at:
+            self._at, self._rows = at, 0
+        with self._timed():
+            scorer = self._method.prepare(self._material, self._work, at)
+        stage = "scoring rows" if n_parts == 1 else f"scoring rows, part {at + 1} of {n_parts}"
+        self._material.progress.stage(stage, rows=self._material.n_rows - self._rows, tokens=None)
+        for start, stop in self._material.blocks(self._rows):
+            with self._timed():
+                self._add(at, start, self._checked(scorer, start, stop))
+            self._keep_progress(at, stop)
+            self._material.progress.advance(stop - start, 0)
+        self._sum(at - 1).unlink(missing_ok=True)
+        return scorer.account()
+
+    def _add(self, at: int, start: int, block: NDArray[np.float32]) -> None:
+        """Scores of a block on top of those of the parts before; the same again after a kill."""
+        path, shape = self._sum(at), (self._material.n_rows, block.shape[1])
+        here = slice(start, start + len(block))
+        if at:
+            block = block + np.load(self._sum(at - 1), mmap_mode="r")[here]
+        if not path.exists():
+            fresh = path.with_suffix(".new")
+            open_memmap(fresh, mode="w+", dtype=np.float32, shape=shape).flush()
+            fresh.replace(path)
+        sums = open_memmap(path, mode="r+")
+        sums[here] = block
+        sums.flush()
+
+    def _checked(self, scorer: RowScorer, start: int, stop: int) -> NDArray[np.float32]:
+        block, name = np.asarray(scorer.score(start, stop)), type(self._method).__name__
+        n_units = self._material.n_units
+        if block.ndim != 2 or len(block) != stop - start or block.shape[1] not in (1, n_units):
+            raise ShapeError(
+                f"{name}: rows {start} to {stop}: got shape {block.shape}, expected {(stop - start, n_units)} or "
+                f"{(stop - start, 1)}"
+            )
+        bad = np.argwhere(~(np.abs(block) <= np.finfo(self._method.dtype).max))
+        if len(bad):
+            row, column = bad[0]
+            unit = self._material.units.units[column].unit_id if block.shape[1] > 1 else "any"
+            raise ModelError(
+                f"{name}: score of row {start + row} for unit {unit!r} is {block[row, column]} ({len(bad)} such in "
+                f"this block), expected a number that {self._method.dtype} holds; try model.dtype: float32"
+            )
+        return block.astype(np.float32, copy=False)
+
+    def _write_result(self, account: Account, sums: Path, described: Mapping[str, Any]) -> None:
+        scores = self._part / SCORES
+        if sums.exists():
+            if self._method.dtype != "float32":
+                _convert(sums, self._method.dtype)
+            sums.replace(scores)
+        units = [[unit.target, unit.unit_id] for unit in self._material.units.units]
+        write_whole(self._part / IDS, json.dumps({"units": units}).encode())
+        record = {"identity": dict(described), "seconds": asdict(self._spent), "account": asdict(account)}
+        write_whole(self._part / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+
+    def _keep_progress(self, at: int, rows: int) -> None:
+        self._rows = rows
+        record = {"part": at, "rows": rows, "seconds": asdict(self._spent)}
+        write_whole(self._part / PROGRESS, json.dumps(record).encode())
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self._spent += Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+
+    def _sum(self, at: int) -> Path:
+        return self._part / f"sum-{at}.npy"
+
+
+def _convert(path: Path, dtype: str) -> None:
+    """Rewrite an array in another type, block by block."""
+    wide = np.load(path, mmap_mode="r")
+    if wide.dtype == np.dtype(dtype):
+        return  # a kill came between this and the renaming
+    fresh = path.with_suffix(".new")
+    narrow = open_memmap(fresh, mode="w+", dtype=np.dtype(dtype), shape=wide.shape)
+    for start in range(0, len(wide), READ_ROWS):
+        narrow[start : start + READ_ROWS] = wide[start : start + READ_ROWS]
+    narrow.flush()
+    fresh.replace(path)
+
+
+def _make(part: Path) -> None:
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise SettingsError(
+            f"{part.parent}: scores cannot be kept here ({err.strerror}); name another place with --cache"
+        ) from err
+
+
+@contextmanager
+def _alone(part: Path) -> Iterator[None]:
+    """One process at a time computes a result; the kernel releases the lock when its holder dies."""
+    descriptor = os.open(part / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as err:
+        raise SettingsError(f"{part}: another process computes these scores; wait for it, or stop it") from err
+    else:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read(place: Path) -> StoredScores:
+    try:
+        record = json.loads((place / RECORD).read_text(encoding="utf-8"))
+        account = record["account"] | {"ready": Seconds(**record["account"]["ready"])}
+        for name in ("covers", "notes"):
+            account[name] = tuple(account[name])
+        found = StoredScores(place, Seconds(**record["seconds"]), Account(**account))
+        next(found.blocks())
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as err:
+        raise SettingsError(f"{place}: damaged: {' '.join(str(err).split())}; delete it, it is made again") from err
+    return found
