@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from grasp.errors import ProtocolError
 from grasp.protocol.source import F32, F64, Blocks, FeatureSource, RowSums
 from grasp.utility.geometry import SketchSums, SketchTotals
 from grasp.utility.standardize import ComponentMoments, RowMoments
@@ -29,8 +30,15 @@ class UnitSelection:
 
     @classmethod
     def of(cls, source: FeatureSource, targets: Sequence[str]) -> Self:
-        """All units of the targets."""
+        """All units of the targets.
+
+        Raises:
+            ProtocolError: a target without units: nothing can be predicted for it.
+        """
         columns = [source.unit_columns(target) for target in targets]
+        empty = [target for target, part in zip(targets, columns, strict=True) if not len(part)]
+        if empty:
+            raise ProtocolError(f"targets: {', '.join(empty)}: has no units, expected one at least; leave it out")
         return cls(tuple(targets), np.concatenate(columns), np.array([len(part) for part in columns]))
 
     def mean_per_task(self, values_nE: NDArray[Any]) -> F64:

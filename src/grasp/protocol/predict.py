@@ -5,7 +5,7 @@ itself, in the unit of the relevance. Lines without a `unit_id` are the task as 
 Shape letters: B subsets, E units, T tasks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from grasp.protocol.source import F64, FeatureSource
 from grasp.subsets.blocks import SubsetBlock
 from grasp.utility.predictor import ComponentTable, Prediction
 
+Watch = Callable[[SubsetBlock, SubsetSums], None]
 UTILITY_UNIT = "standard deviations of A over the calibration family; higher is better"
 CHANGE_UNIT = "utility minus that of the whole corpus, same unit"
 
@@ -80,12 +81,21 @@ def predict(
 
 
 def predict_with(
-    scorer: Scorer, source: FeatureSource, blocks: Iterable[SubsetBlock], *, components: bool = False
+    scorer: Scorer,
+    source: FeatureSource,
+    blocks: Iterable[SubsetBlock],
+    *,
+    components: bool = False,
+    watch: Watch | None = None,
 ) -> PredictionTable:
-    """Predict with a scorer that is bound already."""
+    """Predict with a scorer that is bound already.
+
+    Args:
+        watch: called with every block and its sums, before its lines are made.
+    """
     metadata = describe(scorer)
     schema = _schema(scorer, components=components).with_metadata(metadata)
-    return PredictionTable(schema, metadata, _tables(scorer, source, blocks, schema))
+    return PredictionTable(schema, metadata, _tables(scorer, source, blocks, schema, watch))
 
 
 def describe(scorer: Scorer) -> dict[str, str]:
@@ -122,7 +132,11 @@ def _schema(scorer: Scorer, *, components: bool) -> pa.Schema:
 
 
 def _tables(
-    scorer: Scorer, source: FeatureSource, blocks: Iterable[SubsetBlock], schema: pa.Schema
+    scorer: Scorer,
+    source: FeatureSource,
+    blocks: Iterable[SubsetBlock],
+    schema: pa.Schema,
+    watch: Watch | None,
 ) -> Iterator[pa.Table]:
     whole = scorer.whole()
     task_whole = scorer.score_tasks(whole)[1].utility_BE
@@ -133,6 +147,8 @@ def _tables(
         if block.n_rows != scorer.n_rows:
             raise ShapeError(f"subsets over {block.n_rows} rows for an artifact of {scorer.n_rows}")
         sums = scorer.sums(block.weights_BN)
+        if watch is not None:
+            watch(block, sums)
         yield _lines(block, scorer.units.targets, None, *scorer.score_tasks(sums), task_whole, schema)
         if unit_whole is not None:
             yield _lines(block, unit_targets, unit_ids, *scorer.score_units(sums), unit_whole, schema)
@@ -162,4 +178,4 @@ def _lines(
     return pa.table([pa.array(columns[field.name].reshape(-1), field.type) for field in schema], schema=schema)
 
 
-__all__ = ["CalibrationFamily", "PredictionTable", "Scorer", "SubsetSums", "predict", "predict_with"]
+__all__ = ["CalibrationFamily", "PredictionTable", "Scorer", "SubsetSums", "Watch", "predict", "predict_with"]

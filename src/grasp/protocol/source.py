@@ -50,27 +50,29 @@ class RowSums:
     Held or not, the sums agree to 2e-6 of sum_i |w_i x_i|.
     """
 
-    def __init__(self, blocks: Callable[[], Blocks], n_rows: int, width: int) -> None:
+    def __init__(self, blocks: Callable[[], Blocks], n_rows: int, width: int, *, held_NC: F32 | None = None) -> None:
         self._blocks = blocks
         self._shape = (n_rows, width)
-        self._held: Sweep | None = None
-        if n_rows * width * 4 <= HELD_BYTES:
-            values_NC = np.empty(self._shape, dtype=np.float32)
+        if held_NC is None and n_rows * width * 4 <= HELD_BYTES:
+            held_NC = np.empty(self._shape, dtype=np.float32)
             for start, block in blocks():
-                values_NC[start : start + len(block)] = block
-            self._held = Sweep(values_NC)
+                held_NC[start : start + len(block)] = block
+        self.held_NC = held_NC  # the values themselves, where they are in memory
+        self._sweep = None if held_NC is None else Sweep(held_NC)
 
     @classmethod
     def over(cls, values_NC: F32) -> Self:
         """Sums over values that are in memory already."""
-        sums = cls(lambda: iter([(0, values_NC)]), *values_NC.shape)
-        sums._held = Sweep(values_NC)
-        return sums
+        return cls(lambda: iter([(0, values_NC)]), *values_NC.shape, held_NC=values_NC)
+
+    def blocks(self) -> Blocks:
+        """The values that are summed, by blocks of rows from first to last."""
+        return self._blocks() if self.held_NC is None else iter([(0, self.held_NC)])
 
     def sums(self, weights_BN: csr_array) -> F64:
         """(B, C) for one block of subsets."""
-        if self._held is not None:
-            return self._held.sums(weights_BN)
+        if self._sweep is not None:
+            return self._sweep.sums(weights_BN)
         parts = BlockSums(weights_BN)
         out_BC = np.zeros((weights_BN.shape[0], self._shape[1]))
         for start, block in self._blocks():
