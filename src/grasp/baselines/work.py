@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,18 @@ class WorkArea:
             handle.flush()
             os.fsync(handle.fileno())
         part.replace(path)
+
+    def loaded(self, name: str) -> NDArray[Any]:
+        """An array that is known to be there, mapped from disk."""
+        array = self.load(name)
+        assert array is not None, f"{self.directory / name} was saved before"
+        return array
+
+    def kept(self, name: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """An array by name, made and saved the first time it is asked for; mapped from disk."""
+        if self.load(name) is None:
+            self.save(name, make())
+        return self.loaded(name)
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A record that was written; None: not there."""
