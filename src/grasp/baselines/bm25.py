@@ -24,13 +24,14 @@ from grasp.targets.units import Unit
 WORD = re.compile(r"[A-Za-z0-9_]{2,}")  # of [A-Za-z0-9_]+ those of two characters and more
 STOP_WORDS = frozenset(
     WORD.findall(
-        "about above after again against all also am an and any are as at be because been before being below between both "
-        "but by can could did do does doing done down during each either else ever few for from further had has have "
-        "having he her here hers herself him himself his if in into is it its itself just let may me might more most much "
-        "must my myself neither no nor not now of off on once one only or other our ours ourselves out over own per same "
-        "shall she should since so some such than that the their theirs them themselves then there these they this those "
-        "through to too under until up upon us very was we were whether while will with within without would yes yet you "
-        "your yours yourself yourselves"
+        "about above after again against all also am an and any are aren as at be because been before being below "
+        "between both but by can could couldn did didn do does doesn doing don done down during each either else "
+        "ever few for from further had hadn has hasn have haven having he her here hers herself him himself his if "
+        "in into is isn it its itself just let ll may me might more most much must my myself neither no nor not "
+        "now of off on once one only or other our ours ourselves out over own per re same shall she should shouldn "
+        "since so some such than that the their theirs them themselves then there these they this those through to "
+        "too under until up upon us ve very was wasn we were weren whether while will with within without won "
+        "would wouldn yes yet you your yours yourself yourselves"
     )
 )
 # They ask, or name the parts of a prompt: `Question: ... Answer:` is in nearly every unit and says nothing of it.
