@@ -78,6 +78,10 @@ class Material:
         """
         return replace(self._store.rows(np.arange(start, stop)), start=start)
 
+    def rows_at(self, row_index: NDArray[np.int64]) -> RowShard:
+        """Rows by index, in the order given; only the shards they lie in are read. Raises as `rows`."""
+        return self._store.rows(row_index)
+
     def texts(self, start: int, stop: int) -> list[str]:
         """Text of rows [start, stop), decoded from their tokens: what the model read, cut where the row was cut."""
         rows = self.rows(start, stop)
