@@ -93,6 +93,14 @@ class Material:
             [np.asarray(batch.column(name), dtype=np.float64) for batch in self.artifact.row_batches([name])]
         )
 
+    def require_tokens(self) -> None:
+        """See that the rows' tokens are there, and the artifact's own.
+
+        Raises:
+            ArtifactError: they are not.
+        """
+        _ = self._store
+
     @cached_property
     def _store(self) -> RowStore:
         try:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
+from grasp.artifact.reader import Artifact
 from grasp.baselines.base import Account, RowMethod, RowScorer, Seconds
 from grasp.baselines.material import Material
 from grasp.baselines.work import WorkArea
@@ -52,8 +53,8 @@ class StoredScores:
         """1 where the score does not depend on the unit, else one a unit."""
         return int(self._open().shape[1])
 
-    def blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(first row, (n, E) or (n, 1)) from first row to last."""
+    def __iter__(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(first row, (n, E) or (n, 1)) from first row to last; can be gone through more than once."""
         scores = self._open()
         for start in range(0, len(scores), READ_ROWS):
             yield start, np.asarray(scores[start : start + READ_ROWS])
@@ -70,9 +71,9 @@ class Cache:
     root: Path
 
     @classmethod
-    def of(cls, material: Material, place: Path | None) -> "Cache":
+    def of(cls, artifact: Artifact, place: Path | None = None) -> "Cache":
         """The cache at `place`, or inside the artifact."""
-        return cls(place if place is not None else material.artifact.path / CACHE)
+        return cls(place if place is not None else artifact.path / CACHE)
 
     def place(self, name: str, identity: Mapping[str, Any]) -> Path:
         """Directory of a result."""
@@ -158,7 +159,7 @@ class _Run:
             self._at, self._rows = at, 0
         with self._timed():
             scorer = self._method.prepare(self._material, self._work, at)
-        stage = "scoring rows" if n_parts == 1 else f"scoring rows, part {at + 1} of {n_parts}"
+        stage = "scoring rows" if n_parts == 1 else f"scoring rows {at + 1} of {n_parts}"
         self._material.progress.stage(stage, rows=self._material.n_rows - self._rows, tokens=None)
         for start, stop in self._material.blocks(self._rows):
             with self._timed():
@@ -269,7 +270,7 @@ def _read(place: Path) -> StoredScores:
         for name in ("covers", "notes"):
             account[name] = tuple(account[name])
         found = StoredScores(place, Seconds(**record["seconds"]), Account(**account))
-        next(found.blocks())
+        next(iter(found))
     except (OSError, ValueError, KeyError, TypeError, EOFError) as err:
         raise SettingsError(f"{place}: damaged: {' '.join(str(err).split())}; delete it, it is made again") from err
     return found

@@ -9,6 +9,7 @@ from grasp.cli import calibrate as _calibrate  # noqa: F401
 from grasp.cli import demo as _demo  # noqa: F401
 from grasp.cli import evaluate as _evaluate  # noqa: F401
 from grasp.cli import inspect as _inspect  # noqa: F401
+from grasp.cli import methods as _methods  # noqa: F401
 from grasp.cli import predict as _predict  # noqa: F401
 from grasp.cli import retrain as _retrain  # noqa: F401
 from grasp.cli import score as _score  # noqa: F401

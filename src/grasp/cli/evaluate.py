@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names, output_file
+from grasp.cli.options import names, output_file, published_methods
+from grasp.cli.progress import Watch
 from grasp.cli.tables import printable
 from grasp.errors import SettingsError
 
@@ -20,6 +21,8 @@ EXAMPLES = """\b
 Examples:
   grasp evaluate art --environment env --protocol protocol.yaml --csv result.csv
   grasp evaluate art --environment test --controls --development dev --oracle ridge
+  grasp evaluate art --environment env --methods bm25,loss,datamodels
+  grasp evaluate art --environment env --method-settings methods.yaml --checkpoints env/reference/seed-0
   grasp evaluate art --environment env --predictions theirs.parquet --predictions row_scores.npy
 """
 
@@ -35,6 +38,16 @@ def evaluate(
         [], "--development", help="Environment that the controls' weights are selected on; repeatable."
     ),
     family: Path | None = typer.Option(None, "--family", help="Protocols that the controls restrict."),
+    methods: str | None = typer.Option(
+        None, "--methods", help="Published methods, separated by commas; see grasp methods."
+    ),
+    method_settings: Path | None = typer.Option(
+        None, "--method-settings", help="YAML of settings by method, or by a label of your own; see grasp methods."
+    ),
+    checkpoints: list[Path] = typer.Option(
+        [], "--checkpoints", help="Checkpoint, or directory of a training run; none: beside the model. Repeatable."
+    ),
+    cache: Path | None = typer.Option(None, "--cache", help="Where methods' scores are kept; none: in the artifact."),
     predictions: list[Path] = typer.Option(
         [], "--predictions", help="Parquet or .npy of utilities by subset, or of scores by row; repeatable."
     ),
@@ -45,15 +58,18 @@ def evaluate(
     resamples: int = typer.Option(1_000, "--resamples", min=10, help="Bootstrap resamples of the subsets."),
     json_file: Path | None = typer.Option(None, "--json", help="Everything, as JSON."),
     csv_file: Path | None = typer.Option(None, "--csv", help="A line a method and target, as CSV."),
+    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
 ) -> None:
     """Compare predictions with retraining, method by method.
 
-    Rho is Spearman's, with 95 % intervals, beside the noise ceiling: what a perfect predictor would reach.
+    Rho is Spearman's, with 95 % intervals, beside the noise ceiling: what a perfect predictor would reach. Scores of
+    published methods are computed once and kept; after a kill the same command goes on where it was.
     """
     if not controls and (development or family is not None):
         raise SettingsError("evaluate: --development and --family have no meaning without --controls; leave them out")
     output_file("--json", json_file)
     output_file("--csv", csv_file)
+    published = published_methods(names(methods), method_settings, {"--checkpoints": checkpoints, "--cache": cache})
     from grasp.artifact.reader import Artifact
     from grasp.fidelity.environment import Environment
     from grasp.protocol.methods import Asked, compare
@@ -62,14 +78,19 @@ def evaluate(
     artifact, found = Artifact.open(path), Environment.open(environment)
     chosen = default_protocol() if protocol is None else load_protocol(protocol)
     restricted, notes = _controls(artifact, found, development, family, resamples) if controls else ({}, [])
-    asked = Asked(
-        protocols={chosen.name: chosen},
-        controls=restricted,
-        files=predictions,
-        oracles=oracle,
-        notes=[f"protocol {chosen.name}: {chosen.provenance}", *notes],
-    )
-    report = compare(artifact, found, asked, targets=names(targets), partial=partial, resamples=resamples)
+    with Watch(quiet=quiet) as watch:
+        asked = Asked(
+            protocols={chosen.name: chosen},
+            controls=restricted,
+            files=predictions,
+            oracles=oracle,
+            notes=[f"protocol {chosen.name}: {chosen.provenance}", *notes],
+            methods=published,
+            checkpoints=checkpoints,
+            cache=cache,
+            progress=watch,
+        )
+        report = compare(artifact, found, asked, targets=names(targets), partial=partial, resamples=resamples)
     print(printable(report.table()), end="")
     for file, text in ((json_file, report.to_json), (csv_file, report.to_csv)):
         if file is not None:

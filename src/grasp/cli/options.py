@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from grasp.errors import SettingsError
 from grasp.settings import read_yaml
+
+if TYPE_CHECKING:
+    from grasp.baselines.asked import AskedMethod
 
 
 def merged(config: Path | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +65,26 @@ def output_file(flag: str, path: Path | None) -> Path | None:
     if path is not None and path.is_dir():
         raise SettingsError(f"{flag}: got {path}, which is a directory; expected the name of a file")
     return path
+
+
+def published_methods(
+    chosen: list[str] | None, file: Path | None, belongs: Mapping[str, Any], flag: str = "--methods"
+) -> "tuple[AskedMethod, ...]":
+    """Methods by flag and settings file; without either, the flags in `belongs` have no meaning.
+
+    Raises:
+        SettingsError: no such method, settings it does not have, or a flag without meaning.
+        MissingExtraError: what a method needs is not installed.
+    """
+    if chosen is None and file is None:
+        idle = [name for name, value in belongs.items() if value]
+        if idle:
+            raise SettingsError(f"{', '.join(idle)}: no meaning without {flag}; name a method, or leave it out")
+        return ()
+    from grasp.baselines.asked import asked_methods
+
+    configured = read_yaml(file) if file is not None else {}
+    return asked_methods(chosen, configured, flag if file is None else str(file))
 
 
 def put(data: dict[str, Any], name: str, value: Any) -> None:

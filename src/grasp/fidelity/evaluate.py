@@ -21,10 +21,15 @@ from grasp.fidelity.metrics import (
     noise_ceilings,
     target_metrics,
 )
-from grasp.fidelity.predictions import Predictions
+from grasp.fidelity.predictions import Cost, Predictions, Standing
 from grasp.targets.units import Unit, UnitSet
 
 AVERAGE = "average"
+APART: dict[Standing, str] = {
+    "oracle-selected": "oracle-selected: configured on the utilities they are judged by, so no match for the others",
+    "supervised oracle": "supervised oracles: fitted on other subsets of this environment, so a ceiling and no match",
+}
+COSTS = ("floats a row", "build s")
 HEADINGS = {
     "task_rho": "task rho",
     "task_ceiling": "ceiling",
@@ -41,6 +46,8 @@ class MethodResult:
 
     method: str
     targets: tuple[TargetMetrics, ...]
+    standing: Standing = "predictor"
+    cost: Cost | None = None
 
     def average(self, metric: str) -> Estimate:
         """Mean over targets of a metric, or of `task_ceiling` and `lds_ceiling`."""
@@ -74,12 +81,13 @@ class EvaluationReport:
         """One flat record a method and target, and one a method for the mean over its targets."""
         out: list[dict[str, Any]] = []
         for result in self.methods:
-            out += [self._record(result.method, row) for row in result.targets]
+            about = _about(result)
+            out += [self._record(result.method, row) | about for row in result.targets]
             record: dict[str, Any] = {"method": result.method, "target": AVERAGE, "n_subsets": self.n_subsets}
             record["n_units"] = sum(row.n_units for row in result.targets)
             for metric in (*METRICS, *_CEILINGS):
                 record |= _flat(metric, result.average(metric))
-            out.append(record)
+            out.append(record | about)
         return out
 
     def _record(self, method: str, row: TargetMetrics) -> dict[str, Any]:
@@ -115,21 +123,34 @@ class EvaluationReport:
         return out.getvalue()
 
     def table(self) -> str:
-        """Plain text: a line a method and target; what is undefined is explained below."""
-        lines = [["method", "target", "units", *HEADINGS.values()]]
-        for result in self.methods:
-            for row in result.targets:
-                name = row.target + (" (held-out)" if self.roles[row.target] == "held-out" else "")
-                cells = [_cell(metric, estimate_of(row, metric)) for metric in HEADINGS]
-                lines.append([result.method, name, str(row.n_units), *cells])
-            if len(result.targets) > 1:
-                cells = [_cell(metric, result.average(metric)) for metric in HEADINGS]
-                lines.append([result.method, AVERAGE, str(sum(r.n_units for r in result.targets)), *cells])
+        """Plain text: a line a method and target, oracles apart; what is undefined is explained below."""
+        with_cost = any(result.cost is not None for result in self.methods)
+        lines = [["method", "target", "units", *HEADINGS.values(), *(COSTS if with_cost else ())]]
+        order: list[Standing] = ["predictor", *APART]
+        sorted_methods = sorted(self.methods, key=lambda result: order.index(result.standing))
+        standings: list[Standing] = []
+        for result in sorted_methods:
+            own = self._lines(result, with_cost)
+            lines += own
+            standings += [result.standing] * len(own)
         head = (
             f"environment {self.environment}: recipe {self.recipe}, {self.family}, {self.n_subsets} subsets, "
             f"seeds {', '.join(map(str, self.seeds))}; 95 % intervals over {self.resamples} resamples of the subsets"
         )
-        return "\n".join([head, *_columns(lines), *self._notes()]) + "\n"
+        return "\n".join([head, *_set_apart(_columns(lines), standings), *self._notes()]) + "\n"
+
+    def _lines(self, result: MethodResult, with_cost: bool) -> list[list[str]]:
+        """Cells of one method: a line a target, and the mean over targets where there are several."""
+        cost = list(_cost_cells(result.cost)) if with_cost else []
+        lines = []
+        for row in result.targets:
+            name = row.target + (" (held-out)" if self.roles[row.target] == "held-out" else "")
+            cells = [_cell(metric, estimate_of(row, metric)) for metric in HEADINGS]
+            lines.append([result.method, name, str(row.n_units), *cells, *cost])
+        if len(result.targets) > 1:
+            cells = [_cell(metric, result.average(metric)) for metric in HEADINGS]
+            lines.append([result.method, AVERAGE, str(sum(r.n_units for r in result.targets)), *cells, *cost])
+        return lines
 
     def _notes(self) -> list[str]:
         notes: dict[str, None] = dict.fromkeys(self.notes)
@@ -193,7 +214,9 @@ def evaluate(
         seeds=utilities.seeds,
         resamples=resamples,
         roles={name: environment.role_of(name) for name in names},
-        methods=tuple(MethodResult(p.method, tuple(metrics(p, name) for name in names)) for p in predictions),
+        methods=tuple(
+            MethodResult(p.method, tuple(metrics(p, name) for name in names), p.standing, p.cost) for p in predictions
+        ),
         notes=tuple(notes),
     )
 
@@ -252,6 +275,37 @@ def _common(environment: Environment, predictions: Sequence[Predictions]) -> tup
 def _flat(metric: str, estimate: Estimate) -> dict[str, Any]:
     flat: dict[str, Any] = {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
     return flat | ({f"{metric}_reason": estimate.reason} if estimate.reason else {})
+
+
+def _about(result: MethodResult) -> dict[str, Any]:
+    """How a method stands and what it costs, flat."""
+    cost = result.cost
+    return {
+        "standing": result.standing,
+        "feature_floats": None if cost is None else cost.features,
+        "score_floats": None if cost is None else cost.scores,
+        "build_wall_seconds": None if cost is None else cost.wall_seconds,
+        "build_cpu_seconds": None if cost is None else cost.cpu_seconds,
+    }
+
+
+def _cost_cells(cost: Cost | None) -> tuple[str, str]:
+    """Floats a row, features + scores, and wall seconds."""
+    if cost is None:
+        return "-", "-"
+    floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
+    return floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"
+
+
+def _set_apart(lines: list[str], standings: Sequence[Standing]) -> list[str]:
+    """A heading before the first method of each standing that is no match for the others; lines[0] has the columns."""
+    out, before = lines[:1], "predictor"
+    for line, standing in zip(lines[1:], standings, strict=True):
+        if standing != before:
+            out.append(APART[standing])
+            before = standing
+        out.append(line)
+    return out
 
 
 def _cell(metric: str, estimate: Estimate) -> str:

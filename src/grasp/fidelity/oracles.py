@@ -179,6 +179,7 @@ def _oracle(
         units=tuple(zip(utilities.targets, utilities.unit_ids, strict=True)),
         values_BE=out[:, :n_units],
         task_B={name: out[:, n_units + t] for t, name in enumerate(targets)},
+        standing="supervised oracle",
     )
 
 

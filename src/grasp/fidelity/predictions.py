@@ -29,9 +29,22 @@ from grasp.subsets import RowIndex, Side, SubsetBlock
 F64 = NDArray[np.float64]
 Unit = tuple[str, str]
 Weighting = Literal["count", "mean"]
+# predictor: knew no utility that it is judged by; oracle-selected: its configuration was chosen on them; supervised
+# oracle: it was fitted on other subsets of the same environment. What is not a predictor is kept apart.
+Standing = Literal["predictor", "oracle-selected", "supervised oracle"]
 
 EXAMPLES = 3
 ROWS_AT_ONCE = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a method keeps of every row, and the time that making it took; None: not known."""
+
+    features: int  # floats a row from which a unit that comes later is scored
+    scores: int  # floats a row: one a unit, or one for all units
+    wall_seconds: float | None = None
+    cpu_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,8 @@ class Predictions:
     units: tuple[Unit, ...]
     values_BE: F64
     task_B: Mapping[str, F64] = field(default_factory=dict)  # of a target; else the mean over its units
+    standing: Standing = "predictor"
+    cost: Cost | None = None
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ class ProtocolFamily(Settings):
             if match or omega
         ]
         listed = list(dict.fromkeys(listed))
-        served = tuple(candidate for candidate in listed if _needs(candidate) <= set(array_names))
+        served = tuple(candidate for candidate in listed if needed_arrays(candidate) <= set(array_names))
         return served, len(listed) - len(served)
 
     def restricted(self, control: Control) -> "ProtocolFamily":
@@ -163,7 +163,8 @@ class ProtocolFamily(Settings):
         )
 
 
-def _needs(candidate: Candidate) -> set[str]:
+def needed_arrays(candidate: Candidate) -> set[str]:
+    """Arrays of an artifact that a candidate reads."""
     kernels = {f"relevance_{kernel}" for kernel, _ in candidate.match}
     return kernels | {f"{half}_sketch" for half in halves_needed(dict(candidate.omega))}
 

@@ -1,18 +1,23 @@
 """Methods side by side in one environment: additive cores, protocols, controls, oracles, and predictions from files."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grasp.artifact.reader import Artifact
+from grasp.baselines.asked import AskedMethod
+from grasp.baselines.material import Material, Retrained
+from grasp.baselines.predict import check, predict
+from grasp.baselines.stored import Cache
+from grasp.build.progress import Progress, Silent
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.fidelity.controls import CONTROLS
 from grasp.fidelity.environment import Environment, Utilities
 from grasp.fidelity.evaluate import EvaluationReport, evaluate
 from grasp.fidelity.metrics import RESAMPLES
 from grasp.fidelity.oracles import fraction_features, lasso_oracle, mask_features, ridge_oracle
-from grasp.fidelity.predictions import Predictions, read_predictions
-from grasp.protocol.family import Binding, Candidate, ProtocolFamily
+from grasp.fidelity.predictions import Cost, Predictions, read_predictions
+from grasp.protocol.family import Binding, Candidate, ProtocolFamily, candidate_of, needed_arrays
 from grasp.protocol.scoring import Match, ScoringProtocol
 from grasp.protocol.selection import Development, Scored, select
 from grasp.subsets import LabelTable, RowIndex
@@ -38,6 +43,10 @@ class Asked:
     files: Sequence[Path] = ()
     oracles: Sequence[str] = ()  # ridge or lasso, with `:masks` or `:LABEL` for what the oracle sees
     notes: Sequence[str] = ()  # how the methods came about
+    methods: Sequence[AskedMethod] = ()  # published ones
+    checkpoints: Sequence[Path] = ()  # for those that look at several; none: those beside the reference model
+    cache: Path | None = None  # where their scores are kept; None: inside the artifact
+    progress: Progress = Silent()  # noqa: RUF009 - it has no state
 
 
 def compare(
@@ -57,14 +66,13 @@ def compare(
     Raises:
         EnvironmentDataError: artifact, files or utilities do not belong together or are incomplete.
         ProtocolError: the artifact does not fit a protocol.
-        SettingsError: no such oracle.
+        SettingsError: no such oracle, or a method lacks something.
     """
     scored = Scored.of(environment, artifact)
     chosen = _checked_targets(scored, targets)
     utilities = environment.utilities(partial=partial).of(*chosen)
-    predictions = scored.predictions(additive_methods(artifact.array_names), chosen)
-    predictions += scored.predict(asked.protocols, chosen)
-    predictions += scored.predictions(asked.controls or {}, chosen)
+    published, notes = _published(artifact, scored, utilities, asked)
+    predictions = [*_own_predictions(artifact, scored, asked, chosen), *published]
     rows = RowIndex.from_parquet(artifact.rows_path)
     for path in asked.files:
         taken = {known.method for known in predictions}
@@ -72,12 +80,63 @@ def compare(
     predictions += [_oracle(text, scored, LabelTable(artifact.rows_path), utilities) for text in asked.oracles]
     common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
     report = evaluate(
-        environment, predictions, targets=common or None, partial=partial, resamples=resamples, notes=asked.notes
+        environment,
+        predictions,
+        targets=common or None,
+        partial=partial,
+        resamples=resamples,
+        notes=[*asked.notes, *notes],
     )
     left_out = [name for name in environment.targets if name not in common]
     if targets is None and left_out:
         report = report.noted(f"not evaluated, since not every method predicts them: {', '.join(left_out)}")
     return report
+
+
+def _own_predictions(artifact: Artifact, scored: Scored, asked: Asked, targets: Sequence[str]) -> list[Predictions]:
+    """Additive cores, protocols and controls."""
+    protocols = {name: candidate_of(protocol, artifact) for name, protocol in asked.protocols.items()}
+    predictions: list[Predictions] = []
+    for candidates in (additive_methods(artifact.array_names), protocols, asked.controls or {}):
+        found = scored.predictions(candidates, targets)
+        predictions += [replace(one, cost=cost_of(candidates[one.method], artifact)) for one in found]
+    return predictions
+
+
+def _published(
+    artifact: Artifact, scored: Scored, utilities: Utilities, asked: Asked
+) -> tuple[list[Predictions], list[str]]:
+    """Predictions of the methods asked for, and what must be said of them; all are checked before the first begins."""
+    renamed = {own: name for own, name in scored.renamed.items() if name in utilities.targets}
+    material = Material(
+        artifact,
+        checkpoint_places=tuple(asked.checkpoints),
+        retrained=retrained(scored, utilities),
+        progress=asked.progress,
+    )
+    ours = {*ADDITIVE, *asked.protocols, *(asked.controls or {})}
+    for one in asked.methods:
+        if one.label in ours:
+            raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
+        check(one, material)
+    cache = Cache.of(artifact, asked.cache)
+    found = [predict(one, material, scored.blocks, cache, renamed=renamed) for one in asked.methods]
+    return [one.predictions for one in found], [note for one in found for note in one.notes]
+
+
+def retrained(scored: Scored, utilities: Utilities) -> Retrained:
+    """The environment as methods see it: targets by the artifact's names."""
+    own = {name: mine for mine, name in scored.renamed.items()}
+    return Retrained(
+        scored.environment, replace(utilities, targets=tuple(own[name] for name in utilities.targets)), scored.blocks
+    )
+
+
+def cost_of(candidate: Candidate, artifact: Artifact) -> Cost:
+    """What a predictor of ours reads of every row: its relevance matrices and its sketches."""
+    width = {name: artifact.array_shape(name)[1] for name in needed_arrays(candidate) if name in artifact.array_names}
+    relevance = {name: size for name, size in width.items() if name.startswith("relevance_")}
+    return Cost(features=sum(width.values()) - sum(relevance.values()), scores=sum(relevance.values()))
 
 
 def additive_methods(array_names: Sequence[str]) -> dict[str, Candidate]:

@@ -1,0 +1,47 @@
+"""grasp methods"""
+
+import textwrap
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.tables import show
+
+# \b keeps the lines of the epilog as they are.
+EXAMPLES = """\b
+Examples:
+  grasp methods
+  grasp methods bm25
+A settings file for --method-settings, two configurations of one method:
+  bm25: {query: completion}
+  bm25-lucene: {method: bm25, variant: lucene}
+Beside its settings a configuration may have `seed`, and `oracle_selected: true`
+if it was chosen on the utilities it will be judged by: it is then kept apart.
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def methods(
+    name: str = typer.Argument(None, metavar="[METHOD]", help="Method whose settings are shown; none: all methods."),
+) -> None:
+    """List published methods, or the settings of one.
+
+    They are what `grasp evaluate --methods` and `grasp score --method` take.
+    """
+    from grasp.baselines.registry import METHODS, entry_of
+
+    if name is None:
+        show("methods", ("name", "text"), [(entry.name, entry.says) for entry in METHODS.values()])
+        return
+    entry = entry_of(name)
+    kind = entry.load()
+    print(f"{entry.name}: {entry.says}\n")
+    print("\n".join(line.strip() for line in (kind.__doc__ or "").strip().splitlines()))
+    print(f"\nlooks at: {', '.join(['rows and units', *sorted(kind.looks_at)])}")
+    if kind.needs_modules:
+        extras = sorted(set(kind.needs_modules.values()))
+        print(f"needs: pip install 'grasp-attribution[{','.join(extras)}]'")
+    for field, info in kind.settings_type.model_fields.items():
+        default = "must be given" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
+        print(f"\n{field}, {default}")
+        print(textwrap.fill(info.description or "", width=100, initial_indent="    ", subsequent_indent="    "))
