@@ -1,0 +1,1 @@
+"""Per-example gradients of a causal LM in factorised form: exact inner products, projections and curvature."""

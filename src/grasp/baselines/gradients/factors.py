@@ -1,0 +1,90 @@
+"""Sums of outer products: what a batch does to one block, per example.
+
+    G_b = sum_t left_{b,t} (x) right_{b,t}
+
+Shape letters: B examples, T positions, X left width, Y right width, K projected width, E units, S unit positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ELEMENTS = 1 << 25  # numbers in one temporary on a CPU: 128 MB of float32
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Factors of a batch in one block: positions that carry nothing have a right (or a left) factor of zero."""
+
+    left: Tensor  # (B, T, X), or int64 (B, T): coordinates of one-hot vectors
+    right: Tensor  # (B, T, Y)
+
+    @property
+    def one_hot(self) -> bool:
+        return self.left.ndim == 2
+
+    @property
+    def examples(self) -> int:
+        return len(self.right)
+
+    @property
+    def positions(self) -> int:
+        return self.right.shape[1]
+
+    def rows(self, begin: int, end: int) -> "Use":
+        return Use(self.left[begin:end], self.right[begin:end])
+
+
+def materialise(use: Use, width: int) -> Tensor:
+    """G, (B, X, Y); `width` is X."""
+    if not use.one_hot:
+        return torch.bmm(use.left.mT, use.right)
+    examples, _, right = use.right.shape
+    flat = use.right.new_zeros(examples * width, right)
+    begin = torch.arange(examples, device=use.left.device)[:, None] * width
+    flat.index_add_(0, (use.left + begin).reshape(-1), use.right.reshape(-1, right))
+    return flat.view(examples, width, right)
+
+
+def left_products(left: Tensor, other: Tensor) -> Tensor:
+    """<left_p, other_s> for every pair, (P, S); either side may be int64 coordinates of one-hot vectors."""
+    if left.ndim == 1 and other.ndim == 1:
+        return left[:, None] == other[None, :]
+    if left.ndim == 1:
+        return other.T[left]
+    return left[:, other] if other.ndim == 1 else left @ other.T
+
+
+def squared_norm(uses: list[Use], width: int) -> Tensor:
+    """||G||^2 of every example, (B,), for the sum of several uses of one block."""
+    total = sum(use.positions for use in uses)
+    right = uses[0].right.shape[2]
+    ghost = total * total * (width + right)
+    plain = total * width * right
+    if ghost < plain or (all(use.one_hot for use in uses) and width > total):
+        return _ghost_norm(uses)
+    step = max(1, ELEMENTS // (width * right))
+    examples = uses[0].examples
+    parts = [_plain_norm([use.rows(i, i + step) for use in uses], width) for i in range(0, examples, step)]
+    return torch.cat(parts)
+
+
+def _plain_norm(uses: list[Use], width: int) -> Tensor:
+    gradient = materialise(uses[0], width)
+    for use in uses[1:]:
+        gradient += materialise(use, width)
+    return gradient.flatten(1).square_().sum(dim=1)
+
+
+def _ghost_norm(uses: list[Use]) -> Tensor:
+    """Pairs of positions instead of the matrix: sum_{t,s} <left_t, left_s> <right_t, right_s>."""
+    parts = []
+    for b in range(uses[0].examples):
+        norm = uses[0].right.new_zeros(())
+        for i, one in enumerate(uses):
+            for j, other in enumerate(uses[: i + 1]):
+                pairs = left_products(one.left[b], other.left[b]) * (one.right[b] @ other.right[b].T)
+                norm = norm + (1 if i == j else 2) * pairs.sum()
+        parts.append(norm)
+    return torch.stack(parts)

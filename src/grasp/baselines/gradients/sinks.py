@@ -1,0 +1,92 @@
+"""Consumers of factors: whole matrices a few rows at a time, squared norms, sums of projections.
+
+Shape letters: B examples, b a few of them, X left width, Y right width, K projected width.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from grasp.baselines.gradients.factors import ELEMENTS, Use, materialise, squared_norm
+from grasp.baselines.gradients.per_example import PerExample
+
+TakeMatrix = Callable[[int, Tensor, slice], None]
+TakeUses = Callable[[int, list[Use], slice], None]
+
+
+class UseSink:
+    """Brings together all uses of a block, which a tied weight has several of.
+
+    `take` gets the block, its uses, and the rows of the batch that they belong to: at once where the block has one
+    use, else when `finish` is called.
+    """
+
+    def __init__(self, engine: PerExample, wanted: Sequence[bool], take: TakeUses) -> None:
+        self._calls, self._wanted, self._take = engine.calls, wanted, take
+        self._kept: dict[int, list[tuple[Use, slice]]] = {}
+
+    def __call__(self, number: int, use: Use, rows: slice) -> None:
+        if not self._wanted[number]:
+            return
+        if self._calls[number] == 1:
+            self._take(number, [use], rows)
+        else:
+            self._kept.setdefault(number, []).append((use, rows))
+
+    def finish(self) -> None:
+        """Hand on what was kept, in the largest pieces of the batch that no use cuts through."""
+        for number, kept in self._kept.items():
+            edges = sorted({edge for _, rows in kept for edge in (rows.start, rows.stop)})
+            for begin, end in pairwise(edges):
+                uses = [
+                    use.rows(begin - rows.start, end - rows.start)
+                    for use, rows in kept
+                    if rows.start <= begin and end <= rows.stop
+                ]
+                self._take(number, uses, slice(begin, end))
+        self._kept.clear()
+
+
+class MatrixSink(UseSink):
+    """Forms gradient matrices; `take` gets the block, (b, X, Y) and the rows that they belong to."""
+
+    def __init__(self, engine: PerExample, wanted: Sequence[bool], take: TakeMatrix) -> None:
+        self._blocks, self._matrix = engine.layers.blocks, take
+        super().__init__(engine, wanted, self._form)
+
+    def _form(self, number: int, uses: list[Use], rows: slice) -> None:
+        block = self._blocks[number]
+        step = max(1, ELEMENTS // block.size)
+        for begin in range(0, rows.stop - rows.start, step):
+            end = min(begin + step, rows.stop - rows.start)
+            total = materialise(uses[0].rows(begin, end), block.left)
+            for use in uses[1:]:
+                total += materialise(use.rows(begin, end), block.left)
+            self._matrix(number, total, slice(rows.start + begin, rows.start + end))
+
+
+def norm_sink(engine: PerExample, wanted: Sequence[bool], square_B: Tensor) -> UseSink:
+    """Adds the squared norms of the blocks wanted to `square_B`."""
+
+    def take(number: int, uses: list[Use], rows: slice) -> None:
+        square_B[rows] += squared_norm(uses, engine.layers.blocks[number].left)
+
+    return UseSink(engine, wanted, take)
+
+
+def everything(engine: PerExample) -> list[bool]:
+    """All blocks wanted."""
+    return [True] * len(engine.layers.blocks)
+
+
+def whole_gradients(engine: PerExample, n_examples: int) -> tuple[MatrixSink, list[Tensor]]:
+    """A sink that fills (B, X, Y) of every block; for few examples of small models."""
+    device = engine.model.device
+    held = [torch.zeros(n_examples, b.left, b.right, dtype=engine.work, device=device) for b in engine.layers.blocks]
+
+    def take(number: int, matrix: Tensor, rows: slice) -> None:
+        held[number][rows] = matrix
+
+    return MatrixSink(engine, everything(engine), take), held

@@ -1,0 +1,88 @@
+"""Small models and rows for the gradient methods, and slow float64 references by autograd."""
+
+import numpy as np
+import torch
+
+from grasp.baselines.gradients.per_example import Example
+from grasp.models.causal_lm import ReferenceModel
+from tests.conftest import VOCAB, make_model
+
+
+class NoTokenizer:
+    """The engine never tokenises."""
+
+
+def reference(family: str, dtype: torch.dtype = torch.float64, batch_tokens: int = 64) -> ReferenceModel:
+    return ReferenceModel(make_model(family).to(dtype), NoTokenizer(), batch_tokens=batch_tokens)
+
+
+def rows(n: int = 5, seed: int = 0, longest: int = 14) -> list[Example]:
+    generator = np.random.default_rng(seed)
+    return [
+        Example(generator.integers(1, VOCAB, size=int(generator.integers(2, longest))).astype(np.int32))
+        for _ in range(n)
+    ]
+
+
+def units(n: int = 4, seed: int = 1) -> list[Example]:
+    generator = np.random.default_rng(seed)
+    found = []
+    for k in range(n):
+        ids = generator.integers(1, VOCAB, size=int(generator.integers(5, 12))).astype(np.int32)
+        found.append(Example(ids, first=len(ids) - 1 - k % 3))
+    return found
+
+
+def objective(logits: torch.Tensor, example: Example, output: str = "loss") -> torch.Tensor:
+    """Mean over the labels of what the engine differentiates, from the model's own logits."""
+    at = torch.arange(example.first - 1, len(example.input_ids) - 1)
+    label = torch.from_numpy(example.input_ids[example.first :].astype(np.int64))
+    log_p = torch.log_softmax(logits[at], dim=1).gather(1, label[:, None])[:, 0]
+    if output == "loss":
+        return -log_p.mean()
+    return -(log_p - torch.log1p(-log_p.exp())).mean()
+
+
+def autograd(model: ReferenceModel, example: Example, output: str = "loss") -> dict[str, torch.Tensor]:
+    """Gradient of every parameter, one example alone."""
+    parameters = dict(model.model.named_parameters())
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    ids = torch.from_numpy(example.input_ids.astype(np.int64))[None]
+    loss = objective(model.model(input_ids=ids, use_cache=False).logits[0], example, output)
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    return {
+        name: torch.zeros_like(parameter) if grad is None else grad
+        for (name, parameter), grad in zip(parameters.items(), found, strict=True)
+    }
+
+
+def flat(gradients: dict[str, torch.Tensor], names: list[str] | None = None) -> torch.Tensor:
+    return torch.cat([gradients[name].flatten() for name in names or gradients])
+
+
+def parameter_gradients(layers, held: list[torch.Tensor], example: int, modules: dict) -> dict[str, torch.Tensor]:
+    """The engine's matrices of one example in the shape of the parameters."""
+    found: dict[str, torch.Tensor] = {}
+    for block, matrices in zip(layers.blocks, held, strict=True):
+        matrix = matrices[example]
+        if "vector" in block.kinds:
+            begin = 0
+            for name in block.parameters:
+                shape = modules[name].shape
+                found[name] = matrix[0, begin : begin + shape.numel()].view(shape)
+                begin += shape.numel()
+            continue
+        weight = matrix[:, :-1] if block.bias else matrix
+        for name in block.parameters:
+            if name.endswith("bias"):
+                found[name] = matrix[:, -1]
+            else:
+                found[name] = weight.T if modules[name].shape != weight.shape or _is_conv(modules, name) else weight
+    return found
+
+
+def _is_conv(modules: dict, name: str) -> bool:
+    return getattr(modules[name], "transposed", False)

@@ -1,0 +1,390 @@
+"""The engine: per-example gradients, their inner products and projections equal what autograd gives, one at a time."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grasp.baselines.gradients.capture import _check_forward
+from grasp.baselines.gradients.factors import Use, materialise, squared_norm
+from grasp.baselines.gradients.features import Featurizer
+from grasp.baselines.gradients.layers import as_matrix, choose_layers
+from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products, query_elements
+from grasp.baselines.gradients.sinks import whole_gradients
+from grasp.errors import ModelError, SettingsError
+from grasp.models.causal_lm import ReferenceModel
+from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
+from tests.conftest import VOCAB
+
+# RMSNorm of transformers goes through float32 whatever the model's type is, so a row alone and in a batch differ.
+CLOSE = 2e-6
+
+
+def engine_of(family="llama", patterns=("all",), **how) -> PerExample:
+    model = reference(family, **how)
+    return PerExample(model, choose_layers(model, patterns))
+
+
+def held(engine: PerExample, examples, output="loss") -> list[torch.Tensor]:
+    sink, matrices = whole_gradients(engine, len(examples))
+    engine.run(examples, sink, output)
+    sink.finish()
+    return matrices
+
+
+def references(engine: PerExample, examples, output="loss") -> list[dict[str, torch.Tensor]]:
+    return [autograd(engine.model, example, output) for example in examples]
+
+
+def covered(engine: PerExample, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Reference gradient on the engine's blocks, in the engine's order."""
+    return torch.cat([as_matrix(block, gradients).flatten() for block in engine.layers.blocks])
+
+
+@pytest.mark.parametrize("output", ["loss", "margin"])
+def test_every_parameter_has_the_gradient_that_autograd_gives_one_row_alone(family, output):
+    engine, examples = engine_of(family), rows()
+    matrices = held(engine, examples, output)
+    for i, expected in enumerate(references(engine, examples, output)):
+        found = torch.cat([matrix[i].flatten() for matrix in matrices])
+        wanted = covered(engine, expected)
+        assert engine.layers.size == len(wanted) == sum(g.numel() for g in expected.values())
+        assert float((found - wanted).abs().max()) <= CLOSE * float(wanted.abs().max())
+
+
+def test_outcome_is_the_mean_loss_and_the_mean_of_one_minus_p():
+    engine = engine_of("gpt-neox", ["head"])
+    outcome = engine.run(units(), lambda *_: None)
+    for i, unit in enumerate(units()):
+        ids = torch.from_numpy(unit.input_ids.astype(np.int64))[None]
+        logits = engine.model.model(ids).logits[0]
+        p = torch.softmax(logits, 1)[torch.arange(unit.first - 1, len(unit.input_ids) - 1), ids[0, unit.first :]]
+        assert float(outcome.loss_B[i]) == pytest.approx(float(objective(logits, unit)))
+        assert float(outcome.doubt_B[i]) == pytest.approx(float(1 - p.mean()))
+
+
+@pytest.mark.parametrize("form", ["dense", "factors", "chosen"])
+def test_inner_products_and_norms_without_projection_are_exact(family, form):
+    engine = engine_of(family)
+    sizes = Sizes.of(10, units())
+    dense = [form == "dense" or (form == "chosen" and choose_dense(b, sizes)) for b in engine.layers.blocks]
+    queries = Queries.collect(engine, units(), dense)
+    product_NE, square_N = exact_products(queries, rows(9), norms=True)
+    row_NP = torch.stack([flat(g) for g in references(engine, rows(9))])
+    unit_EP = torch.stack([flat(g) for g in references(engine, units())])
+    expected_NE = (row_NP @ unit_EP.T).numpy()
+    assert np.abs(product_NE - expected_NE).max() <= CLOSE * np.abs(expected_NE).max()
+    np.testing.assert_allclose(square_N, row_NP.square().sum(1), rtol=CLOSE)
+    np.testing.assert_allclose(queries.squared_norms(), unit_EP.square().sum(1), rtol=CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2-tied"])
+def test_a_tied_weight_has_the_sum_of_both_uses_under_either_name(family):
+    engine = engine_of(family, ["head"])
+    (block,) = engine.layers.blocks
+    assert block.kinds == ("embedding", "linear")
+    assert engine.calls == (2,)
+    assert engine.layers.coverage["tied"]
+    other = engine_of(family, ["embedding"])
+    assert other.layers.blocks == engine.layers.blocks
+    assert torch.equal(held(engine, rows())[0], held(other, rows())[0])
+
+
+def test_batches_and_padding_do_not_matter():
+    whole = held(engine_of("gpt-neox", batch_tokens=10_000), rows(7))
+    for i, row in enumerate(rows(7)):
+        alone = held(engine_of("gpt-neox"), [row])
+        for one, other in zip(whole, alone, strict=True):
+            torch.testing.assert_close(one[i], other[0], rtol=0, atol=1e-12)
+
+
+def test_head_in_pieces_of_the_batch(monkeypatch):
+    expected = held(engine_of("llama-tied"), rows())
+    monkeypatch.setattr("grasp.baselines.gradients.per_example.CPU_LOGITS", 2 * 13 * VOCAB)
+    found = held(engine_of("llama-tied"), rows())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("elements", [1, 500])
+def test_memory_bounds_change_no_number(monkeypatch, elements):
+    for module in ("factors", "queries", "sinks", "projection"):
+        monkeypatch.setattr(f"grasp.baselines.gradients.{module}.ELEMENTS", elements)
+    test_inner_products_and_norms_without_projection_are_exact("llama-tied", "chosen")
+
+
+def test_backward_ends_at_the_earliest_chosen_module():
+    engine = engine_of("llama", ["block:-1"])
+    seen = []
+    first = engine.model.model.model.layers[0].mlp.down_proj
+    handle = first.register_forward_hook(lambda module, args, out: seen.append(out.requires_grad))
+    engine.run(rows(), lambda *_: None)
+    handle.remove()
+    assert seen == [False]
+    assert all(parameter.grad is None for parameter in engine.model.model.parameters())
+
+
+def test_labels_drawn_from_the_model_give_its_own_fisher():
+    engine = engine_of("gpt-neox", ["head"])
+    row = Example(np.array([3, 5], dtype=np.int32))
+    numbers = (np.arange(4000) + 0.5) / 4000
+    mean = torch.zeros(1)
+    drawn = []
+
+    def consume(_, use, at):
+        drawn.append(use.left[:, 0])
+
+    for part in np.split(numbers, 40):
+        engine.run([row] * len(part), consume, "sampled", [np.array([u]) for u in part])
+    residual = torch.cat(drawn)
+    mean = residual.mean(0)
+    assert float(mean.abs().max()) < 1e-3  # E over labels of p - onehot is zero
+    p = residual[0] + torch.nn.functional.one_hot(residual[0].argmin(), VOCAB)
+    fisher = torch.diag(p) - torch.outer(p, p)
+    torch.testing.assert_close(residual.T @ residual / len(residual), fisher, rtol=0, atol=2e-3)
+
+
+# ------------------------------------------------------------------------------------------- projection
+
+
+@pytest.mark.parametrize("form", ["auto", "dense", "rank-one"])
+@pytest.mark.parametrize("family", ["gpt2-tied", "llama"])
+def test_projection_is_the_inner_product_with_its_signs(family, form):
+    engine, width = engine_of(family), 8
+    featurizer = Featurizer.projecting(engine, width, seed=3, tokens=10, form=form)
+    projection = featurizer.projection
+    expected = torch.zeros(len(rows()), width, dtype=torch.float64)
+    for number, matrix in enumerate(held(engine, rows())):
+        expected += projection.of_matrix(number, matrix)
+    np.testing.assert_allclose(featurizer.features(rows()).value_NK, expected, rtol=0, atol=1e-5)
+    number = next(k for k, block in enumerate(engine.layers.blocks) if block.size < 4000)
+    block = engine.layers.blocks[number]
+    basis = torch.eye(block.size, dtype=torch.float64).view(-1, block.left, block.right)
+    map_DK = projection.of_matrix(number, basis)
+    torch.testing.assert_close(map_DK.abs(), torch.full_like(map_DK, width**-0.5))
+    rank = torch.linalg.matrix_rank(map_DK[:, 0].view(block.left, block.right))
+    assert (rank == 1) == (projection.forms[number] == "rank-one" or block.left == 1)
+
+
+@pytest.mark.parametrize("form", ["dense", "rank-one"])
+def test_projection_keeps_inner_products_without_bias(form):
+    engine = engine_of("llama", ["body"])
+    expected = np.stack([covered(engine, g).numpy() for g in references(engine, rows())])
+    expected = expected @ expected.T
+    total = np.zeros_like(expected)
+    for seed in range(30):
+        value = Featurizer.projecting(engine, 64, seed=seed, tokens=10, form=form).features(rows()).value_NK
+        total += value @ value.T / 30
+    # 30 x 64 signs: a standard error of at most sqrt(8 / 1920) of the norms
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
+    assert np.abs((total - expected) / scale).max() < 4 * np.sqrt(8 / (30 * 64))
+
+
+def test_projection_depends_on_the_seed_alone():
+    engine = engine_of("llama", ["block:-1"])
+
+    def value(seed, width=16):
+        return Featurizer.projecting(engine, width, seed=seed, tokens=10).features(rows()).value_NK
+
+    assert np.array_equal(value(0), value(0))
+    assert not np.allclose(value(0), value(1), atol=1e-2)
+
+
+# ------------------------------------------------------------------------------------------- factors
+
+
+def test_norms_by_pairs_and_by_matrices_agree():
+    generator = torch.Generator().manual_seed(0)
+    for positions, left, right in ((3, 40, 50), (30, 2, 3)):
+        dense = Use(
+            torch.randn(4, positions, left, generator=generator), torch.randn(4, positions, right, generator=generator)
+        )
+        ids = Use(
+            torch.randint(left, (4, positions), generator=generator),
+            torch.randn(4, positions, right, generator=generator),
+        )
+        expected = (materialise(dense, left) + materialise(ids, left)).flatten(1).square().sum(1)
+        torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_cheaper_form_is_chosen():
+    engine = engine_of("llama")
+    body = [block for block in engine.layers.blocks if block.kinds == ("linear",)]
+    many, few = Sizes(128, 600, 30_000), Sizes(128, 1, 2)
+    assert all(choose_dense(block, many) for block in body)
+    assert not any(choose_dense(block, few) for block in body)
+    (embedding,) = [block for block in engine.layers.blocks if block.kinds == ("embedding",)]
+    assert not choose_dense(embedding, many)
+    assert query_elements([body[0]], [True], many) == body[0].size
+    assert query_elements([embedding], [False], many) == 50 * (1 + embedding.right)
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+
+def names(patterns, family="llama") -> list[str]:
+    return [block.name for block in choose_layers(reference(family), patterns).blocks]
+
+
+@pytest.mark.parametrize("family_", ["llama", "gpt2-tied", "gpt-neox", "phi-head-bias", "qwen3"])
+def test_words_divide_a_model(family_):
+    model = reference(family_)
+    parts = [choose_layers(model, [word]).size for word in ("embedding", "body", "head")]
+    tied = family_ == "gpt2-tied"
+    assert parts[0] + parts[1] + (0 if tied else parts[2]) == choose_layers(model, ["all"]).size
+    assert choose_layers(model, ["block:-1"]).blocks == choose_layers(model, ["block:1"]).blocks
+    blocks = choose_layers(model, ["blocks"]).size
+    assert blocks == sum(choose_layers(model, [f"block:{k}"]).size for k in (0, 1))
+    (norm,) = choose_layers(model, ["final_norm"]).blocks
+    assert "norm" in norm.name or norm.name.endswith("ln_f")
+
+
+def test_patterns_over_names():
+    assert names(["model.layers.1.mlp"]) == [f"model.layers.1.mlp.{x}_proj" for x in ("gate", "up", "down")]
+    assert names(["*.q_proj"]) == [f"model.layers.{k}.self_attn.q_proj" for k in (0, 1)]
+    assert names(["re:.*layers\\.0\\..*(up|down)_proj"]) == [f"model.layers.0.mlp.{x}_proj" for x in ("up", "down")]
+    assert names(["block:0", "!*norm*", "!*.mlp.*"]) == [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]
+    assert names(["*.bias"], "gpt-neox")[0] == "gpt_neox.layers.0.input_layernorm"
+
+
+@pytest.mark.parametrize("family_", ["gpt-neox", "gpt2-tied", "phi-head-bias"])
+def test_a_bias_or_a_weight_alone(family_):
+    for pattern in ("*.bias", "*.weight"):
+        engine = engine_of(family_, [pattern])
+        found = torch.cat([matrix[0].flatten() for matrix in held(engine, rows())])
+        wanted = covered(engine, references(engine, rows()[:1])[0])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=CLOSE * float(wanted.abs().max()))
+
+
+def test_coverage_is_said():
+    layers = choose_layers(reference("llama"), ["block:-1", "final_norm"])
+    assert layers.describe().startswith(
+        f"{layers.size:,} of 21,728 parameters in 10 blocks (model.layers.1.self_attn.q"
+    )
+    assert layers.coverage["of"] == 21_728
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["modle.norm"], "'modle.norm' matches no parameter and no module of LlamaForCausalLM; .* such as model.norm"),
+        (["nothing*"], "expected all, head, .* model.embed_tokens.weight"),
+        (["block:2"], "'block:2', the model has blocks 0 to 1"),
+        (["head", "!head"], "chooses nothing"),
+        ([], "chooses nothing"),
+        (["re:("], "'re:\\(' is no regular expression"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(patterns, said):
+    with pytest.raises(SettingsError, match=said):
+        choose_layers(reference("llama"), patterns)
+
+
+class _Doubled(nn.Linear):
+    def forward(self, received):
+        return 2 * super().forward(received)
+
+
+class _Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2000, 2000))
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            bos_token_id=None, eos_token_id=0, pad_token_id=7,
+        )
+    )  # fmt: skip
+
+
+def test_the_padding_token_of_an_embedding_is_not_trained():
+    model = ReferenceModel(llama().double(), NoTokenizer())
+    engine = PerExample(model, choose_layers(model, ["embedding"]))
+    row = Example(np.array([7, 3, 7, 4], dtype=np.int32))
+    expected = autograd(model, row)["model.embed_tokens.weight"]
+    (found,) = held(engine, [row])
+    assert not expected[7].any()
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=CLOSE)
+
+
+def test_a_module_that_does_more_than_its_type_says_is_refused():
+    made = llama()
+    made.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
+    model = ReferenceModel(made, NoTokenizer())
+    with pytest.raises(
+        ModelError, match=r"up_proj \(_Doubled\) gives something else .* leave it out with !model.layers"
+    ):
+        PerExample(model, choose_layers(model, ["all"]))
+    assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
+
+
+def test_what_has_no_per_example_form_is_refused():
+    made = llama()
+    made.model.table = _Table()
+    model = ReferenceModel(made, NoTokenizer())
+    with pytest.raises(ModelError, match=r"model.table \(_Table, 4,000,000 parameters of its own\) is neither"):
+        choose_layers(model, ["all"])
+    made.model.table = nn.Linear(3, 4)
+    with pytest.raises(ModelError, match=r"model.table \(1 in all\) took no part in the loss"):
+        PerExample(model, choose_layers(model, ["all"]))
+
+
+def test_a_layer_that_sees_tokens_without_their_rows_is_refused():
+    made = llama()
+    inner = made.model.layers[0].mlp.forward
+    made.model.layers[0].mlp.forward = lambda x: inner(x.flatten(0, 1)).view_as(x)
+    model = ReferenceModel(made, NoTokenizer())
+    with pytest.raises(
+        ModelError, match=r"gate_proj \(Linear\) receives \(12, 32\), expected one entry a token, \(2, 6\)"
+    ):
+        PerExample(model, choose_layers(model, ["block:0"]))
+
+
+def test_float16_that_overflows_is_refused():
+    made = llama()
+    made.lm_head.weight.data *= 1e6
+    model = ReferenceModel(made.half(), NoTokenizer())
+    with pytest.raises(ModelError, match="loss is nan in float16, expected a number; float16 overflows"):
+        PerExample(model, choose_layers(model, ["head"]))
+    made = llama()
+    made.model.norm.weight.data.fill_(2e-5)
+    made.lm_head.weight.data = 5e4 * made.lm_head.weight.data.sign()
+    model = ReferenceModel(made.half(), NoTokenizer())
+    engine = PerExample(model, choose_layers(model, ["final_norm"]))
+    with pytest.raises(ModelError, match=r"example 0 of 5 has a gradient that is not finite .* in float16, expected"):
+        Featurizer.projecting(engine, 8, seed=0, tokens=8).features(rows())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types_agree_with_float32(dtype):
+    def cosines(kind):
+        engine = engine_of("gpt-neox", dtype=kind)
+        queries = Queries.collect(engine, units(), [True] * len(engine.layers.blocks))
+        product_NE, square_N = exact_products(queries, rows(), norms=True)
+        return product_NE / np.sqrt(np.outer(square_N, queries.squared_norms()))
+
+    assert np.abs(cosines(dtype) - cosines(torch.float32)).max() < 0.03
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_what_a_cpu_gives():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values = []
+    for device in ("cpu", "cuda"):
+        model = reference("llama-tied", torch.float32)
+        model = ReferenceModel(model.model.to(device), NoTokenizer(), batch_tokens=64)
+        engine = PerExample(model, choose_layers(model, ["all"]))
+        values.append(Featurizer.projecting(engine, 32, seed=0, tokens=10).features(rows()).value_NK)
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-3, atol=1e-4)
+
+
+def test_linear_layers_of_plain_types_pass_the_check():
+    layer = nn.Linear(3, 4)
+    received = torch.randn(2, 5, 3)
+    _check_forward(layer, "x", received, layer(received))
