@@ -1,0 +1,164 @@
+"""What every method promises, whatever it computes. A method is tested here as soon as the registry has it.
+
+Shapes and finite numbers; sign; the same numbers for the same seed, for other blocks, other batches, after a kill; what
+it keeps and what it took is said; predictions of subsets are sums of scores.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grasp.baselines.base import RowMethod, SubsetMethod
+from grasp.baselines.predict import predict, scores
+from grasp.baselines.registry import METHODS, entry_of
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, copies, matrix
+
+# Settings that make a method fit a world of 40 rows and seconds; none: its defaults.
+SMALL: dict[str, dict[str, Any]] = {}
+# Relative to the largest score: what rounding in other blocks and batches may change.
+TOLERANCE = 2e-4
+
+ROW_METHODS = [name for name in METHODS if issubclass(entry_of(name).load(), RowMethod)]
+SUBSET_METHODS = [name for name in METHODS if issubclass(entry_of(name).load(), SubsetMethod)]
+
+
+class Killed(BaseException):
+    """What a kill is to the code: nothing catches it."""
+
+
+@dataclass
+class Clock:
+    """Watches a run, and kills it after so many blocks."""
+
+    left: int | None = None
+    rows_announced: int = 0
+
+    def stage(self, name, *, rows, tokens):
+        del tokens
+        if name.startswith("scoring rows"):
+            self.rows_announced += rows
+
+    def advance(self, rows, tokens):
+        del rows, tokens
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
+
+
+@pytest.fixture(scope="module")
+def scored(world, tmp_path_factory):
+    """Scores of every method, computed once; and how."""
+    place, known = tmp_path_factory.mktemp("cache"), {}
+
+    def of(name):
+        if name not in known:
+            material = world.material()
+            known[name] = scores(asked(name, **SMALL.get(name, {})), material, cache(place, material))
+        return known[name]
+
+    return of
+
+
+def again(world, place, name, **changes):
+    """The same method in a cache of its own."""
+    material = world.material(**changes)
+    return matrix(scores(asked(name, **SMALL.get(name, {})), material, cache(place, material)))
+
+
+def close(found, expected):
+    return np.abs(found - expected).max() <= TOLERANCE * max(np.abs(expected).max(), 1e-30)
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+def test_every_row_has_a_finite_score_for_every_unit(name, scored):
+    found = matrix(scored(name))
+    targeted = entry_of(name).load().targeted
+    assert found.shape == (N_ROWS, N_UNITS if targeted else 1)
+    assert np.isfinite(found).all()
+    assert found.std() > 0
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+def test_what_it_keeps_covers_and_took_is_said(name, scored):
+    found = scored(name)
+    assert found.account.covers
+    assert found.account.features >= 0
+    assert found.seconds.wall > 0
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world, scored):
+    kind = entry_of(name).load()
+    if not kind.targeted or "environment" in kind.looks_at:
+        pytest.skip("its scores are not of this row and this unit alone")
+    found = matrix(scored(name))
+    own = found[copies(world.material()), np.arange(N_UNITS)]
+    assert own.mean() > found[N_UNITS:].mean() + 0.5 * found[N_UNITS:].std()
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+def test_the_same_seed_gives_the_same_scores_bit_for_bit(name, world, tmp_path, scored):
+    np.testing.assert_array_equal(again(world, tmp_path, name), matrix(scored(name)))
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+def test_blocks_and_batches_change_nothing_but_rounding(name, world, tmp_path, scored):
+    expected = matrix(scored(name))
+    assert close(again(world, tmp_path / "blocks", name, block_rows=7), expected)
+    assert close(again(world, tmp_path / "batches", name, batch_tokens=70), expected)
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_killed_and_resumed_gives_the_same_scores_bit_for_bit(name, blocks, world, tmp_path, scored):
+    with pytest.raises(Killed):
+        again(world, tmp_path, name, progress=Clock(left=blocks))
+    (part,) = tmp_path.glob(f"{name}-*.part")
+    assert not list(part.glob("method.json"))
+    clock = Clock()
+    np.testing.assert_array_equal(again(world, tmp_path, name, progress=clock), matrix(scored(name)))
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+def test_a_second_call_reads_what_the_first_one_kept(name, world, tmp_path):
+    again(world, tmp_path, name)
+    clock = Clock(left=1)  # it would not survive a single block
+    again(world, tmp_path, name, progress=clock)
+    assert clock.rows_announced == 0
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(name, world, tmp_path):
+    material = world.material()
+    subsets = material.environment.subsets
+    one = asked(name, **SMALL.get(name, {}))
+    found = predict(one, material, subsets, cache(tmp_path, material), renamed={"facts": "theirs"})
+    predictions = found.predictions
+    assert predictions.method == name
+    assert predictions.targets == ("theirs",)
+    assert len(predictions.units) == N_UNITS
+    assert predictions.values_BE.shape == (8, N_UNITS)
+    assert np.isfinite(predictions.values_BE).all()
+    assert all(line.startswith(f"{name}: ") for line in found.notes)
+    assert (predictions.standing == "supervised oracle") == one.method.supervised
+    backwards = predict(one, material, subsets[::-1], cache(tmp_path, material)).predictions
+    where = [backwards.subset_ids.index(subset) for subset in predictions.subset_ids]
+    np.testing.assert_allclose(backwards.values_BE[where], predictions.values_BE, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ROW_METHODS)
+def test_a_subset_is_the_mean_of_its_rows_scores(name, world, tmp_path):
+    material = world.material()
+    one, place = asked(name, **SMALL.get(name, {})), cache(tmp_path, material)
+    found = np.broadcast_to(matrix(scores(one, material, place)), (N_ROWS, N_UNITS))
+    (block,) = material.environment.subsets
+    predicted = predict(one, material, [block], place).predictions
+    for b in range(len(block.subset_ids)):
+        rows = block.weights_BN[[b]].indices
+        np.testing.assert_allclose(predicted.values_BE[b], found[rows].mean(axis=0), rtol=1e-6, atol=1e-9)
+    assert predicted.cost is not None
+    assert predicted.cost.wall_seconds > 0

@@ -1,0 +1,114 @@
+"""A small world for methods: a model trained on the spot with its checkpoints, an artifact of it, an environment.
+
+The first rows of the corpus are the units themselves: row 3 is the prompt and the completion of unit `facts-3`.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grasp.artifact.reader import Artifact
+from grasp.baselines.asked import AskedMethod, asked_methods
+from grasp.baselines.material import Material
+from grasp.baselines.stored import Cache, StoredScores
+from grasp.build.local import build
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.retrain import retrain
+from grasp.models.tokenizer import train_tokenizer
+from grasp.protocol.methods import retrained
+from grasp.protocol.selection import Scored
+from grasp.settings import build_settings, retrain_settings
+from tests.build.world import TOPICS, texts, write_targets
+
+N_ROWS = 40
+N_UNITS = 6
+SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 2, "heads": 2, "context": 64}
+
+
+@dataclass(frozen=True)
+class World:
+    """Where everything lies."""
+
+    root: Path
+
+    @property
+    def environment(self) -> Environment:
+        return Environment.open(self.root / "env")
+
+    @cached_property
+    def artifact(self) -> Artifact:
+        return Artifact.open(self.root / "art")
+
+    def material(self, **changes: Any) -> Material:
+        """The artifact with its environment, opened afresh."""
+        scored = Scored.of(self.environment, self.artifact)
+        known = retrained(scored, self.environment.utilities())
+        return replace(Material(self.artifact, retrained=known), **changes)
+
+
+def make(root: Path) -> World:
+    """Texts, targets, tokenizer, eight retrained subsets, and the artifact of the reference model."""
+    targets = write_targets(root / "facts.jsonl", n_units=N_UNITS)
+    units = [json.loads(line) for line in targets.read_text().splitlines()]
+    rows = [unit["prompt"] + unit["completion"] for unit in units] + texts(N_ROWS - N_UNITS)
+    with (root / "corpus.jsonl").open("w") as file:
+        for i, text in enumerate(rows):
+            file.write(json.dumps({"row_id": f"row-{i}", "text": text, "topic": TOPICS[i % 3]}) + "\n")
+    train_tokenizer(rows, vocab_size=300).save_pretrained(root / "tokenizer")
+    corpus = {"path": str(root / "corpus.jsonl"), "max_length": 64, "max_rows_per_document": 1}
+    named = {"names": [str(targets)], "max_length": 64}
+    retrain(
+        retrain_settings(
+            {
+                "tokenizer": str(root / "tokenizer"),
+                "overrides": {"steps": 24, "warmup_steps": 2, "batch_rows": 4, "shape": SHAPE},
+                "corpus": corpus,
+                "targets": named,
+                "family": "uniform:0.5",
+                "n_subsets": 8,
+                "seeds": [0],
+                "checkpoints": [8, 16],
+                "device": "cpu",
+                "threads": 1,
+            }
+        ),
+        root / "env",
+    )
+    features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "moment_positions": 200}
+    build(
+        build_settings(
+            {
+                "model": {"path": str(root / "env/reference/seed-0"), "threads": 1, "device": "cpu"},
+                "corpus": corpus,
+                "targets": named,
+                "features": features,
+                "shard_rows": 16,
+            }
+        ),
+        root / "art",
+    )
+    return World(root)
+
+
+def asked(name: str, **settings: Any) -> AskedMethod:
+    """One method with settings, and `seed` among them."""
+    (found,) = asked_methods([name], {name: settings})
+    return found
+
+
+def matrix(found: StoredScores) -> np.ndarray:
+    """All stored scores, float64."""
+    return np.concatenate([block for _, block in found]).astype(np.float64)
+
+
+def copies(material: Material) -> np.ndarray:
+    """The row that is the unit itself, (E,)."""
+    return np.array([int(unit.unit_id.removeprefix("facts-")) for unit in material.units.units])
+
+
+def cache(place: Path, material: Material) -> Cache:
+    return Cache.of(material.artifact, place)
