@@ -159,7 +159,7 @@ def _component(scorer: Scorer, name: str, weight: float) -> Component:
 
 
 def _grams(sketch: Mapping[str, SketchSums]) -> tuple[dict[str, F64], dict[str, F64]]:
-    """Gram matrices of the slices and sums of squared norms, by half; the joint sketch adds. Source: eq:feature-sketch."""
+    """Gram matrices of the slices and sums of squared norms, by half; joint adds. Source: eq:feature-sketch."""
     grams = {half: sums.total_BD @ sums.total_BD.T for half, sums in sketch.items()}
     norms = {half: sums.norm_B for half, sums in sketch.items()}
     if all(half in grams for half in JOINT):
