@@ -15,8 +15,10 @@ from grasp.utility.geometry import GeometryAccumulator, TotalsAccumulator, geome
 from grasp.utility.standardize import (
     ComponentMoments,
     MomentsAccumulator,
+    PairSums,
     RowMoments,
     has_closed_form,
+    pair_moments,
     relevance_moments,
     self_moments,
 )
@@ -62,6 +64,36 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     mean, std = weighted_moments(k_B, chance)
     assert got_k.mean_E[0] == pytest.approx(mean, abs=1e-9)
     assert got_k.std_E[0] == pytest.approx(std, abs=1e-7)
+
+
+@pytest.mark.parametrize("family", ["uniform:0.5", "uniform:0.2", "uniform:0.95", "bernoulli:0.3", "bernoulli:0.8"])
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+@pytest.mark.parametrize("weighting", ["count", "mean"])
+def test_closed_forms_of_pairs_are_the_moments_over_every_subset(family, side, weighting):
+    family = parse_family(family)
+    sketch_ND = np.random.default_rng(0).standard_normal((N, 3)) + [1.0, 0.0, -0.5]
+    masks, chance = every_subset(family)
+    sums, totals = GeometryAccumulator(csr_array(masks), 3), TotalsAccumulator(3)
+    sums.add(0, sketch_ND)
+    totals.add(sketch_ND)
+    every = sums.sums().geometry(sums.mass, totals.totals(), side, weighting)
+    pairs = PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND[:2]).plus(sketch_ND[2:])
+    for kind in ("raw", "self", "pair", "cent"):
+        got = pair_moments(pairs, kind, family, side, weighting)
+        mean, std = weighted_moments(every[kind], chance)
+        assert got.mean_E[0] == pytest.approx(mean, abs=1e-9), kind
+        assert got.std_E[0] == pytest.approx(std, abs=1e-7), kind
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 3])
+def test_closed_forms_of_pairs_need_no_four_rows(n_rows):
+    sketch_ND = np.random.default_rng(1).standard_normal((n_rows, 2))
+    got = pair_moments(
+        PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND), "raw", parse_family("uniform:0.4"), "retained", "mean"
+    )
+    raw_B = (sketch_ND**2).sum(axis=1)  # round(0.4 n) is 1 at most: every subset is one row
+    assert got.mean_E[0] == pytest.approx(raw_B.mean())
+    assert got.std_E[0] == pytest.approx(raw_B.std(), abs=1e-9)
 
 
 @pytest.mark.parametrize("spelling", ["uniform:0.4", "bernoulli:0.4"])

@@ -6,7 +6,7 @@ Shape letters: B subsets, N rows, n rows of a block, E units, T tasks, D sketch 
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,7 +17,9 @@ from scipy.sparse import csr_array
 from grasp.errors import ProtocolError
 from grasp.protocol.source import F32, F64, Blocks, FeatureSource, RowSums
 from grasp.utility.geometry import SketchSums, SketchTotals
-from grasp.utility.standardize import ComponentMoments, RowMoments
+from grasp.utility.standardize import ComponentMoments, PairSums, RowMoments
+
+PAIR_ROWS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class Sketch:
 
     totals: SketchTotals
     norms: RowMoments  # of ||phi||^2 over the corpus
-    held: RowSums
+    held: RowSums  # of the sketch, and of ||phi||^2 as the last column
+    read: Callable[[int], Blocks]
 
     @classmethod
     def of(cls, source: FeatureSource, half: str) -> Self:
@@ -103,7 +106,17 @@ class Sketch:
         total_C = np.sum([total for total, _ in parts], axis=0)
         norms = merged(moments for _, moments in parts)
         totals = SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows)
-        return cls(totals, norms, RowSums(blocks, source.n_rows, len(total_C)))
+        held = RowSums(blocks, source.n_rows, len(total_C))
+        return cls(totals, norms, held, lambda rows: source.array_blocks(f"{half}_sketch", block_rows=rows))
+
+    def blocks(self, block_rows: int) -> Blocks:
+        """The sketch in blocks of so many rows, from memory where it is held."""
+        held_NC = self.held.held_NC
+        if held_NC is None:
+            yield from self.read(block_rows)
+            return
+        for start in range(0, len(held_NC), block_rows):
+            yield start, held_NC[start : start + block_rows, :-1]
 
     def sums(self, weights_BN: csr_array) -> SketchSums:
         """Sums over B subsets."""
@@ -111,6 +124,14 @@ class Sketch:
         plain = bool(np.all(weights_BN.data == 1.0))
         square_B = both_BC[:, -1] if plain else self.held.sums(weights_BN.power(2))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
+
+
+def pair_sums(sketches: Sequence[Sketch]) -> PairSums:
+    """Sums over pairs of rows of one sketch, or of several side by side; one pass."""
+    sums = PairSums.empty(np.concatenate([sketch.totals.mean_D for sketch in sketches]))
+    for parts in zip(*(sketch.blocks(PAIR_ROWS) for sketch in sketches), strict=True):
+        sums = sums.plus(np.concatenate([block for _, block in parts], axis=1))
+    return sums
 
 
 def merged(parts: Iterable[RowMoments]) -> RowMoments:

@@ -12,7 +12,7 @@ from typing import Self, get_args
 import numpy as np
 from scipy.sparse import csr_array
 
-from grasp.protocol.held import Kernel, Sketch, UnitSelection
+from grasp.protocol.held import Kernel, Sketch, UnitSelection, pair_sums
 from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64, FeatureSource, checked_targets
 from grasp.subsets.blocks import SubsetBlock
@@ -33,7 +33,9 @@ from grasp.utility.predictor import ComponentTable, Prediction, combine, dropped
 from grasp.utility.standardize import (
     ComponentMoments,
     MomentsAccumulator,
+    PairSums,
     has_closed_form,
+    pair_moments,
     relevance_moments,
     self_moments,
 )
@@ -227,9 +229,14 @@ def _closed_forms(
         return {}
     side, weighting = protocol.side, protocol.weighting
     exact = {name: relevance_moments(kernel.rows, family, side, weighting) for name, kernel in kernels.items()}
+    pairs: dict[str, PairSums] = {}
     for name, (half, kind) in _named(protocol).items():
         if kind == "self" and half in sketches:
             exact[name] = self_moments(sketches[half].norms, family, side, weighting)
+        elif sketches:
+            if half not in pairs:
+                pairs[half] = pair_sums([sketches[one] for one in halves_needed({name: 1.0})])
+            exact[name] = pair_moments(pairs[half], kind, family, side, weighting)
     return exact
 
 

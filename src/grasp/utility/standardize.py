@@ -1,9 +1,10 @@
 """Mean and standard deviation of every component over a calibration family.
 
-Sampled moments are accumulated block by block. For uniform and Bernoulli families the moments of A and of K_self are
-known in closed form, for either weighting: given its size m, a subset is a uniform draw of m rows without
-replacement, and both components are g(m) times the mean of a fixed number per row over the drawn rows.
-Shape letters: B subsets, E units (or targets), N rows, M sizes.
+Sampled moments are accumulated block by block. For uniform and Bernoulli families the moments of every component are
+known in closed form, for either weighting. Given its size m, a subset is a uniform draw of m rows without replacement:
+A and K_self are g(m) times the mean of a fixed number per row over the drawn rows, and K_raw, K_pair and K_cent are
+sums over pairs of drawn rows, whose variance takes the chances that two, three and four given rows are drawn.
+Shape letters: B subsets, E units (or targets), N rows, n rows of a block, D sketch width, M sizes.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from scipy.stats import binom
 from grasp.errors import SubsetError
 from grasp.subsets.blocks import Side
 from grasp.subsets.families import Family
-from grasp.utility.geometry import Weighting
+from grasp.utility.geometry import Kind, Weighting
 
 F64 = NDArray[np.float64]
 
@@ -108,8 +109,37 @@ class RowMoments:
         return np.asarray(self.mean_E * self.n_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class PairSums:
+    """Sums over the corpus of one sketch about its mean, psi = phi - mean: enough for the moments of its geometry."""
+
+    n_rows: int
+    mean_D: F64
+    gram_DD: F64  # sum of psi psi^T
+    square: float  # sum of ||psi||^4
+    skew_D: F64  # sum of ||psi||^2 psi
+
+    @classmethod
+    def empty(cls, mean_D: F64) -> Self:
+        """No rows yet."""
+        width = len(mean_D)
+        return cls(0, mean_D, np.zeros((width, width)), 0.0, np.zeros(width))
+
+    def plus(self, sketch_nD: NDArray[Any]) -> Self:
+        """With the rows of one block."""
+        psi_nD = np.asarray(sketch_nD, dtype=np.float64) - self.mean_D
+        norm_n = np.einsum("nd,nd->n", psi_nD, psi_nD)
+        return type(self)(
+            self.n_rows + len(psi_nD),
+            self.mean_D,
+            self.gram_DD + psi_nD.T @ psi_nD,
+            self.square + float(norm_n @ norm_n),
+            self.skew_D + norm_n @ psi_nD,
+        )
+
+
 def has_closed_form(family: Family) -> bool:
-    """Whether the moments of A and K_self are known without drawing."""
+    """Whether the moments of all components are known without drawing."""
     return family.kind in ("uniform", "bernoulli")
 
 
@@ -126,6 +156,58 @@ def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: W
 def self_moments(norms: RowMoments, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
     """Exact mean and standard deviation of K_self; `norms` are those of ||phi_i||^2. Source: eq:ia-components."""
     return _mean_times(norms, _sizes(family, norms.n_rows, side), 1.0 if weighting == "count" else -1.0)
+
+
+def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
+    """Exact mean and standard deviation of a geometric component over a uniform or Bernoulli family.
+
+    With s the sum of psi over the m drawn rows, X = sum_{i != j} <psi_i, psi_j>, Y = sum_i ||psi_i||^2 and
+    L = <s, mean>: K_cent = X + Y, K_self = Y + 2 L + m ||mean||^2, K_raw = X + Y + 2 m L + m^2 ||mean||^2.
+    Source: eq:ia-components under the draw. Deviation: none; the paper takes these moments from a sample.
+    """
+    size_M, chance_M = _sizes(family, sums.n_rows, side)
+    gain_M = np.ones_like(size_M) if weighting == "count" else np.where(size_M > 0, 1.0 / np.maximum(size_M, 1.0), 0.0)
+    mean_norm = float(sums.mean_D @ sums.mean_D)
+    one_M, zero_M = np.ones_like(size_M), np.zeros_like(size_M)
+    weights_3M, shift_M = {  # of X, Y and L, and what is added
+        "raw": (np.array([one_M, one_M, 2.0 * size_M]), size_M**2 * mean_norm),
+        "self": (np.array([zero_M, one_M, 2.0 * one_M]), size_M * mean_norm),
+        "pair": (np.array([one_M, zero_M, 2.0 * (size_M - 1.0)]), (size_M**2 - size_M) * mean_norm),
+        "cent": (np.array([one_M, one_M, zero_M]), zero_M),
+    }[kind]
+    mean_3M, product_33M = _drawn_sums(sums, size_M)
+    covariance_33M = product_33M - mean_3M[:, None] * mean_3M[None]
+    given_M = gain_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
+    spread_M = gain_M**4 * np.einsum("am,abm,bm->m", weights_3M, covariance_33M, weights_3M)
+    mean = float(chance_M @ given_M)
+    variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (given_M - mean) ** 2))
+    return ComponentMoments(np.array([mean]), np.array([np.sqrt(variance)]))
+
+
+def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
+    """E of X, Y and L, (3, M), and of their products, (3, 3, M), over draws of m rows; the psi add up to 0."""
+    one, two, three, four = (_all_drawn(k, sums.n_rows, size_M) for k in (1, 2, 3, 4))
+    norm = float(np.trace(sums.gram_DD))
+    along = float(sums.mean_D @ sums.gram_DD @ sums.mean_D)
+    skew = float(sums.skew_D @ sums.mean_D)
+    squares = float((sums.gram_DD**2).sum()) - sums.square  # sum over pairs i != j of <psi_i, psi_j>^2
+    chains = sums.square - squares  # sum over i, j, k all different of <psi_i, psi_j> <psi_i, psi_k>
+    disjoint = norm**2 - 2.0 * squares - 4.0 * chains
+    xx = 2.0 * squares * two + 4.0 * chains * three + disjoint * four
+    xy = -2.0 * sums.square * two + (2.0 * sums.square - norm**2) * three
+    xl = 2.0 * skew * (three - two)
+    yy = sums.square * one + (norm**2 - sums.square) * two
+    yl, ll = skew * (one - two), along * (one - two)
+    mean_3M = np.array([-norm * two, norm * one, np.zeros_like(one)])
+    return mean_3M, np.array([[xx, xy, xl], [xy, yy, yl], [xl, yl, ll]])
+
+
+def _all_drawn(k: int, n_rows: int, size_M: F64) -> F64:
+    """Chance that k given rows are all among m rows drawn without replacement, (M,)."""
+    chance_M = np.ones_like(size_M)
+    for i in range(k):
+        chance_M = chance_M * (np.maximum(size_M - i, 0.0) / (n_rows - i) if n_rows > i else 0.0)
+    return chance_M
 
 
 def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
