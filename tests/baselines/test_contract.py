@@ -16,7 +16,9 @@ from grasp.baselines.registry import METHODS, entry_of
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, copies, matrix
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.
-SMALL: dict[str, dict[str, Any]] = {}
+SMALL: dict[str, dict[str, Any]] = {
+    "retraining_shapley": {"players": "topic", "permutations": 2},
+}
 # Relative to the largest score: what rounding in other blocks and batches may change.
 TOLERANCE = 2e-4
 
@@ -151,7 +153,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
-def test_a_subset_is_the_mean_of_its_rows_scores(name, world, tmp_path):
+def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, tmp_path):
     material = world.material()
     one, place = asked(name, **SMALL.get(name, {})), cache(tmp_path, material)
     found = np.broadcast_to(matrix(scores(one, material, place)), (N_ROWS, N_UNITS))
@@ -159,6 +161,7 @@ def test_a_subset_is_the_mean_of_its_rows_scores(name, world, tmp_path):
     predicted = predict(one, material, [block], place).predictions
     for b in range(len(block.subset_ids)):
         rows = block.weights_BN[[b]].indices
-        np.testing.assert_allclose(predicted.values_BE[b], found[rows].mean(axis=0), rtol=1e-6, atol=1e-9)
+        of_rows = found[rows].mean(axis=0) if one.method.weighting == "mean" else found[rows].sum(axis=0)
+        np.testing.assert_allclose(predicted.values_BE[b], of_rows, rtol=1e-6, atol=1e-9)
     assert predicted.cost is not None
     assert predicted.cost.wall_seconds > 0

@@ -9,16 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from grasp.baselines.base import Method
 from grasp.baselines.registry import METHODS, entry_of
 from grasp.errors import SettingsError
 from grasp.extras import require
-from grasp.settings import describe
+from grasp.fidelity.predictions import Weighting
+from grasp.settings import Settings, describe
 
 GRASP = "grasp"  # may be named among the methods; its own predictions are always there
-RESERVED = ("method", "seed", "oracle_selected")
+
+
+class _Beside(Settings):
+    """What a configuration may have beside its settings."""
+
+    method: str
+    seed: int = Field(0, ge=0)
+    oracle_selected: bool = False
+    weighting: Weighting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,7 @@ class AskedMethod:
     name: str
     method: Method[Any]
     oracle_selected: bool = False
+    weighting: Weighting | None = None  # None: the method's own
 
 
 def asked_methods(
@@ -38,7 +48,7 @@ def asked_methods(
 
     Args:
         names: None: every configuration of the file.
-        configured: by label: settings of the method, and `method`, `seed`, `oracle_selected`.
+        configured: by label: settings of the method, and `method`, `seed`, `oracle_selected`, `weighting`.
         where: what a message about the configurations names.
     Raises:
         SettingsError: no such method (those there are are listed), settings that it does not have, or of a wrong kind.
@@ -61,33 +71,32 @@ def _asked(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> As
         raise SettingsError(
             f"methods: got {label!r}; {where} has {', '.join(labels)}, and there are {', '.join(METHODS)}"
         )
-    name, seed, oracle_selected, own = _split(label, values, where)
-    kind = entry_of(name).load()
+    beside, own = _split(label, values, where)
+    kind = entry_of(beside.method).load()
     for module, extra in kind.needs_modules.items():
-        require(module, extra=extra, feature=f"method {name}")
+        require(module, extra=extra, feature=f"method {beside.method}")
     try:
         settings = kind.settings_type.model_validate(own)
     except ValidationError as err:
         raise SettingsError(describe(err, f"{where}: {label}", kind.settings_type)) from err
-    return AskedMethod(label, name, kind(settings, seed=seed), oracle_selected)
+    method = kind(settings, seed=beside.seed)
+    return AskedMethod(label, beside.method, method, beside.oracle_selected, beside.weighting)
 
 
-def _split(label: str, values: Any, where: str) -> tuple[str, int, bool, dict[str, Any]]:
-    """Name, seed and standing of a configuration, and its settings."""
-    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+def _split(label: str, values: Any, where: str) -> tuple[_Beside, dict[str, Any]]:
+    """What stands beside the settings of a configuration, and the settings."""
+    if not isinstance(values, Mapping):
         raise SettingsError(f"{where}: {label}: got {values!r}, expected settings by name, or {{}}")
-    own = dict(values)
-    name, seed, oracle_selected = (
-        own.pop(field, default) for field, default in zip(RESERVED, (label, 0, False), strict=True)
-    )
-    if name not in METHODS and "method" not in values:
+    if label not in METHODS and "method" not in values:
         raise SettingsError(
             f"{where}: {label} is no method; name its method: {label}: {{method: ..., ...}}, one of "
             f"{', '.join(METHODS)}"
         )
-    entry_of(str(name))
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise SettingsError(f"{where}: {label}.seed: got {seed!r}, expected a whole number from 0")
-    if not isinstance(oracle_selected, bool):
-        raise SettingsError(f"{where}: {label}.oracle_selected: got {oracle_selected!r}, expected true or false")
-    return str(name), seed, oracle_selected, own
+    own = {str(key): value for key, value in values.items()}
+    given = {field: own.pop(field) for field in _Beside.model_fields if field in own}
+    try:
+        beside = _Beside.model_validate({"method": label} | given, strict=True)
+    except ValidationError as err:
+        raise SettingsError(describe(err, f"{where}: {label}", _Beside)) from err
+    entry_of(beside.method)
+    return beside, own

@@ -91,6 +91,7 @@ class RowMethod(Method[S]):
     """Scores rows. The sum over all parts is the result; most methods have one part."""
 
     dtype: ClassVar[Literal["float16", "float32"]] = "float32"  # of the stored scores
+    weighting: ClassVar[Literal["mean", "count"]] = "mean"  # over a subset's rows, unless the user says otherwise
 
     def parts(self, material: "Material") -> int:
         """How many passes over the rows are added up: one a checkpoint, say, so that one model is in memory."""

@@ -76,11 +76,11 @@ class Material:
         Raises:
             ArtifactError: the artifact did not keep its tokens, or they are not its own.
         """
-        return replace(self._store.rows(np.arange(start, stop)), start=start)
+        return replace(self.store.rows(np.arange(start, stop)), start=start)
 
     def rows_at(self, row_index: NDArray[np.int64]) -> RowShard:
         """Rows by index, in the order given; only the shards they lie in are read. Raises as `rows`."""
-        return self._store.rows(row_index)
+        return self.store.rows(row_index)
 
     def texts(self, start: int, stop: int) -> list[str]:
         """Text of rows [start, stop), decoded from their tokens: what the model read, cut where the row was cut."""
@@ -99,10 +99,15 @@ class Material:
         Raises:
             ArtifactError: they are not.
         """
-        _ = self._store
+        _ = self.store
 
     @cached_property
-    def _store(self) -> RowStore:
+    def store(self) -> RowStore:
+        """All rows, as training reads them.
+
+        Raises:
+            ArtifactError: the artifact did not keep its tokens, or they are not its own.
+        """
         try:
             store = RowStore.open(self.artifact.path / "tokens")
         except CorpusError as err:

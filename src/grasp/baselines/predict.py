@@ -34,7 +34,6 @@ def predict(
     cache: Cache,
     *,
     renamed: Mapping[str, str] | None = None,
-    weighting: Weighting = "mean",
     side: Side = "retained",
 ) -> Predicted:
     """Predict subsets by a method; its scores are computed unless they are stored.
@@ -42,7 +41,7 @@ def predict(
     Args:
         subsets: retained sides over the artifact's rows.
         renamed: the artifact's name of a target -> the name to predict under; targets without one are left out.
-        weighting, side: how scores of rows are added up, see `RowScores.sum_over`.
+        side: which rows' scores are added up, see `RowScores.sum_over`.
     Raises:
         GraspError: what the method needs is not there.
     """
@@ -50,7 +49,7 @@ def predict(
     check(asked, material)
     if isinstance(method, RowMethod):
         found = stored_scores(asked.name, method, material, cache)
-        predictions = _summed(asked.label, found, material, subsets, weighting, side)
+        predictions = _summed(asked.label, found, material, subsets, asked.weighting or method.weighting, side)
         cost, account = _cost(found), found.account
     else:
         assert isinstance(method, SubsetMethod)

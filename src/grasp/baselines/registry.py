@@ -27,6 +27,22 @@ METHODS: dict[str, Entry] = {
     entry.name: entry
     for entry in (
         Entry("bm25", "words that row and unit share, weighed by rarity", "bm25:Bm25"),
+        Entry(
+            "activation_similarity",
+            "cosine of mean final hidden states",
+            "activation_similarity:ActivationSimilarity",
+        ),
+        Entry("knn_shapley", "who is near a unit's hidden states and has its next token", "knn_shapley:KnnShapley"),
+        Entry(
+            "retraining_shapley",
+            "Shapley values of rows or groups by retraining on coalitions",
+            "retraining_shapley:RetrainingShapley",
+        ),
+        Entry("datamodels", "linear functions of the subset fitted on retraining: an oracle", "datamodels:Datamodels"),
+        Entry("less", "gradients of units against Adam's steps on rows, normalised (adapted)", "less:Less"),
+        Entry("datainf", "influence by a closed form, layer by layer (adapted)", "datainf:DataInf"),
+        Entry("influence", "inverse Fisher matrix by K-FAC or EK-FAC: last layer or all", "influence:Influence"),
+        Entry("grad_cos", "exact cosine of whole gradients at the last checkpoint", "grad_cos:GradCos"),
         Entry("random", "a random number a row: what no information gives", "trivial:Random"),
         Entry("length", "tokens of the row", "trivial:Length"),
         Entry("loss", "loss of the reference model on the row: low first, as perplexity filters do", "trivial:Loss"),

@@ -1,0 +1,99 @@
+"""Cosine of pooled final hidden states: which rows look to the model like the unit.
+
+Shape letters: n rows of a block, E units, H hidden width.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
+from grasp.baselines.hidden import pooled_hidden
+from grasp.baselines.material import Material
+from grasp.baselines.work import WorkArea
+from grasp.settings import Positions, Settings
+
+F64 = NDArray[np.float64]
+
+
+class ActivationSimilaritySettings(Settings):
+    """Which positions are averaged, and what is compared."""
+
+    positions: Positions = Field("all", description="Positions averaged in rows and units: all, tail:n or stride:n.")
+    unit_tokens: Literal["all", "supervised"] = Field(
+        "all", description="Positions of a unit: all, or those before the tokens that carry its loss."
+    )
+    centre: bool = Field(
+        False, description="Subtract the mean over all rows first: hidden states share a large common direction."
+    )
+
+
+class ActivationSimilarity(RowMethod[ActivationSimilaritySettings]):
+    """Cosine of mean final hidden states, after the final norm.
+
+    Source: what users try first; RepSim of the retrieval-style attribution literature. Deviation: none; rows that
+    are all zero after centring would score 0.
+    """
+
+    settings_type = ActivationSimilaritySettings
+    looks_at = frozenset({"tokens", "model"})
+
+    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+        del part
+        rows = _RowsHidden(material, work if self.settings.centre else None, self.settings.positions)
+        units = material.unit_tokens
+        first = [unit.first - 1 if self.settings.unit_tokens == "supervised" else 0 for unit in units]
+        sequences = [unit.input_ids for unit in units]
+        unit_EH = pooled_hidden(material.model, sequences, first, self.settings.positions).astype(np.float64)
+        mean_H = rows.mean() if self.settings.centre else np.zeros(unit_EH.shape[1])
+        return _Cosine(rows, mean_H, directions(unit_EH - mean_H))
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsHidden:
+    """Mean hidden states of rows, kept on disk where they are needed twice."""
+
+    material: Material
+    kept: WorkArea | None
+    positions: str
+
+    def __call__(self, start: int, stop: int) -> F64:
+        if self.kept is None:
+            return self._run(start, stop).astype(np.float64)
+        return self.kept.kept(f"{start}-{stop}", partial(self._run, start, stop)).astype(np.float64)
+
+    def mean(self) -> F64:
+        """Over all rows, (H,)."""
+        total_H = np.zeros(self.material.model.hidden_size)
+        self.material.progress.stage("hidden states", rows=self.material.n_rows, tokens=None)
+        for start, stop in self.material.blocks():
+            total_H += self(start, stop).sum(axis=0)
+            self.material.progress.advance(stop - start, 0)
+        return total_H / self.material.n_rows
+
+    def _run(self, start: int, stop: int) -> NDArray[np.float32]:
+        rows = self.material.rows(start, stop)
+        sequences = [rows.ids(i) for i in range(len(rows))]
+        return pooled_hidden(self.material.model, sequences, [0] * len(rows), self.positions)
+
+
+class _Cosine(RowScorer):
+    def __init__(self, rows: _RowsHidden, mean_H: F64, unit_EH: F64) -> None:
+        self._rows, self._mean_H, self._unit_EH = rows, mean_H, unit_EH
+
+    def score(self, start: int, stop: int) -> Scores:
+        return directions(self._rows(start, stop) - self._mean_H) @ self._unit_EH.T
+
+    def account(self) -> Account:
+        where = f"mean over positions {self._rows.positions}"
+        return Account(features=self._unit_EH.shape[1], covers=(f"final hidden states after the final norm, {where}",))
+
+
+def directions(values_nH: F64) -> F64:
+    """Each row divided by its norm; a row of zeros stays one."""
+    norm_n1 = np.linalg.norm(values_nH, axis=1, keepdims=True)
+    return np.asarray(np.divide(values_nH, norm_n1, out=np.zeros_like(values_nH), where=norm_n1 > 0))

@@ -1,0 +1,74 @@
+"""Datamodels: a sparse linear function of the subset itself, fitted on realized utilities. A supervised oracle."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from grasp.baselines.base import Account, SubsetMethod
+from grasp.baselines.material import Material
+from grasp.errors import EnvironmentDataError
+from grasp.fidelity.oracles import (
+    FOLDS,
+    SubsetFeatures,
+    fraction_features,
+    lasso_oracle,
+    mask_features,
+    ridge_oracle,
+)
+from grasp.fidelity.predictions import Predictions
+from grasp.settings import Settings
+from grasp.subsets import LabelTable, SubsetBlock
+
+MASKS = "masks"
+
+
+class DatamodelsSettings(Settings):
+    """What is fitted on what."""
+
+    penalty: Literal["lasso", "ridge"] = Field(
+        "lasso",
+        description="lasso: by scikit-learn, strength chosen by inner folds, as the source; ridge: closed form.",
+    )
+    sees: str = Field(
+        MASKS, description="masks: which rows the subset retains, as the source; LABEL: its shares of a label's values."
+    )
+    folds: int = Field(FOLDS, ge=2, description="Subsets are predicted by fits that did not see them; so many folds.")
+
+
+class Datamodels(SubsetMethod[DatamodelsSettings]):
+    """Cross-validated linear datamodels of every unit, and of every task's mean.
+
+    Source: Ilyas et al. 2022 (arXiv 2202.00622). Deviation: they fit on hundreds of thousands of subsets and predict
+    fresh ones; here every subset of the environment is predicted out of fold from the others, so it is an oracle for
+    this environment and no competitor of methods that never saw a retrain. With fewer subsets than rows masks hold
+    little, and label shares more.
+    """
+
+    settings_type = DatamodelsSettings
+    looks_at = frozenset({"environment"})
+    needs_modules: ClassVar[Mapping[str, str]] = {"sklearn": "baselines"}
+    supervised = True
+
+    def predict(self, material: Material, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
+        known = material.environment
+        unknown = {name for block in subsets for name in block.subset_ids} - set(known.environment.subset_ids)
+        if unknown:
+            raise EnvironmentDataError(
+                f"datamodels: {len(unknown)} subsets are not of {known.environment.path}, e.g. {sorted(unknown)[0]!r}; "
+                "it predicts retrained subsets only, out of fold"
+            )
+        oracle = lasso_oracle if self.settings.penalty == "lasso" else ridge_oracle
+        features = self._features(material)
+        found = oracle(features, known.utilities, folds=self.settings.folds, seed=self.seed)
+        n_subsets, n_features = len(known.utilities.subset_ids), features.values_BF.shape[1]
+        covers = f"{n_features:,} {'rows as masks' if self.settings.sees == MASKS else features.name}"
+        notes = (f"{self.settings.penalty} on {n_subsets} subsets, each predicted by a fit that did not see it",)
+        return replace(found, method="datamodels"), Account(covers=(covers,), notes=notes)
+
+    def _features(self, material: Material) -> SubsetFeatures:
+        subsets = material.environment.subsets
+        if self.settings.sees == MASKS:
+            return mask_features(subsets)
+        return fraction_features(subsets, LabelTable(material.artifact.rows_path).column(self.settings.sees))

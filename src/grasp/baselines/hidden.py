@@ -1,0 +1,90 @@
+"""Final hidden states of rows and units, as the output head sees them.
+
+Shape letters: n rows of a block, B rows of a batch, L tokens, P positions, H hidden width.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grasp.errors import ModelError
+from grasp.features.positions import position_mask
+from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Hidden states at the positions that predict a token, sequence after sequence."""
+
+    hidden_PH: F32
+    label_P: NDArray[np.int32]  # the token that comes next
+    sequence_P: NDArray[np.int64]
+
+
+def hidden_at(
+    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[int], spec: str
+) -> Positions:
+    """Hidden states at chosen positions of every sequence.
+
+    Args:
+        first: first position of each sequence that may be used; position t predicts token t + 1.
+        spec: which of them: all, tail:n or stride:n.
+    Raises:
+        ModelError: a hidden state is not a number.
+    """
+    parts: list[Positions] = []
+    for index_B, hidden_BLH, mask_BL, ids_BL in _passes(model, sequences, first, spec):
+        row_P, t_P = mask_BL.nonzero(as_tuple=True)
+        parts.append(
+            Positions(
+                hidden_BLH[row_P, t_P].float().cpu().numpy(),
+                ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32),
+                index_B[row_P.cpu().numpy()],
+            )
+        )
+    joined = Positions(
+        np.concatenate([part.hidden_PH for part in parts]),
+        np.concatenate([part.label_P for part in parts]),
+        np.concatenate([part.sequence_P for part in parts]),
+    )
+    _refuse_bad(model, joined)
+    order_P = np.argsort(joined.sequence_P, kind="stable")
+    return Positions(joined.hidden_PH[order_P], joined.label_P[order_P], joined.sequence_P[order_P])
+
+
+def pooled_hidden(
+    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[int], spec: str
+) -> F32:
+    """Mean hidden state of each sequence over chosen positions, (n, H); see `hidden_at`."""
+    positions = hidden_at(model, sequences, first, spec)
+    sums_nH = np.zeros((len(sequences), positions.hidden_PH.shape[1]))
+    np.add.at(sums_nH, positions.sequence_P, positions.hidden_PH)
+    counts_n = np.bincount(positions.sequence_P, minlength=len(sequences))
+    return (sums_nH / counts_n[:, None]).astype(np.float32)
+
+
+def _passes(
+    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[int], spec: str
+) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor, Tensor]]:
+    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+    for index_B in batches(lengths, model.batch_tokens):
+        ids_BL, length_B = pad_rows([sequences[i] for i in index_B])
+        ids_BL, length_B = ids_BL.to(model.device), length_B.to(model.device)
+        first_B = torch.tensor([first[i] for i in index_B], device=model.device)
+        mask_BL = position_mask(spec, first_B, length_B, ids_BL.shape[1])
+        yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
+
+
+def _refuse_bad(model: ReferenceModel, positions: Positions) -> None:
+    bad = np.flatnonzero(~np.isfinite(positions.hidden_PH).all(axis=1))
+    if bad.size:
+        raise ModelError(
+            f"hidden states: {bad.size} positions are not numbers in {model.dtype}, the first in sequence "
+            f"{positions.sequence_P[bad[0]]} of the block; build with model.dtype: float32"
+        )

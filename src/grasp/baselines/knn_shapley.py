@@ -1,0 +1,233 @@
+r"""KNN-Shapley: exact Shapley values of a nearest-neighbour classifier, and of the same over a model's hidden states.
+
+The game of one test point: the players are training points, and a set of them is worth the share of its K nearest that
+have the test point's label, v(S) = 1/K sum_{k <= min(K, |S|)} [label of the k-th nearest in S is right].
+
+Shape letters: N training points (rows), n rows of a block, E test points (units), S supervised positions of all units,
+P positions of a block of rows, M nearest positions that are kept, H width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
+from grasp.baselines.hidden import hidden_at
+from grasp.baselines.material import Material
+from grasp.baselines.work import WorkArea
+from grasp.errors import SettingsError, ShapeError
+from grasp.settings import Positions, Settings
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+# Distances are compared to this part of their scale: equal contexts have equal hidden states only up to rounding, and
+# such ties go to the row that comes first, in whatever batch they were computed.
+GRAIN = 1e-5
+# `rank` orders positions by distance, in grains, and then by their place in the corpus: no two are alike.
+NEAREST = np.dtype([("rank", "<i8"), ("row", "<i8"), ("right", "?")])
+PLACES = 1 << 36  # positions of a corpus at most; distances have the 27 bits that are left
+PAIRS_AT_ONCE = 1 << 22  # distances in memory
+
+
+def knn_shapley(
+    embedding_NH: NDArray[np.floating],
+    label_N: NDArray[Any],
+    test_EH: NDArray[np.floating],
+    test_label_E: NDArray[Any],
+    k: int,
+) -> F64:
+    """Shapley value of every training point for every test point, exactly, (N, E); O(E N log N).
+
+    Equal distances go to the point that comes first. Values of a test point add up to v(all): the share of its K
+    nearest that have its label (of K, where there are fewer points than K).
+
+    Args:
+        embedding_NH, test_EH: compared by squared Euclidean distance, in float64.
+        label_N, test_label_E: anything that can be compared.
+        k: neighbours that vote, at least 1.
+    Raises:
+        ShapeError: points and labels, or widths, differ.
+        SettingsError: k below 1.
+    Source: Jia et al. 2019 (arXiv 1908.08619), theorem 1. Deviation: min(K, N) / (K N) instead of 1 / N for the
+        farthest point, which is exact for fewer points than K as well.
+    """
+    if k < 1:
+        raise SettingsError(f"knn_shapley: k: got {k}, expected at least 1")
+    train_NH, test_EH = np.asarray(embedding_NH, np.float64), np.asarray(test_EH, np.float64)
+    label_N, test_label_E = np.asarray(label_N), np.asarray(test_label_E)
+    if train_NH.shape != (len(label_N), test_EH.shape[1]) or len(test_EH) != len(test_label_E) or not len(label_N):
+        raise ShapeError(
+            f"knn_shapley: got embeddings {train_NH.shape} with {len(label_N)} labels, test points {test_EH.shape} "
+            f"with {len(test_label_E)}; expected one label a point, one width, and at least one training point"
+        )
+    out_NE = np.empty((len(train_NH), len(test_EH)))
+    for e, (test_H, label) in enumerate(zip(test_EH, test_label_E, strict=True)):
+        order_N = np.argsort(((train_NH - test_H) ** 2).sum(axis=1), kind="stable")
+        out_NE[order_N, e] = values_by_rank(label_N[order_N] == label, k, n_points=len(train_NH))
+    return out_NE
+
+
+def values_by_rank(right_M: NDArray[np.bool_], k: int, *, n_points: int) -> F64:
+    r"""Shapley values of the M nearest points, nearest first, (M,), or (S, M) for S test points at once.
+
+    s_N = [right_N] min(K, N) / (K N),  s_i = s_{i+1} + ([right_i] - [right_{i+1}]) / K * min(K, i) / i
+
+    Args:
+        right_M: whether the i-th nearest point has the right label.
+        n_points: N, of which M are given. Where M < N the recursion starts from 0 at rank M + 1, which is off by at
+            most 1 / (M + 1) for every point (the same for all of them).
+    """
+    right = np.asarray(right_M, dtype=np.float64)
+    n_ranks = right.shape[-1]
+    rank = np.arange(1, n_ranks + 1)
+    share = np.minimum(k, rank) / (k * rank)
+    steps = np.zeros_like(right)
+    steps[..., :-1] = (right[..., :-1] - right[..., 1:]) * share[:-1]
+    steps[..., -1] = right[..., -1] * share[-1] if n_ranks == n_points else 0.0
+    return np.asarray(np.cumsum(steps[..., ::-1], axis=-1)[..., ::-1])
+
+
+class KnnShapleySettings(Settings):
+    """The nearest-neighbour game over hidden states."""
+
+    k: int = Field(10, ge=1, description="Neighbours that vote. Source: 5 to 10 for classification.")
+    nearest: int = Field(
+        1024, ge=1, description="Nearest positions that are kept a unit's position: values are exact to 1 / nearest."
+    )
+    positions: Positions = Field("all", description="Positions of a row that are players: all, tail:n or stride:n.")
+
+
+class KnnShapley(RowMethod[KnnShapleySettings]):
+    """Shapley values of positions in a nearest-neighbour language model, added up over each row.
+
+    A row of text has no label, so the game of the source is played one level below: training points are the rows'
+    positions, each with its final hidden state and the token that comes next; test points are the supervised
+    positions of a unit; the classifier is a nearest-neighbour language model (Khandelwal et al. 2020). A row's value is
+    the mean over the unit's positions of the sum of its positions' values.
+    Source: Jia et al. 2019. Deviation: players are positions, so a row's value is a sum of Shapley values and not the
+    Shapley value of the row; the recursion begins at the nearest so many positions.
+    """
+
+    settings_type = KnnShapleySettings
+    looks_at = frozenset({"tokens", "model"})
+
+    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+        del part
+        if (found := work.load("values")) is None:
+            queries = _queries(material)
+            nearest_SM, n_points = self._nearest(material, work, queries)
+            value_SM = values_by_rank(nearest_SM["right"], self.settings.k, n_points=n_points)
+            found = _added_up(nearest_SM["row"], value_SM, queries.unit_S)
+            work.save("values", found)
+        return _Sparse(found, material.n_units, self._account(material))
+
+    def _nearest(self, material: Material, work: WorkArea, queries: "_Queries") -> tuple[NDArray[np.void], int]:
+        """The nearest positions of all rows to each unit position, (S, M), nearest first; and how many there are."""
+        done = work.read("nearest-until") or {"stop": 0, "points": 0}
+        held: NDArray[np.void] = np.zeros((len(queries.label_S), 0), dtype=NEAREST)
+        if done["stop"]:
+            held = np.array(work.loaded(f"nearest-{done['stop']}"))
+        n_points = int(done["points"])
+        material.progress.stage("nearest positions", rows=material.n_rows - done["stop"], tokens=None)
+        for start, stop in material.blocks(done["stop"]):
+            held, found = self._with_block(material, queries, held, n_points, start, stop)
+            n_points += found
+            work.save(f"nearest-{stop}", held)
+            work.write("nearest-until", {"stop": stop, "points": n_points})
+            (work.directory / f"nearest-{start}.npy").unlink(missing_ok=True)
+            material.progress.advance(stop - start, 0)
+        order_SM = np.argsort(held["rank"], axis=1)
+        return np.take_along_axis(held, order_SM, axis=1), n_points
+
+    def _with_block(
+        self, material: Material, queries: "_Queries", held_SM: NDArray[np.void], n_before: int, start: int, stop: int
+    ) -> tuple[NDArray[np.void], int]:
+        rows = material.rows(start, stop)
+        sequences = [rows.ids(i) for i in range(len(rows))]
+        found = hidden_at(material.model, sequences, [0] * len(rows), self.settings.positions)
+        n_found, step = len(found.label_P), max(1, PAIRS_AT_ONCE // len(queries.label_S))
+        for low in range(0, n_found, step):
+            here = slice(low, low + step)
+            place_P = n_before + np.arange(n_found)[here]
+            fresh_SP = np.empty((len(queries.label_S), len(place_P)), dtype=NEAREST)
+            fresh_SP["rank"] = queries.grains(found.hidden_PH[here]) * PLACES + place_P
+            fresh_SP["row"] = start + found.sequence_P[here]
+            fresh_SP["right"] = found.label_P[here] == queries.label_S[:, None]
+            held_SM = _nearest_of(np.concatenate([held_SM, fresh_SP], axis=1), self.settings.nearest)
+        return held_SM, n_found
+
+    def _account(self, material: Material) -> Account:
+        return Account(
+            covers=(f"final hidden states at positions {self.settings.positions} and the tokens after them",),
+            notes=(
+                "players are positions, not rows: a row's value is the sum of its positions' Shapley values",
+                f"exact to 1 / {self.settings.nearest:,} where the corpus has more positions",
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Queries:
+    """Supervised positions of all units."""
+
+    hidden_SH: F64
+    label_S: NDArray[np.int32]
+    unit_S: I64
+
+    def grains(self, hidden_PH: NDArray[np.float32]) -> I64:
+        """Squared Euclidean distances, (S, P), in units of GRAIN x the mean squared norm of the queries."""
+        wide_PH = hidden_PH.astype(np.float64)
+        own_S = np.einsum("sh,sh->s", self.hidden_SH, self.hidden_SH)
+        theirs_P = np.einsum("ph,ph->p", wide_PH, wide_PH)
+        squared_SP = own_S[:, None] + theirs_P - 2.0 * (self.hidden_SH @ wide_PH.T)
+        grains_SP = np.round(squared_SP / (GRAIN * own_S.mean()))
+        return np.asarray(np.clip(grains_SP, 0, (1 << 27) - 1), dtype=np.int64)
+
+
+def _nearest_of(found_SP: NDArray[np.void], most: int) -> NDArray[np.void]:
+    """The nearest so many of each query, in no order."""
+    if found_SP.shape[1] <= most:
+        return found_SP
+    order_SM = np.argpartition(found_SP["rank"], most - 1, axis=1)[:, :most]
+    return np.take_along_axis(found_SP, order_SM, axis=1)
+
+
+def _queries(material: Material) -> _Queries:
+    units = material.unit_tokens
+    found = hidden_at(material.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
+    return _Queries(found.hidden_PH.astype(np.float64), found.label_P, found.sequence_P)
+
+
+VALUES = np.dtype([("row", "<i8"), ("unit", "<i4"), ("value", "<f8")])
+
+
+def _added_up(row_SM: I64, value_SM: F64, unit_S: I64) -> NDArray[np.void]:
+    """Mean over a unit's positions of the sum over a row's, as (row, unit, value) in order of row, then unit."""
+    count_E = np.bincount(unit_S)
+    unit_SM = np.broadcast_to(unit_S[:, None], row_SM.shape)
+    key, inverse = np.unique(row_SM * len(count_E) + unit_SM, return_inverse=True)
+    out = np.empty(len(key), dtype=VALUES)
+    out["row"], out["unit"] = np.divmod(key, len(count_E))
+    out["value"] = np.bincount(inverse.ravel(), weights=(value_SM / count_E[unit_SM]).ravel(), minlength=len(key))
+    return out
+
+
+class _Sparse(RowScorer):
+    """Values of some rows; 0 for the others."""
+
+    def __init__(self, values: NDArray[np.void], n_units: int, account: Account) -> None:
+        self._values, self._n_units, self._account = values, n_units, account
+
+    def score(self, start: int, stop: int) -> Scores:
+        low, high = np.searchsorted(self._values["row"], (start, stop))
+        here = self._values[low:high]
+        out = np.zeros((stop - start, self._n_units))
+        out[here["row"] - start, here["unit"]] = here["value"]
+        return out
+
+    def account(self) -> Account:
+        return self._account
