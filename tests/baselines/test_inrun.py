@@ -1,0 +1,164 @@
+"""In-run Shapley as a method: which rows, batches, units and layers a replay has; kills; what is refused."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from grasp.baselines.gradients.per_example import Example
+from grasp.baselines.inrun import STATE, InRun, _trainable
+from grasp.baselines.predict import scores
+from grasp.baselines.replay import Replay, ReplaySettings
+from grasp.baselines.work import WorkArea
+from grasp.errors import ModelError, SettingsError
+from grasp.seeds import stream
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+
+QUICK = {"learning_rate": 1e-3}
+
+
+def scored(world, place, material=None, **settings):
+    material = material or world.material()
+    return scores(asked("inrun", **QUICK | settings), material, cache(place, material))
+
+
+def by_hand(material, batches, **settings):
+    """A replay over batches of row indices, all units' mean as its loss: {row: value}."""
+    given = {"layers": ("all",), "order": 1, "update": "sgd"} | QUICK | settings
+    units = [Example(unit.input_ids, unit.first) for unit in material.unit_tokens]
+    replay = Replay(_trainable(material.model), units, np.full((1, N_UNITS), 1 / N_UNITS), ReplaySettings(**given))
+    found = {}
+    for index in batches:
+        rows = material.rows_at(np.array(index))
+        value = replay.advance([Example(rows.ids(i)) for i in range(len(index))])
+        found |= dict(zip(index, value[:, 0], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_batches_are_those_of_the_seed_and_the_last_one_may_be_short(world, tmp_path, order):
+    material = world.material()
+    permuted = stream(5, "inrun", "order").permutation(30).tolist()
+    expected = by_hand(material, [permuted[i:j] for i, j in pairwise([0, 12, 24, 30])], order=order)
+    found = matrix(scored(world, tmp_path, utility="global", prefix_rows=30, batch_rows=12, order=order, seed=5))
+    assert found.shape == (N_ROWS, 1)
+    np.testing.assert_allclose(found[:30, 0], [expected[i] for i in range(30)], rtol=1e-5, atol=1e-10)
+
+
+def test_the_prefix_can_be_replayed_in_corpus_order(world, tmp_path):
+    expected = by_hand(world.material(), [range(8), range(8, 16)])
+    found = matrix(scored(world, tmp_path, utility="global", prefix_rows=16, batch_rows=8, shuffle=False))
+    np.testing.assert_allclose(found[:16, 0], [expected[i] for i in range(16)], rtol=1e-5, atol=1e-10)
+
+
+def test_rows_after_the_prefix_score_zero_and_are_counted(world, tmp_path):
+    found = scored(world, tmp_path, prefix_rows=30)
+    assert (matrix(found)[30:] == 0).all()
+    assert (matrix(found)[:30] != 0).all()
+    assert found.account.counts == {"rows after the prefix, scored 0": 10}
+    assert "10 of 40 rows come after the prefix and score 0: not valued, not neutral" in found.account.notes
+
+
+def test_a_prefix_longer_than_the_corpus_is_the_corpus(world, tmp_path):
+    found = scored(world, tmp_path, prefix_rows=1000)
+    assert not found.account.counts
+    assert (matrix(found) != 0).all()
+
+
+def test_utilities_agree_where_they_must(world, tmp_path):
+    """One target here: its loss is the mean over all units; every unit's own values average to it."""
+    together, target, unit = (matrix(scored(world, tmp_path, utility=one)) for one in ("global", "target", "unit"))
+    np.testing.assert_allclose(target, np.broadcast_to(together, target.shape))
+    np.testing.assert_allclose(unit.mean(axis=1), together[:, 0], rtol=1e-3, atol=1e-9)
+    assert unit.std(axis=1).min() > 0
+
+
+def test_units_of_the_validation_loss_are_drawn_once(world, tmp_path):
+    few = scored(world, tmp_path / "few", utility="global", validation_units=2)
+    assert few.account.counts == {"units not in the validation loss": 4}
+    assert not np.allclose(matrix(few), matrix(scored(world, tmp_path / "all", utility="global")))
+
+
+def test_what_was_replayed_and_how_adam_is_treated_is_said(world, tmp_path):
+    found = scored(world, tmp_path, order=2, batch_rows=16, layers=("blocks",)).account
+    assert "order 2, 3 steps of 16 rows, AdamW at 0.001; one validation loss a target" in found.notes[0]
+    assert "values are of an SGD step though AdamW trains, as in the source" in found.notes
+    assert "of 14,800 parameters in 18 blocks" in found.covers[0]
+    adaptive = scored(world, tmp_path, update="adam").account
+    assert not any("SGD" in note for note in adaptive.notes)
+
+
+def test_the_reference_model_is_left_as_it_was(world, tmp_path):
+    material = world.material()
+    before = material.model.fingerprint()
+    scored(world, tmp_path, material)
+    assert material.model.fingerprint() == before
+
+
+class Killed(BaseException):
+    """What a kill is to the code: nothing catches it."""
+
+
+class StopAfter:
+    """Progress that kills the run after so many steps."""
+
+    def __init__(self, steps):
+        self.left, self.replayed = steps, 0
+
+    def stage(self, name, *, rows, tokens):
+        if name == "replaying training":
+            self.replayed = rows
+
+    def advance(self, rows, tokens):
+        self.left -= 1
+        if self.left == 0:
+            raise Killed
+
+
+@pytest.mark.parametrize("keep_seconds", [0.0, 60.0])
+def test_a_killed_replay_goes_on_where_its_state_was_kept(world, tmp_path, monkeypatch, keep_seconds):
+    monkeypatch.setattr("grasp.baselines.inrun.KEEP_SECONDS", keep_seconds)
+    settings = {"order": 2, "update": "adam", "batch_rows": 8}
+    expected = matrix(scored(world, tmp_path / "whole", **settings))
+    with pytest.raises(Killed):
+        scored(world, tmp_path / "cut", world.material(progress=StopAfter(3)), **settings)
+    assert bool(list(tmp_path.glob(f"cut/*.part/work/{STATE}"))) == (keep_seconds == 0.0)
+    rest = StopAfter(-1)
+    np.testing.assert_array_equal(
+        matrix(scored(world, tmp_path / "cut", world.material(progress=rest), **settings)), expected
+    )
+    assert rest.replayed == (16 if keep_seconds == 0.0 else 40)
+
+
+def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
+    with pytest.raises(ModelError, match=r"replay: step [12].* rows? \d+.*expected a number.*lower learning_rate"):
+        scored(world, tmp_path, learning_rate=1e30, batch_rows=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefix_rows": 0}, r"prefix_rows: .*greater than or equal to 1, got 0"),
+        ({"batch_rows": 0}, r"batch_rows: .*greater than or equal to 1, got 0"),
+        ({"order": 3}, r"order: .*1 or 2, got 3"),
+        ({"learning_rate": float("nan")}, r"learning_rate: "),
+        ({"utility": "unit", "validation_units": 3}, r"validation_units: utility `unit` values rows for every unit"),
+        ({"layers": []}, r"layers: "),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        asked("inrun", **settings)
+
+
+def test_a_layer_pattern_that_matches_nothing_is_refused(world, tmp_path):
+    with pytest.raises(SettingsError, match=r"layers: 'no\.such\.\*' matches no parameter"):
+        scored(world, tmp_path, layers=("no.such.*",))
+
+
+def test_a_block_asked_for_alone_is_scored_without_the_rows_before_it(world, tmp_path):
+    material = world.material()
+    scorer = InRun(asked("inrun", prefix_rows=20, **QUICK).method.settings).prepare(material, WorkArea(tmp_path), 0)
+    whole = scorer.score(0, N_ROWS)
+    np.testing.assert_array_equal(scorer.score(15, 25), whole[15:25])
+    np.testing.assert_array_equal(scorer.score(30, 40), np.zeros((10, N_UNITS)))

@@ -1,0 +1,280 @@
+"""Values of one training step against explicit gradients, exact Hessians, enumeration of the game and real steps."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from grasp.baselines.gradients.per_example import Example
+from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite
+from grasp.baselines.shapley import exact_shapley
+from grasp.errors import ModelError, SettingsError
+from tests.baselines.gradient_world import autograd, objective, reference, rows, units
+
+RATE = 0.02
+MEAN = np.full((1, 4), 0.25)
+TWO = np.array([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.25, 0.75]])
+
+
+def close(found, expected, tolerance):
+    """Within a share of the largest entry; Hugging Face computes the norms of some families in float32 always."""
+    assert np.abs(np.asarray(found) - np.asarray(expected)).max() <= tolerance * np.abs(np.asarray(expected)).max()
+
+
+def settings(**changed):
+    return ReplaySettings(**{"layers": ("all",), "order": 1, "update": "sgd", "learning_rate": RATE} | changed)
+
+
+def replayed(family="llama", weight=MEAN, dtype=torch.float64, **changed):
+    return Replay(reference(family, dtype), units(), weight, settings(**changed))
+
+
+def flat(gradients):
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+class Slow:
+    """The same quantities from whole models and autograd, one example at a time, in float64."""
+
+    def __init__(self, family):
+        self.model = reference(family)
+        self.batch = rows()
+        self.share = np.array([row.labels for row in self.batch]) / sum(row.labels for row in self.batch)
+
+    def row_gradients(self):
+        return torch.stack([c * flat(autograd(self.model, row)) for c, row in zip(self.share, self.batch, strict=True)])
+
+    def loss(self, weight_E):
+        return sum(w * objective(self.logits(unit), unit) for w, unit in zip(weight_E, units(), strict=True) if w)
+
+    def logits(self, example):
+        ids = torch.from_numpy(example.input_ids.astype(np.int64))[None]
+        return self.model.model(input_ids=ids, use_cache=False).logits[0]
+
+    def gradient_and_hessian_product(self, weight_E, direction):
+        """Exact, by differentiating the gradient."""
+        named = dict(sorted(self.model.model.named_parameters()))
+        for parameter in named.values():
+            parameter.requires_grad_(True)
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = self.loss(weight_E)
+            first = torch.autograd.grad(loss, list(named.values()), create_graph=True, materialize_grads=True)
+            gradient = torch.cat([one.flatten() for one in first])
+            product = torch.autograd.grad(gradient @ direction, list(named.values()), materialize_grads=True)
+        for parameter in named.values():
+            parameter.requires_grad_(False)
+        return gradient.detach(), torch.cat([one.flatten() for one in product])
+
+    def loss_at(self, weight_E, step):
+        """Validation loss after the weights moved by `step`."""
+        moved = copy.deepcopy(self.model.model)
+        begin = 0
+        with torch.no_grad():
+            for _, parameter in sorted(moved.named_parameters()):
+                parameter.add_(step[begin : begin + parameter.numel()].view(parameter.shape))
+                begin += parameter.numel()
+            kept, self.model.model = self.model.model, moved
+            loss = float(self.loss(weight_E))
+            self.model.model = kept
+        return loss
+
+
+def test_first_order_is_the_explicit_inner_product(family):
+    slow = Slow(family)
+    gradient = slow.row_gradients()
+    expected = []
+    for weight_E in TWO:
+        validation, _ = slow.gradient_and_hessian_product(weight_E, torch.zeros(gradient.shape[1], dtype=torch.float64))
+        expected.append((RATE * gradient @ validation).numpy())
+    close(replayed(family, TWO).advance(rows()), np.stack(expected, axis=1), 1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2-tied", "gemma2-soft-cap", "phi-head-bias"])
+def test_second_order_is_that_of_the_exact_hessian(family):
+    slow = Slow(family)
+    gradient = slow.row_gradients()
+    expected = []
+    for weight_E in TWO:
+        validation, product = slow.gradient_and_hessian_product(weight_E, gradient.sum(dim=0))
+        expected.append((RATE * gradient @ validation - RATE**2 / 2 * gradient @ product).numpy())
+    first = replayed(family, TWO).advance(rows())
+    second = replayed(family, TWO, order=2).advance(rows())
+    correction = np.stack(expected, axis=1) - first
+    close(second - first, correction, 5e-4)
+
+
+def test_second_order_in_float32_is_within_a_thousandth_of_its_correction():
+    exact, rounded = (
+        [replayed(dtype=dtype, order=order).advance(rows()) for order in (1, 2)]
+        for dtype in (torch.float64, torch.float32)
+    )
+    correction = exact[1] - exact[0]
+    close(rounded[1] - rounded[0], correction, 2e-3)
+
+
+def test_both_orders_are_the_shapley_values_of_the_taylor_game():
+    slow = Slow("llama")
+    gradient = slow.row_gradients()
+    found = [slow.gradient_and_hessian_product(MEAN[0], one) for one in gradient]
+    linear = RATE * (gradient @ found[0][0]).numpy()
+    curvature = RATE**2 * (gradient @ torch.stack([product for _, product in found]).T).numpy()
+
+    def utility(masks):
+        first = masks @ linear
+        return np.stack([first, first - np.einsum("bi,ij,bj->b", masks, curvature, masks) / 2], axis=1)
+
+    expected = exact_shapley(utility, 5)
+    for order in (1, 2):
+        close(replayed(order=order).advance(rows())[:, 0], expected[:, order - 1], 1e-5)
+
+
+def test_values_of_a_batch_sum_to_the_change_of_the_loss_more_nearly_in_second_order():
+    slow, rate = Slow("llama"), 0.004
+    step = -rate * slow.row_gradients().sum(dim=0)
+    change = slow.loss_at(MEAN[0], torch.zeros_like(step)) - slow.loss_at(MEAN[0], step)
+    validation, _ = slow.gradient_and_hessian_product(MEAN[0], step)
+    first, second = (replayed(order=order, learning_rate=rate).advance(rows()).sum() for order in (1, 2))
+    assert first == pytest.approx(float(-validation @ step), rel=1e-9)
+    assert abs(second - change) < 0.1 * abs(first - change)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("update", ["sgd", "adam"])
+def test_mean_of_the_units_values_is_the_value_of_their_mean(order, update):
+    by_unit = replayed(weight=None, order=order, update=update)
+    together = replayed(weight=TWO, order=order, update=update)
+    for _ in range(2):  # in the second step Adam has a past
+        np.testing.assert_allclose(by_unit.advance(rows()) @ TWO.T, together.advance(rows()), rtol=1e-6, atol=1e-12)
+
+
+def test_few_rows_at_once_give_the_same_unit_values(monkeypatch):
+    whole = replayed(weight=None, order=2).advance(rows())
+    monkeypatch.setattr("grasp.baselines.replay.DIRECTION_ELEMENTS", 1)
+    np.testing.assert_allclose(replayed(weight=None, order=2).advance(rows()), whole, rtol=1e-9, atol=1e-15)
+
+
+def test_a_row_belongs_to_the_game_of_its_own_batch():
+    """In second order a row's value depends on who else is in the batch, in first order on its share alone."""
+    some, others = [rows()[0], *rows(3, seed=5)], [rows()[0], *rows(3, seed=6)]
+    for order, depends in ((1, False), (2, True)):
+        values = [
+            replayed(order=order).advance(batch)[0, 0] * sum(row.labels for row in batch) for batch in (some, others)
+        ]
+        assert (abs(values[0] / values[1] - 1) > 1e-6) == depends
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2-tied"])
+def test_the_replay_trains_as_adamw_does(family):
+    replay = replayed(family, weight_decay=0.1)
+    slow = reference(family).model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(slow.parameters(), lr=RATE, weight_decay=0.1)
+    for seed in range(3):
+        batch = rows(4, seed=seed)
+        replay.advance(batch)
+        total = sum(row.labels for row in batch)
+        loss = sum(
+            row.labels / total * objective(slow(input_ids=torch.from_numpy(row.input_ids).long()[None]).logits[0], row)
+            for row in batch
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    ours = dict(replay.engine.model.model.named_parameters())
+    for name, parameter in slow.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_adaptive_form_predicts_what_a_scaled_step_takes_off_the_loss():
+    """Sum of first-order values = <g_val, eta P g>, with P of Adam's second moment after the batch."""
+    replay = replayed(update="adam", weight_decay=0.0)
+    replay.advance(rows(4, seed=7))
+    slow = Slow("llama")
+    with torch.no_grad():
+        slow.model.model.load_state_dict(replay.engine.model.model.state_dict())
+    earlier = Slow("llama")
+    earlier.batch = rows(4, seed=7)
+    earlier.share = np.array([row.labels for row in earlier.batch]) / sum(row.labels for row in earlier.batch)
+    past, now = earlier.row_gradients().sum(dim=0), slow.row_gradients()
+    total = now.sum(dim=0)
+    second = 0.999 * 0.001 * past**2 + 0.001 * total**2
+    scale = 1 / ((second / (1 - 0.999**2)).sqrt() + 1e-8)
+    validation, _ = slow.gradient_and_hessian_product(MEAN[0], torch.zeros_like(total))
+    np.testing.assert_allclose(replay.advance(rows())[:, 0], RATE * now @ (scale * validation), rtol=1e-6, atol=1e-12)
+
+
+def test_only_the_layers_asked_for_are_trained_and_valued():
+    replay = replayed(layers=("block:0", "!*.mlp.*"), order=2)
+    before = {name: one.clone() for name, one in replay.engine.model.model.named_parameters()}
+    values = replay.advance(rows())
+    slow = Slow("llama")
+    parts = [autograd(slow.model, row) for row in slow.batch]
+    validation = [autograd(slow.model, unit) for unit in units()]
+    trained = {name for name in before if ".layers.0." in name and ".mlp." not in name}
+    first = [
+        RATE * c * sum(float((part[name] * sum(one[name] for one in validation)).sum()) / 4 for name in trained)
+        for c, part in zip(slow.share, parts, strict=True)
+    ]
+    np.testing.assert_allclose(replayed(layers=("block:0", "!*.mlp.*")).advance(rows())[:, 0], first, rtol=1e-8)
+    assert np.abs(values[:, 0] - first).max() > 1e-9
+    changed = {name for name, one in replay.engine.model.model.named_parameters() if not torch.equal(one, before[name])}
+    assert changed == trained
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_kept_state_goes_on_bit_for_bit(tmp_path, dtype):
+    whole, first, second = (replayed("gpt2-tied", TWO, dtype, order=2, update="adam") for _ in range(3))
+    batches = [rows(4, seed=seed) for seed in range(4)]
+    expected = [whole.advance(batch) for batch in batches]
+    for batch in batches[:2]:
+        first.advance(batch)
+    first.save(tmp_path / "state")
+    second.restore(tmp_path / "state")
+    assert second.step == 2
+    for batch, values in zip(batches[2:], expected[2:], strict=True):
+        np.testing.assert_array_equal(second.advance(batch), values)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_the_hessian_leaves_the_weights_where_they_were():
+    one, two = replayed(order=1), replayed(order=2)
+    one.advance(rows())
+    two.advance(rows())
+    for ours, theirs in zip(one.engine.model.model.parameters(), two.engine.model.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_the_order_of_the_rows_in_a_batch_changes_nothing():
+    forward, backward = replayed(order=2).advance(rows()), replayed(order=2).advance(rows()[::-1])
+    np.testing.assert_allclose(forward, backward[::-1], rtol=1e-7, atol=1e-14)
+
+
+def test_weights_that_are_no_numbers_are_told():
+    replay = replayed()
+    next(replay.engine.model.model.parameters()).fill_(float("nan"))
+    with pytest.raises(ModelError, match=r"its loss is nan.*expected a number"):
+        replay.advance(rows())
+
+
+def test_values_that_are_no_numbers_are_told():
+    value = np.array([[1.0, 2.0], [np.inf, 3.0]])
+    with pytest.raises(ModelError, match=r"replay: step 7: value of row 40 is inf, expected a number; lower"):
+        refuse_non_finite(value, np.array([12, 40]), 7)
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(SettingsError, match=r"layers: got 'block:9', the model has blocks 0 to 1"):
+        replayed(layers=("block:9",))
+
+
+def test_a_batch_of_one_row_is_its_own_game():
+    values = [replayed(order=order).advance([Example(rows()[0].input_ids)]) for order in (1, 2)]
+    slow = Slow("llama")
+    slow.batch, slow.share = rows()[:1], np.ones(1)
+    gradient = slow.row_gradients()[0]
+    validation, product = slow.gradient_and_hessian_product(MEAN[0], gradient)
+    assert values[0][0, 0] == pytest.approx(RATE * float(validation @ gradient), rel=1e-9)
+    assert values[1][0, 0] == pytest.approx(
+        RATE * float(validation @ gradient) - RATE**2 / 2 * float(gradient @ product), rel=1e-5
+    )
