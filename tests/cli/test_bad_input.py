@@ -495,10 +495,10 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "predict: got nothing to predict, expected one of --subsets, --drop, --keep, --by, --family"),
+        ([], "predict: got nothing to predict, expected one of --subsets, --drop, --keep, --weight, --by, --family"),
         (
             ["--by", "topic", "--keep", "true"],
-            "predict: got --keep, --by, expected one of --subsets, --drop, --keep, --by, --family",
+            "predict: got --keep, --by, expected one of --subsets, --drop, --keep, --weight, --by, --family",
         ),
         (
             ["--by", "topic", "--units", "--components"],
@@ -512,6 +512,10 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
         (["--keep", "true", "--calibration", "dice"], "family 'dice': unknown kind 'dice'; expected uniform:0.5"),
         (["--keep", "true", "--targets", "sciq"], "targets: got ['sciq'], the artifact has ['facts']"),
         (["--by", "topic", "--protocol", "/no/protocol.yaml"], "/no/protocol.yaml: no such settings file"),
+        (["--weight", "true: -1"], "--weight: got 'true: -1', expected EXPR:NUMBER with 0 or more, e.g. "),
+        (["--weight", "true"], "--weight: got 'true', expected EXPR:NUMBER with 0 or more, e.g. "),
+        (["--weight", "true:nan"], "--weight: got 'true:nan', expected EXPR:NUMBER with 0 or more, e.g. "),
+        (["--weight", "true:0"], "--weight: leaves none of 65 rows, expected at least one above 0"),
     ],
 )
 def test_predict_flags_that_do_not_fit(art, flags, message):

@@ -267,6 +267,17 @@ def test_dropping_a_slice_is_keeping_the_rest(art, tmp_path):
     assert dropped == kept
 
 
+def test_weights_of_expressions_are_those_of_a_weighted_subset_and_multiply(art, tmp_path):
+    mean_N, sky_N = relevance(art), topics(art) == "sky"
+    weight_N = np.where(sky_N, 0.3, 1.0) * np.where(topics(art) == "earth", 0.0, 1.0) * 2.0
+    flags = ["--weight", "topic = 'sky' AND 'a:b' = 'a:b':0.3", "--weight", "topic = 'earth': 0", "--weight", "true: 2"]
+    out = succeed("predict", art, *flags, "--out", tmp_path / "p.parquet").lines
+    kept = int((weight_N > 0).sum())
+    assert out[0] == f"{kept} of {len(mean_N)} rows stay, with weights that add up to {weight_N.sum():,.6g}"
+    (line,) = lines_of(tmp_path / "p.parquet")
+    assert line["additive_token"] == pytest.approx(weight_N @ mean_N / weight_N.sum(), rel=1e-6)
+
+
 def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
     mean_N = relevance(art)
     row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()

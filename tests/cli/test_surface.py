@@ -66,6 +66,7 @@ SURFACE = {
         "--subsets",
         "--drop",
         "--keep",
+        "--weight",
         "--by",
         "--family",
         "-B",

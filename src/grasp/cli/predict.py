@@ -23,6 +23,7 @@ EXAMPLES = """\b
 Examples:
   grasp predict art --by topic --targets sciq
   grasp predict art --drop "topic = 'Games' AND format != 'FAQs'"
+  grasp predict art --weight "topic = 'Games': 0.3" --weight "topic = 'Health': 2"
   grasp predict art --subsets subsets.parquet --out predictions.parquet
 """
 
@@ -35,6 +36,9 @@ def predict(
         None, "--drop", metavar="EXPR", help="Drop the rows for which a label expression is true."
     ),
     keep: str | None = typer.Option(None, "--keep", metavar="EXPR", help="Keep only the rows for which it is true."),
+    weight: list[str] = typer.Option(
+        [], "--weight", metavar="EXPR:NUMBER", help="Weight of the rows for which it is true, 1 for others; repeatable."
+    ),
     by: str | None = typer.Option(None, "--by", metavar="LABEL", help="What each value of a label is worth."),
     family: str | None = typer.Option(None, "--family", help="Draw uniform:F, bernoulli:Q, mixture:L or groups:L."),
     count: int = typer.Option(100, "-B", min=1, help="Subsets drawn with --family."),
@@ -56,7 +60,8 @@ def predict(
     from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.subsets import LabelTable
 
-    asked = {"--subsets": subsets, "--drop": drop, "--keep": keep, "--by": by, "--family": family}
+    asked = {"--subsets": subsets, "--drop": drop, "--keep": keep, "--weight": weight or None, "--by": by}
+    asked["--family"] = family
     given = [flag for flag, value in asked.items() if value is not None]
     if len(given) != 1:
         got = ", ".join(given) or "nothing to predict"
@@ -77,7 +82,10 @@ def predict(
         found = _calibration(chosen, labels, calibration or family_of_label)
         _by(artifact, chosen, labels, by, wanted, found, out)
         return
-    blocks, note = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
+    if weight:
+        blocks, note = _weighted(labels, weight)
+    else:
+        blocks, note = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
     table = predict_subsets(
         artifact,
         chosen,
@@ -144,6 +152,36 @@ def _blocks(
     if selection.n_null:
         note += f"; {selection.n_null:,} rows have no label there and count as not selected"
     return iter([one_subset(name, mask_N)]), note
+
+
+def _weighted(labels: "LabelTable", texts: Sequence[str]) -> tuple[Iterator["SubsetBlock"], str]:
+    """The corpus with the rows of each expression at its weight; where a row is in several, their product."""
+    import numpy as np
+
+    from grasp.subsets.blocks import one_subset
+
+    weight_N = np.ones(labels.n_rows)
+    for expression, weight in [_weight(text) for text in texts]:
+        weight_N[labels.select(expression)] *= weight
+    kept_N = weight_N > 0
+    if not kept_N.any():
+        raise SettingsError(f"--weight: leaves none of {labels.n_rows:,} rows, expected at least one above 0")
+    note = f"{int(kept_N.sum()):,} of {labels.n_rows:,} rows stay, with weights that add up to {weight_N.sum():,.6g}"
+    return iter([one_subset("weighted", kept_N, weight_N[kept_N])]), note
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """An expression and its weight; the expression may hold colons, the last one counts."""
+    expression, _, number = text.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = -1.0
+    if not expression.strip() or not 0 <= weight < float("inf"):
+        raise SettingsError(
+            f"--weight: got {text!r}, expected EXPR:NUMBER with 0 or more, e.g. \"topic = 'Games': 0.3\""
+        )
+    return expression, weight
 
 
 def _by(
