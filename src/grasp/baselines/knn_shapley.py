@@ -78,8 +78,8 @@ def values_by_rank(right_M: NDArray[np.bool_], k: int, *, n_points: int) -> F64:
 
     Args:
         right_M: whether the i-th nearest point has the right label.
-        n_points: N, of which M are given. Where M < N the recursion starts from 0 at rank M + 1, which is off by at
-            most 1 / (M + 1) for every point (the same for all of them).
+        n_points: N, of which M are given. Where M < N the recursion starts from 0 at rank M, whose value is at most
+            1 / max(K, M) in size; all values are off by that, the same for all of them.
     """
     right = np.asarray(right_M, dtype=np.float64)
     n_ranks = right.shape[-1]

@@ -1,0 +1,127 @@
+"""BM25 is the formula, word by word; the same as bm25s on whole words; what has no words is refused or counted."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import pytest
+from bm25s import BM25
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.baselines.bm25 import query_text, top_rows, words
+from grasp.baselines.predict import scores
+from grasp.errors import TargetError
+from grasp.targets.units import UnitSet
+from tests.baselines.world import N_ROWS, asked, cache, matrix
+
+IDF = {
+    "lucene": lambda n, found: math.log(1 + (n - found + 0.5) / (found + 0.5)),
+    "robertson": lambda n, found: math.log(max(1.0, (n - found + 0.5) / (found + 0.5))),
+    "atire": lambda n, found: math.log(n / found),
+}
+
+
+def slow_bm25(rows, queries, k1, b, variant):
+    """The formula in loops, float64; atire has (k1 + 1) in the numerator."""
+    mean = sum(map(len, rows)) / len(rows)
+    out = np.zeros((len(rows), len(queries)))
+    for e, query in enumerate(queries):
+        for word in query:
+            found = sum(word in row for row in rows)
+            for i, row in enumerate(rows):
+                tf = row.count(word)
+                if tf:
+                    saturation = tf / (tf + k1 * (1 - b + b * len(row) / mean))
+                    out[i, e] += IDF[variant](len(rows), found) * saturation * (k1 + 1 if variant == "atire" else 1)
+    return out
+
+
+def run(world, place, **choice):
+    material = world.material()
+    return matrix(scores(asked("bm25", **choice), material, cache(place, material)))
+
+
+def texts_of(material):
+    rows = [words(text) for text in material.texts(0, N_ROWS)]
+    return rows, [words(query_text(unit, "both")) for unit in material.units.units]
+
+
+@pytest.mark.parametrize("variant", list(IDF))
+@pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (0.6, 0.0)])
+def test_scores_are_the_formula(variant, k1, b, world, tmp_path):
+    expected = slow_bm25(*texts_of(world.material()), k1, b, variant)
+    found = run(world, tmp_path, variant=variant, k1=k1, b=b)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)  # kept as float16
+
+
+def test_scores_are_those_of_bm25s_with_every_word_indexed(world, tmp_path):
+    rows, queries = texts_of(world.material())
+    index = BM25(k1=1.2, b=0.75, method="lucene")
+    index.index(rows, show_progress=False)
+    expected = np.stack([index.get_scores([w for w in query if w in index.vocab_dict]) for query in queries], axis=1)
+    np.testing.assert_allclose(run(world, tmp_path), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("which", ["prompt", "completion"])
+def test_only_the_chosen_text_is_searched_for(which, world, tmp_path):
+    material = world.material()
+    queries = [words(getattr(unit, which)) for unit in material.units.units]
+    expected = slow_bm25(texts_of(material)[0], queries, 1.2, 0.75, "lucene")
+    np.testing.assert_allclose(run(world, tmp_path, query=which), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_rows_beyond_the_top_score_zero(world, tmp_path):
+    whole, cut = run(world, tmp_path / "whole"), run(world, tmp_path / "cut", top=5)
+    for e in range(whole.shape[1]):
+        best = np.argsort(-whole[:, e], kind="stable")[:5]
+        np.testing.assert_array_equal(np.flatnonzero(cut[:, e]), np.sort(best))
+        np.testing.assert_array_equal(cut[best, e], whole[best, e])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_top_is_a_stable_sort_cut_off(values, data):
+    kept = data.draw(st.integers(1, len(values)))
+    score = np.array(values, dtype=np.float32)
+    np.testing.assert_array_equal(top_rows(score, kept), np.sort(np.argsort(-score, kind="stable")[:kept]))
+
+
+def test_words_are_lower_case_two_characters_and_no_stop_or_question_words():
+    assert words("What is the DNA_1 of a Cell? I don't ask: Question, WHO x y2!") == ["dna_1", "cell", "ask", "y2"]
+    assert words("the of which \u00e9\u00e8 a 7") == []
+
+
+def with_units(material, change):
+    """The same material with other texts of its units."""
+    units = UnitSet(tuple(change(i, unit) for i, unit in enumerate(material.units.units)))
+    material.__dict__["units"] = units  # what the cached property would have read
+    return material
+
+
+def test_a_unit_without_words_scores_zero_and_is_counted(world, tmp_path):
+    def silence(i, unit):
+        return replace(unit, prompt="Which is the", completion=" a") if i == 2 else unit
+
+    material = with_units(world.material(), silence)
+    found = scores(asked("bm25"), material, cache(tmp_path, material))
+    assert (matrix(found)[:, 2] == 0).all()
+    assert found.account.counts["units without a word to search for: 0 for every row"] == 1
+
+
+def test_units_without_any_word_are_refused(world, tmp_path):
+    material = with_units(world.material(), lambda i, unit: replace(unit, prompt="Who?", completion=f" {i}"))
+    with pytest.raises(TargetError, match=r"bm25: none of the 6 units has a word to search for, e\.g\. 'facts-"):
+        scores(asked("bm25"), material, cache(tmp_path, material))
+
+
+def test_words_of_no_unit_count_in_the_length_of_a_row_and_nowhere_else(world, tmp_path):
+    material = world.material()
+    found = scores(asked("bm25"), material, cache(tmp_path, material))
+    rows, queries = texts_of(material)
+    known = set(chain.from_iterable(queries))
+    assert any(word not in known for row in rows for word in row)
+    record = json.loads((found.path / "method.json").read_text())
+    assert record["account"]["notes"] == ["idf and saturation of bm25s' lucene"]

@@ -1,0 +1,103 @@
+"""KNN-Shapley is the Shapley value of its game: by enumeration, by its axioms, and over hidden states in loops."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
+from grasp.baselines.predict import scores
+from grasp.baselines.shapley import exact_shapley
+from grasp.errors import SettingsError, ShapeError
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+
+
+def voting_game(distance_N, right_N, k):
+    """v(S) for boolean (B, N): the share of the K nearest of S that are right."""
+    order = np.argsort(distance_N, kind="stable")
+
+    def utility(masks_BN):
+        return np.array([right_N[[i for i in order if mask[i]][:k]].sum() / k for mask in masks_BN])
+
+    return utility
+
+
+def points(n, seed):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, 3)), rng.integers(0, 3, n), rng.normal(size=(4, 3)), rng.integers(0, 3, 4)
+
+
+@given(n=st.integers(1, 9), k=st.integers(1, 12), seed=st.integers(0, 999))
+@settings(max_examples=40, deadline=None)
+def test_the_recursion_is_the_enumeration_of_all_coalitions(n, k, seed):
+    train, labels, test, test_labels = points(n, seed)
+    found = knn_shapley(train, labels, test, test_labels, k)
+    for e in range(len(test)):
+        game = voting_game(((train - test[e]) ** 2).sum(axis=1), labels == test_labels[e], k)
+        np.testing.assert_allclose(found[:, e], exact_shapley(game, n)[:, 0], atol=1e-12)
+
+
+@given(n=st.integers(1, 60), k=st.integers(1, 20), seed=st.integers(0, 999))
+@settings(max_examples=40, deadline=None)
+def test_values_add_up_to_the_share_of_right_neighbours(n, k, seed):
+    train, labels, test, test_labels = points(n, seed)
+    found = knn_shapley(train, labels, test, test_labels, k)
+    for e in range(len(test)):
+        nearest = np.argsort(((train - test[e]) ** 2).sum(axis=1), kind="stable")[:k]
+        assert found[:, e].sum() == pytest.approx((labels[nearest] == test_labels[e]).sum() / k)
+
+
+@given(n=st.integers(2, 80), kept=st.integers(1, 80), k=st.integers(1, 9), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_recursion_cut_off_at_m_is_exact_to_1_over_m(n, kept, k, seed):
+    right = np.random.default_rng(seed).random(n) < 0.4
+    m = min(n, kept)
+    off = values_by_rank(right[:m], k, n_points=n) - values_by_rank(right, k, n_points=n)[:m]
+    assert np.abs(off).max() <= 1 / max(k, m) + 1e-12
+    assert np.ptp(off) <= 1e-12  # the same for all, so no rank changes
+    if m == n:
+        assert np.abs(off).max() == 0
+
+
+def test_equal_distances_go_to_the_point_that_comes_first():
+    found = knn_shapley(np.zeros((2, 1)), [1, 0], np.zeros((1, 1)), [1], 1)
+    np.testing.assert_allclose(found[:, 0], exact_shapley(voting_game(np.zeros(2), np.array([1, 0]), 1), 2)[:, 0])
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(SettingsError, match="k: got 0, expected at least 1"):
+        knn_shapley(np.zeros((2, 1)), [0, 1], np.zeros((1, 1)), [1], 0)
+    with pytest.raises(ShapeError, match=r"embeddings \(2, 1\) with 3 labels, test points \(1, 1\) with 1"):
+        knn_shapley(np.zeros((2, 1)), [0, 1, 1], np.zeros((1, 1)), [1], 1)
+
+
+@pytest.mark.parametrize("nearest", [10_000, 40])
+def test_over_text_it_is_the_function_on_positions_added_up(nearest, world, tmp_path):
+    material = world.material()
+    found = matrix(scores(asked("knn_shapley", k=3, nearest=nearest), material, cache(tmp_path, material)))
+    np.testing.assert_allclose(found, slow_text(material, 3, nearest), atol=2e-7)
+
+
+def slow_text(material, k, nearest):
+    """One sequence at a time through the plain Hugging Face model, all positions sorted at once."""
+
+    def states(ids, first):
+        with torch.inference_mode():
+            output = material.model.model(input_ids=torch.tensor(ids[None].astype(int)), output_hidden_states=True)
+        at = range(first, len(ids) - 1)
+        return output.hidden_states[-1][0, list(at)].double().numpy(), ids[[t + 1 for t in at]]
+
+    rows = material.rows(0, N_ROWS)
+    parts = [states(rows.ids(i), 0) for i in range(N_ROWS)]
+    hidden, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    row_of = np.repeat(np.arange(N_ROWS), [len(p[1]) for p in parts])
+    out = np.zeros((N_ROWS, N_UNITS))
+    units = [states(unit.input_ids, unit.first - 1) for unit in material.unit_tokens]
+    scale = 1e-5 * np.mean([(h**2).sum() for own, _ in units for h in own])
+    for e, (own, right) in enumerate(units):
+        for h, label in zip(own, right, strict=True):
+            order = np.argsort(np.round(((hidden - h) ** 2).sum(axis=1) / scale), kind="stable")[:nearest]
+            value = values_by_rank(labels[order] == label, k, n_points=len(labels))
+            np.add.at(out[:, e], row_of[order], value / len(right))
+    return out
