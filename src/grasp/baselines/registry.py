@@ -40,6 +40,8 @@ METHODS: dict[str, Entry] = {
             "retraining_shapley:RetrainingShapley",
         ),
         Entry("datamodels", "linear functions of the subset fitted on retraining: an oracle", "datamodels:Datamodels"),
+        Entry("tracin", "cosines of gradients, over checkpoints by learning rate", "tracin:TracIn"),
+        Entry("trak", "a Newton step in a random projection, over an ensemble of checkpoints", "trak:Trak"),
         Entry("less", "gradients of units against Adam's steps on rows, normalised (adapted)", "less:Less"),
         Entry("datainf", "influence by a closed form, layer by layer (adapted)", "datainf:DataInf"),
         Entry("influence", "inverse Fisher matrix by K-FAC or EK-FAC: last layer or all", "influence:Influence"),

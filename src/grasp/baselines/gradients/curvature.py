@@ -1,0 +1,242 @@
+r"""Kronecker-factored Fisher matrices of blocks, and what their inverses make of gradients.
+
+Of a block with per-example gradient G_i = sum_t l_t (x) r_t of the mean loss of n_i labels, so that n_i l_t is the
+gradient of one label's loss:
+
+    K-FAC    F ~ S (x) A,  S = E_t[n^2 l l^T],  A = E_t[r r^T]
+    EK-FAC   the same eigenvectors, eigenvalues corrected:  Lambda = E_i[n_i (Q_S^T G_i Q_A)^2]
+
+An embedding's one-hot side has a diagonal factor, exact; that of an output wider than `full_width` is taken diagonal.
+The vectors of a norm have their full Fisher matrix. Expectations over labels are over labels drawn from the model
+(the Fisher) or the true ones (the empirical Fisher).
+
+Source: Martens and Grosse 2015; George et al. 2018; Grosse et al. 2023 for language models. Deviation: n_i weighs
+examples in Lambda so that all factors are on the scale of one label.
+
+Shape letters: B examples, T positions, X left width, Y right width, E units, M Fisher rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grasp.baselines.gradients.factors import Use
+from grasp.baselines.gradients.output import Output
+from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
+from grasp.baselines.gradients.sinks import MatrixSink, everything
+from grasp.errors import ModelError, SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Second moments of one block; the left one (X,) where it is diagonal."""
+
+    left: Tensor
+    right_YY: Tensor
+
+    @property
+    def diagonal(self) -> bool:
+        return self.left.ndim == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fisher:
+    """Rows that expectations are over; with numbers that draw their labels, or their true ones."""
+
+    rows: Sequence[Example]
+    uniforms: Sequence[NDArray[np.float64]] | None
+
+    @property
+    def output(self) -> Output:
+        return "loss" if self.uniforms is None else "sampled"
+
+    def batch(self, index_B: NDArray[np.int64]) -> tuple[list[Example], list[NDArray[np.float64]] | None]:
+        chosen = [int(i) for i in index_B]
+        return [self.rows[i] for i in chosen], None if self.uniforms is None else [self.uniforms[i] for i in chosen]
+
+
+class _Sums:
+    """Adds up second moments."""
+
+    def __init__(self, engine: PerExample, full_width: int) -> None:
+        self._engine = engine
+        device, work = engine.model.device, engine.work
+        self._left, self._right = [], []
+        self._left_count = torch.zeros(len(engine.layers.blocks), dtype=work, device=device)
+        self._right_count = torch.zeros_like(self._left_count)
+        for block in engine.layers.blocks:
+            narrow = "embedding" in block.kinds or block.left > full_width
+            shape = (block.left,) if narrow else (block.left, block.left)
+            self._left.append(torch.zeros(shape, dtype=work, device=device))
+            self._right.append(torch.zeros(block.right, block.right, dtype=work, device=device))
+        self._labels_B = torch.zeros(0)
+        self._longest = 0
+
+    def begin(self, examples: Sequence[Example]) -> None:
+        """Of which rows the factors that follow are."""
+        labels = [example.labels for example in examples]
+        self._longest = max(labels)
+        self._labels_B = torch.tensor(labels, dtype=self._engine.work, device=self._engine.model.device)
+
+    def __call__(self, number: int, use: Use, rows: slice) -> None:
+        block, labels_B = self._engine.layers.blocks[number], self._labels_B[rows]
+        left, right = use.left, use.right
+        if "vector" in block.kinds:
+            mask_BT = torch.ones_like(right[:, :, 0], dtype=torch.bool)
+            right = right * labels_B.sqrt()[:, None, None]
+        else:
+            mask_BT = _real(use.positions, labels_B, self._longest)
+            if use.one_hot:
+                right = right * labels_B[:, None, None]
+            else:
+                left = left * labels_B[:, None, None]
+        self._add(number, left[mask_BT], right[mask_BT])
+
+    def _add(self, number: int, left: Tensor, right_PY: Tensor) -> None:
+        total = self._left[number]
+        if left.ndim == 1:
+            total += torch.bincount(left, minlength=len(total))
+        elif total.ndim == 1:
+            total += left.square().sum(dim=0)
+        else:
+            total.addmm_(left.T, left)
+        self._right[number].addmm_(right_PY.T, right_PY)
+        self._left_count[number] += len(left)
+        self._right_count[number] += len(right_PY)
+
+    def factors(self) -> list[Factors]:
+        return [
+            Factors(left / self._left_count[k], right / self._right_count[k])
+            for k, (left, right) in enumerate(zip(self._left, self._right, strict=True))
+        ]
+
+
+def _real(positions: int, labels_B: Tensor, longest: int) -> Tensor:
+    """Positions that have a label, (B, T), of the `longest` labels of a head, or of one token more elsewhere.
+
+    A layer that sees the heads of a token apart has several positions a token.
+    """
+    tokens = longest if positions == longest else longest + 1
+    mask = torch.arange(tokens, device=labels_B.device) < labels_B[:, None]
+    return mask.repeat_interleave(positions // tokens, dim=1)
+
+
+def second_moments(engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:
+    """K-FAC factors of every block, in one pass over the Fisher rows.
+
+    Raises:
+        ModelError: a factor is not finite.
+    """
+    sums = _Sums(engine, full_width)
+    for index_B in engine.batches(fisher.rows):
+        examples, uniforms = fisher.batch(index_B)
+        sums.begin(examples)
+        engine.run(examples, sums, fisher.output, uniforms)
+    found = sums.factors()
+    for block, factors in zip(engine.layers.blocks, found, strict=True):
+        if not (factors.left.isfinite().all() and factors.right_YY.isfinite().all()):
+            raise ModelError(
+                f"influence: the Fisher factors of {block.name} are not finite in {engine.model.dtype}; use "
+                "model.dtype bfloat16 or float32"
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """Eigenvectors of both factors; left None where its factor is diagonal."""
+
+    left_XX: Tensor | None
+    right_YY: Tensor
+
+    @classmethod
+    def of(cls, factors: Factors) -> "Basis":
+        left = None if factors.diagonal else torch.linalg.eigh(factors.left.double())[1].to(factors.left.dtype)
+        return cls(left, torch.linalg.eigh(factors.right_YY.double())[1].to(factors.right_YY.dtype))
+
+    def into(self, matrix_BXY: Tensor) -> Tensor:
+        """Q_S^T G Q_A."""
+        rotated = matrix_BXY @ self.right_YY
+        return rotated if self.left_XX is None else self.left_XX.T @ rotated
+
+    def back(self, matrix_BXY: Tensor) -> Tensor:
+        """Q_S G Q_A^T."""
+        rotated = matrix_BXY @ self.right_YY.T
+        return rotated if self.left_XX is None else self.left_XX @ rotated
+
+
+def corrected_eigenvalues(engine: PerExample, fisher: Fisher, bases: Sequence[Basis]) -> list[Tensor]:
+    """Lambda (X, Y) of every block: second moments of gradients in the basis, one pass over the Fisher rows."""
+    blocks, device = engine.layers.blocks, engine.model.device
+    total = [torch.zeros(block.left, block.right, dtype=engine.work, device=device) for block in blocks]
+    labels_B = torch.zeros(0)
+
+    def take(number: int, matrix_BXY: Tensor, rows: slice) -> None:
+        rotated = bases[number].into(matrix_BXY).square_()
+        total[number] += torch.einsum("b,bxy->xy", labels_B[rows], rotated)
+
+    sink = MatrixSink(engine, everything(engine), take)
+    for index_B in engine.batches(fisher.rows):
+        examples, uniforms = fisher.batch(index_B)
+        labels_B = torch.tensor([example.labels for example in examples], dtype=engine.work, device=device)
+        engine.run(examples, sink, fisher.output, uniforms)
+        sink.finish()
+    return [matrix / len(fisher.rows) for matrix in total]
+
+
+def apply_ekfac(queries: Queries, bases: Sequence[Basis], eigenvalues: Sequence[Tensor], damping: float) -> None:
+    """(F + lambda I)^{-1} g of every unit, in place; lambda is `damping` times the mean eigenvalue of the block."""
+    for number, query in enumerate(queries.blocks):
+        assert isinstance(query, DenseQuery)
+        block, value_XY = queries.engine.layers.blocks[number], eigenvalues[number]
+        scale_XY = 1.0 / (value_XY + damping * value_XY.mean())
+        for unit in range(queries.n_units):
+            matrix = query.matrix_ED[unit].view(block.left, block.right)
+            query.matrix_ED[unit] = bases[number].back(bases[number].into(matrix) * scale_XY).flatten()
+
+
+def apply_kfac(queries: Queries, factors: Sequence[Factors], damping: float) -> None:
+    """S^{-1} G A^{-1} of every unit, in place; each factor is damped by sqrt(`damping`) of its mean eigenvalue.
+
+    Raises:
+        SettingsError: a weight that is tied is no Kronecker product of anything.
+    """
+    for number, query in enumerate(queries.blocks):
+        block = queries.engine.layers.blocks[number]
+        if block.shared:
+            raise SettingsError(
+                f"influence.curvature: {block.name} is embedding and head at once, which K-FAC has no form for; set "
+                f"curvature: ekfac, or leave it out with !{block.name}"
+            )
+        left, right_YY = _inverses(factors[number], damping**0.5)
+        if isinstance(query, DenseQuery):
+            matrix = query.matrix_ED.view(-1, block.left, block.right) @ right_YY
+            matrix = matrix * left[:, None] if left.ndim == 1 else left @ matrix
+            query.matrix_ED = matrix.flatten(1)
+        else:
+            query.uses = [_solved(use, left, right_YY) for use in query.uses]
+
+
+def _inverses(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
+    right_YY = _damped_inverse(factors.right_YY, damping)
+    if factors.diagonal:
+        return 1.0 / (factors.left + damping * factors.left.mean()), right_YY
+    return _damped_inverse(factors.left, damping), right_YY
+
+
+def _damped_inverse(moment: Tensor, damping: float) -> Tensor:
+    shift = damping * float(moment.diagonal().mean())
+    wide = moment.double() + shift * torch.eye(len(moment), dtype=torch.float64, device=moment.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(wide)).to(moment.dtype)
+
+
+def _solved(use: FlatUse, left: Tensor, right_YY: Tensor) -> FlatUse:
+    right = use.right_SY @ right_YY
+    if use.one_hot:
+        return FlatUse(use.left, right * left[use.left][:, None], use.unit_S)
+    return FlatUse(use.left * left if left.ndim == 1 else use.left @ left, right, use.unit_S)

@@ -1,0 +1,123 @@
+"""What gradient methods open: examples of rows and units, checkpoints with their weights, groups of units that fit.
+
+Shape letters: E units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.baselines.checkpoints import Checkpoint
+from grasp.baselines.gradients.layers import Block, choose_layers
+from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.queries import Sizes, choose_dense, query_elements
+from grasp.baselines.material import Material
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+
+
+def row_examples(material: Material, start: int, stop: int) -> list[Example]:
+    """Rows [start, stop); every next token of a row carries loss."""
+    rows = material.rows(start, stop)
+    return [Example(rows.ids(i)) for i in range(len(rows))]
+
+
+def sampled_rows(material: Material, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
+    """Distinct rows, in corpus order, drawn from the first `prefix` rows; all of them where there are no more."""
+    pool = material.n_rows if prefix is None else min(prefix, material.n_rows)
+    if count >= pool:
+        return list(range(pool))
+    chosen = stream(seed, "baselines", *purpose).choice(pool, size=count, replace=False)
+    return sorted(int(row) for row in chosen)
+
+
+def examples_at(material: Material, rows: Sequence[int]) -> list[Example]:
+    """Rows by number, read block by block."""
+    wanted = set(rows)
+    found = []
+    for start, stop in material.blocks():
+        inside = [row for row in range(start, stop) if row in wanted]
+        if inside:
+            shard = material.rows(start, stop)
+            found += [Example(shard.ids(row - start)) for row in inside]
+    return found
+
+
+def unit_examples(material: Material) -> list[Example]:
+    """Units in the order of the artifact; their completions carry loss."""
+    return [Example(unit.input_ids, unit.first) for unit in material.unit_tokens]
+
+
+def typical_tokens(material: Material) -> int:
+    """Mean length of a row, by which costs are compared."""
+    return max(2, round(int(material.artifact.manifest.details["n_tokens"]) / material.n_rows))
+
+
+def chosen_checkpoints(material: Material, which: str) -> tuple[Checkpoint, ...]:
+    """`all`, or the `last` by step."""
+    return material.checkpoints if which == "all" else material.checkpoints[-1:]
+
+
+def checkpoint_weights(checkpoints: Sequence[Checkpoint], how: str) -> tuple[F64, tuple[str, ...]]:
+    """Weights that add up to 1, and what a reader must know of them."""
+    rates = [one.learning_rate for one in checkpoints]
+    if how == "equal" or len(checkpoints) == 1:
+        return np.full(len(checkpoints), 1.0 / len(checkpoints)), ()
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < len(rates) or sum(known) <= 0:
+        note = "the learning rates of the checkpoints are not written down: they count alike"
+        return np.full(len(checkpoints), 1.0 / len(checkpoints)), (note,)
+    return np.asarray(known) / sum(known), ()
+
+
+def open_engine(material: Material, checkpoint: Checkpoint, patterns: Sequence[str]) -> PerExample:
+    """The engine over one checkpoint.
+
+    Raises:
+        SettingsError: a pattern matches nothing.
+        ModelError: the checkpoint is of another architecture, or a layer has no per-example form.
+    """
+    model = material.load(checkpoint)
+    return PerExample(model, choose_layers(model, patterns))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Units that are scored in one pass over the rows."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPlan:
+    """How inner products without projection are computed in bounded memory."""
+
+    dense: tuple[bool, ...]  # of each block
+    groups: tuple[Group, ...]
+
+
+def exact_plan(
+    blocks: Sequence[Block],
+    units: Sequence[Example],
+    row_positions: int,
+    memory_mb: int,
+    *,
+    dense: bool = False,
+    copies: int = 1,
+) -> ExactPlan:
+    """Forms of the blocks and groups of units.
+
+    Args:
+        dense: whole gradients of every block are needed.
+        copies: how often they are held at once.
+    """
+    sizes = Sizes.of(row_positions, units)
+    chosen = tuple(dense or choose_dense(block, sizes) for block in blocks)
+    per_unit = 4 * copies * query_elements(blocks, chosen, sizes)
+    fit = max(1, (memory_mb << 20) // max(1, per_unit))
+    groups = tuple(Group(e, min(e + fit, len(units))) for e in range(0, len(units), fit))
+    return ExactPlan(chosen, groups)

@@ -1,0 +1,65 @@
+"""Settings that gradient methods have in common."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from grasp.baselines.gradients.projection import Form
+from grasp.settings import Settings
+
+PAPER_LAYERS = ("block:-1", "final_norm")
+
+
+def _listed(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+class LayerSettings(Settings):
+    """Which parameters the gradients are of."""
+
+    layers: Patterns = Field(
+        PAPER_LAYERS,
+        description="Parameters covered: all, head, embedding, body, blocks, block:N, final_norm, wildcards over names "
+        "of parameters or modules, re:EXPRESSION; ! takes away; separated by commas. Paper: the last block and the "
+        "final norm.",
+    )
+    memory_mb: int = Field(
+        2048,
+        ge=1,
+        description="Memory for the units' gradients where they are not projected; more units than fit cost a further "
+        "pass over the rows.",
+    )
+
+
+class CheckpointSettings(LayerSettings):
+    """Which checkpoints are added up."""
+
+    checkpoints: Literal["all", "last"] = Field(
+        "all", description="all: those that are there, see --checkpoints; last: one. Paper: five."
+    )
+
+
+class ProjectedSettings(CheckpointSettings):
+    """Gradients projected to a few numbers, or not."""
+
+    dimension: int | None = Field(
+        128,
+        ge=1,
+        description="Numbers kept a row and checkpoint; null: no projection, exact inner products. Paper: 128.",
+    )
+    projection: Form = Field(
+        "auto",
+        description="dense: a matrix of signs, as TRAK; rank-one: signs for inputs and outputs of each layer; auto: "
+        "dense where it costs less.",
+    )
+
+
+class WeightedSettings(ProjectedSettings):
+    """Checkpoints weighed by their learning rates."""
+
+    weights: Literal["learning-rate", "equal"] = Field(
+        "learning-rate", description="What a checkpoint counts for; weights are divided by their sum. Paper: its rate."
+    )

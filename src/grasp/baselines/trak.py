@@ -1,0 +1,155 @@
+r"""TRAK: the Newton step of a linearised model in a random projection, over an ensemble of checkpoints.
+
+    a_{i,e} = mean_c [ phi_e^c^T (Phi^c^T Phi^c + lambda I)^{-1} phi_i^c ] * mean_c [ 1 - p_i^c ]
+
+with phi the projected gradient of the model output function: for a language model, the mean over a sequence's tokens
+of log(p / (1 - p)). Shape letters: N rows, n of a block, E units, K projected width, C checkpoints.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
+from grasp.baselines.checkpoints import Checkpoint
+from grasp.baselines.gradients.layers import LayerSet, choose_layers
+from grasp.baselines.gradients.scorers import projection_note
+from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
+from grasp.baselines.gradients.settings import ProjectedSettings
+from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_seconds
+from grasp.baselines.material import Material
+from grasp.baselines.work import WorkArea
+from grasp.errors import ModelError, SettingsError
+
+F64 = NDArray[np.float64]
+
+SINGULAR = 1e-12  # of the largest eigenvalue: what rounding of float32 features leaves of a zero
+MAX_WIDTH = 8192  # of a matrix that is inverted: 512 MB
+
+
+class TrakSettings(ProjectedSettings):
+    """TRAK as the paper has it: the layers, checkpoints and projection of tracin."""
+
+    ridge: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="lambda, in units of the mean diagonal of Phi^T Phi; 0: none, as the original.",
+    )
+    output: Literal["margin", "loss"] = Field(
+        "margin", description="What is differentiated: margin: log(p / (1 - p)), as TRAK has it; loss: -log p."
+    )
+    weigh_doubt: bool = Field(True, description="Multiply by 1 - p of the row, as TRAK has it.")
+
+
+class Trak(RowMethod[TrakSettings]):
+    """After-kernel of the model linearised at each checkpoint, in a random projection.
+
+    Source: Park et al. 2023, equations 12 to 17. Deviation: TRAK is stated for one label an example; here output and
+    1 - p are means over a sequence's labels, and layers, checkpoints and width are the paper's, not all parameters of
+    models trained on halves of the corpus. Large layers are projected by rank-one signs.
+    """
+
+    settings_type = TrakSettings
+    looks_at = frozenset({"tokens", "model", "checkpoints"})
+
+    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+        del part
+        layers = choose_layers(material.model, self.settings.layers)
+        width = self._refuse_width(material, layers)
+        checkpoints = chosen_checkpoints(material, self.settings.checkpoints)
+        members = [self._member(material, work, one, width) for one in checkpoints]
+        account = self._account(material, layers, width, checkpoints)
+        return _Ensemble(members, self.settings.weigh_doubt, replace(account, ready=ready_seconds(work)))
+
+    def _member(self, material: Material, work: WorkArea, checkpoint: Checkpoint, width: int) -> "_Member":
+        """One checkpoint: all features, then the matrix that maps a row's to scores."""
+        own = self.settings
+        spec = FeatureSpec(own.layers, own.dimension, own.projection, self.seed, own.output)
+        store = FeatureStore(material, work, checkpoint, spec)
+        gram_KK = np.zeros((width, width))
+        name = checkpoint.path.name if checkpoint.step is None else f"step {checkpoint.step}"
+        material.progress.stage(f"gradients at {name}", rows=material.n_rows, tokens=None)
+        for start, stop in material.blocks():
+            row_NK = np.asarray(store.rows(start, stop)[0], dtype=np.float64)
+            gram_KK += row_NK.T @ row_NK
+            material.progress.advance(stop - start, 0)
+        map_KE = newton_map(gram_KK, np.asarray(store.units(), dtype=np.float64), own.ridge, str(checkpoint.path))
+        store.close()
+        return _Member(store, map_KE)
+
+    def _refuse_width(self, material: Material, layers: LayerSet) -> int:
+        width = self.settings.dimension or layers.size
+        if width > MAX_WIDTH:
+            raise SettingsError(
+                f"trak.dimension: {width} numbers a row, of which a matrix is inverted; expected at most {MAX_WIDTH}: "
+                "set a dimension, or fewer layers"
+            )
+        if width > material.n_rows and not self.settings.ridge:
+            raise SettingsError(
+                f"trak.dimension: got {width} for {material.n_rows} rows: Phi^T Phi has no inverse, so scores would "
+                "mean nothing; set trak.ridge above 0 (1e-3, say), or a smaller dimension"
+            )
+        return width
+
+    def _account(
+        self, material: Material, layers: LayerSet, width: int, checkpoints: tuple[Checkpoint, ...]
+    ) -> Account:
+        own = self.settings
+        steps = ", ".join(one.path.name if one.step is None else str(one.step) for one in checkpoints)
+        how = "whole gradients, not projected"
+        if own.dimension is not None:
+            how = projection_note(layers.blocks, own.dimension, own.projection, typical_tokens(material))
+        return Account(
+            features=width * len(checkpoints),
+            covers=(layers.describe(),),
+            notes=(how, f"checkpoints at steps {steps}", f"lambda {own.ridge:g} of the mean diagonal"),
+        )
+
+
+def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, where: str) -> F64:
+    """(Phi^T Phi + lambda I)^{-1} phi_e^T, (K, E), by Cholesky in float64.
+
+    Raises:
+        ModelError: Phi^T Phi has no inverse: fewer independent gradients than K.
+    """
+    width = len(gram_KK)
+    shift = ridge * float(np.trace(gram_KK)) / width
+    values, vectors = np.linalg.eigh(gram_KK)
+    if shift == 0 and not values[0] > SINGULAR * values[-1]:
+        raise ModelError(
+            f"{where}: Phi^T Phi has no inverse: its eigenvalues reach from {values[0]:.3g} to {values[-1]:.3g}; set "
+            "trak.ridge above 0 (1e-3, say), more layers, or a smaller dimension"
+        )
+    return np.asarray(vectors @ ((vectors.T @ unit_EK.T) / (np.maximum(values, 0.0) + shift)[:, None]))
+
+
+class _Member:
+    """One checkpoint of the ensemble, ready."""
+
+    def __init__(self, store: FeatureStore, map_KE: F64) -> None:
+        self._store, self._map_KE = store, map_KE
+
+    def score(self, start: int, stop: int) -> tuple[F64, F64]:
+        """Scores before the weight 1 - p, (n, E), and 1 - p, (n,)."""
+        row_NK, doubt_N = self._store.rows(start, stop)
+        return np.asarray(row_NK, dtype=np.float64) @ self._map_KE, np.asarray(doubt_N)
+
+
+class _Ensemble(RowScorer):
+    def __init__(self, members: list[_Member], weigh_doubt: bool, account: Account) -> None:
+        self._members, self._weigh_doubt, self._account = members, weigh_doubt, account
+
+    def score(self, start: int, stop: int) -> Scores:
+        scores_NE, doubt_N = self._members[0].score(start, stop)
+        for member in self._members[1:]:
+            more_NE, more_N = member.score(start, stop)
+            scores_NE, doubt_N = scores_NE + more_NE, doubt_N + more_N
+        scores_NE /= len(self._members)
+        return scores_NE * (doubt_N / len(self._members))[:, None] if self._weigh_doubt else scores_NE
+
+    def account(self) -> Account:
+        return self._account
