@@ -71,7 +71,7 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
 @pytest.mark.parametrize("weighting", ["count", "mean"])
 def test_closed_forms_of_pairs_are_the_moments_over_every_subset(family, side, weighting):
     family = parse_family(family)
-    sketch_ND = np.random.default_rng(0).standard_normal((N, 3)) + [1.0, 0.0, -0.5]
+    sketch_ND = np.random.default_rng(0).standard_normal((N, 3)) + np.array([1.0, 0.0, -0.5])
     masks, chance = every_subset(family)
     sums, totals = GeometryAccumulator(csr_array(masks), 3), TotalsAccumulator(3)
     sums.add(0, sketch_ND)
