@@ -157,7 +157,7 @@ class BlockParameters:
         for number, block in enumerate(self._layers.blocks):
             like = self._parameters[block.parameters[0]]
             matrix = torch.zeros(block.left, block.right, dtype=self._work, device=like.device)
-            for name, part in self._parts(number, matrix):
+            for name, part in self.parts(number, matrix):
                 part.copy_(self._parameters[name])
             found.append(matrix)
         return found
@@ -166,10 +166,10 @@ class BlockParameters:
     def write(self, matrices: Sequence[Tensor]) -> None:
         """Set the parameters."""
         for number, matrix in enumerate(matrices):
-            for name, part in self._parts(number, matrix):
+            for name, part in self.parts(number, matrix):
                 self._parameters[name].copy_(part)
 
-    def _parts(self, number: int, matrix_XY: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def parts(self, number: int, matrix_XY: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Views of a block's matrix in the shapes of its parameters."""
         block = self._layers.blocks[number]
         if "vector" in block.kinds:
