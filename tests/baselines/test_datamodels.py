@@ -1,0 +1,85 @@
+"""Datamodels find planted linear utilities out of fold; a null world stays at chance; an oracle, and labelled so."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grasp.baselines.material import Material, Retrained
+from grasp.baselines.predict import predict
+from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
+from grasp.fidelity.metrics import spearman
+from grasp.fidelity.oracles import lasso_oracle, mask_features
+from grasp.subsets import parse_family
+from tests.baselines.world import N_ROWS, asked, cache
+
+
+def planted(world, utility, n_subsets=64, seed=0):
+    """The world's artifact beside an environment whose utilities are a function of the masks and a little noise."""
+    known = world.material().environment
+    (block,) = parse_family("uniform:0.5").draw(n_subsets, n_rows=N_ROWS, seed=seed, purpose="planted", block=n_subsets)
+    masks = block.weights_BN.toarray()
+    rng = np.random.default_rng(seed)
+    values = np.stack([utility(masks, e) for e in range(6)], axis=1)
+    values = values + 0.05 * values.std(axis=0) * rng.normal(size=values.shape) + 1e-9 * rng.normal(size=values.shape)
+    utilities = replace(known.utilities, values_BSE=values[:, None], subset_ids=block.subset_ids)
+    environment = known.environment
+    info = environment.info.model_copy(update={"subset_ids": block.subset_ids})
+    environment = type(environment)(environment.path, info)
+    return Material(world.artifact, retrained=Retrained(environment, utilities, (block,))), values
+
+
+def few_rows(masks, e):
+    return 2.0 * masks[:, e] - 3.0 * masks[:, e + 7] + masks[:, 20]
+
+
+def run(material, place, **choice):
+    subsets = material.environment.subsets
+    return predict(asked("datamodels", **choice), material, subsets, cache(place, material))
+
+
+@pytest.mark.parametrize("penalty", ["lasso", "ridge"])
+def test_planted_linear_utilities_are_predicted_out_of_fold(penalty, world, tmp_path):
+    material, values = planted(world, few_rows)
+    found = run(material, tmp_path, penalty=penalty).predictions
+    assert spearman(found.values_BE, values).min() > (0.9 if penalty == "lasso" else 0.6)
+    assert found.standing == "supervised oracle"
+
+
+def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
+    noise = np.random.default_rng(3).normal(size=(64, 6))
+    material, values = planted(world, lambda masks, e: noise[:, e])
+    found = run(material, tmp_path).predictions
+    rho = np.nan_to_num(spearman(found.values_BE, values))  # nan: no coefficient is left, so it ranks nothing
+    assert abs(rho.mean()) < 0.25
+
+
+def test_it_is_the_oracle_of_the_evaluation(world, tmp_path):
+    material, _ = planted(world, few_rows)
+    expected = lasso_oracle(
+        mask_features(material.environment.subsets), material.environment.utilities, folds=4, seed=5
+    )
+    found = run(material, tmp_path, folds=4, seed=5).predictions
+    np.testing.assert_array_equal(found.values_BE, expected.values_BE)
+
+
+def test_shares_of_a_label_are_another_view(world, tmp_path):
+    topic = np.arange(N_ROWS) % 3
+    material, values = planted(world, lambda masks, e: (masks * (topic == e % 3)).sum(axis=1) / masks.sum(axis=1))
+    found = run(material, tmp_path, sees="topic", penalty="ridge")
+    assert spearman(found.predictions.values_BE, values).min() > 0.9
+    assert found.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
+
+
+def test_what_it_cannot_predict_is_refused(world, tmp_path):
+    material, _ = planted(world, few_rows)
+    (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
+    strange = replace(other, subset_ids=("mine", "yours"))
+    with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'; it predicts retrained"):
+        predict(asked("datamodels"), material, [strange], cache(tmp_path, material))
+    with pytest.raises(
+        SettingsError, match=r"method datamodels: is made from retrained subsets; name .* --environment"
+    ):
+        predict(asked("datamodels"), Material(world.artifact), [other], cache(tmp_path, material))
+    with pytest.raises(SubsetError, match="nonsense"):
+        run(material, tmp_path, sees="nonsense")

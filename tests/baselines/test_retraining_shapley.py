@@ -1,0 +1,140 @@
+"""Shapley values over real retrainings: by enumeration they are those of the coalitions trained one by one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grasp.baselines.predict import predict, scores
+from grasp.baselines.retraining_shapley import RetrainingGame
+from grasp.baselines.shapley import exact_shapley
+from grasp.baselines.work import WorkArea
+from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
+from grasp.fidelity.environment import Environment
+from grasp.models.recipe import TrainingRecipe, train
+from grasp.models.unit_loss import evaluate_units
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+
+TOPIC = np.arange(N_ROWS) % 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A cache in which coalitions stay known."""
+    return tmp_path_factory.mktemp("games")
+
+
+def game_of(material, place):
+    work = WorkArea(place / "work", cache(place, material).shared(material))
+    return RetrainingGame.of(material, work, TOPIC, seed=0)
+
+
+def trained_one_by_one(material):
+    """Utility of a coalition of topics by `train` and the plain model."""
+    recipe = TrainingRecipe.model_validate(material.environment.environment.info.recipe_settings)
+
+    def utility(masks_BG):
+        out = []
+        for mask in masks_BG:
+            retained = mask[TOPIC]
+            if retained.sum() < recipe.batch_rows:
+                return np.full((1, N_UNITS), np.nan)
+            model = train(recipe, material.store, seed=0, retained=retained).model
+            out.append(-evaluate_units(model, material.unit_tokens))
+        return np.stack(out)
+
+    return utility
+
+
+def run(material, place, **choice):
+    choice = {"players": "topic", "permutations": 0} | choice
+    return scores(asked("retraining_shapley", **choice), material, cache(place, material))
+
+
+def test_a_coalition_is_worth_what_training_on_it_gives(world, place):
+    material = world.material()
+    game = game_of(material, place)
+    masks = np.array([[True, False, True], [True, True, True]])
+    np.testing.assert_allclose(game(masks), trained_one_by_one(material)(masks), rtol=1e-5)
+
+
+def test_values_by_enumeration_are_the_formula_shared_by_the_rows_of_a_group(world, place):
+    material = world.material()
+    game = game_of(material, place)
+    found = matrix(run(material, place))
+    expected = exact_shapley(game, 3)
+    for topic in range(3):
+        np.testing.assert_allclose(found[topic == TOPIC].sum(axis=0), expected[topic], rtol=1e-5, atol=1e-7)
+        assert np.ptp(found[topic == TOPIC], axis=0).max() == 0
+
+
+def test_values_add_up_to_what_training_gained(world, place):
+    material = world.material()
+    found = matrix(run(material, place, permutations=2))
+    game = game_of(material, place)
+    nothing, everything = game(np.array([[False] * 3, [True] * 3]))
+    np.testing.assert_allclose(found.sum(axis=0), everything - nothing, rtol=1e-4, atol=1e-5)
+    assert (everything > nothing).all()
+
+
+def test_a_coalition_is_trained_once_whoever_asks(world, tmp_path):
+    material, work = world.material(), WorkArea(tmp_path)
+    first = RetrainingGame.of(material, work, TOPIC, seed=0)
+    masks = np.array([[True, True, False], [True, True, False], [True, False, False]])
+    answers = first(masks)
+    again = RetrainingGame.of(material, work, TOPIC, seed=0)
+    np.testing.assert_array_equal(again(masks), answers)
+    assert (first.trained, again.trained) == (2, 0)
+    assert again.ready.wall > 0
+    by_row = RetrainingGame.of(material, work, np.arange(N_ROWS), seed=0)  # other players, the same rows
+    np.testing.assert_array_equal(by_row((TOPIC == 0)[None]), answers[2:])
+    assert by_row.trained == 0
+
+
+def test_coalitions_too_small_to_train_on_are_worth_an_untrained_model(world, tmp_path):
+    material = world.material()
+    game = RetrainingGame.of(material, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
+    masks = np.zeros((3, N_ROWS), dtype=bool)
+    masks[1, :3] = True  # the recipe's batch has 4 rows
+    masks[2, 10:12] = True
+    answers = game(masks)
+    assert game.trained == 1
+    assert (answers == answers[0]).all()
+
+
+def test_several_models_at_once_give_the_same_values(world, place, tmp_path):
+    material = world.material()
+    one, many = matrix(run(material, place)), matrix(run(material, tmp_path, stack=4))
+    np.testing.assert_allclose(one, many, atol=2e-4 * np.abs(one).max())
+
+
+def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
+    material = world.material()
+    subsets = material.environment.subsets
+    place = cache(tmp_path, material)
+    first, second = (
+        predict(asked("retraining_shapley", players="topic", permutations=n), material, subsets, place).predictions
+        for n in (0, 1)
+    )
+    assert first.cost is not None
+    assert second.cost is not None
+    assert second.cost.wall_seconds > 0.5 * first.cost.wall_seconds
+
+
+def test_games_that_cannot_be_played_are_refused(world, tmp_path):
+    material = world.material()
+    with pytest.raises(SettingsError, match=r"40 players need up to 3,902 retrainings, more than most_runs 2,000"):
+        run(material, tmp_path, players="rows", permutations=100)
+    with pytest.raises(SettingsError, match="enumerates the coalitions of at most 16 players, but there are 40"):
+        run(material, tmp_path, players="rows")
+    with pytest.raises(SubsetError, match="theme"):
+        run(material, tmp_path, players="theme")
+
+
+def test_an_environment_without_its_recipe_is_refused(world, tmp_path):
+    material = world.material()
+    known = material.environment
+    info = known.environment.info.model_copy(update={"recipe_settings": {}})
+    bare = replace(known, environment=Environment(known.environment.path, info))
+    with pytest.raises(EnvironmentDataError, match=r"recipe_settings: name: missing.*; make the environment again"):
+        run(replace(material, retrained=bare), tmp_path)

@@ -1,0 +1,72 @@
+"""What users try first: each is the number it says it is."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from grasp.baselines.predict import scores
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+
+
+def run(world, place, name, **choice):
+    material = world.material()
+    return matrix(scores(asked(name, **choice), material, cache(place, material)))
+
+
+@pytest.mark.parametrize(("prefer", "sign"), [("low", -1), ("high", 1)])
+def test_loss_is_the_row_table_s_loss(prefer, sign, world, tmp_path):
+    table = pq.read_table(world.artifact.rows_path)
+    found = run(world, tmp_path, "loss", prefer=prefer)
+    np.testing.assert_allclose(found[:, 0], sign * table["loss"].to_numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("prefer", "sign"), [("long", 1), ("short", -1)])
+def test_length_is_the_number_of_tokens(prefer, sign, world, tmp_path):
+    table = pq.read_table(world.artifact.rows_path)
+    np.testing.assert_array_equal(
+        run(world, tmp_path, "length", prefer=prefer)[:, 0], sign * table["n_tokens"].to_numpy()
+    )
+
+
+def test_random_numbers_are_another_draw_for_another_seed(world, tmp_path):
+    first, second = (run(world, tmp_path, "random", seed=seed)[:, 0] for seed in (0, 1))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.4
+    assert first.std() == pytest.approx(1.0, abs=0.4)
+
+
+@pytest.mark.parametrize("spec", ["all", "tail:3", "stride:5"])
+@pytest.mark.parametrize("unit_tokens", ["all", "supervised"])
+@pytest.mark.parametrize("centre", [False, True])
+def test_activation_similarity_is_the_cosine_of_mean_hidden_states(spec, unit_tokens, centre, world, tmp_path):
+    material = world.material()
+    rows = material.rows(0, N_ROWS)
+    row_NH = np.stack([slow_mean(material.model, rows.ids(i), 0, spec) for i in range(N_ROWS)])
+    unit_EH = np.stack(
+        [
+            slow_mean(material.model, unit.input_ids, unit.first - 1 if unit_tokens == "supervised" else 0, spec)
+            for unit in material.unit_tokens
+        ]
+    )
+    mean_H = row_NH.mean(axis=0) if centre else 0.0
+    expected = np.empty((N_ROWS, N_UNITS))
+    for i, row in enumerate(row_NH - mean_H):
+        for e, unit in enumerate(unit_EH - mean_H):
+            expected[i, e] = row @ unit / np.linalg.norm(row) / np.linalg.norm(unit)
+    choice = {"positions": spec, "unit_tokens": unit_tokens, "centre": centre}
+    np.testing.assert_allclose(run(world, tmp_path, "activation_similarity", **choice), expected, atol=2e-5)
+
+
+def slow_mean(model, ids, first, spec):
+    """Mean of the states at positions that predict a token, from the plain Hugging Face model."""
+    with torch.inference_mode():
+        output = model.model(input_ids=torch.tensor(ids[None].astype(int)), output_hidden_states=True)
+    states = output.hidden_states[-1][0].double().numpy()
+    last = len(ids) - 2
+    kind, _, n = spec.partition(":")
+    at = range(first, last + 1)
+    if kind == "tail":
+        at = [t for t in at if t > last - int(n)]
+    elif kind == "stride":
+        at = [t for t in at if (last - t) % int(n) == 0]
+    return np.mean([states[t] for t in at], axis=0)
