@@ -78,7 +78,7 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'; it predicts retrained"):
         predict(asked("datamodels"), material, [strange], cache(tmp_path, material))
     with pytest.raises(
-        SettingsError, match=r"method datamodels: is made from retrained subsets; name .* --environment"
+        SettingsError, match=r"is made from retrained subsets; name .* --environment"
     ):
         predict(asked("datamodels"), Material(world.artifact), [other], cache(tmp_path, material))
     with pytest.raises(SubsetError, match="nonsense"):

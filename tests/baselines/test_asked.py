@@ -1,0 +1,76 @@
+"""Methods by name and by configuration: what is asked for is what runs, and mistakes are told in one line."""
+
+import re
+import sys
+
+import pytest
+
+from grasp.baselines.asked import asked_methods
+from grasp.baselines.registry import METHODS, entry_of
+from grasp.errors import MissingExtraError, SettingsError
+
+
+def test_a_name_is_the_method_with_its_defaults():
+    one, two = asked_methods(["bm25", "loss"])
+    assert (one.label, one.name, one.method.settings.k1, one.oracle_selected) == ("bm25", "bm25", 1.2, False)
+    assert two.label == "loss"
+    assert asked_methods(["grasp"]) == ()
+
+
+def test_a_file_configures_methods_and_gives_them_labels():
+    file = {
+        "bm25": {"k1": 0.9},
+        "short": {"method": "bm25", "query": "completion", "seed": 3, "oracle_selected": True, "weighting": "count"},
+    }
+    one, two = asked_methods(None, file)
+    assert one.method.settings.k1 == 0.9
+    assert (two.name, two.method.settings.query, two.method.seed) == ("bm25", "completion", 3)
+    assert (two.oracle_selected, two.weighting) == (True, "count")
+    (only,) = asked_methods(["short"], file)
+    assert only.label == "short"
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_entry_loads_and_says_what_it_is(name):
+    kind = entry_of(name).load()
+    assert kind.__doc__
+    assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or not kind.targeted
+    assert all(field.description for field in kind.settings_type.model_fields.values())
+    assert kind.settings_type.model_config["frozen"]
+    assert not {"method", "seed", "oracle_selected", "weighting"} & set(kind.settings_type.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("names", "file", "said"),
+    [
+        (["bm52"], {}, r"method: got 'bm52'; did you mean bm25\? there are bm25, "),
+        (["nonsense"], {}, r"method: got 'nonsense'; there are bm25, "),
+        (["lexical"], {"mine": {"method": "bm25"}}, r"methods: got 'lexical'; file has mine, and there are bm25, "),
+        (None, {"mine": {"k1": 1.0}}, r"file: mine is no method; name its method: mine: \{method: \.\.\., \.\.\.\}"),
+        (None, {"mine": {"method": "bm52"}}, r"method: got 'bm52'; did you mean bm25\?"),
+        (
+            None,
+            {"bm25": {"kk": 1.0}},
+            r"file: bm25: kk: no such field, got 1.0 \(there are: k1, b, top, query, variant\)",
+        ),
+        (None, {"bm25": {"k1": -1}}, r"file: bm25: k1: Input should be greater than or equal to 0, got -1"),
+        (None, {"bm25": 3}, r"file: bm25: got 3, expected settings by name, or \{\}"),
+        (None, {"bm25": {"seed": -1}}, r"file: bm25: seed: .*, got -1"),
+        (None, {"bm25": {"seed": "one"}}, r"file: bm25: seed: .*, got 'one'"),
+        (None, {"bm25": {"oracle_selected": "maybe"}}, r"file: bm25: oracle_selected: .*, got 'maybe'"),
+        (["loss"], {"bm25": {"weighting": "sum"}}, r"file: bm25: weighting: .*'count' or 'mean', got 'sum'"),
+        (["bm25", "bm25"], {}, r"methods: got bm25 twice; give one of them another label in a settings file"),
+    ],
+)
+def test_mistakes_are_told(names, file, said):
+    with pytest.raises(SettingsError, match=said):
+        asked_methods(names, file, "file")
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(
+        MissingExtraError,
+        match=r"method bm25 needs `bm25s`, which is not installed: pip install 'grasp-attribution\[baselines\]'",
+    ):
+        asked_methods(["bm25"])

@@ -1,0 +1,134 @@
+"""Checkpoints: found by step, with the learning rate that led to them and Adam's moments by parameter."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grasp.baselines.checkpoints import find_checkpoints
+from grasp.errors import ModelError
+from grasp.models.recipe import TrainingRecipe
+from grasp.models.rows import Share, batch_order, token_batches
+from grasp.models.training import Trainer
+from tests.build.world import write_checkpoint
+
+
+def run_of(world):
+    return world.root / "env/reference/seed-0"
+
+
+def recipe_of(world):
+    return TrainingRecipe.model_validate(world.environment.info.recipe_settings)
+
+
+def test_a_run_gives_its_checkpoints_by_step_and_then_itself(world):
+    found = find_checkpoints([run_of(world)])
+    assert [one.step for one in found] == [8, 16, 24]
+    assert [one.path.name for one in found] == ["checkpoint-8", "checkpoint-16", "seed-0"]
+    assert len({one.fingerprint for one in found}) == 3
+    recipe = recipe_of(world)
+    rates = [recipe.learning_rate_at(step) for step in (7, 15, 23)]
+    assert [one.learning_rate for one in found] == rates
+    assert rates[-1] > 0
+
+
+def test_places_may_be_named_one_by_one_in_any_order(world):
+    run = run_of(world)
+    found = find_checkpoints([run / "checkpoint-16", run / "checkpoint-8", run / "checkpoint-16"])
+    assert [one.step for one in found] == [8, 16]
+
+
+def test_those_beside_the_model_are_found_without_being_named(world):
+    assert [one.step for one in world.material().checkpoints] == [8, 16, 24]
+
+
+def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):
+    material = world.material()
+    first = material.checkpoints[0]
+    loaded = material.load(first)
+    assert loaded.tokenizer.fingerprint == material.tokenizer.fingerprint
+    own = LlamaForCausalLM.from_pretrained(first.path)
+    for name, tensor in own.state_dict().items():
+        torch.testing.assert_close(loaded.model.state_dict()[name], tensor)
+    last = material.load(material.checkpoints[-1])
+    assert last.fingerprint() == material.artifact.manifest.fingerprints["model"]
+
+
+def test_moments_are_those_of_the_optimizer_by_parameter(world):
+    """The same eight steps again, in this process."""
+    material, recipe = world.material(), recipe_of(world)
+    trainer = Trainer(recipe, [0], "cpu")
+    share = Share.of(material.n_rows, recipe.batch_rows, None, None)
+    order = batch_order(share.kept_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
+    for batch in token_batches(material.store, [order], steps=8, context=64, vocab_size=300):
+        trainer.advance(batch, [share])
+    found = material.checkpoints[0].moments()
+    assert set(found) == set(dict(LlamaForCausalLM.from_pretrained(material.checkpoints[0].path).named_parameters()))
+    first, second = (trainer.optimizer.state[trainer.model.matrices][name] for name in ("exp_avg", "exp_avg_sq"))
+    size = 300 * 16  # the flat buffer of the matrices begins with the embedding
+    torch.testing.assert_close(found["model.embed_tokens.weight"][0].flatten(), first[:size])
+    torch.testing.assert_close(found["model.embed_tokens.weight"][1].flatten(), second[:size])
+    gains = trainer.optimizer.state[trainer.model.vectors]["exp_avg"]
+    torch.testing.assert_close(found["model.norm.weight"][0], gains[-16:])
+    total = sum(moment.double().sum() for moment, _ in found.values())
+    assert float(total) == pytest.approx(float(first.double().sum() + gains.double().sum()), rel=1e-5)
+
+
+def test_a_checkpoint_without_moments_says_so(world, tmp_path):
+    path = shutil.copytree(run_of(world) / "checkpoint-8", tmp_path / "checkpoint-8")
+    (path / "optimizer.safetensors").unlink()
+    (one,) = find_checkpoints([path])
+    assert not one.has_moments
+    with pytest.raises(ModelError, match=r"has no optimizer.safetensors with a training.json beside it"):
+        one.moments()
+
+
+def test_the_trainer_of_transformers_tells_its_learning_rate(tmp_path):
+    path = write_checkpoint(tmp_path / "checkpoint-40")
+    (one,) = find_checkpoints([path])
+    assert (one.step, one.learning_rate) == (40, None)
+    state = {"global_step": 40, "log_history": [{"learning_rate": 2e-4, "step": 20}, {"learning_rate": 1e-4}, {}]}
+    (path / "trainer_state.json").write_text(json.dumps(state))
+    (one,) = find_checkpoints([path])
+    assert (one.step, one.learning_rate) == (40, 1e-4)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"checkpoints: .*gone: no such directory; expected a Hugging Face checkpoint"):
+        find_checkpoints([tmp_path / "gone"])
+    with pytest.raises(ModelError, match=r"neither config.json nor checkpoint-<step> directories"):
+        find_checkpoints([tmp_path])
+    path = write_checkpoint(tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no model.safetensors; save its weights as safetensors"):
+        find_checkpoints([path])
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"identity": {"recipe": {}}, "step": 3}'], ids=["cut", "list", "empty", "other"]
+)
+def test_a_damaged_record_is_refused(text, world, tmp_path):
+    path = shutil.copytree(run_of(world) / "checkpoint-8", tmp_path / "checkpoint-8")
+    (path / "training.json").write_text(text)
+    with pytest.raises(ModelError, match=r"training.json: .*; restore it from a copy"):
+        find_checkpoints([path])
+
+
+def test_another_architecture_is_refused_with_the_first_weight_that_differs(world, tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, eos_token_id=0
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "deep")
+    material = world.material(checkpoint_places=(tmp_path / "deep",))
+    (one,) = material.checkpoints
+    with pytest.raises(ModelError, match=r"weights are not those of the reference model, e\.g\. model\.layers\.2\."):
+        material.load(one)
+
+
+def test_rates_are_positive_over_a_whole_run(world):
+    recipe = recipe_of(world)
+    assert np.all([recipe.learning_rate_at(step - 1) > 0 for step in range(1, recipe.steps + 1)])

@@ -1,0 +1,88 @@
+"""What a method sees is what the artifact was made from, or it is refused."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grasp.artifact.reader import Artifact
+from grasp.baselines.material import Material
+from grasp.errors import ArtifactError, ModelError, SettingsError
+from tests.baselines.world import N_ROWS, N_UNITS
+
+
+def test_blocks_cover_every_row_once_from_anywhere(world):
+    material = world.material(block_rows=7)
+    assert list(material.blocks()) == [(0, 7), (7, 14), (14, 21), (21, 28), (28, 35), (35, 40)]
+    assert list(material.blocks(14)) == [(14, 21), (21, 28), (28, 35), (35, 40)]
+    assert list(material.blocks(16)) == [(16, 21), (21, 28), (28, 35), (35, 40)]
+    assert list(world.material().blocks()) == [(0, 16), (16, 32), (32, 40)]
+
+
+def test_texts_are_what_was_read(world):
+    material = world.material()
+    for unit in material.units.units:
+        row = int(unit.unit_id.removeprefix("facts-"))
+        (text,) = material.texts(row, row + 1)
+        assert (unit.prompt + unit.completion).startswith(text)
+    assert len(material.texts(0, N_ROWS)) == N_ROWS
+
+
+def test_rows_and_units_are_the_artifact_s(world):
+    material = world.material()
+    rows = material.rows(5, 9)
+    assert (rows.start, len(rows)) == (5, 4)
+    assert rows.table["row_id"].to_pylist() == ["row-5", "row-6", "row-7", "row-8"]
+    assert len(material.unit_tokens) == material.n_units == N_UNITS
+    assert material.artifact.manifest.fingerprints["targets"] == material.units.fingerprint
+    np.testing.assert_array_equal(material.column("n_tokens")[5:9], np.diff(rows.offsets))
+
+
+@pytest.fixture
+def own(world, tmp_path):
+    """A copy of the artifact, to be changed."""
+    return Own(shutil.copytree(world.root / "art", tmp_path / "art"))
+
+
+class Own:
+    def __init__(self, path):
+        self.path = path
+
+    def material(self):
+        return Material(Artifact.open(self.path))
+
+
+def test_rows_without_tokens_are_refused(own):
+    shutil.rmtree(own.path / "tokens")
+    with pytest.raises(ArtifactError, match=r"keeps no tokens, and the method reads rows; build it with keep_tokens"):
+        own.material().require_tokens()
+
+
+def test_tokens_of_another_corpus_are_refused(own):
+    store = own.path / "tokens/store.json"
+    store.write_text(store.read_text().replace(own.material().store.fingerprint, "0" * 32))
+    with pytest.raises(ArtifactError, match=r"rows of corpus 0{32}, the artifact is of"):
+        own.material().require_tokens()
+
+
+def test_a_model_that_changed_is_refused(world, own, tmp_path):
+    model = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "model")
+    material = own.material()
+    moved = material.settings.model_copy(
+        update={"model": material.settings.model.model_copy(update={"path": str(model)})}
+    )
+    material.__dict__["settings"] = moved
+    assert material.model.vocab_size == 300
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += torch.ones_like(weights["model.norm.weight"])
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    del material.__dict__["model"]
+    with pytest.raises(ModelError, match=r"the model at .*model changed since it was built \([0-9a-f]+, was [0-9a-f]+"):
+        _ = material.model
+
+
+def test_a_method_without_an_environment_cannot_have_one(own):
+    with pytest.raises(SettingsError, match="name them with --environment"):
+        _ = own.material().environment

@@ -1,0 +1,217 @@
+"""Scores on disk: whole or not there, found by what decides them, refused where they are no numbers."""
+
+import fcntl
+import json
+import os
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from grasp.baselines.base import Account, NoSettings, RowMethod, RowScorer, Seconds
+from grasp.baselines.predict import scores
+from grasp.baselines.stored import Cache, identity, stored_scores
+from grasp.baselines.work import WorkArea
+from grasp.errors import ModelError, SettingsError, ShapeError
+from grasp.fidelity.predictions import read_row_scores
+from grasp.subsets import RowIndex
+from tests.baselines.test_contract import Clock, Killed
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+
+
+class Fake(RowMethod[NoSettings]):
+    """Scores that say which row, unit and part they are of; remembers what it was asked."""
+
+    n_parts: ClassVar[int] = 1
+    spoil: ClassVar[dict[tuple[int, int], float]] = {}
+    shape: ClassVar[tuple[int, ...] | None] = None
+
+    def __init__(self, settings=NoSettings(), *, seed=0):
+        super().__init__(settings, seed=seed)
+        self.asked = []
+
+    def parts(self, material):
+        return self.n_parts
+
+    def prepare(self, material, work, part):
+        return FakeScorer(self, part)
+
+
+class FakeScorer(RowScorer):
+    def __init__(self, method, part):
+        self.method, self.part = method, part
+
+    def score(self, start, stop):
+        self.method.asked.append((self.part, start, stop))
+        out = value(self.part)[start:stop]
+        for (row, unit), bad in self.method.spoil.items():
+            if start <= row < stop:
+                out[row - start, unit] = bad
+        return out if self.method.shape is None else np.zeros(self.method.shape)
+
+    def account(self):
+        return Account(features=7, covers=("everything",), notes=("fake",), counts={"none": 3}, ready=Seconds(1.0, 2.0))
+
+
+def value(part):
+    return (1.0 + part) * (np.arange(N_ROWS)[:, None] + np.arange(N_UNITS) / 16)
+
+
+def kind(**attributes):
+    return type("Fake", (Fake,), attributes)
+
+
+def test_parts_are_added_up(world, tmp_path):
+    method, material = kind(n_parts=3)(), world.material()
+    found = stored_scores("fake", method, material, cache(tmp_path, material))
+    np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
+    assert found.account == FakeScorer(method, 0).account()
+
+
+@pytest.mark.parametrize("kill", range(1, 10))
+def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(kill, world, tmp_path):
+    first, second = kind(n_parts=3)(), kind(n_parts=3)()
+    material = world.material(progress=Clock(left=kill))
+    with pytest.raises(Killed):
+        stored_scores("fake", first, material, cache(tmp_path, material))
+    material = world.material()
+    found = stored_scores("fake", second, material, cache(tmp_path, material))
+    np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
+    blocks = [(part, *bounds) for part in range(3) for bounds in material.blocks()]
+    assert first.asked + second.asked == blocks
+    assert len(first.asked) == kill
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_kill_between_the_last_block_and_the_name_loses_nothing(dtype, world, tmp_path, monkeypatch):
+    material = world.material()
+
+    def killed(self, account, sums, described):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("grasp.baselines.stored._Run._write_result", killed)
+        with pytest.raises(Killed):
+            stored_scores("fake", kind(dtype=dtype)(), material, cache(tmp_path, material))
+    second = kind(dtype=dtype)()
+    found = stored_scores("fake", second, material, cache(tmp_path, material))
+    np.testing.assert_array_equal(matrix(found), value(0).astype(dtype))
+    assert second.asked == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_kill_before_the_record_or_before_the_name_loses_nothing(dtype, world, tmp_path, monkeypatch):
+    material = world.material()
+    real = os.replace
+
+    def killed_at(name):
+        def replace(source, goal, *rest):
+            if str(goal).endswith(name):
+                raise Killed
+            return real(source, goal, *rest)
+
+        return replace
+
+    for name in ("scores.ids.json", "method.json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", killed_at(name))
+            with pytest.raises(Killed):
+                stored_scores("fake", kind(dtype=dtype)(), material, cache(tmp_path, material))
+    found = stored_scores("fake", kind(dtype=dtype)(), material, cache(tmp_path, material))
+    np.testing.assert_array_equal(matrix(found), value(0).astype(dtype))
+    assert sorted(path.name for path in found.path.iterdir()) == ["method.json", "scores.ids.json", "scores.npy"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_score_that_is_no_number_is_refused_with_row_and_unit(bad, world, tmp_path):
+    material = world.material()
+    unit = material.units.units[4].unit_id
+    with pytest.raises(ModelError, match=rf"score of row 19 for unit '{unit}' is {bad} \(1 such in this block\)"):
+        stored_scores("fake", kind(spoil={(19, 4): bad})(), material, cache(tmp_path, material))
+
+
+def test_a_score_that_overflows_its_type_is_refused(world, tmp_path):
+    material = world.material()
+    with pytest.raises(ModelError, match="is 70000.0 .* expected a number that float16 holds"):
+        stored_scores("fake", kind(spoil={(2, 0): 7e4}, dtype="float16")(), material, cache(tmp_path, material))
+
+
+def test_scores_of_another_shape_are_refused(world, tmp_path):
+    material = world.material()
+    with pytest.raises(ShapeError, match=r"rows 0 to 16: got shape \(16, 2\), expected \(16, 6\) or \(16, 1\)"):
+        stored_scores("fake", kind(shape=(16, 2))(), material, cache(tmp_path, material))
+
+
+def test_what_decides_the_numbers_decides_the_name(world):
+    material = world.material()
+
+    def name(method):
+        return Cache(material.artifact.path).place("m", identity("m", method, material)).name
+
+    names = [
+        name(asked("bm25").method),
+        name(asked("bm25", seed=1).method),
+        name(asked("bm25", k1=1.3).method),
+        name(kind(version=2)()),
+        name(kind()()),
+        name(kind(looks_at=frozenset({"model"}))()),
+        name(kind(looks_at=frozenset({"model", "checkpoints"}))()),
+        name(kind(looks_at=frozenset({"environment"}))()),
+    ]
+    assert len(set(names)) == len(names)
+    assert names[0] == name(asked("bm25").method)
+
+
+def test_two_processes_do_not_compute_the_same(world, tmp_path):
+    material, method = world.material(), kind()()
+    place = cache(tmp_path, material).place("fake", identity("fake", method, material))
+    part = place.with_name(place.name + ".part")
+    part.mkdir()
+    with (part / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(SettingsError, match="another process computes these scores; wait for it, or stop it"):
+            stored_scores("fake", method, material, cache(tmp_path, material))
+    assert method.asked == []
+
+
+def test_a_damaged_result_is_refused(world, tmp_path):
+    material = world.material()
+    found = stored_scores("fake", kind()(), material, cache(tmp_path, material))
+    (found.path / "scores.npy").write_bytes(b"no array")
+    with pytest.raises(SettingsError, match=r"fake-[0-9a-f]+: damaged: .*; delete it, it is made again"):
+        stored_scores("fake", kind()(), material, cache(tmp_path, material))
+
+
+def test_a_place_that_cannot_be_written_names_the_flag(world, tmp_path):
+    (tmp_path / "file").write_text("")
+    material = world.material()
+    with pytest.raises(SettingsError, match="scores cannot be kept here .* name another place with --cache"):
+        stored_scores("fake", kind()(), material, cache(tmp_path / "file", material))
+
+
+def test_stored_scores_of_units_are_a_file_of_predictions(world, tmp_path):
+    material = world.material()
+    found = scores(asked("bm25"), material, cache(tmp_path, material))
+    read = read_row_scores(found.path / "scores.npy", RowIndex.from_parquet(material.artifact.rows_path))
+    assert read.columns == tuple((unit.target, unit.unit_id) for unit in material.units.units)
+    np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(found))
+
+
+def test_a_work_area_keeps_arrays_records_and_time(tmp_path):
+    work = WorkArea(tmp_path / "own", tmp_path / "shared")
+    assert work.load("a") is None
+    assert work.read("a") is None
+    calls = []
+    for _ in range(2):
+        np.testing.assert_array_equal(work.kept("a", lambda: calls.append(1) or np.arange(3)), np.arange(3))
+    assert calls == [1]
+    work.write("a", {"rows": 3})
+    assert WorkArea(tmp_path / "own").read("a") == {"rows": 3}
+    shared = work.shared("features")
+    with shared.timed():
+        sum(range(1000))
+    once = shared.seconds
+    with shared.timed():
+        sum(range(1000))
+    assert shared.seconds.wall > once.wall > 0
+    assert json.loads((tmp_path / "shared/features/seconds.json").read_text())["wall"] == shared.seconds.wall
