@@ -1,0 +1,508 @@
+"""Every gradient method equals its formula on gradients that autograd gives, one example at a time."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grasp.baselines.datainf import closed_form
+from grasp.baselines.gradients.curvature import (
+    Basis,
+    Fisher,
+    apply_ekfac,
+    apply_kfac,
+    corrected_eigenvalues,
+    second_moments,
+)
+from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.queries import Queries
+from grasp.baselines.gradients.session import checkpoint_weights, exact_plan, row_examples, unit_examples
+from grasp.baselines.less import adam_update, recorded_betas
+from grasp.baselines.predict import scores
+from grasp.baselines.trak import newton_map
+from grasp.errors import ModelError, SettingsError
+from tests.baselines.gradient_world import autograd, objective, reference, rows, units
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+
+CLOSE = 2e-4  # float32 models: of the largest number
+
+
+def run(world, place: Path, name: str, **settings) -> np.ndarray:
+    material = world.material()
+    return matrix(scores(asked(name, **settings), material, cache(place, material)))
+
+
+def account(world, place: Path, name: str, **settings):
+    material = world.material()
+    return scores(asked(name, **settings), material, cache(place, material)).account
+
+
+@pytest.fixture(scope="module")
+def gradients(world):
+    """By autograd: of rows and units at every checkpoint, parameter by parameter; of the loss or the margin."""
+    known = {}
+
+    def of(checkpoint: int, output: str = "loss"):
+        key = (checkpoint, output)
+        if key not in known:
+            material = world.material()
+            model = material.load(material.checkpoints[checkpoint])
+            examples = row_examples(material, 0, N_ROWS) + unit_examples(material)
+            found = [autograd(model, example, output) for example in examples]
+            known[key] = {name: torch.stack([g[name].flatten() for g in found]).double().numpy() for name in found[0]}
+        return known[key]
+
+    return of
+
+
+def joined(gradients: dict[str, np.ndarray], *parts: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and units, over the parameters that have one of `parts` in their names."""
+    wanted = [value for name, value in gradients.items() if any(part in name for part in parts)]
+    both = np.concatenate(wanted, axis=1)
+    return both[:N_ROWS], both[N_ROWS:]
+
+
+def unit_length(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = CLOSE) -> None:
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
+def rates(world) -> np.ndarray:
+    rate = np.array([one.learning_rate for one in world.material().checkpoints])
+    return rate / rate.sum()
+
+
+# ---------------------------------------------------------------------------------------- tracin, grad_cos
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_tracin_without_projection_is_the_weighted_sum_over_checkpoints(normalise, world, tmp_path, gradients):
+    expected = np.zeros((N_ROWS, N_UNITS))
+    for c, weight in enumerate(rates(world)):
+        row_NP, unit_EP = joined(gradients(c), "layers.1.", "model.norm")
+        if normalise:
+            row_NP, unit_EP = unit_length(row_NP), unit_length(unit_EP)
+        expected += weight * row_NP @ unit_EP.T
+    assert_close(run(world, tmp_path, "tracin", dimension=None, normalise=normalise), expected)
+
+
+@pytest.mark.parametrize("form", ["dense", "rank-one"])
+def test_tracin_projected_nears_the_exact_one_as_the_dimension_grows(form, world, tmp_path):
+    exact = run(world, tmp_path, "tracin", dimension=None, checkpoints="last")
+    far = [
+        np.abs(run(world, tmp_path, "tracin", dimension=width, projection=form, checkpoints="last") - exact).mean()
+        for width in (64, 2048)
+    ]
+    assert far[1] < 0.4 * far[0]
+    assert far[1] < 0.05
+
+
+def test_equal_weights_and_the_last_checkpoint(world, tmp_path, gradients):
+    row_NP, unit_EP = joined(gradients(2), "lm_head")
+    expected = unit_length(row_NP) @ unit_length(unit_EP).T
+    assert_close(run(world, tmp_path, "tracin", dimension=None, layers="head", checkpoints="last"), expected)
+    parts = [unit_length(r) @ unit_length(u).T for r, u in (joined(gradients(c), "lm_head") for c in range(3))]
+    found = run(world, tmp_path, "tracin", dimension=None, layers="head", weights="equal")
+    assert_close(found, sum(parts) / 3)
+
+
+@pytest.mark.parametrize(("part", "parts"), [("all", [""]), ("body", ["layers.", "norm"]), ("embedding", ["embed"])])
+def test_grad_cos_is_the_cosine_of_the_part(part, parts, world, tmp_path, gradients):
+    row_NP, unit_EP = joined(gradients(2), *parts)
+    expected = unit_length(row_NP) @ unit_length(unit_EP).T
+    assert_close(run(world, tmp_path, "grad_cos", layers=part), expected)
+
+
+@pytest.mark.parametrize("name", ["grad_cos", "datainf", "influence"])
+def test_units_that_do_not_fit_cost_a_pass_and_change_nothing(name, world, tmp_path, monkeypatch):
+    expected = run(world, tmp_path / "one", name)
+    monkeypatch.setattr("grasp.baselines.gradients.session.query_elements", lambda *_: 60_000)
+    said = account(world, tmp_path / "more", name, memory_mb=1).notes[0]
+    passes = int(said.split(" passes")[0].split()[-1])
+    assert passes in (2, 3)
+    assert_close(run(world, tmp_path / "more", name, memory_mb=1), expected, 1e-6)
+
+
+def test_groups_of_units_keep_to_the_memory(world):
+    material = world.material()
+    blocks = choose_layers(material.model, ["all"]).blocks
+    size = sum(block.size for block in blocks)
+    units = unit_examples(material) * 100
+    plan = exact_plan(blocks, units, 20, 1, dense=True, copies=2)
+    assert (plan.groups[0].first, plan.groups[0].last) == (0, (1 << 20) // (8 * size))
+    assert plan.groups[-1].last == 600
+    assert all(a.last == b.first for a, b in zip(plan.groups, plan.groups[1:], strict=False))
+
+
+def test_learning_rates_that_are_not_written_down_count_alike(world):
+    checkpoints = world.material().checkpoints
+    weights, notes = checkpoint_weights([replace(checkpoints[0], learning_rate=None), checkpoints[1]], "learning-rate")
+    assert weights.tolist() == [0.5, 0.5]
+    assert notes == ("the learning rates of the checkpoints are not written down: they count alike",)
+
+
+# ------------------------------------------------------------------------------------------------- trak
+
+
+def trak_formula(rows: list[np.ndarray], units: list[np.ndarray], doubts: list[np.ndarray], ridge: float) -> np.ndarray:
+    total = 0.0
+    for row_NK, unit_EK in zip(rows, units, strict=True):
+        gram = row_NK.T @ row_NK
+        inverse = np.linalg.inv(gram + ridge * np.trace(gram) / len(gram) * np.eye(len(gram)))
+        total = total + row_NK @ inverse @ unit_EK.T / len(rows)
+    return total * np.mean(doubts, axis=0)[:, None]
+
+
+def doubts(world, checkpoint: int) -> np.ndarray:
+    """Mean of 1 - p over the labels of each row."""
+    material = world.material()
+    model = material.load(material.checkpoints[checkpoint]).model
+    found = []
+    for row in row_examples(material, 0, N_ROWS):
+        ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
+        p = torch.softmax(model(ids).logits[0, :-1].double(), dim=1).gather(1, ids[0, 1:, None])
+        found.append(1.0 - float(p.mean()))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_trak_is_the_dense_formula_on_whole_gradients(ridge, world, tmp_path, gradients):
+    parts = [joined(gradients(c, "margin"), "model.norm") for c in range(3)]
+    expected = trak_formula(*zip(*parts, strict=True), [doubts(world, c) for c in range(3)], ridge)
+    assert_close(run(world, tmp_path, "trak", dimension=None, layers="final_norm", ridge=ridge), expected, 2e-3)
+
+
+def test_trak_is_the_dense_formula_on_projected_gradients(world, tmp_path):
+    found = run(world, tmp_path, "trak", dimension=16)
+    features = sorted((tmp_path).glob("shared-*/gradients-*"))
+    assert len(features) == 3
+    rows, units = [], []
+    for place in features:
+        blocks = sorted(place.glob("rows-*.npy"), key=lambda path: int(path.stem.split("-")[1]))
+        rows.append(np.concatenate([np.load(path) for path in blocks]).astype(np.float64))
+        units.append(np.load(place / "units.npy").astype(np.float64))
+    assert_close(found, trak_formula(rows, units, [doubts(world, c) for c in range(3)], 0.0))
+
+
+def test_trak_of_one_checkpoint_by_the_loss_without_doubt(world, tmp_path, gradients):
+    row_NP, unit_EP = joined(gradients(2), "model.norm")
+    expected = trak_formula([row_NP], [unit_EP], [np.ones(N_ROWS)], 0.0)
+    settings = {"dimension": None, "layers": "final_norm", "checkpoints": "last", "output": "loss"}
+    assert_close(run(world, tmp_path, "trak", **settings, weigh_doubt=False), expected, 2e-3)
+    assert account(world, tmp_path, "trak", **settings, weigh_doubt=False).features == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({}, SettingsError, r"trak.dimension: got 128 for 40 rows: .* set trak.ridge above 0"),
+        ({"dimension": None, "layers": "all"}, SettingsError, r"14800 numbers a row, .* at most 8192"),
+        ({"dimension": 20, "layers": "final_norm"}, ModelError, r"no inverse: its eigenvalues reach from .*trak.ridge"),
+    ],
+)
+def test_trak_refuses_a_matrix_without_an_inverse(settings, error, said, world, tmp_path):
+    with pytest.raises(error, match=said):
+        run(world, tmp_path, "trak", **settings)
+    if "layers" not in settings:
+        assert np.isfinite(run(world, tmp_path, "trak", **settings, ridge=1e-3)).all()
+
+
+def test_a_ridge_makes_the_newton_map_smaller():
+    generator = np.random.default_rng(0)
+    rows, units = generator.standard_normal((30, 5)), generator.standard_normal((2, 5))
+    gram = rows.T @ rows
+    np.testing.assert_allclose(newton_map(gram, units, 0.0, "x"), np.linalg.solve(gram, units.T))
+    shifted = gram + 0.5 * np.trace(gram) / 5 * np.eye(5)
+    np.testing.assert_allclose(newton_map(gram, units, 0.5, "x"), np.linalg.solve(shifted, units.T))
+
+
+# ------------------------------------------------------------------------------------------------- less
+
+
+def test_less_has_adams_step_of_the_row_and_the_gradient_of_the_unit(world, tmp_path, gradients):
+    material = world.material()
+    expected = np.zeros((N_ROWS, N_UNITS))
+    for c, weight in enumerate(rates(world)):
+        steps, units = [], []
+        for name, (mean, square) in material.checkpoints[c].moments().items():
+            if "layers.1." in name or name == "model.norm.weight":
+                g = gradients(c)[name]
+                m = 0.9 * mean.double().flatten().numpy() + 0.1 * g[:N_ROWS]
+                v = 0.99 * square.double().flatten().numpy() + 0.01 * g[:N_ROWS] ** 2
+                steps.append(m / np.sqrt(v + 1e-8))
+                units.append(g[N_ROWS:])
+        expected += weight * unit_length(np.concatenate(steps, 1)) @ unit_length(np.concatenate(units, 1)).T
+    assert_close(run(world, tmp_path, "less", dimension=None), expected)
+    assert "rows by Adam's update instead of their gradient" in account(world, tmp_path, "less", dimension=None).notes
+
+
+def test_less_projected_nears_the_exact_one(world, tmp_path):
+    exact = run(world, tmp_path, "less", dimension=None)
+    assert np.abs(run(world, tmp_path, "less", dimension=1024) - exact).max() < 0.12
+
+
+def test_less_without_moments_is_tracin_and_finds_its_gradients_ready(world, tmp_path):
+    tracin = run(world, tmp_path, "tracin")
+    assert np.array_equal(run(world, tmp_path, "less", adam="never"), tracin)
+    assert account(world, tmp_path, "less", adam="never").ready.wall > 0
+    assert account(world, tmp_path, "tracin").ready.wall == 0
+
+
+def test_adam_step_is_that_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(3, 4))
+    optimizer = torch.optim.Adam([weight], lr=1.0, betas=(0.8, 0.9), eps=0.0)
+    for _ in range(5):
+        weight.grad = torch.randn(3, 4, generator=generator)
+        optimizer.step()
+    state = {key: value.clone() for key, value in optimizer.state[weight].items()}
+    before, gradient = weight.detach().clone(), torch.randn(3, 4, generator=generator)
+    weight.grad = gradient
+    optimizer.step()
+    update = adam_update([state["exp_avg"]], [state["exp_avg_sq"]], (0.8, 0.9))(0, gradient[None])[0]
+    corrected = update / (1 - 0.8**6) * (1 - 0.9**6) ** 0.5
+    torch.testing.assert_close(before - weight.detach(), corrected, rtol=1e-5, atol=1e-5)
+
+
+def test_betas_come_from_the_recipe(world):
+    assert recorded_betas(world.material().checkpoints[0]) == (0.9, 0.99)
+
+
+def test_adam_without_moments_is_refused_where_it_is_asked_for(world, tmp_path):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for path in (world.root / "env/reference/seed-0").iterdir():
+        if path.is_file() and path.name not in ("optimizer.safetensors", "training.json"):
+            (plain / path.name).symlink_to(path)
+    material = world.material(checkpoint_places=(plain,))
+    with pytest.raises(SettingsError, match=r"less.adam: got always, but .*plain keeps no Adam moments \(1 such\)"):
+        scores(asked("less", adam="always"), material, cache(tmp_path / "c", material))
+    found = scores(asked("less"), material, cache(tmp_path / "c", material))
+    assert "rows by Adam's update instead of their gradient" not in found.account.notes
+
+
+# ----------------------------------------------------------------------------------------------- datainf
+
+
+def datainf_by_inversion(row_ND, unit_ED, fisher_MD, damping: float) -> np.ndarray:
+    """The mean of explicit inverses of (lambda I + g g^T)."""
+    size = row_ND.shape[1]
+    level = damping * (fisher_MD**2).sum(axis=1).mean() / size
+    inverse = sum(np.linalg.inv(level * np.eye(size) + np.outer(g, g)) for g in fisher_MD) / len(fisher_MD)
+    return row_ND @ inverse @ unit_ED.T
+
+
+def test_datainf_is_the_mean_of_explicit_inverses_layer_by_layer(world, tmp_path, gradients):
+    expected = 0.0
+    for part in ("layers.1.self_attn.q_proj", "model.norm"):
+        row_ND, unit_ED = joined(gradients(2), part)
+        expected = expected + datainf_by_inversion(row_ND, unit_ED, row_ND[:25], 0.3)
+    found = run(world, tmp_path, "datainf", layers="*layers.1*q_proj,final_norm", damping=0.3, prefix_rows=25)
+    assert_close(found, expected, 1e-3)
+
+
+def test_datainf_by_layer_projections_is_the_closed_form_on_them(world, tmp_path):
+    found = run(world, tmp_path, "datainf", dimension=8, layers="*layers.1*q_proj,final_norm")
+    (place,) = tmp_path.glob("shared-*/gradients-*")
+    blocks = sorted(place.glob("rows-*.npy"), key=lambda path: int(path.stem.split("-")[1]))
+    row_LNK = np.concatenate([np.load(path) for path in blocks], axis=1).astype(np.float64)
+    unit_LEK = np.load(place / "units.npy").astype(np.float64)
+    assert row_LNK.shape == (2, N_ROWS, 8)
+    expected = 0.0
+    for row_NK, unit_EK, size in zip(row_LNK, unit_LEK, (256, 16), strict=True):
+        expected = expected + datainf_by_inversion(row_NK, unit_EK, row_NK, 0.1 * 8 / size)
+    assert_close(found, expected, 1e-3)
+    assert account(world, tmp_path, "datainf", dimension=8, layers="*layers.1*q_proj,final_norm").features == 16
+
+
+def test_datainf_subsamples_its_prefix(world, tmp_path):
+    said = account(world, tmp_path, "datainf", prefix_rows=30, fisher_fraction=0.5).notes[1]
+    assert said == "15 Fisher rows, damping 0.1"
+    assert account(world, tmp_path, "datainf", fisher_rows=7).notes[1] == "7 Fisher rows, damping 0.1"
+
+
+def test_datainf_without_a_gradient_is_refused():
+    with pytest.raises(ModelError, match=r"mean squared gradient of the Fisher rows in a layer is 0.0, expected a pos"):
+        closed_form(np.ones((2, 3)), np.zeros((4, 3)), 0.1)
+
+
+# --------------------------------------------------------------------------------------------- influence
+
+
+@pytest.fixture(scope="module")
+def opened(world):
+    """An engine over an attention layer, a norm and the head, and rows of many lengths."""
+    material = world.material()
+    model = material.load(material.checkpoints[-1])
+    model.batch_tokens = 150
+    engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj", "model.embed_tokens", "final_norm"]))
+    return engine, row_examples(material, 0, 12)
+
+
+def label_gradients(engine, row: Example, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of one row alone: inputs of a layer and gradients at its output, a label's loss each, summed by autograd."""
+    module = engine.model.model.get_submodule(name)
+    seen = {}
+
+    def keep(_, args, out):
+        seen["in"], seen["out"] = args[0].detach(), out.detach().requires_grad_()
+        return seen["out"]
+
+    handle = module.register_forward_hook(keep)
+    logits = engine.model.model(torch.from_numpy(row.input_ids.astype(np.int64))[None]).logits[0]
+    (back,) = torch.autograd.grad(objective(logits, row) * row.labels, seen["out"])
+    handle.remove()
+    return seen["in"][0, : row.labels].double().numpy(), back[0, : row.labels].double().numpy()
+
+
+def test_kfac_factors_are_the_means_over_positions_that_they_are_defined_as(opened):
+    engine, examples = opened
+    found = second_moments(engine, Fisher(examples, None), full_width=64)
+    by_name = dict(zip([b.name for b in engine.layers.blocks], found, strict=True))
+    pairs = [label_gradients(engine, row, "model.layers.1.self_attn.v_proj") for row in examples]
+    received, back = (np.concatenate([pair[k] for pair in pairs]) for k in (0, 1))
+    layer = by_name["model.layers.1.self_attn.v_proj"]
+    assert_close(layer.right_YY.numpy(), received.T @ received / len(received))
+    assert_close(layer.left.numpy(), back.T @ back / len(back))
+    pairs = [label_gradients(engine, row, "model.embed_tokens") for row in examples]
+    ids, back = (np.concatenate([pair[k] for pair in pairs]) for k in (0, 1))
+    table = by_name["model.embed_tokens"]
+    assert_close(table.left.numpy(), np.bincount(ids.astype(int), minlength=300) / len(ids))
+    assert_close(table.right_YY.numpy(), back.T @ back / len(back))
+    norm = np.stack([autograd(engine.model, row)["model.norm.weight"].numpy() for row in examples])
+    labels = np.array([row.labels for row in examples])
+    assert_close(by_name["model.norm"].right_YY.numpy(), (norm.T * labels) @ norm / len(examples))
+
+
+def test_a_wide_output_has_the_diagonal_of_its_factor(opened):
+    engine, examples = opened
+    full = second_moments(engine, Fisher(examples, None), full_width=64)
+    diagonal = second_moments(engine, Fisher(examples, None), full_width=4)
+    number = [b.name for b in engine.layers.blocks].index("model.layers.1.self_attn.v_proj")
+    assert_close(diagonal[number].left.numpy(), full[number].left.diagonal().numpy())
+
+
+def test_ekfac_corrects_eigenvalues_by_second_moments_in_the_basis(opened):
+    engine, examples = opened
+    fisher = Fisher(examples, None)
+    bases = [Basis.of(one) for one in second_moments(engine, fisher, full_width=64)]
+    found = corrected_eigenvalues(engine, fisher, bases)
+    number = [b.name for b in engine.layers.blocks].index("model.layers.1.self_attn.v_proj")
+    basis, expected = bases[number], 0.0
+    for row in examples:
+        gradient = autograd(engine.model, row)["model.layers.1.self_attn.v_proj.weight"].numpy()
+        rotated = basis.left_XX.numpy().T @ gradient @ basis.right_YY.numpy()
+        expected = expected + row.labels * rotated**2 / len(examples)
+    assert_close(found[number].numpy(), expected)
+
+
+def fisher_of(gradient_ND: np.ndarray) -> np.ndarray:
+    return gradient_ND.T @ gradient_ND / len(gradient_ND)
+
+
+def test_kfac_influence_is_the_explicit_inverse_of_the_kronecker_product(world, tmp_path, gradients):
+    material = world.material()
+    model = material.load(material.checkpoints[-1])
+    engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
+    (factors,) = second_moments(engine, Fisher(row_examples(material, 0, N_ROWS), None), full_width=64)
+    left, right = factors.left.double().numpy(), factors.right_YY.double().numpy()
+    damped = [m + 0.2 * np.trace(m) / len(m) * np.eye(len(m)) for m in (left, right)]
+    row_ND, unit_ED = joined(gradients(2), "layers.1.self_attn.v_proj")
+    expected = row_ND @ np.linalg.inv(np.kron(*damped)) @ unit_ED.T
+    found = run(world, tmp_path, "influence", layers="*layers.1*v_proj", labels="true", damping=0.04)
+    assert_close(found, expected, 1e-3)
+
+
+def test_ekfac_influence_is_the_explicit_inverse_in_its_basis(world, tmp_path, gradients):
+    material = world.material()
+    model = material.load(material.checkpoints[-1])
+    engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
+    fisher = Fisher(row_examples(material, 0, N_ROWS), None)
+    (basis,) = [Basis.of(one) for one in second_moments(engine, fisher, full_width=64)]
+    (value,) = corrected_eigenvalues(engine, fisher, [basis])
+    vectors = np.kron(basis.left_XX.double().numpy(), basis.right_YY.double().numpy())
+    spectrum = value.double().numpy().flatten()
+    fisher_DD = vectors @ np.diag(spectrum + 0.1 * spectrum.mean()) @ vectors.T
+    row_ND, unit_ED = joined(gradients(2), "layers.1.self_attn.v_proj")
+    expected = row_ND @ np.linalg.inv(fisher_DD) @ unit_ED.T
+    settings = {"layers": "*layers.1*v_proj", "labels": "true", "curvature": "ekfac"}
+    assert_close(run(world, tmp_path, "influence", **settings), expected, 1e-3)
+
+
+def test_the_influence_of_a_norm_has_its_exact_fisher_matrix(world, tmp_path, gradients):
+    row_ND, unit_ED = joined(gradients(2), "model.norm")
+    labels = np.array([row.labels for row in row_examples(world.material(), 0, N_ROWS)])
+    fisher_DD = fisher_of(row_ND * np.sqrt(labels)[:, None])
+    shift = 0.1 * np.trace(fisher_DD) / len(fisher_DD)
+    expected = row_ND @ np.linalg.inv(fisher_DD + shift * np.eye(16)) @ unit_ED.T
+    settings = {"layers": "final_norm", "labels": "true", "curvature": "ekfac"}
+    # in its own eigenbasis the corrected eigenvalues are the exact ones
+    assert_close(run(world, tmp_path, "influence", **settings), expected, 5e-3)
+
+
+def test_curvature_none_is_the_inner_product(world, tmp_path, gradients):
+    row_NP, unit_EP = joined(gradients(2), "")
+    assert_close(run(world, tmp_path, "influence", layers="all", curvature="none"), row_NP @ unit_EP.T)
+
+
+@pytest.mark.parametrize("layers", ["all", "head"])
+def test_forms_of_the_units_gradients_do_not_matter_to_kfac(layers, world, tmp_path, monkeypatch):
+    found = []
+    for dense in (False, True):
+        monkeypatch.setattr("grasp.baselines.gradients.session.choose_dense", lambda block, sizes, d=dense: d)
+        found.append(run(world, tmp_path / str(dense), "influence", layers=layers))
+    assert_close(found[0], found[1], 1e-4)
+
+
+def test_labels_are_drawn_for_the_seed(world, tmp_path):
+    first = run(world, tmp_path, "influence")
+    assert not np.allclose(first, run(world, tmp_path, "influence", seed=1), rtol=1e-3)
+    assert not np.allclose(first, run(world, tmp_path, "influence", labels="true"), rtol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("name", ["tracin", "trak", "less", "datainf", "influence", "grad_cos"])
+def test_layers_that_match_nothing_are_refused(name, world, tmp_path):
+    with pytest.raises(SettingsError, match=r"layers: 'model.layer.1' matches no parameter .* such as model.layers.1"):
+        run(world, tmp_path, name, layers="model.layer.1")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("tracin", {"dimension": 0}, "tracin: dimension: Input should be greater than or equal to 1, got 0"),
+        ("trak", {"ridge": -1}, "ridge: Input should be greater than or equal to 0, got -1"),
+        ("less", {"adm": "never"}, "adm: no such field, got 'never' .did you mean adam"),
+        ("influence", {"damping": 0}, "damping: Input should be greater than 0, got 0"),
+        ("datainf", {"fisher_fraction": 1.5}, "fisher_fraction: Input should be less than or equal to 1, got 1.5"),
+    ],
+)
+def test_settings_out_of_range_are_refused(name, settings, said):
+    with pytest.raises(SettingsError, match=said):
+        asked(name, **settings)
+
+
+def test_kfac_of_a_tied_head_is_refused_and_ekfac_is_not():
+    model = reference("llama-tied")
+    engine = PerExample(model, choose_layers(model, ["head"]))
+    fisher = Fisher(rows(), None)
+    factors = second_moments(engine, fisher, full_width=64)
+    queries = Queries.collect(engine, units(), [True])
+    with pytest.raises(SettingsError, match=r"model.embed_tokens is embedding and head at once, .* curvature: ekfac"):
+        apply_kfac(queries, factors, 0.1)
+    bases = [Basis.of(one) for one in factors]
+    before = queries.blocks[0].matrix_ED.clone()
+    (value,) = corrected_eigenvalues(engine, fisher, bases)
+    apply_ekfac(queries, bases, [value], 0.1)
+    vectors = bases[0].right_YY
+    rotated = (before.view(len(units()), 97, 32) @ vectors) / (value + 0.1 * value.mean())
+    torch.testing.assert_close(queries.blocks[0].matrix_ED.view_as(rotated), rotated @ vectors.T)
