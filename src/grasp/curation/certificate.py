@@ -95,7 +95,7 @@ def utility_of(scorer: Scorer, row_index: I64) -> F64:
 def prefix_places(n_taken: int, count: int = 50) -> list[int]:
     """Up to `count` lengths of prefixes: evenly spaced, the last one being all."""
     places = np.unique(np.round(np.linspace(0, n_taken, count + 1)[1:]).astype(np.int64))
-    return [int(place) for place in places]
+    return [int(place) for place in places if place]
 
 
 def upper_bound(objective: Objective, limits: Limits, row_index: I64, steps: int = STEPS) -> tuple[float | None, str]:

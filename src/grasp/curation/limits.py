@@ -220,7 +220,7 @@ def _check_floors(
     short += [
         f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
         + (f", closer than its longest row of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
-        for g in np.flatnonzero((floor_G > 0) & (floor_G + overshoot_G > cap_G)).tolist()
+        for g in np.flatnonzero((floor_G > 0) & (cap_G < budget) & (floor_G + overshoot_G > cap_G)).tolist()
     ]
     asked = int(floor_G.sum() + overshoot_G.sum())
     if asked > budget:

@@ -85,7 +85,13 @@ class SketchRows:
 
     def rows(self, row_index: NDArray[np.int64]) -> F64:
         """Chosen rows, in the order given: (n, D), float64."""
-        return np.concatenate([self._half_rows(half, row_index) for half in self.halves], axis=1).astype(np.float64)
+        out_nD = np.empty((len(row_index), self.width))
+        start = 0
+        for half in self.halves:
+            part = self._half_rows(half, row_index)
+            out_nD[:, start : start + part.shape[1]] = part
+            start += part.shape[1]
+        return out_nD
 
     def dot_rows(self, row_index: NDArray[np.int64], vector_D: F64) -> F64:
         """<phi_i, vector> of chosen rows, (n,), the same numbers as `dot`."""
