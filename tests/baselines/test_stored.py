@@ -26,8 +26,8 @@ class Fake(RowMethod[NoSettings]):
     spoil: ClassVar[dict[tuple[int, int], float]] = {}
     shape: ClassVar[tuple[int, ...] | None] = None
 
-    def __init__(self, settings=NoSettings(), *, seed=0):
-        super().__init__(settings, seed=seed)
+    def __init__(self, *, seed=0):
+        super().__init__(NoSettings(), seed=seed)
         self.asked = []
 
     def parts(self, material):
@@ -132,7 +132,7 @@ def test_a_score_that_is_no_number_is_refused_with_row_and_unit(bad, world, tmp_
 
 def test_a_score_that_overflows_its_type_is_refused(world, tmp_path):
     material = world.material()
-    with pytest.raises(ModelError, match="is 70000.0 .* expected a number that float16 holds"):
+    with pytest.raises(ModelError, match=r"is 70000\.0 .* expected a number that float16 holds"):
         stored_scores("fake", kind(spoil={(2, 0): 7e4}, dtype="float16")(), material, cache(tmp_path, material))
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_result_is_refused(world, tmp_path):
 def test_a_place_that_cannot_be_written_names_the_flag(world, tmp_path):
     (tmp_path / "file").write_text("")
     material = world.material()
-    with pytest.raises(SettingsError, match="scores cannot be kept here .* name another place with --cache"):
+    with pytest.raises(SettingsError, match=r"scores cannot be kept here .* name another place with --cache"):
         stored_scores("fake", kind()(), material, cache(tmp_path / "file", material))
 
 
