@@ -119,7 +119,7 @@ def mix_with(scorer: Scorer, request: MixRequest) -> Mixture:
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     _check_protocol(scorer.protocol)
-    slices, weights_T = request.slices, np.array([request.targets[name] for name in scorer.units.targets])
+    slices, weights_T = request.slices, np.array([request.targets.get(name, 0.0) for name in scorer.units.targets])
     parts = scorer.sums(slices.indicators())
     rows_G = slices.rows_G.astype(np.float64)
     current_G = rows_G / scorer.n_rows

@@ -156,7 +156,7 @@ def select_with(
     limits = Limits.of(
         request.budget, allowed_N, tokens_N=tokens_N, labels=request.labels, floors=request.floors, caps=request.caps
     )
-    weights_T = np.array([request.targets[name] for name in scorer.units.targets])
+    weights_T = np.array([request.targets.get(name, 0.0) for name in scorer.units.targets])
     objective, picks = _chosen(source, scorer, weights_T, limits, progress)
     curve = curve_of(scorer, weights_T, picks.row_index, tokens_N, prefix_places(len(picks.row_index)), scorer.n_rows)
     bound, reason = upper_bound(objective, limits, picks.row_index)
