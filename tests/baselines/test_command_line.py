@@ -1,0 +1,154 @@
+"""evaluate --methods, score --method and methods, as a user types them."""
+
+import csv
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from grasp.artifact.reader import Artifact
+from grasp.baselines.predict import predict, scores
+from grasp.baselines.registry import METHODS
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+from tests.cli.grasp_command import cells, refused, succeed
+
+FAST = "bm25,loss,random,length,activation_similarity"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where the commands of this file keep scores."""
+    return tmp_path_factory.mktemp("scores")
+
+
+def evaluate(world, kept, *arguments):
+    return "evaluate", world.root / "art", "--environment", world.root / "env", "--cache", kept, *arguments
+
+
+def records(path):
+    with path.open() as handle:
+        return {line["method"]: line for line in csv.DictReader(handle) if line["target"] == "facts"}
+
+
+def test_methods_stand_beside_grasp_with_floats_and_seconds(world, kept, tmp_path):
+    out = tmp_path / "result.csv"
+    printed = succeed(*evaluate(world, kept, "--methods", f"grasp,{FAST}", "--csv", out)).lines
+    assert cells(printed[1])[-2:] == ["floats a row", "build s"]
+    lines = {cells(line)[0]: cells(line) for line in printed[2:] if not line.startswith(("undefined", "left out"))}
+    assert set(FAST.split(",")) < set(lines)
+    assert lines["bm25"][-2] == str(N_UNITS)
+    assert lines["activation_similarity"][-2] == f"16 + {N_UNITS}"
+    assert lines["loss"][-2] == "1"
+    assert lines["token additive"][-2:] == [str(N_UNITS), "-"]
+    found = records(out)
+    for name in FAST.split(","):
+        assert float(found[name]["build_wall_seconds"]) > 0
+        assert found[name]["standing"] == "predictor"
+    assert (found["activation_similarity"]["feature_floats"], found["loss"]["score_floats"]) == ("16", "1")
+    assert any(line.startswith("bm25: covers text of the rows") for line in printed)
+
+
+def test_the_figures_are_those_of_the_library(world, kept, tmp_path):
+    out = tmp_path / "result.json"
+    succeed(*evaluate(world, kept, "--methods", "bm25", "--json", out))
+    (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
+    material = world.material()
+    found = predict(asked("bm25"), material, material.environment.subsets, cache(kept, material)).predictions
+    realized = material.environment.utilities.values_BSE.mean(axis=1).mean(axis=1)
+    ranks = [np.argsort(np.argsort(values)) for values in (found.values_BE.mean(axis=1), realized)]
+    assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+
+
+def test_a_second_evaluation_computes_nothing_again(world, kept):
+    succeed(*evaluate(world, kept, "--methods", "bm25"))
+    files = {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()}
+    succeed(*evaluate(world, kept, "--methods", "bm25"))
+    assert {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()} == files
+
+
+def test_configurations_have_labels_and_what_was_chosen_on_the_utilities_stands_apart(world, kept, tmp_path):
+    file = tmp_path / "methods.yaml"
+    configurations = {
+        "bm25-completion": {"method": "bm25", "query": "completion"},
+        "bm25-best": {"method": "bm25", "b": 0.0, "oracle_selected": True},
+        "datamodels": {"penalty": "ridge", "sees": "topic"},
+    }
+    file.write_text(yaml.safe_dump(configurations))
+    printed = succeed(*evaluate(world, kept, "--method-settings", file, "--oracle", "ridge:topic")).lines
+    names = [cells(line)[0] for line in printed]
+    heading = [i for i, line in enumerate(printed) if line.startswith(("oracle-selected: ", "supervised oracles: "))]
+    assert len(heading) == 2
+    assert names.index("bm25-completion") < heading[0] < names.index("bm25-best") < heading[1]
+    assert heading[1] < min(names.index("datamodels"), names.index("oracle-ridge-topic-share-of-subset"))
+    only = succeed(*evaluate(world, kept, "--methods", "bm25-best", "--method-settings", file)).out
+    assert "bm25-completion" not in only
+
+
+def test_rows_are_ranked_by_a_method(world, kept):
+    material = world.material()
+    found = matrix(scores(asked("bm25"), material, cache(kept, material))).mean(axis=1)
+    command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--cache", kept, "--top", 5
+    printed = succeed(*command, "--bottom", 2).lines
+    assert printed[0] == "most helpful rows for facts, by bm25"
+    best = np.lexsort((np.arange(N_ROWS), -found))[:5]
+    assert [cells(line)[2] for line in printed[2:7]] == [f"row-{i}" for i in best]
+    assert [float(cells(line)[1]) for line in printed[2:7]] == pytest.approx(found[best], rel=1e-3)
+    assert printed[7] == "most harmful rows for facts, by bm25"
+
+
+def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, kept):
+    printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length", "--cache", kept).lines
+    lengths = Artifact.open(world.root / "art").rows(np.arange(N_ROWS))["n_tokens"].to_numpy()
+    assert float(cells(printed[2])[1]) == lengths.max()
+
+
+def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(world, tmp_path):
+    art = shutil.copytree(world.root / "art", tmp_path / "art")
+    succeed("score", art, "--target", "facts", "--method", "random")
+    assert len(list((art / "baselines").glob("random-*"))) == 1
+    succeed("verify", art)
+    shutil.rmtree(art / "baselines")
+    succeed("score", art, "--target", "facts", "--method", "random")
+
+
+def test_methods_lists_them_and_tells_the_settings_of_one():
+    listed = succeed("methods").out
+    assert all(f"\n{name} " in listed for name in METHODS)
+    told = succeed("methods", "bm25").out
+    assert "looks at: rows and units, tokens" in told
+    assert "pip install 'grasp-attribution[baselines]'" in told
+    assert "k1, default 1.2" in told
+
+
+def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
+    art = world.root / "art"
+    assert refused("methods", "bm52").startswith("method: got 'bm52'; did you mean bm25? there are bm25, ")
+    assert "did you mean tracin?" in refused(*evaluate(world, kept, "--methods", "trakin"))
+    assert refused(*evaluate(world, kept)) == ("--cache: no meaning without --methods; name a method, or leave it out")
+    assert refused("score", art, "--target", "facts", "--checkpoints", tmp_path) == (
+        "--checkpoints: no meaning without --method; name a method, or leave it out"
+    )
+    assert refused("score", art, "--target", "facts", "--method", "bm25", "--match", "token") == (
+        "--match: no meaning with --method; leave one of them out"
+    )
+    assert "predicts subsets and scores no rows; see it in grasp evaluate" in refused(
+        "score", art, "--target", "facts", "--method", "datamodels", "--environment", world.root / "env"
+    )
+    assert "name their directory with --environment" in refused(
+        "score", art, "--target", "facts", "--method", "retraining_shapley", "--cache", kept
+    )
+    file = tmp_path / "methods.yaml"
+    file.write_text("full: {method: bm25}\ntoken additive: {method: bm25}\n")
+    assert "'token additive' is a predictor of ours; choose another label" in refused(
+        *evaluate(world, kept, "--method-settings", file)
+    )
+    missing = ("--methods", "tracin", "--checkpoints", tmp_path / "gone")
+    assert refused(*evaluate(world, kept, *missing)).startswith(f"checkpoints: {tmp_path / 'gone'}: no such directory")
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    assert refused(*evaluate(world, kept, "--methods", "bm25")) == (
+        "method bm25 needs `bm25s`, which is not installed: pip install 'grasp-attribution[baselines]'"
+    )
+    assert not list(kept.glob("*.part"))
