@@ -111,7 +111,7 @@ class Trak(RowMethod[TrakSettings]):
 
 
 def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, where: str) -> F64:
-    """(Phi^T Phi + lambda I)^{-1} phi_e^T, (K, E), by Cholesky in float64.
+    """(Phi^T Phi + lambda I)^{-1} phi_e^T, (K, E), by eigenvalues in float64.
 
     Raises:
         ModelError: Phi^T Phi has no inverse: fewer independent gradients than K.

@@ -1,0 +1,205 @@
+"""Beside other people's code, where it is installed: traker, dattri and kronfluence give the same scores."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from grasp.baselines.datainf import layer_norms, precondition
+from grasp.baselines.gradients.curvature import (
+    Basis,
+    Fisher,
+    apply_ekfac,
+    corrected_eigenvalues,
+    second_moments,
+)
+from grasp.baselines.gradients.features import Featurizer
+from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.queries import Queries, exact_products
+from grasp.baselines.trak import newton_map
+from grasp.models.causal_lm import ReferenceModel
+from tests.baselines.gradient_world import NoTokenizer
+
+# What they warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCAB, LENGTH = 50, 9
+LAYERS = ("*layers.1*dense_4h_to_h", "final_norm")
+NAMES = [
+    "gpt_neox.layers.1.mlp.dense_4h_to_h.weight",
+    "gpt_neox.layers.1.mlp.dense_4h_to_h.bias",
+    "gpt_neox.final_layer_norm.weight",
+    "gpt_neox.final_layer_norm.bias",
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> ReferenceModel:
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+    )
+    made = GPTNeoXForCausalLM(config)
+    for parameter in made.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return ReferenceModel(made, NoTokenizer(), batch_tokens=300)
+
+
+def tokens(n: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(1, VOCAB, size=(n, LENGTH)))
+
+
+def examples(ids: torch.Tensor) -> list[Example]:
+    return [Example(row.numpy().astype(np.int32)) for row in ids]
+
+
+def log_p(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits[..., :-1, :], -1).gather(-1, ids[..., 1:, None])[..., 0]
+
+
+def test_trak_equals_traker_up_to_its_scale(model, tmp_path):
+    trak = pytest.importorskip("trak")
+    from trak.modelout_functions import AbstractModelOutput  # noqa: PLC0415
+    from trak.projectors import NoOpProjector  # noqa: PLC0415
+
+    class MeanMargin(AbstractModelOutput):
+        """The mean log odds of the labels, and 1 - p."""
+
+        def __init__(self):
+            super().__init__()
+
+        @staticmethod
+        def get_output(net, weights, buffers, ids):
+            logits = torch.func.functional_call(net, (weights, buffers), (ids[None],)).logits[0]
+            own = log_p(logits, ids)
+            return (own - torch.log1p(-own.exp())).mean()
+
+        @staticmethod
+        def get_out_to_loss_grad(net, weights, buffers, batch):
+            logits = torch.func.functional_call(net, (weights, buffers), (batch[0],)).logits
+            return (1 - log_p(logits, batch[0]).exp().mean(1)).clone().detach().unsqueeze(-1)
+
+    rows, units, level = tokens(150, 0), tokens(5, 1), 0.1
+    engine = PerExample(model, choose_layers(model, LAYERS))
+    width = engine.layers.size
+    assert width == 120
+    model.model.requires_grad_(True)
+    traker = trak.TRAKer(
+        model=model.model,
+        task=MeanMargin(),
+        train_set_size=len(rows),
+        save_dir=str(tmp_path),
+        device="cpu",
+        projector=NoOpProjector(device="cpu"),
+        proj_dim=width,
+        use_half_precision=False,
+        grad_wrt=NAMES,
+        logging_level=logging.ERROR,
+        lambda_reg=level,
+    )
+    traker.load_checkpoint(model.model.state_dict(), model_id=0)
+    traker.featurize(batch=[rows], num_samples=len(rows))
+    traker.finalize_features()
+    traker.start_scoring_checkpoint("x", model.model.state_dict(), model_id=0, num_targets=len(units))
+    traker.score(batch=[units], num_samples=len(units))
+    theirs = np.array(traker.finalize_scores("x"))
+    model.model.requires_grad_(False)
+
+    featurizer = Featurizer(engine, None)
+    row, unit = (featurizer.features(examples(ids), "margin") for ids in (rows, units))
+    wide = row.value_NK.astype(np.float64)
+    ridge = level * width / np.trace(wide.T @ wide) * width  # theirs is of gradients divided by the root of their width
+    scores = wide @ newton_map(wide.T @ wide, unit.value_NK.astype(np.float64), ridge, "x") * row.doubt_N[:, None]
+    scale = (scores * theirs).sum() / (theirs**2).sum()
+    assert scale > 0
+    assert np.abs(scores - scale * theirs).max() < 1e-3 * np.abs(scores).max()
+
+
+def test_datainf_equals_dattri(model):
+    pytest.importorskip("dattri")
+    from dattri.algorithm.influence_function import IFAttributorDataInf  # noqa: PLC0415
+    from dattri.task import AttributionTask  # noqa: PLC0415
+
+    def loss(parameters, data):
+        (ids,) = data
+        logits = torch.func.functional_call(model.model, parameters, (ids[None] if ids.ndim == 1 else ids,)).logits
+        return -log_p(logits, ids).mean()
+
+    rows, units, level = tokens(12, 0), tokens(4, 1), 0.05
+    model.model.requires_grad_(True)
+    task = AttributionTask(loss_func=loss, model=model.model, checkpoints=model.model.state_dict())
+    attributor = IFAttributorDataInf(task=task, device="cpu", regularization=level, layer_name=NAMES[:1])
+    loaders = [DataLoader(TensorDataset(ids), batch_size=4, shuffle=False) for ids in (rows, units)]
+    attributor.cache(loaders[0])
+    theirs = attributor.attribute(*loaders).detach().numpy()
+    model.model.requires_grad_(False)
+
+    engine = PerExample(model, choose_layers(model, NAMES[:1]))
+    square_LM = layer_norms(engine, examples(rows))
+    queries = Queries.collect(engine, examples(units), [True])
+    precondition(queries, examples(rows), square_LM, level * engine.layers.size / square_LM.mean())
+    ours, _ = exact_products(queries, examples(rows))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_ekfac_influence_equals_kronfluence(model, tmp_path):
+    pytest.importorskip("kronfluence")
+    from kronfluence.analyzer import Analyzer, prepare_model  # noqa: PLC0415
+    from kronfluence.arguments import FactorArguments, ScoreArguments  # noqa: PLC0415
+    from kronfluence.task import Task  # noqa: PLC0415
+
+    class MeanLoss(Task):
+        """Of each row its mean loss; positions without a label are masked."""
+
+        def compute_train_loss(self, batch, model, sample=False):
+            assert not sample
+            return -log_p(model(batch[0]).logits, batch[0]).mean(1).sum()
+
+        def compute_measurement(self, batch, model):
+            return self.compute_train_loss(batch, model)
+
+        def get_influence_tracked_modules(self):
+            return ["gpt_neox.layers.1.mlp.dense_4h_to_h"]
+
+        def get_attention_mask(self, batch):
+            mask = torch.ones_like(batch[0])
+            mask[:, -1] = 0
+            return mask
+
+    rows, units = tokens(40, 0), tokens(4, 1)
+    copied = GPTNeoXForCausalLM(model.model.config)
+    copied.load_state_dict(model.model.state_dict())
+    tracked = prepare_model(copied, MeanLoss())
+    analyzer = Analyzer("x", tracked, MeanLoss(), cpu=True, output_dir=str(tmp_path), disable_tqdm=True)
+    how = FactorArguments(strategy="ekfac", use_empirical_fisher=True)
+    batches = {"per_device_batch_size": 8}
+    analyzer.fit_all_factors("f", TensorDataset(rows), factor_args=how, **batches)
+    analyzer.compute_pairwise_scores(
+        "s",
+        "f",
+        query_dataset=TensorDataset(units),
+        train_dataset=TensorDataset(rows),
+        score_args=ScoreArguments(damping_factor=None),
+        per_device_query_batch_size=4,
+        per_device_train_batch_size=8,
+    )
+    theirs = analyzer.load_pairwise_scores("s")["all_modules"].numpy().T
+
+    engine = PerExample(model, choose_layers(model, ["*layers.1*dense_4h_to_h"]))
+    fisher = Fisher(examples(rows), None)
+    bases = [Basis.of(one) for one in second_moments(engine, fisher, full_width=64)]
+    queries = Queries.collect(engine, examples(units), [True])
+    apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
+    ours, _ = exact_products(queries, examples(rows))
+    # our eigenvalues are of one label's loss, theirs of the row's mean over its labels
+    np.testing.assert_allclose(ours * (LENGTH - 1), theirs, rtol=5e-3, atol=2e-3 * np.abs(theirs).max())
