@@ -106,6 +106,7 @@ class FeatureSettings(Settings):
     match: Literal["pooled", "token", "both"] = Field("both", description="Relevance kernels built. Paper: pooled.")
     pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
     token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
+    input_match: bool = Field(True, description="Input-token kernel beside `token`. Not in the paper.")
     top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
     alpha: float = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha: 1 or 0.5.")
     epsilon: float = Field(
@@ -141,6 +142,10 @@ class FeatureSettings(Settings):
     @property
     def token(self) -> bool:
         return self.match in ("token", "both")
+
+    @property
+    def input(self) -> bool:
+        return self.token and self.input_match
 
 
 class BuildSettings(Settings):
@@ -282,5 +287,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def write_yaml(data: dict[str, Any], path: Path) -> None:
     """Write aside, then rename: a reader never sees half a file."""
     part = path.with_name(path.name + ".part")
-    part.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    part.write_text(yaml_text(data), encoding="utf-8")
     part.replace(path)
+
+
+def yaml_text(data: Mapping[str, Any]) -> str:
+    """A mapping as YAML, in the order that it has."""
+    return yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)

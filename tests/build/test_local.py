@@ -14,11 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import Artifact
+from grasp.build import forward
 from grasp.build.extend import add_target
-from grasp.build.local import build, relevance_scale
+from grasp.build.forward import ShardForward
+from grasp.build.local import build, build_token_kernel, prepare, relevance_scale
 from grasp.build.moments import sample_rows
+from grasp.build.progress import Silent
 from grasp.errors import ArtifactError, ModelError
+from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import BuildSettings, TargetSettings
 from tests.build.world import texts, world, write_targets
 
@@ -52,8 +57,8 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(settings.model.path).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
 
-    def positions(self, ids: list[int], first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hidden states and residuals, top-k + label, at the supervised positions from `first` on."""
+    def positions(self, ids: list[int], first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Hidden states, residuals (top-k + label) and input tokens at the supervised positions from `first` on."""
         with torch.inference_mode():
             output = self.model(torch.tensor([ids]), output_hidden_states=True)
         hidden = output.hidden_states[-1][0, first:-1].double().numpy()
@@ -63,9 +68,9 @@ class Reference:
             kept = set(np.argsort(-probability[t])[: self.features.top_k]) | {label}
             for v in kept:
                 residual[t, v] = probability[t, v] - (v == label)
-        return hidden, residual
+        return hidden, residual, np.array(ids[first:-1])
 
-    def rows(self, documents: list[str], max_length: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def rows(self, documents: list[str], max_length: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         ids = [self.tokenizer(text)["input_ids"] + [0] for text in documents]
         cut = [line[k : k + max_length] for line in ids for k in range(0, len(line), max_length)]
         return [self.positions(line, 0) for line in cut if len(line) > 1]
@@ -79,25 +84,40 @@ class Reference:
         return mean, vector @ np.diag(value**-0.5) @ vector.T, precondition
 
     def pooled(self, rows, units) -> np.ndarray:
-        tails = [(hidden[-32:].mean(0), residual[-32:].mean(0)) for hidden, residual in rows]
+        tails = [(hidden[-32:].mean(0), residual[-32:].mean(0)) for hidden, residual, _ in rows]
         hidden, residual = (np.stack(part) for part in zip(*tails, strict=True))
         mean, white, precondition = self.whitener(hidden, residual)
         out = np.zeros((len(rows), len(units)))
         for i in range(len(rows)):
-            for e, (unit_hidden, unit_residual) in enumerate(units):
+            for e, (unit_hidden, unit_residual, _) in enumerate(units):
                 h = (white @ (hidden[i] - mean)) @ (white @ (unit_hidden[-32:].mean(0) - mean))
                 r = residual[i] @ (precondition * unit_residual[-32:].mean(0))
                 out[i, e] = r * np.sign(h) * np.log1p(abs(h))
         return out
 
     def token(self, rows, units) -> np.ndarray:
-        mean, white, precondition = self.whitener(*(np.concatenate(part) for part in zip(*rows, strict=True)))
+        mean, white, precondition = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
         out = np.zeros((len(rows), len(units)))
-        for i, (hidden, residual) in enumerate(rows):
+        for i, (hidden, residual, _) in enumerate(rows):
             gradient = np.einsum("th,tv->hv", (hidden - mean) @ white, residual * precondition) / len(hidden)
-            for e, (unit_hidden, unit_residual) in enumerate(units):
+            for e, (unit_hidden, unit_residual, _) in enumerate(units):
                 other = np.einsum("th,tv->hv", (unit_hidden - mean) @ white, unit_residual) / len(unit_hidden)
                 out[i, e] = (gradient * other).sum()
+        return out
+
+    def input(self, rows, units) -> np.ndarray:
+        """With the gradient of the embedding of position t taken to be that of its hidden state."""
+        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        delta = np.concatenate([residual @ matrix for _, residual, _ in rows])
+        share = np.bincount(np.concatenate([token for *_, token in rows]), minlength=len(matrix)) / len(delta)
+        weight = 1.0 / (share + self.features.epsilon * share[share > 0].mean())
+        second = delta.T @ delta / len(delta)
+        inverse = np.linalg.inv(second + self.features.tau * np.trace(second) / len(second) * np.eye(len(second)))
+        out = np.zeros((len(rows), len(units)))
+        for i, (_, residual, token) in enumerate(rows):
+            for e, (_, unit_residual, unit_token) in enumerate(units):
+                product = (residual @ matrix) @ inverse @ (unit_residual @ matrix).T
+                out[i, e] = (product * (token[:, None] == unit_token) * weight[token][:, None]).mean()
         return out
 
 
@@ -111,8 +131,8 @@ def test_relevance_equals_the_float64_reference(root):
         ids = reference.tokenizer(prompt)["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in Artifact.open(root / "exact").units["unit_id"].to_pylist()]
-    for name, unordered in (("token", reference.token(rows, units)), ("pooled", reference.pooled(rows, units))):
-        expected = unordered[:, order]
+    for name in ("token", "pooled", "input"):
+        expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
 
@@ -139,16 +159,48 @@ def test_sampled_moments_need_one_pass_and_come_close(root, built):
     for name in ("relevance_token", "relevance_pooled"):
         correlation = np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1]
         assert correlation > 0.95, name
-    assert_same({"t": found["relevance_token"]}, {"t": expected["relevance_token"]})
+    for name in ("relevance_token", "relevance_input"):
+        assert_same({name: found[name]}, {name: expected[name]})
 
 
-@pytest.mark.parametrize("match", ["pooled", "token"])
-def test_one_kernel_alone_is_what_it_is_beside_the_other(root, built, match):
-    found = arrays(build(world(root, features={"match": match}), root / f"only-{match}"))
-    expected = arrays(built)
-    other = "relevance_token" if match == "pooled" else "relevance_pooled"
-    assert other not in found
-    assert_same(found, {name: expected[name] for name in found})
+@pytest.mark.parametrize(
+    ("features", "kernels"),
+    [
+        ({"match": "pooled"}, {"pooled"}),
+        ({"match": "token"}, {"token", "input"}),
+        ({"match": "token", "input_match": False}, {"token"}),
+        ({"input_match": False}, {"token", "pooled"}),
+    ],
+)
+def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp_path, features, kernels):
+    found = arrays(build(world(root, features=features), tmp_path / "some"))
+    others = {"token", "pooled", "input"} - kernels
+    expected = {name: array for name, array in arrays(built).items() if name.removeprefix("relevance_") not in others}
+    assert_same(found, expected)
+
+
+def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, built, tmp_path):
+    moments = Artifact.open(built).moments
+    assert moments["input.count"] == moments["token.count"]
+    assert moments["input.gamma"].sum() == pytest.approx(1.0)
+    assert moments["input.covariance"].dtype == moments["input.gamma"].dtype == np.float64
+    without = Artifact.open(build(world(root, features={"input_match": False}), tmp_path / "without")).moments
+    assert not [name for name in without if name.startswith("input.")]
+    assert np.array_equal(without["token.covariance"], moments["token.covariance"])
+
+
+def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
+    settings = world(root)
+    inputs = prepare(settings, ReferenceModel.load(settings.model), tmp_path / "tokens", Silent())
+    kernel = build_token_kernel(inputs, tmp_path, Silent())
+    own = kernel.unit_relevance(inputs.units)
+    whole = kernel.relevance(inputs.units.block(0, 6))
+    assert own.keys() == whole.keys() == {"relevance_token", "relevance_input"}
+    monkeypatch.setattr(forward, "BATCH_ROWS", 4)
+    for name, found in kernel.unit_relevance(inputs.units).items():
+        np.testing.assert_allclose(found, own[name], rtol=1e-4)
+        np.testing.assert_allclose(found, whole[name].diagonal().numpy(), rtol=1e-4)
+        assert (found > 0).all()
 
 
 def test_float16_keeps_three_digits(root, built):
@@ -244,6 +296,29 @@ def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_pat
     for name, expected in joint.items():
         tolerance = (2e-3 if keep else 1e-5) * np.abs(expected).max()
         np.testing.assert_allclose(grown[name], expected, atol=tolerance, err_msg=name)
+
+
+def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
+    out = build(world(root, features={"input_match": False}), tmp_path / "artifact")
+    manifest = Artifact.open(out).manifest
+    del manifest.settings["features"]["input_match"]  # as if it had been built before there was one
+    write_manifest(out, manifest)
+    before = set(arrays(out))
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
+    artifact = Artifact.open(out)
+    assert set(artifact.array_names) == before
+    with pytest.raises(ArtifactError, match=r"no 'input' relevance, only .*; build it with features.input_"):
+        artifact.relevance_name("input")
+
+
+def test_positions_that_were_kept_without_their_tokens_are_refused(root, tmp_path):
+    out = build(world(root, keep_features=True), tmp_path / "artifact")
+    kept = Artifact.open(out).features.read(0)
+    assert len(kept["position.input_P"]) == len(kept["position.row_P"])
+    del kept["position.input_P"]
+    with pytest.raises(ArtifactError, match=r"kept by another version, without \['input_P'\]; build the artifact"):
+        ShardForward.unspool(kept, 300)
 
 
 def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):

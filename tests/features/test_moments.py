@@ -36,6 +36,7 @@ def test_moments_of_any_cut_are_the_moments_of_the_whole(seed, cuts):
     assert found.count == 30
     np.testing.assert_allclose(found.mean_H, hidden.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.covariance_HH, np.cov(hidden.T, bias=True), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found.second_moment, hidden.T @ hidden / 30, rtol=1e-12)
     np.testing.assert_allclose(found.gamma_V, gamma, rtol=1e-12)
 
 

@@ -25,7 +25,12 @@ from grasp.artifact.manifest import (
 )
 from grasp.errors import ArtifactError
 
-RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token"}
+RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token", "input": "relevance_input"}
+BUILT_WITH = {
+    "pooled": "features.match: pooled or both",
+    "token": "features.match: token or both",
+    "input": "features.input_match: true and features.match: token or both",
+}
 VERIFY = "`grasp verify` names everything that is broken"
 
 Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
@@ -98,14 +103,14 @@ class Artifact:
         return Moments([self.path / name for name in self.manifest.moments], sums=True)
 
     def relevance_name(self, match: str) -> str:
-        """Array that holds the relevance of a kernel, `pooled` or `token`."""
+        """Array that holds the relevance of a kernel: `pooled`, `token` or `input`."""
         name = RELEVANCE.get(match)
         if name is None:
             raise ArtifactError(f"match: got {match!r}, expected one of {list(RELEVANCE)}")
         if name not in self.manifest.arrays:
             built = [kernel for kernel, array in RELEVANCE.items() if array in self.manifest.arrays]
             raise ArtifactError(
-                f"{self.path}: has no {match!r} relevance, only {built}; build it with features.match: {match} or both"
+                f"{self.path}: has no {match!r} relevance, only {built}; build it with {BUILT_WITH[match]}"
             )
         return name
 

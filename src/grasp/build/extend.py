@@ -13,7 +13,7 @@ from grasp.artifact.reader import Artifact
 from grasp.build.finish import PooledKernel
 from grasp.build.forward import ShardForward, TokenKernel, forward_shard
 from grasp.build.local import Inputs, announce, column_sums, identity, prepare, relevance_specs, unit_table
-from grasp.build.moments import unspool_moments
+from grasp.build.moments import unspool_moments, unspool_position_moments
 from grasp.build.progress import Progress, Silent
 from grasp.errors import ArtifactError
 from grasp.models.causal_lm import ReferenceModel
@@ -82,8 +82,8 @@ def kernels(artifact: Artifact, inputs: Inputs) -> tuple[TokenKernel | None, Poo
     features = inputs.settings.features.model_copy(update={"product_width": 0})
     token = None
     if features.token:
-        moments = unspool_moments(artifact.moments, "token.")
-        token = TokenKernel.prepare(inputs.units, moments, features, inputs.model.device)
+        moments = unspool_position_moments(artifact.moments)
+        token = TokenKernel.prepare(inputs.units, moments, features, inputs.model)
     return token, PooledKernel.prepare(inputs.units.pooled, unspool_moments(artifact.moments, "pooled."), features)
 
 
@@ -113,7 +113,7 @@ def _source(artifact: Artifact, inputs: Inputs, token: TokenKernel | None) -> Ca
         shard = ShardForward.unspool(artifact.features.read(k), model.vocab_size)
         if token is None:
             return shard
-        return ShardForward(shard.pooled, shard.loss_N, {"relevance_token": _token_columns(shard, token, inputs)})
+        return ShardForward(shard.pooled, shard.loss_N, _token_columns(shard, token, inputs))
 
     def from_pass(k: int) -> ShardForward:
         return forward_shard(model, inputs.store.shard(k), settings, token)
@@ -121,10 +121,7 @@ def _source(artifact: Artifact, inputs: Inputs, token: TokenKernel | None) -> Ca
     return from_kept if len(artifact.features.finished) == inputs.store.n_shards else from_pass
 
 
-def _token_columns(shard: ShardForward, token: TokenKernel, inputs: Inputs) -> NDArray[np.float32]:
+def _token_columns(shard: ShardForward, token: TokenKernel, inputs: Inputs) -> dict[str, NDArray[np.float32]]:
     assert shard.positions is not None
-    parts = [
-        token.apply(hidden, residual, row, n_rows)["relevance_token"]
-        for hidden, residual, row, n_rows in shard.positions.batches(len(shard.loss_N), inputs.model.device)
-    ]
-    return np.concatenate(parts)
+    parts = [token.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), inputs.model.device)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

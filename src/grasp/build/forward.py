@@ -15,17 +15,42 @@ from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
 from grasp.corpus.store import RowShard
-from grasp.errors import ModelError
+from grasp.errors import ArtifactError, ModelError
 from grasp.features.extract import BatchFeatures, bad_rows, extract
-from grasp.features.moments import MomentAccumulator, Moments
+from grasp.features.input_match import (
+    InputTargets,
+    hidden_gradient,
+    input_relevance,
+    input_tokens,
+    input_whitener,
+    prepare_input_targets,
+)
+from grasp.features.moments import MomentAccumulator, PositionMoments
 from grasp.features.pooling import PooledFeatures, pool
 from grasp.features.product_sketch import ProductSketch
 from grasp.features.residuals import SparseResidual, stack_residuals
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.features.whitening import Whitener
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
+from grasp.models.head import OutputHead
 from grasp.settings import FeatureSettings
 from grasp.targets.units import UnitTokens
+
+
+@dataclass(frozen=True, slots=True)
+class PositionBatch:
+    """Features of a few rows at the positions of the token kernel, in order of row."""
+
+    hidden_PH: Tensor
+    residual: SparseResidual
+    row_P: Tensor
+    input_P: Tensor  # token at the position
+    n_rows: int
+
+    @classmethod
+    def of(cls, batch: BatchFeatures, n_rows: int) -> Self:
+        """From a forward pass whose second specification is that of the kernel."""
+        return cls(*batch.take(1), batch.inputs(1), n_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,63 +61,81 @@ class UnitFeatures:
     hidden_SH: Tensor
     residual: SparseResidual
     unit_S: Tensor
+    input_S: Tensor  # token at the position
     loss_E: NDArray[np.float32]
 
     @property
     def n_units(self) -> int:
         return len(self.loss_E)
 
+    def block(self, start: int, stop: int) -> PositionBatch:
+        """Some of the units as if they were rows."""
+        mask_S = (self.unit_S >= start) & (self.unit_S < stop)
+        return PositionBatch(
+            self.hidden_SH[mask_S],
+            self.residual.at(mask_S),
+            self.unit_S[mask_S] - start,
+            self.input_S[mask_S],
+            stop - start,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenKernel:
-    """What the token kernel and the product sketch need from the moments."""
+    """What the token and input kernels and the product sketch need from the moments."""
 
-    moments: Moments
+    moments: PositionMoments
     targets: TokenTargets | None
+    inputs: InputTargets | None
     sketch: ProductSketch | None
 
     @classmethod
-    def prepare(cls, units: UnitFeatures, moments: Moments, settings: FeatureSettings, device: torch.device) -> Self:
-        whitener = Whitener.fit(moments, tau=settings.tau, alpha=settings.alpha, epsilon=settings.epsilon)
-        targets = sketch = None
-        if settings.token:
-            targets = prepare_targets(
-                units.hidden_SH, units.residual, units.unit_S, units.n_units, whitener, BATCH_ROWS
-            )
-        if settings.product_width:
-            sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, device)
-        return cls(moments=moments, targets=targets, sketch=sketch)
+    def prepare(
+        cls, units: UnitFeatures, moments: PositionMoments, settings: FeatureSettings, model: ReferenceModel
+    ) -> Self:
+        """Fold the moments into the units.
 
-    def apply(
-        self, hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, n_rows: int
-    ) -> dict[str, NDArray[np.float32]]:
+        Raises:
+            ModelError: the input kernel is asked for and the head is quantised.
+        """
+        weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
+        whitener = Whitener.fit(moments.token, **weighing)
+        of_units = units.unit_S, units.n_units
+        targets = inputs = sketch = None
+        if settings.token:
+            targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
+        if moments.input is not None:
+            own = input_whitener(moments.input, **weighing)
+            inputs = prepare_input_targets(model.head, units.residual, units.input_S, *of_units, own, BATCH_ROWS)
+        if settings.product_width:
+            sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
+        return cls(moments=moments, targets=targets, inputs=inputs, sketch=sketch)
+
+    def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
         """Relevance and product sketch of the rows of one batch."""
-        out: dict[str, NDArray[np.float32]] = {}
-        if self.targets is not None:
-            relevance_NE = token_relevance(self.targets, hidden_PH, residual, row_P, n_rows)
-            out["relevance_token"] = relevance_NE.cpu().numpy()
+        out = self.relevance(batch)
         if self.sketch is not None:
-            out["product_sketch"] = self.sketch.apply(hidden_PH, residual, row_P, n_rows).cpu().numpy()
+            out["product_sketch"] = self.sketch.apply(batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
+        return {name: array.cpu().numpy() for name, array in out.items()}
+
+    def relevance(self, batch: PositionBatch) -> dict[str, Tensor]:
+        """Relevance of the rows of one batch by each kernel that is built, (n_rows, E)."""
+        out: dict[str, Tensor] = {}
+        of_rows = batch.row_P, batch.n_rows
+        if self.targets is not None:
+            out["relevance_token"] = token_relevance(self.targets, batch.hidden_PH, batch.residual, *of_rows)
+        if self.inputs is not None:
+            out["relevance_input"] = input_relevance(self.inputs, batch.residual, batch.input_P, *of_rows)
         return out
 
-    def unit_relevance(self, units: UnitFeatures) -> NDArray[np.float64]:
-        """Relevance of each unit to itself, (E,)."""
-        assert self.targets is not None
-        own_E = np.empty(units.n_units)
-        unit_S = units.unit_S.cpu()
+    def unit_relevance(self, units: UnitFeatures) -> dict[str, NDArray[np.float64]]:
+        """Relevance of each unit to itself by each kernel that is built, (E,)."""
+        blocks: list[dict[str, NDArray[np.float64]]] = []
         for start in range(0, units.n_units, BATCH_ROWS):
             stop = min(start + BATCH_ROWS, units.n_units)
-            mask_S = ((unit_S >= start) & (unit_S < stop)).to(units.hidden_SH.device)
-            residual = SparseResidual(
-                units.residual.index_PK[mask_S],
-                units.residual.value_PK[mask_S],
-                units.residual.loss_P[mask_S],
-            )
-            block = token_relevance(
-                self.targets, units.hidden_SH[mask_S], residual, units.unit_S[mask_S] - start, stop - start
-            )
-            own_E[start:stop] = block[:, start:stop].diagonal().cpu().numpy()
-        return own_E
+            found = self.relevance(units.block(start, stop))
+            blocks.append({name: part[:, start:stop].diagonal().double().cpu().numpy() for name, part in found.items()})
+        return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +146,10 @@ class Positions:
     index_PK: NDArray[np.int32]
     value_PK: NDArray[np.float16]
     row_P: NDArray[np.int32]
+    input_P: NDArray[np.int32]
 
-    def batches(self, n_rows: int, device: torch.device) -> Iterator[tuple[Tensor, SparseResidual, Tensor, int]]:
-        """A few rows at a time: hidden states, residuals, row of each position, number of rows."""
+    def batches(self, n_rows: int, device: torch.device) -> Iterator[PositionBatch]:
+        """A few rows at a time."""
         edges = np.searchsorted(self.row_P, np.arange(0, n_rows + BATCH_ROWS, BATCH_ROWS))
         for block, (low, high) in enumerate(pairwise(edges)):
             first = block * BATCH_ROWS
@@ -117,7 +161,8 @@ class Positions:
             )
             hidden = torch.from_numpy(self.hidden_PH[low:high]).to(device).float()
             row = torch.from_numpy(self.row_P[low:high]).to(device).long() - first
-            yield hidden, residual, row, min(BATCH_ROWS, n_rows - first)
+            token = torch.from_numpy(self.input_P[low:high]).to(device).long()
+            yield PositionBatch(hidden, residual, row, token, min(BATCH_ROWS, n_rows - first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +171,7 @@ class ShardForward:
 
     pooled: PooledFeatures
     loss_N: NDArray[np.float32]
-    token: dict[str, NDArray[np.float32]]  # relevance_token (N, E), product_sketch (N, D), where they are built
+    token: dict[str, NDArray[np.float32]]  # relevance_token, relevance_input, product_sketch, where they are built
     positions: Positions | None = None  # where features are kept and the token kernel is built
 
     def kept(self) -> dict[str, NDArray[Any]]:
@@ -157,7 +202,11 @@ class ShardForward:
         token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
         positions = None
         if "position.row_P" in arrays:
-            positions = Positions(**{field.name: arrays[f"position.{field.name}"] for field in fields(Positions)})
+            names = [field.name for field in fields(Positions)]
+            lacking = [name for name in names if f"position.{name}" not in arrays]
+            if lacking:
+                raise ArtifactError(f"features: kept by another version, without {lacking}; build the artifact again")
+            positions = Positions(**{name: arrays[f"position.{name}"] for name in names})
         return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token, positions)
 
 
@@ -167,7 +216,7 @@ def forward_units(
     """Hidden states and residuals of all units; `names` are for messages."""
     length_E = np.fromiter((len(unit.input_ids) for unit in units), dtype=np.int64, count=len(units))
     first_E = torch.tensor([unit.first - 1 for unit in units])
-    pooled, hidden, residual, unit_of, order = [], [], [], [], []
+    pooled, hidden, residual, unit_of, tokens, order = [], [], [], [], [], []
     loss_E = np.empty(len(units), dtype=np.float32)
     for index in batches(length_E, model.batch_tokens):
         ids, length_B = pad_rows([units[e].input_ids for e in index])
@@ -179,12 +228,14 @@ def forward_units(
         hidden.append(part_hidden)
         residual.append(part_residual)
         unit_of.append(torch.from_numpy(index).to(row_P.device)[row_P])
+        tokens.append(batch.inputs(1))
         order.append(index)
     return UnitFeatures(
         pooled=_in_order(pooled, np.concatenate(order)),
         hidden_SH=torch.cat(hidden),
         residual=stack_residuals(residual),
         unit_S=torch.cat(unit_of),
+        input_S=torch.cat(tokens),
         loss_E=loss_E,
     )
 
@@ -209,20 +260,50 @@ def forward_shard(
         order.append(index)
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
         pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
-        token.append({} if kernel is None else kernel.apply(*batch.take(1), len(index)))
-        if keep_positions and kernel is not None:
-            positions.append(_positions(*batch.take(1), index))
+        if kernel is not None:
+            at_positions = PositionBatch.of(batch, len(index))
+            token.append(kernel.apply(at_positions))
+            if keep_positions:
+                positions.append(_positions(at_positions, index))
     where = np.concatenate(order)
     back = np.argsort(where)
     return ShardForward(
         pooled=_in_order(pooled, where),
         loss_N=loss_N,
-        token={name: np.concatenate([part[name] for part in token])[back] for name in token[0]},
+        token={name: np.concatenate([part[name] for part in token])[back] for name in token[0]} if token else {},
         positions=_join_positions(positions) if positions else None,
     )
 
 
-def token_moments(model: ReferenceModel, rows: RowShard, settings: FeatureSettings, into: MomentAccumulator) -> None:
+@dataclass(frozen=True, slots=True)
+class PositionAccumulators:
+    """Token-level moments while rows are added; `input` where the input kernel is built."""
+
+    head: OutputHead
+    token: MomentAccumulator
+    input: MomentAccumulator | None
+
+    @classmethod
+    def empty(cls, model: ReferenceModel, settings: FeatureSettings) -> Self:
+        size = model.hidden_size, model.vocab_size
+        return cls(model.head, MomentAccumulator(*size), MomentAccumulator(*size) if settings.input else None)
+
+    def add(self, batch: BatchFeatures) -> None:
+        """Add all positions of a forward pass."""
+        _add(self.token, batch.hidden_PH, batch.residual)
+        if self.input is not None:
+            _add(self.input, hidden_gradient(self.head, batch.residual), input_tokens(batch.input_P))
+
+    def moments(self) -> PositionMoments:
+        """The moments so far; at least one position."""
+        return PositionMoments(self.token.moments(), None if self.input is None else self.input.moments())
+
+
+def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> None:
+    into.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
+
+
+def token_moments(model: ReferenceModel, rows: RowShard, settings: FeatureSettings, into: PositionAccumulators) -> None:
     """Add the used positions of `rows` to the token-level moments."""
     names = rows.table.column("row_id")
     for index in batches(np.diff(rows.offsets), model.batch_tokens):
@@ -230,15 +311,11 @@ def token_moments(model: ReferenceModel, rows: RowShard, settings: FeatureSettin
         specs = (settings.token_positions,)
         batch = extract(model, ids, torch.zeros_like(length_B), length_B, specs, settings.top_k)
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
-        into.add(
-            batch.hidden_PH.cpu().numpy(),
-            batch.residual.index_PK.cpu().numpy(),
-            batch.residual.value_PK.cpu().numpy(),
-        )
+        into.add(batch)
 
 
-def _positions(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, index: NDArray[np.int64]) -> Positions:
-    hidden = hidden_PH.half()
+def _positions(batch: PositionBatch, index: NDArray[np.int64]) -> Positions:
+    hidden = batch.hidden_PH.half()
     if not bool(hidden.isfinite().all()):
         raise ModelError(
             "keep_features: hidden states beyond 65504 do not fit the float16 in which positions are kept; "
@@ -246,9 +323,10 @@ def _positions(hidden_PH: Tensor, residual: SparseResidual, row_P: Tensor, index
         )
     return Positions(
         hidden_PH=hidden.cpu().numpy(),
-        index_PK=residual.index_PK.int().cpu().numpy(),
-        value_PK=residual.value_PK.half().cpu().numpy(),
-        row_P=index[row_P.cpu().numpy()].astype(np.int32),
+        index_PK=batch.residual.index_PK.int().cpu().numpy(),
+        value_PK=batch.residual.value_PK.half().cpu().numpy(),
+        row_P=index[batch.row_P.cpu().numpy()].astype(np.int32),
+        input_P=batch.input_P.int().cpu().numpy(),
     )
 
 
@@ -261,6 +339,7 @@ def _join_positions(parts: list[Positions]) -> Positions:
         index_PK=np.concatenate([part.index_PK for part in parts])[order],
         value_PK=np.concatenate([part.value_PK for part in parts])[order],
         row_P=row_P[order],
+        input_P=np.concatenate([part.input_P for part in parts])[order],
     )
 
 

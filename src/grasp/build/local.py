@@ -22,7 +22,13 @@ from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
 from grasp.build.finish import PooledKernel
 from grasp.build.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard, forward_units
-from grasp.build.moments import build_token_moments, pooled_moments, spool_moments, spool_pooled_sample
+from grasp.build.moments import (
+    build_token_moments,
+    pooled_moments,
+    spool_moments,
+    spool_pooled_sample,
+    spool_position_moments,
+)
 from grasp.build.progress import Progress, Silent
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, ModelError
@@ -143,13 +149,13 @@ def refuse_longer(model: ReferenceModel, length: int, what: str) -> None:
 
 
 def build_token_kernel(inputs: Inputs, work: Path, progress: Progress) -> TokenKernel | None:
-    """Token moments and what follows from them; none where the settings ask for neither kernel nor sketch."""
+    """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
     features = inputs.settings.features
     if not features.token and not features.product_width:
         return None
     spool = FeatureSpool(work / "token-moments")
     moments = build_token_moments(inputs.model, inputs.store, features, spool, progress)
-    return TokenKernel.prepare(inputs.units, moments, features, inputs.model.device)
+    return TokenKernel.prepare(inputs.units, moments, features, inputs.model)
 
 
 def run_model(
@@ -203,8 +209,8 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
     own: dict[str, NDArray[np.float64]] = {}
     if pooled.units is not None:
         own["relevance_pooled"] = pooled.unit_relevance(inputs.units.pooled)
-    if token is not None and token.targets is not None:
-        own["relevance_token"] = token.unit_relevance(inputs.units)
+    if token is not None:
+        own |= token.unit_relevance(inputs.units)
     return {
         name: ArraySpec(
             inputs.n_units,
@@ -238,9 +244,9 @@ def close(inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: Ar
     if writer.complete:
         return
     sums, n_rows = writer.sums(), inputs.store.n_rows
-    moments = {f"pooled.{name}": array for name, array in spool_moments(pooled).items()}
+    moments = spool_moments(pooled, "pooled.")
     if token is not None:
-        moments |= {f"token.{name}": array for name, array in spool_moments(token.moments).items()}
+        moments |= spool_position_moments(token.moments)
     gains = {
         name: sketch_gain(sums[f"{name}.square"], n_rows)
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.features import FeatureSpool
-from grasp.build.forward import ShardForward, forward_shard, token_moments
+from grasp.build.forward import PositionAccumulators, ShardForward, forward_shard, token_moments
 from grasp.build.progress import Progress
 from grasp.corpus.store import RowStore
-from grasp.features.moments import MomentAccumulator, Moments
+from grasp.features.moments import MomentAccumulator, Moments, PositionMoments
 from grasp.models.causal_lm import ReferenceModel
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -46,20 +46,20 @@ def row_lengths(store: RowStore) -> NDArray[np.int64]:
 
 def build_token_moments(
     model: ReferenceModel, store: RowStore, settings: FeatureSettings, work: FeatureSpool, progress: Progress
-) -> Moments:
+) -> PositionMoments:
     """Token-level moments over the sample; computed once, kept in the work area for a resumed build."""
     if work.has(0):
-        return unspool_moments(work.read(0))
+        return unspool_position_moments(work.read(0))
     length_N = row_lengths(store)
     index = sample_rows(length_N, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
-    accumulator = MomentAccumulator(model.hidden_size, model.vocab_size)
+    accumulators = PositionAccumulators.empty(model, settings)
     for start in range(0, len(index), 256):
         rows = store.rows(index[start : start + 256])
-        token_moments(model, rows, settings, accumulator)
+        token_moments(model, rows, settings, accumulators)
         progress.advance(len(rows), len(rows.flat_ids))
-    moments = accumulator.moments()
-    work.write(0, spool_moments(moments))
+    moments = accumulators.moments()
+    work.write(0, spool_position_moments(moments))
     return moments
 
 
@@ -88,17 +88,29 @@ def pooled_moments(work: FeatureSpool, parts: int, hidden_size: int, vocab: int)
     return accumulator.moments()
 
 
-def spool_moments(moments: Moments) -> dict[str, NDArray[np.generic]]:
+def spool_moments(moments: Moments, prefix: str) -> dict[str, NDArray[np.generic]]:
     """As named arrays."""
     return {
-        "count": np.array([moments.count], dtype=np.int64),
-        "mean": moments.mean_H,
-        "covariance": moments.covariance_HH,
-        "gamma": moments.gamma_V,
+        f"{prefix}count": np.array([moments.count], dtype=np.int64),
+        f"{prefix}mean": moments.mean_H,
+        f"{prefix}covariance": moments.covariance_HH,
+        f"{prefix}gamma": moments.gamma_V,
     }
 
 
-def unspool_moments(arrays: Mapping[str, NDArray[Any]], prefix: str = "") -> Moments:
+def spool_position_moments(moments: PositionMoments) -> dict[str, NDArray[np.generic]]:
+    """As named arrays, `token.` and, where it is built, `input.`."""
+    arrays = spool_moments(moments.token, "token.")
+    return arrays if moments.input is None else arrays | spool_moments(moments.input, "input.")
+
+
+def unspool_position_moments(arrays: Mapping[str, NDArray[Any]]) -> PositionMoments:
+    """Back from named arrays."""
+    has_input = "input.count" in arrays
+    return PositionMoments(unspool_moments(arrays, "token."), unspool_moments(arrays, "input.") if has_input else None)
+
+
+def unspool_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> Moments:
     """Back from named arrays."""
     return Moments(
         count=int(arrays[f"{prefix}count"][0]),

@@ -20,6 +20,7 @@ class BatchFeatures:
     hidden_PH: Tensor
     residual: SparseResidual
     row_P: Tensor  # row of the batch
+    input_P: Tensor  # token at the position; its label is the next one
     chosen: tuple[Tensor, ...]  # one boolean (P,) per position specification
 
     def row_loss(self, n_rows: int) -> Tensor:
@@ -33,12 +34,11 @@ class BatchFeatures:
         mask_P = self.chosen[which]
         if bool(mask_P.all()):
             return self.hidden_PH, self.residual, self.row_P
-        residual = SparseResidual(
-            index_PK=self.residual.index_PK[mask_P],
-            value_PK=self.residual.value_PK[mask_P],
-            loss_P=self.residual.loss_P[mask_P],
-        )
-        return self.hidden_PH[mask_P], residual, self.row_P[mask_P]
+        return self.hidden_PH[mask_P], self.residual.at(mask_P), self.row_P[mask_P]
+
+    def inputs(self, which: int) -> Tensor:
+        """Input tokens at the positions of one specification."""
+        return self.input_P[self.chosen[which]]
 
 
 @torch.inference_mode()
@@ -68,6 +68,7 @@ def extract(
         hidden_PH=hidden_PH.float(),
         residual=residual,
         row_P=row_P,
+        input_P=ids_BL[row_P, t_P],
         chosen=tuple(mask[row_P, t_P] for mask in masks),
     )
 

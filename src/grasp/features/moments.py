@@ -1,5 +1,6 @@
-"""Mergeable first and second moments of hidden states and residuals, in float64.
+"""Mergeable first and second moments of one dense and one sparse feature, in float64.
 
+Output layer: hidden states and residuals. Input embedding: gradients at it and one-hot input tokens.
 Shape letters: P positions or rows, H hidden width, V vocabulary.
 """
 
@@ -14,12 +15,25 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Moments over `count` positions (token kernel) or rows (pooled kernel) of the training corpus."""
+    """Moments over `count` positions (token and input kernel) or rows (pooled kernel) of the training corpus."""
 
     count: int
     mean_H: F64
     covariance_HH: F64  # population covariance
-    gamma_V: F64  # second moment of each residual coordinate
+    gamma_V: F64  # second moment of each sparse coordinate; of one-hot tokens the share of each
+
+    @property
+    def second_moment(self) -> F64:
+        """Uncentred second moment of the dense feature."""
+        return self.covariance_HH + np.outer(self.mean_H, self.mean_H)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionMoments:
+    """Moments over one sample of positions."""
+
+    token: Moments  # hidden states and residuals
+    input: Moments | None = None  # hidden gradients and input tokens, where the input kernel is built
 
 
 class MomentAccumulator:

@@ -27,6 +27,10 @@ class SparseResidual:
     value_PK: Tensor  # float32, d loss / d z; unitless
     loss_P: Tensor  # float32, nats
 
+    def at(self, chosen_P: Tensor) -> "SparseResidual":
+        """Those at some of the positions, by mask or index."""
+        return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P])
+
 
 def top_k(values_PV: Tensor, k: int) -> Tensor:
     """Indices of the k largest of each row, (P, k), in no stated order.

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from grasp.errors import ModelError
 
+READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
@@ -28,6 +30,20 @@ class OutputHead:
             return self.linear(hidden_PH)  # type: ignore[no-any-return]
         torch.mm(hidden_PH, weight.T, out=out)
         return out if bias is None else out.add_(bias)
+
+    def matrix(self) -> Tensor:
+        """W, (V, H), in the model's dtype.
+
+        Raises:
+            ModelError: it is quantised: its numbers are not the weights.
+        """
+        weight: Tensor = self.linear.weight  # type: ignore[assignment]
+        if weight.dtype not in READABLE:
+            raise ModelError(
+                f"{type(self.linear).__name__}: the output head is quantised to {weight.dtype}, expected float; build "
+                "with features.input_match: false"
+            )
+        return weight.detach()
 
     def link(self, z_PV: Tensor) -> Tensor:
         """Logits as the softmax sees them."""

@@ -1,0 +1,116 @@
+r"""Input relevance: the inner product of preconditioned input-embedding gradients, without a backward pass.
+
+    a_{i,e} = 1/(|P_i||P_e|) sum_{t in P_i} sum_{s in P_e} [x_t = x_s] c(x_t) <delta~_t, delta~_s>
+
+The gradient of the loss at position t by the embedding matrix is onehot(x_t) (x) the gradient at that embedding. The
+residual stream carries an embedding straight to the output, so the body's Jacobian is taken to be the identity and the
+gradient at the embedding to be that at the hidden state, delta_t = W^T xi_t, with W the output matrix. It is exact
+where the body is the identity.
+
+This is the token kernel with delta in the place of h and onehot(x) in that of xi, so its kernel is used as it is; only
+tokens that units have cost anything.
+Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grasp.features.moments import Moments
+from grasp.features.residuals import SparseResidual
+from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
+from grasp.features.whitening import Whitener, preconditioner, whitening_map
+from grasp.models.head import OutputHead
+
+# Rows of a half-precision output matrix upcast at once, in elements: 64 MB in float32.
+GATHERED_ELEMENTS = 16 * 1024 * 1024
+
+
+def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
+    """delta = W^T xi, the gradient of each position's loss by its hidden state, (P, H), float32.
+
+    The residual carries the slope of a scaled or capped head; a bias does not matter. What top-k cut off is missing.
+
+    Raises:
+        ModelError: the head's matrix is quantised.
+    """
+    weight_VH = head.matrix()
+    index_PK, value_PK = residual.index_PK, residual.value_PK
+    if weight_VH.dtype == torch.float32:
+        return torch.nn.functional.embedding_bag(index_PK, weight_VH, mode="sum", per_sample_weights=value_PK)
+    # values in half precision would lose digits, and a float32 copy of the matrix may be gigabytes
+    count = max(1, GATHERED_ELEMENTS // (index_PK.shape[1] * weight_VH.shape[1]))
+    delta_PH = value_PK.new_empty(len(index_PK), weight_VH.shape[1])
+    for start in range(0, len(index_PK), count):
+        block = slice(start, start + count)
+        gathered_PKH = weight_VH[index_PK[block]].float()
+        delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
+    return delta_PH
+
+
+def input_tokens(token_P: Tensor) -> SparseResidual:
+    """One-hot input tokens, in the form of residuals with one entry a position."""
+    value_P = torch.ones_like(token_P, dtype=torch.float32)
+    return SparseResidual(index_PK=token_P[:, None], value_PK=value_P[:, None], loss_P=torch.zeros_like(value_P))
+
+
+def input_whitener(moments: Moments, *, tau: float, alpha: float, epsilon: float) -> Whitener:
+    """delta~ = (C + tau tr(C)/H I)^-1/2 delta, with C uncentred, and c(x) = (f_x + eps)^-alpha in the place of D."""
+    return Whitener(
+        mean_H=np.zeros_like(moments.mean_H),
+        map_HH=whitening_map(moments.second_moment, tau),
+        precondition_V=preconditioner(moments.gamma_V, alpha, epsilon),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class InputTargets:
+    """The units' side of the input kernel, prepared once per build."""
+
+    head: OutputHead
+    shared: TokenTargets  # of delta and input tokens
+
+
+def prepare_input_targets(
+    head: OutputHead,
+    residual: SparseResidual,
+    token_S: Tensor,
+    unit_S: Tensor,
+    n_units: int,
+    whitener: Whitener,
+    rows: int,
+) -> InputTargets:
+    """Fold whitening, c and the mean over a unit's positions into one vector a unit and token.
+
+    Args:
+        residual: sparse residuals at the units' supervised positions.
+        token_S: the input token at each of them.
+        unit_S: which unit each belongs to.
+        whitener: of `input_whitener`.
+        rows: rows a later call will pass at once; sets the size of blocks, not the result.
+    Source: ours, not in the paper; as eq:kfac-inner-product, of the input embedding.
+    """
+    delta_SH = hidden_gradient(head, residual)
+    return InputTargets(head, prepare_targets(delta_SH, input_tokens(token_S), unit_S, n_units, whitener, rows))
+
+
+def input_relevance(
+    targets: InputTargets, residual: SparseResidual, token_P: Tensor, row_P: Tensor, n_rows: int
+) -> Tensor:
+    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+
+    Args:
+        residual: sparse residuals at the rows' used positions.
+        token_P: the input token at each of them.
+        row_P: which row each belongs to, in [0, n_rows).
+    Positive: training on the row should lower the unit's loss.
+    Cost: O(K H) a position whose token a unit has, and for each such token a vector of H for every row.
+    """
+    match_P = targets.shared.compact_V[token_P] >= 0  # the others have nothing to be multiplied with
+    delta_PH = hidden_gradient(targets.head, residual.at(match_P))
+    matched = token_relevance(targets.shared, delta_PH, input_tokens(token_P[match_P]), row_P[match_P], n_rows)
+    matched_N = torch.bincount(row_P[match_P], minlength=n_rows)
+    positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
+    return matched * (matched_N / positions_N)[:, None]
