@@ -1,0 +1,166 @@
+r"""A game of 16 rows: the players move a model by one step of SGD together, the utility is what that takes off the loss
+of each unit.
+
+    U_e(S) = L_e(w) - L_e(w - eta sum_{i in S} g_i)         g_i: gradient of row i's mean loss; a sum, not a mean
+           ~ eta sum_{i in S} <g_e, g_i> - eta^2 / 2 sum_{i,j in S} g_i^T H_e g_j
+
+The validation loss is the mean over units; its game is the mean of theirs.
+
+Shape letters: P players, B subsets, E units, K models at once, X left width, Y right width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.sums import (
+    BlockParameters,
+    EachGradient,
+    InnerProducts,
+    Matrices,
+    combined,
+    norm_of,
+    run_over,
+)
+from grasp.features.sketch import CountSketch
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.llama import StackedLlama
+from grasp.models.recipe import TrainingRecipe
+from grasp.models.stacked import StackedModels
+from grasp.targets.units import UnitTokens
+
+F64 = NDArray[np.float64]
+
+RELATIVE_STEP = 1e-4  # of a difference, in units of the norm of the parameters
+MODELS_AT_ONCE = 16
+ALL_TOKENS = 10**9  # of one forward pass: units of a game are few
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Predictions of the form eta sum_i linear_i - eta^2 / 2 sum_ij curvature_ij, one game a unit."""
+
+    linear_PE: F64
+    curvature_PPE: F64 | None = None  # symmetric
+
+    def shapley(self, rate: float) -> F64:
+        """Shapley values of the predicted game, (P, E): the curvature is shared out evenly between two players."""
+        value_PE = rate * self.linear_PE
+        return value_PE if self.curvature_PPE is None else value_PE - rate**2 / 2 * self.curvature_PPE.sum(axis=1)
+
+    def utility(self, masks_BP: NDArray[np.bool_], rate: float) -> F64:
+        """Predicted utilities of subsets, (B, E)."""
+        weights_BP = masks_BP.astype(np.float64)
+        value_BE: F64 = rate * weights_BP @ self.linear_PE
+        if self.curvature_PPE is None:
+            return value_BE
+        curved_BE = np.einsum("bi,ije,bj->be", weights_BP, self.curvature_PPE, weights_BP)
+        return np.asarray(value_BE - rate**2 / 2 * curved_BE)
+
+
+class Gradients:
+    """Per-example gradients of one model."""
+
+    def __init__(self, model: ReferenceModel, layers: Sequence[str] = ("all",)) -> None:
+        self.engine = PerExample(model, choose_layers(model, layers))
+        self._parameters = BlockParameters(model.model, self.engine.layers, self.engine.work)
+        self._weights = self._parameters.read()
+
+    def of(self, examples: Sequence[Example]) -> list[torch.Tensor]:
+        """Gradients of mean losses, (P, X, Y) a block."""
+        each = EachGradient(self.engine, len(examples))
+        run_over(self.engine, examples, [each])
+        return each.matrices
+
+    def products(self, players: Matrices, units: Sequence[Example]) -> F64:
+        """<g_i, g_e> at the weights that the model has now, (P, E)."""
+        products = InnerProducts(self.engine, players, len(units))
+        run_over(self.engine, units, [products])
+        return products.products.T
+
+    def curvature(self, players: Matrices, units: Sequence[Example]) -> F64:
+        """g_i^T H_e g_j by central differences of g_e along every g_i, made symmetric, (P, P, E)."""
+        rows = []
+        for i in range(len(players[0])):
+            direction = [one[i] for one in players]
+            size = norm_of(direction)
+            length = RELATIVE_STEP * norm_of(self._weights) / size if size else 1.0
+            self._move(direction, length)
+            ahead_PE = self.products(players, units)
+            self._move(direction, -length)
+            behind_PE = self.products(players, units)
+            rows.append((ahead_PE - behind_PE) / (2.0 * length))
+        self._parameters.write(self._weights)
+        found_PPE: F64 = np.stack(rows)
+        return np.asarray((found_PPE + found_PPE.transpose(1, 0, 2)) / 2.0)
+
+    def _move(self, direction: Matrices, length: float) -> None:
+        self._parameters.write(combined(lambda weight, d: weight + length * d, self._weights, direction))
+
+    def named(self, matrices: Matrices) -> dict[str, torch.Tensor]:
+        """One gradient in the shapes and under the names of the parameters."""
+        return {
+            name: part.clone() for k, matrix in enumerate(matrices) for name, part in self._parameters.parts(k, matrix)
+        }
+
+
+def sketched(players: Matrices, units: Matrices, width: int, seed: int) -> F64:
+    """<g_i, g_e> from CountSketches of the whole gradients, (P, E)."""
+    flat = [torch.cat([one.flatten(1) for one in side], dim=1).cpu().numpy() for side in (players, units)]
+    sketch = CountSketch.draw(flat[0].shape[1], width, seed, "one-step")
+    left, right = (side @ sketch.matrix(np.ones(side.shape[1])) for side in flat)
+    return np.asarray(left @ right.T, dtype=np.float64)
+
+
+class StepUtility:
+    """Realized utilities: every subset's step is taken, and every unit's loss computed again."""
+
+    def __init__(
+        self,
+        recipe: TrainingRecipe,
+        state: dict[str, torch.Tensor],
+        gradients: Sequence[dict[str, torch.Tensor]],
+        units: Sequence[UnitTokens],
+        rate: float,
+    ) -> None:
+        """Hold the model and the players' gradients, float32.
+
+        Args:
+            state: weights by Hugging Face name.
+            gradients: of the players, likewise.
+            rate: learning rate eta.
+        """
+        self._units, self._rate = units, rate
+        self._base = _stacked(recipe, [state])
+        self._players = _stacked(recipe, gradients)
+        self._models = StackedLlama(recipe.shape, MODELS_AT_ONCE, torch.device("cpu"))
+        no_losses = np.zeros((0, MODELS_AT_ONCE), dtype=np.float32)
+        self._scored = StackedModels(recipe, (0,) * MODELS_AT_ONCE, no_losses, self._models)
+        self._before_E = self._losses(np.zeros((1, len(gradients)), dtype=bool))[0]
+
+    def __call__(self, masks_BP: NDArray[np.bool_]) -> F64:
+        """(B, E), nats; positive: the step lowers the unit's loss."""
+        pieces = [self._losses(masks_BP[i : i + MODELS_AT_ONCE]) for i in range(0, len(masks_BP), MODELS_AT_ONCE)]
+        return np.asarray(self._before_E - np.concatenate(pieces))
+
+    def _losses(self, masks_BP: NDArray[np.bool_]) -> F64:
+        """Units' losses after the steps of at most `MODELS_AT_ONCE` subsets."""
+        step_KP = torch.zeros(MODELS_AT_ONCE, masks_BP.shape[1])
+        step_KP[: len(masks_BP)] = torch.from_numpy(masks_BP).float().mul_(-self._rate)
+        with torch.no_grad():
+            for name, weight in self._models.weights.items():
+                base, players = self._base.weights[name], self._players.weights[name]
+                torch.addmm(base.flatten(1), step_KP, players.flatten(1), out=weight.view(MODELS_AT_ONCE, -1))
+        return np.asarray(self._scored.unit_losses(self._units, ALL_TOKENS)[: len(masks_BP)])
+
+
+def _stacked(recipe: TrainingRecipe, states: Sequence[dict[str, torch.Tensor]]) -> StackedLlama:
+    stacked = StackedLlama(recipe.shape, len(states), torch.device("cpu"))
+    for k, state in enumerate(states):
+        stacked.load(k, state)
+    return stacked

@@ -1,0 +1,262 @@
+"""The one-step experiment: predictions against enumeration and autograd, utilities against steps taken by hand."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from experiments.one_step import measure as measuring
+from experiments.one_step.game import Expansion, Gradients, StepUtility, sketched
+from experiments.one_step.measure import Kept, spearman_columns
+from experiments.one_step.setting import Case, Settings, World, fixed_subsets
+from grasp.baselines.shapley import exact_shapley
+from grasp.errors import SettingsError
+from grasp.features.sketch import CountSketch
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.llama import LlamaShape, StackedLlama
+from grasp.models.recipe import named_recipe
+from grasp.targets.units import UnitTokens
+from tests.baselines.gradient_world import NoTokenizer, autograd, objective, rows, units
+from tests.build.world import texts, write_targets
+
+SHAPE = LlamaShape(vocab_size=97, hidden=16, intermediate=24, layers=2, heads=2, context=32)
+RECIPE = named_recipe("tiny").model_copy(update={"shape": SHAPE})
+
+
+@pytest.fixture(scope="module")
+def model():
+    stacked = StackedLlama(SHAPE, 1, torch.device("cpu"))
+    stacked.initialise([3])
+    with torch.no_grad():
+        for _, tensor in stacked.tensors(0):
+            tensor.mul_(4.0 if tensor.ndim == 2 else 1.0)  # away from the flat start
+    return ReferenceModel(stacked.to_hf(0), NoTokenizer(), batch_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def game(model):
+    """Gradients of five rows, and products with those of four units."""
+    gradients = Gradients(model)
+    players = gradients.of(rows())
+    return gradients, players, gradients.products(players, units())
+
+
+def flat(gradients):
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+def expansion(seed=0, players=6, games=3):
+    generator = np.random.default_rng(seed)
+    half = generator.normal(size=(players, players, games))
+    return Expansion(generator.normal(size=(players, games)), half + half.transpose(1, 0, 2))
+
+
+def test_predicted_shapley_values_are_those_of_the_predicted_game():
+    one = expansion()
+    np.testing.assert_allclose(one.shapley(0.3), exact_shapley(lambda masks: one.utility(masks, 0.3), 6), atol=1e-12)
+    first = Expansion(one.linear_PE)
+    np.testing.assert_allclose(first.shapley(0.3), exact_shapley(lambda masks: first.utility(masks, 0.3), 6))
+
+
+def test_a_predicted_utility_is_the_double_sum_over_its_players():
+    one, mask = expansion(), np.array([1, 0, 1, 1, 0, 0], dtype=bool)
+    chosen = np.flatnonzero(mask)
+    expected = [
+        0.3 * sum(one.linear_PE[i, e] for i in chosen)
+        - 0.3**2 / 2 * sum(one.curvature_PPE[i, j, e] for i in chosen for j in chosen)
+        for e in range(3)
+    ]
+    np.testing.assert_allclose(one.utility(mask[None], 0.3)[0], expected)
+
+
+def test_products_and_curvature_are_those_of_autograd(model, game):
+    gradients, players, linear_PE = game
+    curvature_PPE = gradients.curvature(players, units())
+    wide = ReferenceModel(copy.deepcopy(model.model).double(), NoTokenizer())
+    rows_PD = torch.stack([flat(autograd(wide, row)) for row in rows()])
+    named = dict(sorted(wide.model.named_parameters()))
+    for e, unit in enumerate(units()):
+        for parameter in named.values():
+            parameter.requires_grad_(True)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            ids = torch.from_numpy(unit.input_ids.astype(np.int64))[None]
+            loss = objective(wide.model(input_ids=ids, use_cache=False).logits[0], unit)
+            first = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+            gradient = torch.cat([one.flatten() for one in first])
+            expected = torch.stack(
+                [
+                    rows_PD
+                    @ torch.cat(
+                        [
+                            h.flatten()
+                            for h in torch.autograd.grad(gradient @ row, list(named.values()), retain_graph=True)
+                        ]
+                    )
+                    for row in rows_PD
+                ]
+            )
+        np.testing.assert_allclose(linear_PE[:, e], rows_PD @ gradient.detach(), rtol=1e-3, atol=1e-6)
+        error = np.abs(curvature_PPE[..., e] - expected.numpy()).max()
+        assert error < 1e-3 * np.abs(expected.numpy()).max()
+
+
+def step_utility(model, game, rate):
+    gradients, players, _ = game
+    named = [gradients.named([one[i] for one in players]) for i in range(5)]
+    tokens = [UnitTokens(unit.input_ids, unit.first) for unit in units()]
+    return StepUtility(RECIPE, dict(model.model.state_dict()), named, tokens, rate)
+
+
+def test_a_realized_utility_is_a_step_taken_on_the_model(model, game):
+    gradients, players, _ = game
+    mask, rate = np.array([True, False, True, False, True]), 0.1
+    found = step_utility(model, game, rate)(np.stack([mask, np.zeros(5, bool)]))
+    state = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+
+    def losses():
+        with torch.no_grad():
+            return np.array(
+                [
+                    float(objective(model.model(torch.from_numpy(unit.input_ids).long()[None]).logits[0], unit))
+                    for unit in units()
+                ]
+            )
+
+    before = losses()
+    with torch.no_grad():
+        for i in np.flatnonzero(mask):
+            for name, gradient in gradients.named([one[i] for one in players]).items():
+                model.model.get_parameter(name).sub_(rate * gradient)
+    after = losses()
+    model.model.load_state_dict(state)
+    np.testing.assert_allclose(found[0], before - after, atol=3e-6)
+    np.testing.assert_allclose(found[1], 0.0, atol=1e-6)
+
+
+def test_many_subsets_at_once_are_each_their_own(model, game):
+    masks = np.random.default_rng(0).random((37, 5)) < 0.5
+    utility = step_utility(model, game, 0.05)
+    np.testing.assert_allclose(utility(masks), np.concatenate([utility(mask[None]) for mask in masks]), atol=3e-6)
+
+
+def test_the_second_order_is_nearer_to_what_happens(model, game):
+    gradients, players, linear_PE = game
+    curvature_PPE = gradients.curvature(players, units())
+    masks, rate = np.random.default_rng(1).random((20, 5)) < 0.6, 0.03
+    realized = step_utility(model, game, rate)(masks)
+    errors = [
+        np.abs(one.utility(masks, rate) - realized).max()
+        for one in (Expansion(linear_PE), Expansion(linear_PE, curvature_PPE))
+    ]
+    assert errors[1] < 0.25 * errors[0]
+
+
+def test_the_sketch_is_the_inner_product_of_sketched_gradients(game):
+    gradients, players, _ = game
+    of_units = gradients.of(units())
+    left, right = (torch.cat([one.flatten(1) for one in side], dim=1).numpy() for side in (players, of_units))
+    dense = CountSketch.draw(left.shape[1], 64, 7, "one-step").dense()
+    np.testing.assert_allclose(
+        sketched(players, of_units, 64, 7), (left @ dense) @ (right @ dense).T, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_subsets_are_distinct_of_eight_rows_and_the_cases_own():
+    masks = fixed_subsets(Case(0, 1, 2, np.arange(16)), 128)
+    assert masks.shape == (128, 16)
+    assert (masks.sum(axis=1) == 8).all()
+    assert len(np.unique(masks, axis=0)) == 128
+    np.testing.assert_array_equal(masks, fixed_subsets(Case(320, 1, 2, np.arange(16)), 128))
+    assert (masks != fixed_subsets(Case(0, 1, 3, np.arange(16)), 128)).any()
+
+
+def test_rank_correlation_is_scipys():
+    one, other = np.random.default_rng(0).integers(0, 9, size=(2, 30, 4)).astype(float)
+    np.testing.assert_allclose(spearman_columns(one, other), [spearmanr(one[:, e], other[:, e])[0] for e in range(4)])
+    assert np.isnan(spearman_columns(np.ones((5, 1)), np.arange(5.0)[:, None])[0])
+
+
+def test_what_was_made_is_not_made_again(tmp_path):
+    kept, made = Kept(tmp_path), []
+
+    def make():
+        made.append(1)
+        return {"value": np.array([0.1, 0.2])}
+
+    np.testing.assert_array_equal(kept.get("one", make)["value"], kept.get("one", make)["value"])
+    assert made == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["one.npz"]
+
+
+def corpus(path, n_rows):
+    with path.open("w") as file:
+        for i, text in enumerate(texts(n_rows)):
+            file.write(json.dumps({"row_id": f"row-{i}", "text": text}) + "\n")
+    return path
+
+
+def small(tmp_path, **changed):
+    given = {
+        "corpus": str(corpus(tmp_path / "rows.jsonl", 120)),
+        "targets": (str(write_targets(tmp_path / "facts.jsonl")),),
+        "documents": 120,
+        "units": 2,
+        "unit_tokens": 24,
+        "steps": (0, 2),
+        "seeds": 1,
+        "batches": 2,
+        "rates": (0.005, 0.05),
+        "shapley_rates": (0.05,),
+        "shapley_steps": (0,),
+        "permutations": 3,
+        "subsets": 6,
+        "sketch": 64,
+    }
+    return Settings(**given | changed)
+
+
+def test_no_row_plays_twice_and_players_are_not_trained_on(tmp_path, monkeypatch):
+    world = World(small(tmp_path, seeds=2), tmp_path / "work")
+    players = [case.row_index for case in world.cases() if case.steps == 0]
+    assert len(players) == 4
+    assert len(np.unique(np.concatenate(players))) == 64
+    seen = {}
+    monkeypatch.setattr(
+        "experiments.one_step.setting.train", lambda *_, retained, **__: seen.setdefault("retained", retained) and None
+    )
+    with pytest.raises((AttributeError, ValueError)):
+        world.state(Case(2, 0, 0, players[0]))
+    assert not seen["retained"][np.concatenate(players)].any()
+    assert seen["retained"].sum() == world.store.n_rows - 64
+
+
+def test_a_corpus_that_is_too_small_is_refused(tmp_path):
+    with pytest.raises(
+        SettingsError, match=r"--corpus: .*rows\.jsonl gives 120 rows, expected at least 192.*--batches"
+    ):
+        World(small(tmp_path, batches=10), tmp_path / "work")
+
+
+def test_from_rows_to_table_and_figure_and_again_without_computing(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from experiments.one_step.run import run  # noqa: PLC0415 - draws with an optional library
+
+    out, settings = tmp_path / "result.json", small(tmp_path, steps=(2,), shapley_steps=(2,), batches=1)
+    run(settings, out, tmp_path / "work", 0.005)
+    first = out.read_bytes()
+    result = json.loads(first)
+    names = {line["predictor"] for line in result["subsets"]}
+    assert {"taylor-1", "taylor-2", "sketch-1", "sketch-2", "grasp-pooled", "grasp-token"} <= names
+    assert {(line["steps"], line["rate"]) for line in result["subsets"]} == {(2, 0.005), (2, 0.05)}
+    assert {(line["steps"], line["rate"]) for line in result["shapley"]} == {(2, 0.05)}
+    best = next(line for line in result["subsets"] if line["predictor"] == "taylor-2" and line["rate"] == 0.005)
+    assert best["mean_loss"]["mean"] > 0.9
+    assert result["settings"]["corpus"] == "rows.jsonl"
+    assert out.with_suffix(".svg").stat().st_size > 1000
+    monkeypatch.setattr(measuring, "predictors", None)
+    monkeypatch.setattr(measuring, "StepUtility", None)
+    run(settings, out, tmp_path / "work", 0.005)
+    assert out.read_bytes() == first
