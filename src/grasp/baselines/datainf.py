@@ -20,7 +20,7 @@ from grasp.baselines.gradients.layers import LayerSet, choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
-from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, projection_note
+from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, exact_note, projection_note
 from grasp.baselines.gradients.session import (
     ExactPlan,
     Group,
@@ -119,7 +119,7 @@ class DataInf(RowMethod[DataInfSettings]):
 
     def _account(self, material: Material) -> Account:
         own, layers = self.settings, choose_layers(material.model, self.settings.layers)
-        how = f"exact, {len(self._plan(material).groups)} passes over the rows"
+        how = exact_note(len(self._plan(material).groups))
         if own.dimension is not None:
             how = "each layer apart " + projection_note(
                 layers.blocks, own.dimension, own.projection, typical_tokens(material)

@@ -24,7 +24,7 @@ from grasp.baselines.gradients.curvature import (
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.per_example import PerExample
 from grasp.baselines.gradients.queries import Queries
-from grasp.baselines.gradients.scorers import ExactScorer
+from grasp.baselines.gradients.scorers import ExactScorer, exact_note
 from grasp.baselines.gradients.session import (
     ExactPlan,
     exact_plan,
@@ -144,7 +144,7 @@ class Influence(RowMethod[InfluenceSettings]):
     def _account(self, material: Material) -> Account:
         own, layers = self.settings, choose_layers(material.model, self.settings.layers)
         wide = [b.name for b in layers.blocks if b.left > own.full_width and "embedding" not in b.kinds]
-        notes = [f"exact, {len(self._plan(material).groups)} passes over the rows"]
+        notes = [exact_note(len(self._plan(material).groups))]
         if own.curvature != "none":
             rows = min(own.fisher_rows, material.n_rows)
             notes.append(f"{own.curvature} over {rows} rows with {own.labels} labels, damping {own.damping:g}")

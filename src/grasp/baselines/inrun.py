@@ -79,7 +79,7 @@ class InRun(RowMethod[InRunSettings]):
     learning rate (see `grasp.baselines.replay`). A row's score is its value in the step that it was in.
 
     Deviations: the source derives its values for SGD and uses them where AdamW trains, which is `update: sgd` here;
-    `adam` is the fixed-state form of Ding et al. 2026 without their linearisation. The source's second order has an
+    `adam` holds the optimizer's state fixed within a step, as Ding et al. 2026 do; its details are ours. The source's second order has an
     exact Hessian product; here it is a central difference along the batch's step.
     """
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.layers import LayerSet, choose_layers
-from grasp.baselines.gradients.scorers import projection_note
+from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
 from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
 from grasp.baselines.gradients.settings import ProjectedSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_seconds
@@ -99,14 +99,18 @@ class Trak(RowMethod[TrakSettings]):
         self, material: Material, layers: LayerSet, width: int, checkpoints: tuple[Checkpoint, ...]
     ) -> Account:
         own = self.settings
-        steps = ", ".join(one.path.name if one.step is None else str(one.step) for one in checkpoints)
         how = "whole gradients, not projected"
         if own.dimension is not None:
             how = projection_note(layers.blocks, own.dimension, own.projection, typical_tokens(material))
+        ridge = f"lambda {own.ridge:g} of the mean diagonal" if own.ridge else "lambda 0"
         return Account(
             features=width * len(checkpoints),
             covers=(layers.describe(),),
-            notes=(how, f"checkpoints at steps {steps}", f"lambda {own.ridge:g} of the mean diagonal"),
+            notes=(
+                how,
+                checkpoint_note(checkpoints),
+                f"lambda {own.ridge:g} of the mean diagonal" if own.ridge else "lambda 0",
+            ),
         )
 
 

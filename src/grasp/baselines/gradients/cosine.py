@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grasp.baselines.base import Account, RowMethod, RowScorer
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Queries
-from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, normalised, norms, projection_note
+from grasp.baselines.gradients.scorers import (
+    ExactScorer,
+    ProjectedScorer,
+    checkpoint_note,
+    exact_note,
+    normalised,
+    norms,
+    projection_note,
+)
 from grasp.baselines.gradients.session import (
     ExactPlan,
     Group,
@@ -32,6 +41,7 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
 from grasp.baselines.material import Material
 from grasp.baselines.work import WorkArea
 
+F64 = NDArray[np.float64]
 S = TypeVar("S", bound=LayerSettings)
 
 
@@ -70,7 +80,7 @@ class CosineMethod(RowMethod[S]):
         groups = self._plan(material).groups
         at, group = divmod(part, len(groups))
         weights, notes = checkpoint_weights(checkpoints, form.weights)
-        account = self._account(material, form, notes)
+        account = self._account(material, form, weights, notes)
         update = self.update(checkpoints[at]) if form.update else None
         weight = float(weights[at])
         if form.dimension is not None:
@@ -110,18 +120,16 @@ class CosineMethod(RowMethod[S]):
             dense=bool(self.form(material).update),
         )
 
-    def _account(self, material: Material, form: CosineForm, notes: tuple[str, ...]) -> Account:
+    def _account(self, material: Material, form: CosineForm, weights: F64, notes: tuple[str, ...]) -> Account:
         layers = choose_layers(material.model, self.settings.layers)
         checkpoints = self._checkpoints(material)
-        steps = ", ".join(one.path.name if one.step is None else str(one.step) for one in checkpoints)
         if form.dimension is None:
-            groups = len(self._plan(material).groups)
-            how = f"exact inner products without projection, {groups} passes over the rows a checkpoint"
+            how = exact_note(len(self._plan(material).groups))
         else:
             how = projection_note(layers.blocks, form.dimension, form.projection, typical_tokens(material))
         updated = ("rows by Adam's update instead of their gradient",) if form.update else ()
         return Account(
             features=(form.dimension or 0) * len(checkpoints),
             covers=(layers.describe(),),
-            notes=(how, f"checkpoints at steps {steps}", *notes, *updated),
+            notes=(how, checkpoint_note(checkpoints, weights), *notes, *updated),
         )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.baselines.base import Account, RowScorer, Scores
+from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import refuse_non_finite
 from grasp.baselines.gradients.layers import Block
 from grasp.baselines.gradients.projection import Form, choose_forms
@@ -81,6 +82,19 @@ def projection_note(blocks: Sequence[Block], width: int, form: Form, tokens: int
     forms = choose_forms(blocks, width, tokens, form)
     dense = forms.count("dense")
     return f"projected to {width}: {dense} blocks by a dense matrix of signs, {len(forms) - dense} by rank-one signs"
+
+
+def exact_note(groups: int) -> str:
+    """That gradients were not projected, and what that took."""
+    return "exact, not projected" + ("" if groups == 1 else f", in {groups} passes over the rows a checkpoint")
+
+
+def checkpoint_note(checkpoints: Sequence[Checkpoint], weights: F64 | None = None) -> str:
+    """Which checkpoints were added up, and what each counted for."""
+    names = [one.path.name if one.step is None else f"step {one.step}" for one in checkpoints]
+    if weights is not None and len(names) > 1:
+        names = [f"{name} ({weight:.3g})" for name, weight in zip(names, weights, strict=True)]
+    return "at " + ", ".join(names)
 
 
 def normalised(vectors_NK: F64, what: str, first: int = 0) -> F64:
