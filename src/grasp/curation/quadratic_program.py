@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from grasp.errors import SettingsError
+from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 
 CONVEX_SHARE = 1e-10  # eigenvalues this small against the largest are rounding
 STEPS = 200
+RANDOM_STARTS = 32
 STILL = 1e-9
 ON_BOUND = 1e-7
 
@@ -83,11 +85,13 @@ def _split(quadratic_GG: F64) -> tuple[F64, F64]:
 
 
 def _starts(programme: Programme) -> Iterator[F64]:
-    """The current mixture, and the corner of the feasible mixtures that lies farthest out towards each value."""
+    """The current mixture, and corners of the feasible mixtures: farthest out towards each value, and at random."""
+    n = len(programme.linear_G)
     flat_GG = np.zeros_like(programme.quadratic_GG)
+    random_RG = stream(0, "mixture", "starts").standard_normal((RANDOM_STARTS, n))
     yield programme.current_G
-    for g in range(len(programme.linear_G)):
-        corner = _maximise(programme, np.eye(len(programme.linear_G))[g], flat_GG)
+    for direction_G in np.concatenate([np.eye(n), random_RG]):
+        corner = _maximise(programme, direction_G, flat_GG)
         assert corner is not None
         yield corner
 
@@ -96,7 +100,7 @@ def _climb(programme: Programme, down_GG: F64, up_GG: F64, p_G: F64) -> F64:
     for _ in range(STEPS):
         found = _maximise(programme, programme.linear_G + 2.0 * up_GG @ p_G, down_GG)
         assert found is not None
-        if np.abs(found - p_G).max() < STILL:
+        if programme.value(found) - programme.value(p_G) <= STILL * abs(programme.value(found)):
             return found
         p_G = found
     return p_G
