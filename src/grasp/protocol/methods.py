@@ -55,6 +55,7 @@ def compare(
     asked: Asked,
     *,
     targets: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
     partial: bool = False,
     resamples: int = RESAMPLES,
 ) -> EvaluationReport:
@@ -62,6 +63,7 @@ def compare(
 
     Args:
         targets: by the environment's names; None: all that the artifact and every file have.
+        seeds: retraining seeds to use; None: all.
         partial: of an unfinished environment use the subsets that are there.
     Raises:
         EnvironmentDataError: artifact, files or utilities do not belong together or are incomplete.
@@ -70,7 +72,7 @@ def compare(
     """
     scored = Scored.of(environment, artifact)
     chosen = _checked_targets(scored, targets)
-    utilities = environment.utilities(partial=partial).of(*chosen)
+    utilities = environment.utilities(seeds=seeds, partial=partial).of(*chosen)
     published, notes = _published(artifact, scored, utilities, asked)
     predictions = [*_own_predictions(artifact, scored, asked, chosen), *published]
     rows = RowIndex.from_parquet(artifact.rows_path)
@@ -83,6 +85,7 @@ def compare(
         environment,
         predictions,
         targets=common or None,
+        seeds=seeds,
         partial=partial,
         resamples=resamples,
         notes=[*asked.notes, *notes],
