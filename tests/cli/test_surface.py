@@ -79,6 +79,18 @@ SURFACE = {
         "--components",
         "--out",
     ],
+    "report": [
+        "ART",
+        "--out",
+        "--by",
+        "--targets",
+        "--protocol",
+        "--environment",
+        "--partial",
+        "--selection",
+        "--mixture",
+        "--previous",
+    ],
     "retrain": [
         "--out",
         "--corpus",

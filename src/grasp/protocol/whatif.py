@@ -28,22 +28,46 @@ from grasp.protocol.label_slices import LabelSlices
 from grasp.protocol.scorer import Scorer
 from grasp.protocol.source import F64
 from grasp.subsets.blocks import Side
-from grasp.utility.geometry import SketchSums, SubsetMass, Weighting, subset_relevance
+from grasp.utility.geometry import SketchSums, SubsetMass, Weighting
 
 JOINT = ("hidden", "residual")
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One term of a prediction: weight x (value - mean) / std; `inverse_T` is 0 where it does not vary."""
+    """One term of a prediction: weight x (value - mean) / std."""
 
     weight: float
     mean_T: F64  # of one number where it is the same for all targets
-    inverse_T: F64
+    inverse_T: F64  # 1 / std; 0 where it does not vary
 
-    def part(self, value_BT: F64) -> F64:
-        """What the term adds to the utility, (B, T)."""
-        return np.asarray(self.weight * (value_BT - self.mean_T) * self.inverse_T)
+
+@dataclass(frozen=True, slots=True)
+class Quadratic:
+    """Weights of the quadratic terms of one sketch: of u' C u, of sum_g u_g^2 p_g, and of v' C v."""
+
+    raw: float = 0.0
+    own: float = 0.0
+    cent: float = 0.0
+
+    def plus(self, kind: str, weight: float) -> "Quadratic":
+        """With the weight of one more component."""
+        raw, own, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
+        return Quadratic(self.raw + raw * weight, self.own + own * weight, self.cent + cent * weight)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceFormula:
+    """All components and their z-scores folded into one formula:
+
+    V_t = c (sum_g f_g relevance_gt - taken_t) + c^2 sum_h (raw_h u'C_h u + own_h sum_g u_g^2 p_hg + cent_h v'C_h v)
+          - constant_t
+    """
+
+    relevance_GT: F64
+    taken_T: F64  # 0 on the retained side
+    quadratic: Mapping[str, Quadratic]  # by half
+    constant_T: F64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +110,21 @@ class SliceModel:
             whole_T=scorer.score_tasks(scorer.whole())[1].utility_BE[0],
         )
 
-    @property
-    def halves(self) -> tuple[str, ...]:
-        """Sketches that the predictions depend on."""
-        return tuple(dict.fromkeys(name.split(".")[0] for name in self.geometry))
+    def formula(self) -> SliceFormula:
+        """The predictions as one formula."""
+        slope = {kernel: one.weight * one.inverse_T for kernel, one in self.kernels.items()}
+        quadratic: dict[str, Quadratic] = {}
+        constant_T = sum(
+            (slope[kernel] * one.mean_T for kernel, one in self.kernels.items()), np.zeros(len(self.targets))
+        )
+        for name, one in self.geometry.items():
+            half, kind = name.split(".")
+            weight = one.weight * float(one.inverse_T[0])
+            quadratic[half] = quadratic.get(half, Quadratic()).plus(kind, weight)
+            constant_T = constant_T + weight * float(one.mean_T[0])
+        relevance_GT = sum((slope[k] * sum_GT for k, sum_GT in self.relevance_GT.items()), np.zeros(self._shape))
+        taken_T = sum((slope[k] * total_T for k, total_T in self.total_T.items()), np.zeros(len(self.targets)))
+        return SliceFormula(relevance_GT, taken_T * (self.side == "omitted"), quadratic, constant_T)
 
     def utilities(self, weight_BG: F64) -> F64:
         """Predicted utility of subsets that give the rows of each slice its weight, (B, T).
@@ -97,14 +132,12 @@ class SliceModel:
         Args:
             weight_BG: at least 0, with a positive sum of weights over the rows.
         """
-        mass = self._mass(np.asarray(weight_BG, dtype=np.float64))
-        out_BT = np.zeros((len(weight_BG), len(self.targets)))
-        for kernel, component in self.kernels.items():
-            sum_BT = weight_BG @ self.relevance_GT[kernel]
-            out_BT += component.part(subset_relevance(sum_BT, self.total_T[kernel], mass, self.side, self.weighting))
-        for name, component in self.geometry.items():
-            out_BT += component.part(self._quadratic(name, weight_BG, mass)[:, None])
-        return out_BT
+        weight_BG = np.asarray(weight_BG, dtype=np.float64)
+        formula = self.formula()
+        sum_BT = weight_BG @ formula.relevance_GT - formula.taken_T
+        return np.asarray(
+            self._factor(weight_BG) * sum_BT + self._quadratic(formula, weight_BG)[:, None] - formula.constant_T
+        )
 
     def changes(self, weight_BG: F64) -> F64:
         """Utility minus that of the whole corpus, (B, T)."""
@@ -112,11 +145,8 @@ class SliceModel:
 
     def geometry_change(self, weight_BG: F64) -> F64:
         """What geometry adds to `changes`, the same for every target, (B,)."""
-        both_BG = np.concatenate([weight_BG, np.ones((1, len(self.rows_G)))])
-        mass, out_B = self._mass(both_BG), np.zeros(len(both_BG))
-        for name, component in self.geometry.items():
-            out_B += component.part(self._quadratic(name, both_BG, mass)[:, None])[:, 0]
-        return np.asarray(out_B[:-1] - out_B[-1])
+        formula, whole_1G = self.formula(), np.ones((1, len(self.rows_G)))
+        return np.asarray(self._quadratic(formula, weight_BG) - self._quadratic(formula, whole_1G))
 
     def cosines(self, half: str, *, centred: bool) -> F64:
         """(G, G) cosine of the slices' sketch sums, nan where a sum is zero; the diagonal is 1.
@@ -134,21 +164,26 @@ class SliceModel:
         cosine_GG = np.divide(gram_GG, product_GG, out=np.full_like(gram_GG, np.nan), where=product_GG > floor)
         return np.asarray(np.clip(cosine_GG, -1.0, 1.0))
 
-    def _mass(self, weight_BG: F64) -> SubsetMass:
-        return SubsetMass(weight_BG @ self.rows_G, np.abs(1.0 - weight_BG) @ self.rows_G, int(self.rows_G.sum()))
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return len(self.rows_G), len(self.targets)
 
-    def _quadratic(self, name: str, weight_BG: F64, mass: SubsetMass) -> F64:
-        """One component of geometry, (B,)."""
-        half, kind = name.split(".")
+    def _factor(self, weight_BG: F64) -> F64:
+        """c of the formula, (B, 1)."""
+        mass = SubsetMass(weight_BG @ self.rows_G, np.abs(1.0 - weight_BG) @ self.rows_G, int(self.rows_G.sum()))
+        return mass.factor(self.side, self.weighting)[:, None]
+
+    def _quadratic(self, formula: SliceFormula, weight_BG: F64) -> F64:
+        """The quadratic terms, (B,)."""
         side_BG = weight_BG if self.side == "retained" else 1.0 - weight_BG
-        square_B = mass.factor(self.side, self.weighting) ** 2
-        if kind == "cent":
-            side_BG = side_BG - (side_BG @ self.rows_G)[:, None] / self.rows_G.sum()
-        raw_B = square_B * np.einsum("bg,gh,bh->b", side_BG, self.gram_GG[half], side_BG)
-        if kind in ("raw", "cent"):
-            return np.asarray(raw_B)
-        self_B = square_B * (side_BG**2 @ self.norm_G[half])
-        return np.asarray(self_B if kind == "self" else raw_B - self_B)
+        shift_BG = side_BG - (side_BG @ self.rows_G)[:, None] / self.rows_G.sum()
+        out_B = np.zeros(len(weight_BG))
+        for half, weights in formula.quadratic.items():
+            gram_GG, norm_G = self.gram_GG[half], self.norm_G[half]
+            out_B += weights.raw * np.einsum("bg,gh,bh->b", side_BG, gram_GG, side_BG)
+            out_B += weights.cent * np.einsum("bg,gh,bh->b", shift_BG, gram_GG, shift_BG)
+            out_B += weights.own * (side_BG**2 @ norm_G)
+        return self._factor(weight_BG)[:, 0] ** 2 * out_B
 
 
 def _component(scorer: Scorer, name: str, weight: float) -> Component:

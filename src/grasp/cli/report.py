@@ -1,0 +1,65 @@
+"""grasp report"""
+
+import shlex
+import sys
+from pathlib import Path
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.options import names, output_file
+from grasp.cli.tables import size_text
+
+# \b keeps the lines of the epilog as they are.
+EXAMPLES = """\b
+Examples:
+  grasp report art --out report.html
+  grasp report art --environment dev --selection kept.json --mixture mixture.json --out report.html
+  grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def report(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    out: Path = typer.Option(..., "--out", help="HTML file to write; it needs no network."),
+    by: str | None = typer.Option(
+        None, "--by", metavar="LABELS", help="Labels, separated by commas; none: text labels of 2 to 100 values."
+    ),
+    targets: str | None = typer.Option(None, "--targets", help="Targets, separated by commas; none: all."),
+    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
+    environment: Path | None = typer.Option(
+        None, "--environment", help="Directory of retrained subsets, to say how far to trust the predictions."
+    ),
+    partial: bool = typer.Option(False, "--partial", help="Use what an unfinished environment has."),
+    selection: Path | None = typer.Option(None, "--selection", help="Summary that grasp select left."),
+    mixture: Path | None = typer.Option(None, "--mixture", help="Summary that grasp mix left."),
+    previous: list[Path] = typer.Option(
+        [], "--previous", help="Artifact of an earlier checkpoint on the same corpus, oldest first; repeatable."
+    ),
+) -> None:
+    """Write one HTML file: what the data is worth, what if parts of it go, and how far to trust it.
+
+    Slices with intervals, interactions, rows with their text, sliders that predict what grasp predict predicts.
+    """
+    output_file("--out", out)
+    from grasp.artifact.reader import Artifact
+    from grasp.curation.findings import Question, findings
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.report.page import write_report
+
+    question = Question(
+        targets=names(targets),
+        by=names(by) or (),
+        previous=[Artifact.open(place) for place in previous],
+        environment=None if environment is None else Environment.open(environment),
+        partial=partial,
+        selection=selection,
+        mixture=mixture,
+        protocol_path=protocol,
+        command=shlex.join(["grasp", *sys.argv[1:]]),
+    )
+    chosen = default_protocol() if protocol is None else load_protocol(protocol)
+    size = write_report(findings(Artifact.open(path), chosen, question), out)
+    print(f"{out}: {size_text(size)}; open it in any browser, it needs no network")

@@ -1,0 +1,5 @@
+"""Findings as one HTML file that needs no network: text, tables, figures, and a model of the slices to play with.
+
+Nothing is computed here. Texts of the corpus are untrusted: they are escaped wherever they stand, and a
+content-security-policy with the checksums of our own scripts keeps anything else from running.
+"""
