@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from grasp.baselines.gradients.per_example import Example
 from grasp.baselines.inrun import STATE, InRun, _trainable
@@ -12,6 +13,7 @@ from grasp.baselines.replay import Replay, ReplaySettings
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
 from grasp.seeds import stream
+from tests.baselines.gradient_world import reference
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
 QUICK = {"learning_rate": 1e-3}
@@ -162,3 +164,11 @@ def test_a_block_asked_for_alone_is_scored_without_the_rows_before_it(world, tmp
     whole = scorer.score(0, N_ROWS)
     np.testing.assert_array_equal(scorer.score(15, 25), whole[15:25])
     np.testing.assert_array_equal(scorer.score(30, 40), np.zeros((10, N_UNITS)))
+
+
+@pytest.mark.parametrize(("given", "own"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_a_replay_has_weights_wide_enough_for_its_steps(given, own):
+    model = reference("llama", given)
+    copy = _trainable(model)
+    assert copy.dtype == own
+    assert model.dtype == given

@@ -56,7 +56,10 @@ class InRunSettings(Settings):
     learning_rate: float = Field(5e-5, gt=0, allow_inf_nan=False, description="Of AdamW, constant. Paper: 5e-5.")
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="Of AdamW, decoupled.")
     validation_units: int | None = Field(
-        None, ge=1, description="Units in the validation loss, drawn evenly over targets; none: all. Paper: 256."
+        256,
+        ge=1,
+        description="Units in the validation loss of `global` and `target`, drawn evenly over targets; none: all. They "
+        "are read in every step and decide what it costs. Paper: 256.",
     )
     layers: tuple[str, ...] = Field(
         ("all",),
@@ -67,7 +70,8 @@ class InRunSettings(Settings):
 
     @model_validator(mode="after")
     def _units_fit(self) -> Self:
-        if self.utility == "unit" and self.validation_units is not None:
+        asked = "validation_units" in self.model_fields_set and self.validation_units is not None
+        if self.utility == "unit" and asked:
             raise ValueError("validation_units: utility `unit` values rows for every unit; leave it out")
         return self
 
@@ -79,8 +83,9 @@ class InRun(RowMethod[InRunSettings]):
     learning rate (see `grasp.baselines.replay`). A row's score is its value in the step that it was in.
 
     Deviations: the source derives its values for SGD and uses them where AdamW trains, which is `update: sgd` here;
-    `adam` holds the optimizer's state fixed within a step, as Ding et al. 2026 do; its details are ours. The source's second order has an
-    exact Hessian product; here it is a central difference along the batch's step.
+    `adam` holds the optimizer's state fixed within a step, as Ding et al. 2026 do, its details are ours. The source's
+    second order has an exact Hessian product; here it is a central difference along the batch's step. A row counts by
+    its share of the batch's labels, as it does in a training loss that is a mean over labels.
     """
 
     settings_type = InRunSettings
@@ -135,7 +140,7 @@ class _Plan:
         if settings.shuffle:
             order_P = stream(seed, "inrun", "order").permutation(n_prefix)
         target_E = [unit.target for unit in material.units.units]
-        chosen = _drawn(target_E, settings.validation_units, seed)
+        chosen = _drawn(target_E, None if settings.utility == "unit" else settings.validation_units, seed)
         examples = [Example(material.unit_tokens[e].input_ids, material.unit_tokens[e].first) for e in chosen]
         weight_CE, column_E = _columns(settings.utility, target_E, chosen)
         return cls(order_P, settings.batch_rows, examples, weight_CE, column_E, len(target_E) - len(chosen))
