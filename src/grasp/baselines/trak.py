@@ -109,7 +109,7 @@ class Trak(RowMethod[TrakSettings]):
             notes=(
                 how,
                 checkpoint_note(checkpoints),
-                f"lambda {own.ridge:g} of the mean diagonal" if own.ridge else "lambda 0",
+                ridge,
             ),
         )
 

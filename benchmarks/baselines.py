@@ -1,0 +1,194 @@
+"""Seconds a row of every gradient method at one checkpoint, beside a plain forward and a forward and backward pass.
+
+    python benchmarks/baselines.py                              # about a minute on one core
+    python benchmarks/baselines.py --hidden 192 --layers 6 --vocab 6144 --rows 64
+
+The model is a Llama of the `tiny` recipe's size with random weights, rows are Zipf tokens, all of one length, in
+batches of 8,192 tokens; everything runs on one thread and is timed in CPU seconds. "prepare" is what comes before the
+first row: gradients of the units, Fisher rows. "backward" is the usual one: gradients of all weights, summed over the
+batch, which is what training costs. The methods compute gradients of activations and reduce them row by row.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grasp.baselines.datainf import layer_norms, precondition
+from grasp.baselines.gradients.curvature import (
+    Basis,
+    Fisher,
+    apply_ekfac,
+    apply_kfac,
+    corrected_eigenvalues,
+    second_moments,
+)
+from grasp.baselines.gradients.features import Featurizer
+from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products
+from grasp.baselines.gradients.settings import PAPER_LAYERS
+from grasp.baselines.less import adam_update
+from grasp.models.causal_lm import ReferenceModel
+
+UNIT_TOKENS, UNIT_LABELS = 50, 5
+FISHER_ROWS = 64
+
+Rows = Sequence[Example]
+Score = Callable[[Rows], object]
+
+
+class NoTokenizer:
+    """Rows are token ids already."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What every method is timed on."""
+
+    model: ReferenceModel
+    rows: list[Example]
+    units: list[Example]
+
+    def engine(self, *layers: str) -> PerExample:
+        return PerExample(self.model, choose_layers(self.model, layers))
+
+    def sizes(self) -> Sizes:
+        return Sizes.of(len(self.rows[0].input_ids), self.units)
+
+
+def make_world(options: argparse.Namespace) -> World:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=2,
+        max_position_embeddings=options.length,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    model = ReferenceModel(LlamaForCausalLM(config), NoTokenizer(), batch_tokens=8192)
+    generator = np.random.default_rng(0)
+
+    def zipf(length: int) -> np.ndarray:
+        return (np.minimum(generator.zipf(1.2, size=length), options.vocab) - 1).astype(np.int32)
+
+    rows = [Example(zipf(options.length)) for _ in range(options.rows)]
+    unit_tokens = min(UNIT_TOKENS, options.length)
+    units = [Example(zipf(unit_tokens), unit_tokens - UNIT_LABELS) for _ in range(options.units)]
+    return World(model, rows, units)
+
+
+def forward(world: World) -> Score:
+    def score(rows: Rows) -> None:
+        with torch.inference_mode():
+            for ids in batches(world, rows):
+                world.model.model(input_ids=ids, labels=ids, use_cache=False)
+
+    return score
+
+
+def backward(world: World) -> Score:
+    def score(rows: Rows) -> None:
+        world.model.model.requires_grad_(True)
+        for ids in batches(world, rows):
+            world.model.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            world.model.model.zero_grad()
+        world.model.model.requires_grad_(False)
+
+    return score
+
+
+def batches(world: World, rows: Rows) -> list[torch.Tensor]:
+    size = max(1, world.model.batch_tokens // len(rows[0].input_ids))
+    ids = torch.from_numpy(np.stack([row.input_ids for row in rows]).astype(np.int64))
+    return list(torch.split(ids, size))
+
+
+def projected(world: World, width: int, *layers: str, adam: bool = False) -> Score:
+    engine = world.engine(*layers)
+    transform = None
+    if adam:
+        moments = [torch.rand(block.left, block.right) for block in engine.layers.blocks]
+        transform = adam_update(moments, moments, (0.9, 0.99))
+    featurizer = Featurizer.projecting(engine, width, seed=0, tokens=len(world.rows[0].input_ids), transform=transform)
+    featurizer.features(world.units)
+    return featurizer.features
+
+
+def exact(world: World, *layers: str, curvature: str = "none") -> Score:
+    engine = world.engine(*layers)
+    whole = curvature in ("ekfac", "datainf")
+    dense = [whole or choose_dense(block, world.sizes()) for block in engine.layers.blocks]
+    queries = Queries.collect(engine, world.units, dense)
+    fisher = Fisher(world.rows[:FISHER_ROWS], None)
+    if curvature == "datainf":
+        precondition(queries, list(fisher.rows), layer_norms(engine, list(fisher.rows)), 0.1)
+    elif curvature != "none":
+        factors = second_moments(engine, fisher, 2048)
+        if curvature == "kfac":
+            apply_kfac(queries, factors, 0.1)
+        else:
+            bases = [Basis.of(one) for one in factors]
+            apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
+    norms = curvature == "none"
+    return lambda rows: exact_products(queries, rows, norms=norms)
+
+
+CASES: dict[str, Callable[[World], Score]] = {
+    "forward": forward,
+    "forward and backward": backward,
+    "tracin, trak, less: 128, last block + norm": lambda world: projected(world, 128, *PAPER_LAYERS),
+    "tracin, trak, less: 128, body": lambda world: projected(world, 128, "body"),
+    "tracin, trak, less: 128, all": lambda world: projected(world, 128, "all"),
+    "trak: 512, all": lambda world: projected(world, 512, "all"),
+    "less with Adam: 128, all": lambda world: projected(world, 128, "all", adam=True),
+    "tracin exact: last block + norm": lambda world: exact(world, *PAPER_LAYERS),
+    "grad_cos exact: head": lambda world: exact(world, "head"),
+    "grad_cos exact: embedding": lambda world: exact(world, "embedding"),
+    "grad_cos exact: all": lambda world: exact(world, "all"),
+    "datainf exact: last block + norm": lambda world: exact(world, *PAPER_LAYERS, curvature="datainf"),
+    "influence kfac: head": lambda world: exact(world, "head", curvature="kfac"),
+    "influence ekfac: body": lambda world: exact(world, "body", curvature="ekfac"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("rows", 256),
+        ("length", 128),
+        ("units", 640),
+        ("vocab", 1536),
+        ("hidden", 64),
+        ("layers", 3),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    world = make_world(options)
+    size = sum(parameter.numel() for parameter in world.model.model.parameters())
+    print(f"{size:,} parameters, {options.rows} rows of {options.length} tokens, {options.units} units, one thread")
+    print(f"{'':46s} {'prepare s':>10s} {'ms a row':>9s} {'of forward and backward':>24s}")
+    base = 0.0
+    for name, make in CASES.items():
+        begun = time.process_time()
+        score = make(world)
+        prepared = time.process_time()
+        score(world.rows[: max(1, len(world.rows) // 4)])  # warm
+        warmed = time.process_time()
+        score(world.rows)
+        spent = time.process_time() - warmed
+        base = spent if name == "forward and backward" else base
+        share = f"{spent / base:.2f}" if base else "-"
+        print(f"{name:46s} {prepared - begun:10.2f} {1000 * spent / len(world.rows):9.2f} {share:>24s}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
