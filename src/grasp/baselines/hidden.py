@@ -53,7 +53,7 @@ def hidden_at(
         np.concatenate([part.label_P for part in parts]),
         np.concatenate([part.sequence_P for part in parts]),
     )
-    _refuse_bad(model, joined)
+    _refuse_bad(model, joined.hidden_PH, joined.sequence_P)
     order_P = np.argsort(joined.sequence_P, kind="stable")
     return Positions(joined.hidden_PH[order_P], joined.label_P[order_P], joined.sequence_P[order_P])
 
@@ -62,11 +62,13 @@ def pooled_hidden(
     model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[int], spec: str
 ) -> F32:
     """Mean hidden state of each sequence over chosen positions, (n, H); see `hidden_at`."""
-    positions = hidden_at(model, sequences, first, spec)
-    sums_nH = np.zeros((len(sequences), positions.hidden_PH.shape[1]))
-    np.add.at(sums_nH, positions.sequence_P, positions.hidden_PH)
-    counts_n = np.bincount(positions.sequence_P, minlength=len(sequences))
-    return (sums_nH / counts_n[:, None]).astype(np.float32)
+    out_nH = np.empty((len(sequences), model.hidden_size), dtype=np.float32)
+    for index_B, hidden_BLH, mask_BL, _ in _passes(model, sequences, first, spec):
+        share_BL = mask_BL / mask_BL.sum(dim=1, keepdim=True)
+        pooled_BH = torch.bmm(share_BL[:, None, :], hidden_BLH.float() * mask_BL[:, :, None])[:, 0]
+        out_nH[index_B] = pooled_BH.cpu().numpy()
+    _refuse_bad(model, out_nH, np.arange(len(sequences)))
+    return out_nH
 
 
 def _passes(
@@ -81,10 +83,10 @@ def _passes(
         yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
 
 
-def _refuse_bad(model: ReferenceModel, positions: Positions) -> None:
-    bad = np.flatnonzero(~np.isfinite(positions.hidden_PH).all(axis=1))
+def _refuse_bad(model: ReferenceModel, hidden_PH: F32, sequence_P: NDArray[np.int64]) -> None:
+    bad = np.flatnonzero(~np.isfinite(hidden_PH).all(axis=1))
     if bad.size:
         raise ModelError(
-            f"hidden states: {bad.size} positions are not numbers in {model.dtype}, the first in sequence "
-            f"{positions.sequence_P[bad[0]]} of the block; build with model.dtype: float32"
+            f"hidden states: {bad.size} are not numbers in {model.dtype}, the first in sequence "
+            f"{sequence_P[bad[0]]} of the block; build with model.dtype: float32"
         )
