@@ -193,16 +193,30 @@ def test_score_shows_ten_rows_unless_asked(art):
     assert len(table(succeed("score", art, "--target", "facts").out, "most helpful")) == 10
 
 
-def test_score_by_the_other_kernel_of_long_rows_with_chosen_columns(art):
+@pytest.mark.parametrize("kernel", ["pooled", "input"])
+def test_score_by_another_kernel_of_long_rows_with_chosen_columns(art, kernel):
     out = succeed(
-        "score", art, "--target", "facts", "--top", 4, "--match", "pooled", "--min-tokens", 30, "--labels", "n_tokens"
+        "score", art, "--target", "facts", "--top", 4, "--match", kernel, "--min-tokens", 30, "--labels", "n_tokens"
     ).out
-    mean_N = relevance(art, "pooled")
+    mean_N = relevance(art, kernel)
     tokens_N = np.array(pq.read_table(art / "rows.parquet")["n_tokens"])
     order = [i for i in np.argsort(-mean_N) if tokens_N[i] >= 30][:4]
     printed = table(out, "most helpful")
     assert [int(line["n_tokens"]) for line in printed] == [tokens_N[i] for i in order]
     np.testing.assert_allclose([float(line["relevance"]) for line in printed], mean_N[order], rtol=1e-3)
+
+
+def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path):
+    out = tmp_path / "art"
+    succeed("build", "--config", art / "run.yaml", "--set", "features.input_match=false", "--out", out)
+    assert refused("score", out, "--target", "facts", "--match", "input") == (
+        f"{out}: has no 'input' relevance, only ['pooled', 'token']; build it with features.input_match: true and "
+        "features.match: token or both"
+    )
+    (tmp_path / "p.yaml").write_text("name: three\nmatch: {token: 1, input: 1}\n")
+    assert refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml").startswith(
+        "protocol 'three' does not fit the artifact: needs array 'relevance_input', the artifact has ["
+    )
 
 
 def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):

@@ -128,7 +128,7 @@ def set_role(env: Path, role: str) -> None:
 def lines_of(out: str) -> dict[str, list[str]]:
     """The printed table: cells by method."""
     body = out.splitlines()[2:]
-    return {cells(line)[0]: cells(line) for line in body if len(cells(line)) == 9}
+    return {cells(line)[0]: cells(line) for line in body if len(cells(line)) == 11}
 
 
 # retrain
@@ -237,14 +237,15 @@ def test_what_is_missing_and_what_differs_is_named(settings, env, tmp_path):
 def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     out = succeed("evaluate", art, "--environment", env).out
     printed = lines_of(out)
-    assert list(printed) == ["token additive", "pooled additive", "both additive", "additive-core"]
+    several = ["both additive", "token+input additive", "token+input+pooled additive"]
+    assert set(printed) == {"token additive", "pooled additive", "input additive", *several, "additive-core"}
     assert "protocol additive-core: not selected on development environments: additive core" in out
     utilities = Environment.open(env).utilities()
     realized_B = utilities.values_BSE.mean(axis=(1, 2))
     artifact = Artifact.open(art)
     relevance = {
         kernel: np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).mean(axis=1)
-        for kernel in ("token", "pooled")
+        for kernel in ("token", "pooled", "input")
     }
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     for kernel, mean_N in relevance.items():
@@ -298,7 +299,7 @@ def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_pat
     assert printed["truth"][3].startswith("1.000 [")
     assert printed["array"][3].startswith("-1.000 [")
     assert printed[str(tmp_path / "other" / "truth.parquet")][3:] == printed["truth"][3:]
-    assert printed["rows"][3:] == printed["token additive"][3:]
+    assert printed["rows"][3:9] == printed["token additive"][3:9]
 
 
 def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, own_env, settings, tmp_path):
@@ -334,7 +335,7 @@ def test_undefined_rho_is_said_to_be(art, own_env, tmp_path):
     plant(own_env, lambda *_: 0.0)
     rewrite(own_env, lambda lines: [line | {"utility": -1.0} for line in lines])
     out = succeed("evaluate", art, "--environment", own_env).out
-    assert [line[3] for line in lines_of(out).values()] == ["undefined"] * 4
+    assert [line[3] for line in lines_of(out).values()] == ["undefined"] * 7
     assert "undefined: task_rho of token additive on facts: utilities are constant" in out
 
 

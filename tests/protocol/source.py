@@ -30,6 +30,7 @@ class FakeSource:
                 "product_sketch": rng.standard_normal((n, 2)).astype("f4"),
                 "relevance_token": (rng.standard_normal((n, e)) * 10.0 ** np.arange(-2, e - 2)).astype("f4"),
                 "relevance_pooled": (rng.standard_normal((n, e)) + 1).astype("f4"),
+                "relevance_input": (rng.standard_normal((n, e)) - 0.5).astype("f4"),
             }
         self.passes = dict.fromkeys(self.arrays, 0)
 

@@ -18,7 +18,7 @@ COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5, "product.raw": -0.1, "res
 
 
 def protocol(**changes):
-    settings = {"name": "p", "match": {"token": 1.0, "pooled": 0.5}, "components": COMPONENTS}
+    settings = {"name": "p", "match": {"token": 1.0, "input": -0.3, "pooled": 0.5}, "components": COMPONENTS}
     return ScoringProtocol(**(settings | {"calibration": {"family": "uniform:0.5", "n_subsets": 12}} | changes))
 
 
@@ -78,7 +78,7 @@ def test_closed_forms_replace_the_sample(weighting):
     exact = Scorer.prepare(source, chosen).task.moments
     labels = LabelColumn.of([None] * 40)
     sample = CalibrationFamily(parse_family("mixture:none"), 20, 0, labels)
-    assert set(exact) == {"token", "pooled", "hidden.self"}
+    assert set(exact) == {"token", "input", "pooled", "hidden.self"}
     assert set(Scorer.prepare(source, chosen, calibration=sample).task.moments) == set(exact)
     a_N = source.arrays["relevance_token"][:, source.unit_columns("sciq")].astype(float).mean(axis=1)
     scale = 1.0 if weighting == "count" else 1 / 20
@@ -105,7 +105,7 @@ def test_weighted_subsets_use_the_same_weights_for_a_and_k():
 def test_parts_add_up_to_the_utility():
     table = predict(FakeSource(), protocol(), subsets(), components=True).read()
     parts = [table.column(name).to_numpy() for name in table.column_names if name.startswith("part_")]
-    assert len(parts) == 2 + len(COMPONENTS)
+    assert len(parts) == 3 + len(COMPONENTS)
     np.testing.assert_allclose(np.sum(parts, axis=0), table.column("utility").to_numpy(), rtol=1e-12, atol=1e-12)
 
 
@@ -165,6 +165,7 @@ def test_the_table_says_what_its_numbers_are(tmp_path):
         "utility",
         "change",
         "additive_token",
+        "additive_input",
         "additive_pooled",
     ]
 

@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from grasp.errors import ProtocolError
+from grasp.protocol.methods import additive_methods
 from grasp.protocol.scoring import ScoringProtocol, default_protocol, load_protocol, save_protocol
 from tests.protocol.source import FakeSource
 
@@ -50,6 +51,21 @@ def test_auto_takes_token_where_it_is_there():
 def test_kernels_of_weight_zero_are_not_needed():
     protocol = ScoringProtocol(name="p", match={"token": 1.0, "pooled": 0.0})
     assert protocol.fitted(["relevance_token"], {}).match == {"token": 1.0}
+
+
+def test_an_artifact_from_before_a_kernel_is_told_what_it_lacks():
+    protocol = ScoringProtocol(name="p", match={"token": 1.0, "input": 0.5})
+    assert protocol.fitted(["relevance_token", "relevance_input"], {}).match == {"token": 1.0, "input": 0.5}
+    with pytest.raises(ProtocolError, match=r"needs array 'relevance_input', the artifact has \['relevance_token'\]"):
+        protocol.fitted(["relevance_token"], {})
+    both = additive_methods(["relevance_token", "relevance_input", "hidden_sketch"])
+    assert list(both) == ["token additive", "input additive", "token+input additive"]
+    assert both["token+input additive"].match == (("token", 1.0), ("input", 1.0))
+    assert list(additive_methods(["relevance_token", "relevance_pooled"])) == [
+        "token additive",
+        "pooled additive",
+        "both additive",
+    ]
 
 
 def test_all_mismatches_come_in_one_message():

@@ -277,8 +277,12 @@ def test_controls_are_selected_but_never_frozen(development):
 def test_the_family_that_ships_is_finite_and_listed(tmp_path):
     members, skipped = default_family().members(FakeSource().array_names)
     assert skipped == 0
-    assert 1_000 < len(members) < 3_000
+    assert 2_000 < len(members) < 5_000
     assert len({candidate.name for candidate in members}) == len(members)
+    without = [name for name in FakeSource().array_names if name != "relevance_input"]
+    left, skipped = default_family().members(without)
+    assert len(left) == skipped == len(members) / 2
+    assert set(left) == {candidate for candidate in members if "input" not in dict(candidate.match)}
     path = tmp_path / "family.yaml"
     path.write_text("components: [[joint.norm]]\n")
     with pytest.raises(ProtocolError, match=r"components: unknown \['joint.norm'\]"):

@@ -29,7 +29,7 @@ def score(
     target: str = typer.Option(..., "--target", help="Target whose units the rows are scored for."),
     top: int = typer.Option(0, "--top", min=0, help="Show so many of the most helpful rows; 10 if nothing is asked."),
     bottom: int = typer.Option(0, "--bottom", min=0, help="Show so many of the most harmful rows."),
-    match: str | None = typer.Option(None, "--match", help="token or pooled; token where the artifact has it."),
+    match: str | None = typer.Option(None, "--match", help="token, input or pooled; token where the artifact has it."),
     method: str | None = typer.Option(
         None, "--method", help="Rank by a published method instead of relevance; see grasp methods."
     ),

@@ -28,6 +28,9 @@ ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {
     "token additive": (("token", 1.0),),
     "pooled additive": (("pooled", 1.0),),
     "both additive": (("token", 1.0), ("pooled", 1.0)),
+    "input additive": (("input", 1.0),),
+    "token+input additive": (("token", 1.0), ("input", 1.0)),
+    "token+input+pooled additive": (("token", 1.0), ("input", 1.0), ("pooled", 1.0)),
 }
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 ORACLES = {"ridge": ridge_oracle, "lasso": lasso_oracle}
@@ -143,7 +146,7 @@ def cost_of(candidate: Candidate, artifact: Artifact) -> Cost:
 
 
 def additive_methods(array_names: Sequence[str]) -> dict[str, Candidate]:
-    """Relevance alone by each kernel that the artifact has, and by both."""
+    """Relevance alone by each kernel that the artifact has, and by several together."""
     return {
         name: Candidate(PLAIN, match, ())
         for name, match in ADDITIVE.items()

@@ -6,6 +6,7 @@ Shape letters: B subsets, E units, T targets, N rows, D sketch width.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,7 @@ class PartsSource:
         kernels: list[Match] = list(dict.fromkeys(kernel for c in candidates for kernel, _ in c.match))
         if kernels:
             return kernels
-        every: tuple[Match, ...] = ("token", "pooled")
+        every: tuple[Match, ...] = get_args(Match)
         served = [kernel for kernel in every if f"relevance_{kernel}" in self.source.array_names]
         if not served:
             raise ProtocolError("the artifact has no relevance, build it with features.match: both")

@@ -15,7 +15,7 @@ from grasp.subsets.blocks import Side
 from grasp.subsets.families import Family, parse_family
 from grasp.utility.geometry import Half, Kind, Weighting, halves_needed
 
-Match = Literal["token", "pooled"]
+Match = Literal["token", "input", "pooled"]
 COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
 NOT_SELECTED = "not selected on development environments: additive core"
 NOT_SELECTED_OTHER = "not selected on development environments"
@@ -56,10 +56,10 @@ class Requirements(Settings):
     """Feature settings that the protocol relies on; what is left out may be anything."""
 
     pooling: Positions | None = Field(None, description="Positions averaged by `pooled`.")
-    token_positions: Positions | None = Field(None, description="Row positions used by `token`.")
+    token_positions: Positions | None = Field(None, description="Row positions used by `token` and `input`.")
     top_k: int | None = Field(None, description="Probabilities kept per residual.")
-    alpha: float | None = Field(None, description="Exponent of the residual preconditioner.")
-    epsilon: float | None = Field(None, description="Its eps, relative to the mean gamma.")
+    alpha: float | None = Field(None, description="Exponent of the preconditioners.")
+    epsilon: float | None = Field(None, description="Their eps, relative to the mean.")
     tau: float | None = Field(None, description="Tikhonov term of the whitening.")
     hidden_width: int | None = Field(None, description="Width of the hidden sketch.")
     residual_width: int | None = Field(None, description="Width of the residual sketch.")

@@ -102,7 +102,7 @@ def top_rows(
     """The k rows with the highest (or lowest) mean relevance to the units of a target; equal ones in corpus order.
 
     Args:
-        kernel: `token` or `pooled`; none: token where the artifact has it.
+        kernel: `token`, `input` or `pooled`; none: token where the artifact has it.
         among_N: rows that may be chosen; none: all.
     Memory: one block of rows and k.
     Raises:
