@@ -172,8 +172,16 @@ class _Names:
 
 def _made_id(index: int, text: str | None, ids: NDArray[np.int32] | None) -> str:
     """Name out of content and position: 64 bits of a hash, and the index, which keeps repeats apart."""
-    content = (text or "").encode() if ids is None else ids.astype("<i4").tobytes()
-    return f"{hashlib.blake2b(content, digest_size=8).hexdigest()}-{index}"
+    return f"{content_hash(text or '') if ids is None else _hash(ids.astype('<i4').tobytes())}-{index}"
+
+
+def content_hash(text: str) -> str:
+    """What the made names of documents with this text begin with; a dash and the position follow."""
+    return _hash(text.encode())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _valid(text: str) -> str:

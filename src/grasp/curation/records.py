@@ -1,0 +1,133 @@
+"""What a selection reads and leaves behind: exclusion lists, and Parquet of row ids with order and gain."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from grasp.curation.select import RowSelection
+from grasp.curation.sketches import ChosenRows
+from grasp.errors import SettingsError
+
+SUBSET = "selection"
+SUMMARY = "grasp.selection"
+NAMES = ("row_id", "doc_id")
+GROUP_ROWS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Rows that an exclusion list names, by row_id or doc_id."""
+
+    mask_N: NDArray[np.bool_] = field(repr=False)
+    listed: int  # different names in the list
+    unknown: int  # of these, names that the corpus does not have
+
+
+def read_exclusion(source: ChosenRows, path: Path) -> Exclusion:
+    """Rows named in a list: Parquet with a column row_id or doc_id, or text with one name a line.
+
+    Raises:
+        SettingsError: not such a file, or none of its names is one of the corpus.
+    """
+    names = _parquet_names(path) if path.suffix == ".parquet" else _text_names(path)
+    values = pa.array(sorted(set(names)), pa.string())
+    mask_N = np.zeros(source.n_rows, dtype=np.bool_)
+    seen = np.zeros(len(values), dtype=np.bool_)
+    start = 0
+    for batch in source.row_batches(list(NAMES)):
+        for name in NAMES:
+            column = batch.column(name).cast(pa.string())
+            place = pc.index_in(column, values)
+            hit = place.is_valid().to_numpy(zero_copy_only=False)
+            mask_N[start : start + batch.num_rows] |= hit
+            seen[place.drop_null().to_numpy()] = True
+        start += batch.num_rows
+    if not seen.any():
+        raise SettingsError(
+            f"--exclude {path}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
+            f"expected names like {_example(source)!r}"
+        )
+    return Exclusion(mask_N, len(values), int((~seen).sum()))
+
+
+def write_selection(selection: RowSelection, source: ChosenRows, path: Path, label: str | None = None) -> None:
+    """Parquet in the order in which rows were taken: subset_id, row_id, doc_id, order, gain, n_tokens[, label].
+
+    `grasp predict --subsets` reads it as one subset. The summary is in its metadata. It appears only when whole.
+    """
+    columns = [*NAMES, "n_tokens", *([label] if label else [])]
+    table = _rows_in_order(source, selection.row_index, columns)
+    n_taken = table.num_rows
+    table = table.add_column(0, "subset_id", pa.array([SUBSET]).take(pa.array(np.zeros(n_taken, dtype=np.int64))))
+    table = table.append_column("order", pa.array(np.arange(n_taken)))
+    table = table.append_column("gain", pa.array(selection.gain))
+    names = ["subset_id", *NAMES, "order", "gain", "n_tokens", *([label] if label else [])]
+    summary = json.dumps(selection.summary(), allow_nan=False)
+    table = table.select(names).replace_schema_metadata({SUMMARY: summary})
+    part = path.with_name(path.name + ".part")
+    pq.write_table(table, part, compression="zstd", row_group_size=GROUP_ROWS)
+    part.replace(path)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """The summary of a selection that `write_selection` left.
+
+    Raises:
+        SettingsError: not a file of a selection.
+    """
+    try:
+        metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError) as err:
+        raise SettingsError(f"{path}: cannot be read as a selection: {' '.join(str(err).split())}") from err
+    if SUMMARY.encode() not in metadata:
+        raise SettingsError(f"{path}: is not a selection; make one with `grasp select ART --out {path}`")
+    summary: dict[str, Any] = json.loads(metadata[SUMMARY.encode()])
+    return summary
+
+
+def _rows_in_order(source: ChosenRows, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
+    """Columns of chosen rows, in the order given; the row table streams past."""
+    wanted_N = np.zeros(source.n_rows, dtype=np.bool_)
+    wanted_N[row_index] = True
+    parts: list[pa.RecordBatch] = []
+    start = 0
+    for batch in source.row_batches(columns):
+        parts.append(batch.filter(pa.array(wanted_N[start : start + batch.num_rows])))
+        start += batch.num_rows
+    place = np.argsort(np.argsort(row_index))  # in corpus order -> in the order taken
+    return pa.Table.from_batches(parts).take(pa.array(place)).combine_chunks()
+
+
+def _parquet_names(path: Path) -> list[str]:
+    expected = f"expected Parquet with a column {' or '.join(NAMES)}, or text with one name a line"
+    try:
+        found = [name for name in NAMES if name in pq.read_schema(path).names]
+        if not found:
+            raise SettingsError(f"--exclude {path}: has columns {pq.read_schema(path).names}; {expected}")
+        return _without_none(pq.read_table(path, columns=found[:1]).column(0).cast(pa.string()).to_pylist())
+    except (pa.ArrowException, OSError) as err:
+        raise SettingsError(f"--exclude {path}: cannot be read: {' '.join(str(err).split())}; {expected}") from err
+
+
+def _text_names(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [line.rstrip("\r") for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError) as err:
+        raise SettingsError(f"--exclude {path}: cannot be read: {' '.join(str(err).split())}") from err
+
+
+def _without_none(values: list[str | None]) -> list[str]:
+    return [value for value in values if value is not None]
+
+
+def _example(source: ChosenRows) -> str:
+    return str(next(source.row_batches(["row_id"])).column(0)[0].as_py())
