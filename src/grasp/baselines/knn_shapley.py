@@ -27,9 +27,11 @@ I64 = NDArray[np.int64]
 # Distances are compared to this part of their scale: equal contexts have equal hidden states only up to rounding, and
 # such ties go to the row that comes first, in whatever batch they were computed.
 GRAIN = 1e-5
-# `rank` orders positions by distance, in grains, and then by their place in the corpus: no two are alike.
-NEAREST = np.dtype([("rank", "<i8"), ("row", "<i8"), ("right", "?")])
-PLACES = 1 << 36  # positions of a corpus at most; distances have the 27 bits that are left
+# One number a position, so that the nearest are the smallest: distance in grains | row | place in the row | whether its
+# label is right. What lies beyond the last grain, or beyond the last place, shares it.
+ROW_BITS, PLACE_BITS = 26, 13
+MOST_GRAINS = (1 << (62 - ROW_BITS - PLACE_BITS)) - 1
+NOTHING = np.iinfo(np.int64).max
 PAIRS_AT_ONCE = 1 << 22  # distances in memory
 
 
@@ -117,50 +119,53 @@ class KnnShapley(RowMethod[KnnShapleySettings]):
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
         del part
+        if material.n_rows > 1 << ROW_BITS:
+            raise SettingsError(f"knn_shapley: got {material.n_rows:,} rows, expected at most {1 << ROW_BITS:,}")
         if (found := work.load("values")) is None:
             queries = _queries(material)
-            nearest_SM, n_points = self._nearest(material, work, queries)
-            value_SM = values_by_rank(nearest_SM["right"], self.settings.k, n_points=n_points)
-            found = _added_up(nearest_SM["row"], value_SM, queries.unit_S)
+            nearest, n_points = self._nearest(material, work, queries)
+            key_SM = np.sort(nearest.key_SM, axis=1)
+            value_SM = values_by_rank((key_SM & 1).astype(bool), self.settings.k, n_points=n_points)
+            row_SM = (key_SM >> (PLACE_BITS + 1)) & ((1 << ROW_BITS) - 1)
+            found = _added_up(row_SM, value_SM, queries.unit_S)
             work.save("values", found)
-        return _Sparse(found, material.n_units, self._account(material))
+        return _Sparse(found, material.n_units, self._account())
 
-    def _nearest(self, material: Material, work: WorkArea, queries: "_Queries") -> tuple[NDArray[np.void], int]:
-        """The nearest positions of all rows to each unit position, (S, M), nearest first; and how many there are."""
+    def _nearest(self, material: Material, work: WorkArea, queries: "_Queries") -> tuple["_Nearest", int]:
+        """The nearest positions of all rows to each unit position, and how many positions there are."""
         done = work.read("nearest-until") or {"stop": 0, "points": 0}
-        held: NDArray[np.void] = np.zeros((len(queries.label_S), 0), dtype=NEAREST)
+        nearest = _Nearest(len(queries.label_S), self.settings.nearest)
         if done["stop"]:
-            held = np.array(work.loaded(f"nearest-{done['stop']}"))
+            nearest.key_SM = np.array(work.loaded(f"nearest-{done['stop']}"))
         n_points = int(done["points"])
         material.progress.stage("nearest positions", rows=material.n_rows - done["stop"], tokens=None)
         for start, stop in material.blocks(done["stop"]):
-            held, found = self._with_block(material, queries, held, n_points, start, stop)
-            n_points += found
-            work.save(f"nearest-{stop}", held)
+            n_points += self._add_block(material, queries, nearest, start, stop)
+            work.save(f"nearest-{stop}", nearest.key_SM)
             work.write("nearest-until", {"stop": stop, "points": n_points})
             (work.directory / f"nearest-{start}.npy").unlink(missing_ok=True)
             material.progress.advance(stop - start, 0)
-        order_SM = np.argsort(held["rank"], axis=1)
-        return np.take_along_axis(held, order_SM, axis=1), n_points
+        return nearest, n_points
 
-    def _with_block(
-        self, material: Material, queries: "_Queries", held_SM: NDArray[np.void], n_before: int, start: int, stop: int
-    ) -> tuple[NDArray[np.void], int]:
+    def _add_block(self, material: Material, queries: "_Queries", nearest: "_Nearest", start: int, stop: int) -> int:
+        """Positions of rows [start, stop) among the nearest; how many they are."""
         rows = material.rows(start, stop)
         sequences = [rows.ids(i) for i in range(len(rows))]
         found = hidden_at(material.model, sequences, [0] * len(rows), self.settings.positions)
-        n_found, step = len(found.label_P), max(1, PAIRS_AT_ONCE // len(queries.label_S))
-        for low in range(0, n_found, step):
+        first_n = np.searchsorted(found.sequence_P, np.arange(len(rows)))
+        place_P = np.minimum(np.arange(len(found.label_P)) - first_n[found.sequence_P], (1 << PLACE_BITS) - 1)
+        where_P = ((start + found.sequence_P) << PLACE_BITS) + place_P
+        step = max(1, PAIRS_AT_ONCE // len(queries.label_S))
+        for low in range(0, len(where_P), step):
             here = slice(low, low + step)
-            place_P = n_before + np.arange(n_found)[here]
-            fresh_SP = np.empty((len(queries.label_S), len(place_P)), dtype=NEAREST)
-            fresh_SP["rank"] = queries.grains(found.hidden_PH[here]) * PLACES + place_P
-            fresh_SP["row"] = start + found.sequence_P[here]
-            fresh_SP["right"] = found.label_P[here] == queries.label_S[:, None]
-            held_SM = _nearest_of(np.concatenate([held_SM, fresh_SP], axis=1), self.settings.nearest)
-        return held_SM, n_found
+            grains_SP = queries.grains(found.hidden_PH[here])
+            s, p = np.nonzero(grains_SP <= nearest.last()[:, None])
+            right = found.label_P[here][p] == queries.label_S[s]
+            nearest.add(s, grains_SP[s, p], where_P[here][p], right)
+        nearest.merge()
+        return len(where_P)
 
-    def _account(self, material: Material) -> Account:
+    def _account(self) -> Account:
         return Account(
             covers=(f"final hidden states at positions {self.settings.positions} and the tokens after them",),
             notes=(
@@ -168,6 +173,46 @@ class KnnShapley(RowMethod[KnnShapleySettings]):
                 f"exact to 1 / {self.settings.nearest:,} where the corpus has more positions",
             ),
         )
+
+
+class _Nearest:
+    """The smallest keys of every query; what comes is collected, and merged when there is much of it."""
+
+    def __init__(self, n_queries: int, most: int) -> None:
+        self.most = most
+        self.key_SM = np.empty((n_queries, 0), dtype=np.int64)
+        self._new: list[tuple[I64, I64]] = []
+        self._n_new = 0
+
+    def last(self) -> F64:
+        """Grains beyond which nothing can be among the nearest, (S,)."""
+        if self.key_SM.shape[1] < self.most:
+            return np.full(len(self.key_SM), np.inf)
+        return np.asarray(self.key_SM.max(axis=1) >> (ROW_BITS + PLACE_BITS + 1), dtype=np.float64)
+
+    def add(self, query: I64, grains: F64, where: I64, right: NDArray[np.bool_]) -> None:
+        """Positions `where`, each for one query."""
+        near = np.clip(grains, 0, MOST_GRAINS).astype(np.int64) << (ROW_BITS + PLACE_BITS + 1)
+        self._new.append((query, near + (where << 1) + right))
+        self._n_new += len(query)
+        if self._n_new > self.most * len(self.key_SM):
+            self.merge()
+
+    def merge(self) -> None:
+        """Bring the collected keys among the kept ones."""
+        if not self._n_new:
+            return
+        query, key = (np.concatenate(parts) for parts in zip(*self._new, strict=True))
+        self._new, self._n_new = [], 0
+        count_S = np.bincount(query, minlength=len(self.key_SM))
+        order = np.argsort(query, kind="stable")
+        place = np.arange(len(query)) - np.repeat(np.cumsum(count_S) - count_S, count_S)
+        fresh = np.full((len(self.key_SM), int(count_S.max())), NOTHING)
+        fresh[query[order], place] = key[order]
+        both = np.concatenate([self.key_SM, fresh], axis=1)
+        if both.shape[1] > self.most:
+            both = np.partition(both, self.most - 1, axis=1)[:, : self.most]
+        self.key_SM = np.ascontiguousarray(both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,22 +223,16 @@ class _Queries:
     label_S: NDArray[np.int32]
     unit_S: I64
 
-    def grains(self, hidden_PH: NDArray[np.float32]) -> I64:
-        """Squared Euclidean distances, (S, P), in units of GRAIN x the mean squared norm of the queries."""
-        wide_PH = hidden_PH.astype(np.float64)
+    def grains(self, hidden_PH: NDArray[np.float32]) -> F64:
+        """Squared Euclidean distances, (S, P), in whole units of GRAIN x the mean squared norm of the queries."""
         own_S = np.einsum("sh,sh->s", self.hidden_SH, self.hidden_SH)
-        theirs_P = np.einsum("ph,ph->p", wide_PH, wide_PH)
-        squared_SP = own_S[:, None] + theirs_P - 2.0 * (self.hidden_SH @ wide_PH.T)
-        grains_SP = np.round(squared_SP / (GRAIN * own_S.mean()))
-        return np.asarray(np.clip(grains_SP, 0, (1 << 27) - 1), dtype=np.int64)
-
-
-def _nearest_of(found_SP: NDArray[np.void], most: int) -> NDArray[np.void]:
-    """The nearest so many of each query, in no order."""
-    if found_SP.shape[1] <= most:
-        return found_SP
-    order_SM = np.argpartition(found_SP["rank"], most - 1, axis=1)[:, :most]
-    return np.take_along_axis(found_SP, order_SM, axis=1)
+        unit = GRAIN * own_S.mean()
+        wide_PH = hidden_PH.astype(np.float64)
+        theirs_P = np.einsum("ph,ph->p", wide_PH, wide_PH) / unit
+        grains_SP = (self.hidden_SH * (-2.0 / unit)) @ wide_PH.T
+        grains_SP += own_S[:, None] / unit
+        grains_SP += theirs_P
+        return np.asarray(np.rint(grains_SP, out=grains_SP))
 
 
 def _queries(material: Material) -> _Queries:
