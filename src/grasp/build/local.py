@@ -4,8 +4,9 @@ import hashlib
 import json
 import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress:
         GraspError: bad input, named; nothing that was finished is lost.
     """
     progress = progress or Silent()
+    began = Clock()
     with ArtifactLock.acquire(out) as lock:
-        begin(settings, out, resume)
+        gone_on = begin(settings, out, resume)
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
             return out
@@ -84,16 +86,29 @@ def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress:
         for k in range(writer.n_shards):
             if k not in writer.finished:
                 finish_shard(inputs, kernel, writer, k, shards(k))
-        close(inputs, token, pooled, writer)
+        close(inputs, token, pooled, writer, None if gone_on else began)
         clean(settings, out)
     return out
 
 
-def begin(settings: BuildSettings, out: Path, resume: bool) -> None:
+@dataclass(frozen=True)
+class Clock:
+    """Time since it was made; CPU seconds are of all threads of this process."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    cpu: float = field(default_factory=time.process_time)
+
+    def seconds(self) -> dict[str, float]:
+        return {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
+
+
+def begin(settings: BuildSettings, out: Path, resume: bool) -> bool:
     """Claim `out` for these settings by its run.yaml, or see that it was begun with the same ones.
 
     A build that failed before anything was finished, on a misspelt target say, claims nothing.
 
+    Returns:
+        Whether something was begun here.
     Raises:
         ArtifactError: something was begun here and `resume` is False, or with other settings (all named).
     """
@@ -112,6 +127,7 @@ def begin(settings: BuildSettings, out: Path, resume: bool) -> None:
             )
     else:
         write_yaml(now, path)
+    return path.exists() and begun
 
 
 def prepare(settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress) -> Inputs:
@@ -239,7 +255,9 @@ def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.
     return sums
 
 
-def close(inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: ArtifactWriter) -> None:
+def close(
+    inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: ArtifactWriter, began: Clock | None
+) -> None:
     """Gains of the sketches, moments, units, manifest: the artifact is complete."""
     if writer.complete:
         return
@@ -252,7 +270,7 @@ def close(inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: Ar
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")
         if f"{name}.square" in sums
     }
-    writer.finish(manifest=manifest(inputs), moments=moments, units=unit_table(inputs), gains=gains)
+    writer.finish(manifest=manifest(inputs, began), moments=moments, units=unit_table(inputs), gains=gains)
 
 
 def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
@@ -303,8 +321,8 @@ def identity(inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def manifest(inputs: Inputs) -> dict[str, Any]:
-    """Where the artifact comes from, and what was left out."""
+def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
+    """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
     store, model = inputs.store, inputs.model
     return {
         "made_by": {
@@ -330,6 +348,7 @@ def manifest(inputs: Inputs) -> dict[str, Any]:
             "n_documents": store.n_documents,
             "labels": list(store.label_columns),
             "loss": "nats a token, mean over the positions that the head was applied to",
+            "build_seconds": None if began is None else began.seconds(),
         },
     }
 

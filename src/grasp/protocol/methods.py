@@ -139,10 +139,14 @@ def retrained(scored: Scored, utilities: Utilities) -> Retrained:
 
 
 def cost_of(candidate: Candidate, artifact: Artifact) -> Cost:
-    """What a predictor of ours reads of every row: its relevance matrices and its sketches."""
+    """What a predictor of ours reads of every row: its relevance matrices and its sketches.
+
+    Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
+    """
     width = {name: artifact.array_shape(name)[1] for name in needed_arrays(candidate) if name in artifact.array_names}
-    relevance = {name: size for name, size in width.items() if name.startswith("relevance_")}
-    return Cost(features=sum(width.values()) - sum(relevance.values()), scores=sum(relevance.values()))
+    scores = sum(size for name, size in width.items() if name.startswith("relevance_"))
+    seconds = artifact.manifest.details.get("build_seconds") or {}
+    return Cost(sum(width.values()) - scores, scores, seconds.get("wall"), seconds.get("cpu"))
 
 
 def additive_methods(array_names: Sequence[str]) -> dict[str, Candidate]:
