@@ -48,12 +48,22 @@ class CorpusSettings(Settings):
     )
     limit: int | None = Field(None, ge=1, description="Read only the first so many documents.")
     snippet_chars: int = Field(240, ge=0, description="Characters of text kept per row for reading; 0 keeps none.")
+    image_column: str | None = Field(
+        None, description="Column of encoded images, where the model is a classifier; none: image."
+    )
+    class_column: str | None = Field(
+        None, description="Column of the classes of images, numbers from 0 or names; none: label."
+    )
 
 
 class TargetSettings(Settings):
     """Which benchmarks, and which of their units."""
 
-    names: tuple[str, ...] = Field((), description="Tasks by name (sciq, openbookqa, ...), or paths of JSONL files.")
+    names: tuple[str, ...] = Field(
+        (),
+        description="Tasks by name (sciq, openbookqa, ...), or paths of JSONL files; for a classifier paths of trusted "
+        "images, named as the corpus is.",
+    )
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
     loss_on: Literal["completion", "all"] = Field("completion", description="Tokens of a unit that carry loss.")
     units_per_target: int | None = Field(128, ge=1, description="Units drawn per target; none: all of them.")
@@ -74,10 +84,59 @@ class DatasetTarget(Settings):
     unit_id: str | None = Field(None, description="Column with a stable id; none: position.")
 
 
+class ImageSettings(Settings):
+    """How an image becomes the input of a classifier: RGB, resized, cropped, scaled to [0, 1], normalised."""
+
+    size: int = Field(224, ge=1, description="Side of the square that the model sees, in pixels.")
+    resize: int | None = Field(
+        None, ge=1, description="Shorter side before the centre crop, in pixels; none: `size`, nothing of it is cut."
+    )
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = Field(
+        "bilinear", description="How it is resized."
+    )
+    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="Taken off each channel of [0, 1].")
+    std: tuple[float, float, float] = Field((0.229, 0.224, 0.225), description="What each channel is divided by.")
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.resize is not None and self.resize < self.size:
+            raise ValueError(f"resize: got {self.resize}, expected at least size, {self.size}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std: got {self.std}, expected positive numbers")
+        return self
+
+
+class ClassifierSettings(Settings):
+    """An image classifier as the reference model: any torch module with a linear output layer that has a name."""
+
+    head: str = Field(description="Dotted name of the linear output layer, e.g. fc, classifier, _fc.")
+    factory: str | None = Field(
+        None,
+        description="What makes the module, as package.module:name: a class of torch.nn.Module, a class method of one, "
+        "or a function annotated to return one; model.path is then its file of weights. None: model.path is a Hugging "
+        "Face checkpoint.",
+    )
+    arguments: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
+    fitted_head: str | None = Field(None, description="Output layer in the place of the model's: see grasp fit-head.")
+    classes: tuple[str, ...] = Field(
+        (), description="Names of the classes, in the order of the head; none: the checkpoint's or the fitted head's."
+    )
+    images: ImageSettings | None = Field(
+        None, description="Preprocessing; none: the checkpoint's own, of a factory's module that of ImageNet at 224."
+    )
+    batch_images: int = Field(32, ge=1, description="Images in one forward pass.")
+
+
 class ModelSettings(Settings):
     """The reference model."""
 
-    path: str = Field(description="Directory of a Hugging Face checkpoint, hub name, or a GGUF file.")
+    path: str = Field(
+        description="Directory of a Hugging Face checkpoint, hub name, or a GGUF file; of a classifier that a factory "
+        "makes the file of its weights."
+    )
+    classifier: ClassifierSettings | None = Field(
+        None, description="An image classifier; none: the model is a causal LM."
+    )
     tokenizer: str | None = Field(None, description="Directory of the tokenizer; none: the checkpoint's own.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, bfloat16 on a GPU."
@@ -149,7 +208,11 @@ class FeatureSettings(Settings):
 
 
 class BuildSettings(Settings):
-    """One build: corpus + targets + model -> artifact."""
+    """One build: corpus + targets + model -> artifact.
+
+    Of a classifier `features.input_match` is off, since an image has no input tokens, and other defaults hold that
+    images were seen to need: few rows a dimension, so whitening mostly adds noise, and sketches that keep more of it.
+    """
 
     model: ModelSettings
     corpus: CorpusSettings
@@ -164,11 +227,36 @@ class BuildSettings(Settings):
     )
     keep_tokens: bool = Field(True, description="Keep the token ids of the rows beside the artifact.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_a_classifier(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not _is_classifier(data.get("model")):
+            return data
+        features = data.get("features", {})
+        if isinstance(features, FeatureSettings):
+            features = features.model_dump(exclude_unset=True)
+        return {**data, "features": CLASSIFIER_FEATURES | features} if isinstance(features, dict) else data
+
     @model_validator(mode="after")
-    def _has_targets(self) -> Self:
+    def _is_consistent(self) -> Self:
         if not self.targets.names and not self.targets.datasets:
             raise ValueError("targets: name at least one, e.g. `sciq`")
+        if self.model.classifier is not None and self.features.input_match:
+            raise ValueError("features.input_match: got true, but an image has no input tokens; leave it out")
+        if self.model.classifier is not None and self.targets.datasets:
+            raise ValueError(
+                "targets.datasets: they are texts, the model is a classifier; name images in targets.names"
+            )
         return self
+
+
+CLASSIFIER_FEATURES: dict[str, Any] = {"input_match": False, "tau": 10.0, "hidden_width": 2048}
+
+
+def _is_classifier(model: Any) -> bool:
+    if isinstance(model, ModelSettings):
+        return model.classifier is not None
+    return isinstance(model, dict) and model.get("classifier") is not None
 
 
 class RetrainSettings(Settings):
