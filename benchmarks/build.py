@@ -2,11 +2,13 @@
 
     python benchmarks/build.py                       # about 10 minutes on 2 cores
     python benchmarks/build.py --rows 256 --skip-memory
+    python benchmarks/build.py --rows 2 --skip-memory --skip-speed        # the kernels alone, in a minute
 
 The model is a Phi of 18 M parameters, 2 M of them body and 8 M each embedding and head, with a vocabulary of 50,304
 and a head bias that follows Zipf's law, so that the largest probabilities fall on frequent tokens, as they do in
 trained models. Rows are Zipf tokens.
-"body" is the transformer without its head; "head" is the logits, in buffers as large as the build's.
+"body" is the transformer without its head; "head" is the logits, in buffers as large as the build's. The kernels are
+also timed one by one, on one batch of Zipf tokens with units of Zipf tokens, so that many input tokens are shared.
 """
 
 import argparse
@@ -26,16 +28,28 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
+from grasp.build.forward import PositionAccumulators, PositionBatch, TokenKernel, forward_units
 from grasp.build.local import build
 from grasp.corpus.store import RowStore
+from grasp.features.extract import extract
+from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.positions import position_mask
 from grasp.features.residuals import LOGIT_ELEMENTS
+from grasp.features.token_match import token_relevance
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.tokenizer import train_tokenizer
-from grasp.settings import build_settings
+from grasp.settings import FeatureSettings, build_settings
+from grasp.targets import UnitTokens
 
 VOCAB = 50_304
 TARGETS = 5
+MATCHES = {
+    "pooled": {"match": "pooled"},
+    "token": {"match": "token", "input_match": False},
+    "token+input": {"match": "token"},
+    "both": {"match": "both", "input_match": False},
+    "all": {"match": "both"},
+}
 
 
 def zipf(generator: np.random.Generator, size: Any) -> np.ndarray:
@@ -81,7 +95,7 @@ def settings_of(root: Path, corpus: Path, length: int, match: str, threads: int)
             "model": {"path": str(root / "model"), "threads": threads},
             "corpus": {"path": str(corpus), "max_length": length},
             "targets": {"names": [str(root / f"target-{t}.jsonl") for t in range(TARGETS)], "units_per_target": None},
-            "features": {"match": match, "product_width": 0},
+            "features": {**MATCHES[match], "product_width": 0},
             "shard_rows": 256,
         }
     )
@@ -133,10 +147,10 @@ def bare(model: ReferenceModel, store: RowStore, spec: str | None) -> float:
 
 def speed(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     corpus = root / "corpus.parquet"
-    model = ReferenceModel.load(settings_of(root, corpus, args.length, "both", args.threads).model)
+    model = ReferenceModel.load(settings_of(root, corpus, args.length, "all", args.threads).model)
     builds: dict[str, dict[str, float]] = {}
     forwards: dict[str, list[float]] = {"body": [], "body + head, tail:32": [], "body + head, all": []}
-    timed_build(settings_of(root, corpus, args.length, "both", args.threads), root / "warm")
+    timed_build(settings_of(root, corpus, args.length, "all", args.threads), root / "warm")
     store = RowStore.open(root / "warm" / "tokens")
     for _ in range(args.repeats):
         for name, spec in (("body", None), ("body + head, tail:32", "tail:32"), ("body + head, all", "all")):
@@ -170,6 +184,48 @@ def ratios(work: dict[str, float], builds: dict[str, dict[str, float]], best: di
     return found
 
 
+@torch.inference_mode()
+def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds a position of one batch, by what they are spent on."""
+    model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "all", args.threads).model)
+    features = FeatureSettings(match="token", product_width=0)
+    generator = np.random.default_rng(2)
+    lines = [zipf(generator, args.length) for _ in range(model.batch_tokens // args.length)]
+    units = [UnitTokens(zipf(generator, 20 + args.unit_tokens).astype(np.int32), 20) for _ in range(args.units)]
+    ids, length = pad_rows(lines)
+
+    def forward() -> Any:
+        return extract(model, ids, torch.zeros_like(length), length, ("tail:32", "all"), features.top_k)
+
+    batch = PositionBatch.of(forward(), len(lines))
+    accumulators = PositionAccumulators.empty(model, features)
+    accumulators.add(forward())
+    names = [str(e) for e in range(len(units))]
+    unit_features = forward_units(model, units, names, features)
+    kernel = TokenKernel.prepare(unit_features, accumulators.moments(), features, model)
+    residual, rows = batch.residual, (batch.row_P, batch.n_rows)
+    steps: dict[str, Callable[[], Any]] = {
+        "body": lambda: model.hidden(ids),
+        "body, head and residuals": forward,
+        "token kernel": lambda: token_relevance(kernel.targets, batch.hidden_PH, residual, *rows),
+        "input kernel": lambda: input_relevance(kernel.inputs, residual, batch.input_P, *rows),
+        "  of it W^T xi, were it taken everywhere": lambda: hidden_gradient(model.head, residual),
+    }
+    found = {name: 1e6 * _seconds(step, args.repeats) / len(batch.row_P) for name, step in steps.items()}
+    shared = float((kernel.inputs.shared.compact_V[batch.input_P] >= 0).float().mean())
+    return {"units": args.units, "unit_positions": len(unit_features.unit_S), "shared": shared, "us": found}
+
+
+def _seconds(step: Callable[[], Any], repeats: int) -> float:
+    step()
+    found = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - begun)
+    return min(found)
+
+
 def _peak(settings: Any, out: Path, queue: Any) -> None:
     build(settings, out)
     queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -182,7 +238,7 @@ def memory(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         corpus = root / f"corpus-{rows}.parquet"
         write_rows(corpus, rows, args.memory_length, np.random.default_rng(1))
         queue = context.Queue()
-        settings = settings_of(root, corpus, args.memory_length, "both", args.threads)
+        settings = settings_of(root, corpus, args.memory_length, "all", args.threads)
         child = context.Process(target=_peak, args=(settings, root / f"memory-{rows}", queue))
         child.start()
         peaks[rows] = queue.get()
@@ -203,6 +259,10 @@ def table(result: dict[str, Any]) -> str:
             parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
             lines.append(f"  build, match {match:<14} {sum(seconds.values()):8.2f} s   ({parts})")
         lines += [f"  {name:<40} {found[name]:.3f}" for name in found if "_over_" in name]
+    if found := result.get("kernels"):
+        lines.append(f"one batch, {found['units']} units of {found['unit_positions']} positions in all,")
+        lines.append(f"{found['shared']:.0%} of the rows' input tokens are some unit's:")
+        lines += [f"  {name:<40} {value:8.2f} us a position" for name, value in found["us"].items()]
     if found := result.get("memory"):
         for rows, peak in found["peak_bytes"].items():
             lines.append(f"  peak memory at N = {rows:>6,}  {peak / 1e6:8.0f} MB")
@@ -218,15 +278,17 @@ def main() -> None:
     parser.add_argument("--unit-tokens", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=2, help="the best of so many is kept")
-    parser.add_argument("--match", nargs="+", default=["pooled", "token", "both"])
+    parser.add_argument("--match", nargs="+", choices=MATCHES, default=list(MATCHES))
     parser.add_argument("--memory-rows", type=int, nargs="+", default=[2_000, 20_000])
     parser.add_argument("--memory-length", type=int, default=32)
     parser.add_argument("--skip-memory", action="store_true")
     parser.add_argument("--skip-speed", action="store_true")
+    parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
     steps: dict[str, tuple[bool, Callable[..., Any]]] = {
         "speed": (args.skip_speed, speed),
+        "kernels": (args.skip_kernels, kernels),
         "memory": (args.skip_memory, memory),
     }
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""The forward half of a shard: everything that needs the model. One pass gives both relevance kernels' inputs.
+"""The forward half of a shard: everything that needs the model. One pass gives every relevance kernel.
 
 Shape letters: N rows of the shard, E units, S unit positions, H hidden width, V vocabulary, D sketch width.
 """
