@@ -93,7 +93,7 @@ def test_tracin_without_projection_is_the_weighted_sum_over_checkpoints(normalis
     assert_close(run(world, tmp_path, "tracin", dimension=None, normalise=normalise), expected)
 
 
-@pytest.mark.parametrize("form", ["dense", "rank-one"])
+@pytest.mark.parametrize("form", ["dense", "two-sided"])
 def test_tracin_projected_nears_the_exact_one_as_the_dimension_grows(form, world, tmp_path):
     exact = run(world, tmp_path, "tracin", dimension=None, checkpoints="last")
     far = [

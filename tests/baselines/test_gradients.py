@@ -149,7 +149,7 @@ def test_labels_drawn_from_the_model_give_its_own_fisher():
 # ------------------------------------------------------------------------------------------- projection
 
 
-@pytest.mark.parametrize("form", ["auto", "dense", "rank-one"])
+@pytest.mark.parametrize("form", ["auto", "dense", "two-sided"])
 @pytest.mark.parametrize("family", ["gpt2-tied", "llama"])
 def test_projection_is_the_inner_product_with_its_signs(family, form):
     engine, width = engine_of(family), 8
@@ -165,10 +165,10 @@ def test_projection_is_the_inner_product_with_its_signs(family, form):
     map_DK = projection.of_matrix(number, basis)
     torch.testing.assert_close(map_DK.abs(), torch.full_like(map_DK, width**-0.5))
     rank = torch.linalg.matrix_rank(map_DK[:, 0].view(block.left, block.right))
-    assert (rank == 1) == (projection.forms[number] == "rank-one" or block.left == 1)
+    assert (rank == 1) == (projection.forms[number] == "two-sided" or block.left == 1)
 
 
-@pytest.mark.parametrize("form", ["dense", "rank-one"])
+@pytest.mark.parametrize("form", ["dense", "two-sided"])
 def test_projection_keeps_inner_products_without_bias(form):
     engine = engine_of("llama", ["body"])
     expected = np.stack([covered(engine, g).numpy() for g in references(engine, rows())])

@@ -50,7 +50,7 @@ class Trak(RowMethod[TrakSettings]):
 
     Source: Park et al. 2023, equations 12 to 17. Deviation: TRAK is stated for one label an example; here output and
     1 - p are means over a sequence's labels, and layers, checkpoints and width are the paper's, not all parameters of
-    models trained on halves of the corpus. Large layers are projected by rank-one signs.
+    models trained on halves of the corpus. Large layers are projected in two steps.
     """
 
     settings_type = TrakSettings

@@ -1,18 +1,19 @@
 r"""Random projection of per-example gradients to K numbers, the blocks' projections summed.
 
-Of one block with gradient G (X, Y), for k = 1..K, signs +-1 drawn once for a seed:
+Of one block with gradient G (X, Y), with signs +-1 drawn once for a seed:
 
-    dense       y_k = K^-1/2 <R_k, G>         R_k a matrix of signs: what TRAK does
-    rank one    y_k = K^-1/2 p_k^T G q_k      R_k = p_k q_k^T: never forms G, stores K (X + Y) signs instead of K X Y
+    dense       y = K^-1/2 R^T vec(G)                    R (X Y, K): what TRAK does
+    two-sided   y = K^-1/2 S^T vec(A^T G B) / M          A (X, M), B (Y, M), S (M^2, K): never forms G
 
 Both keep inner products without bias, and blocks are independent, so their sum projects the whole gradient. The
-variance of a squared norm is 2/K ||G||^4 for dense, and between 2/K (spread spectrum) and 8/K (a single outer product)
-for rank one. `auto` takes dense where it costs less: small layers. An embedding, and a head tied to one, always takes
-rank one, in which a one-hot coordinate is a look-up.
+variance of a squared norm is 2/K ||G||^4 for dense; two-sided adds up to 4/M ||G||^4 where G is a single outer product
+(M = 32), and the less the more positions G is the sum of and the more blocks share the norm. A side no wider than M
+stays as it is. `auto` takes two-sided where dense costs more than twice as much: large layers. An embedding, and a head
+tied to one, is always two-sided: a one-hot coordinate is a look-up.
 
-Source: TRAK (Park et al. 2023), section 3.2. Deviation: rank one for large layers.
+Source: TRAK (Park et al. 2023), section 3.2; two sides as LoGra (Choe et al. 2024). Deviation from TRAK: large layers.
 
-Shape letters: B examples, T positions, X left width, Y right width, K projected width.
+Shape letters: B examples, T positions, X left width, Y right width, M compressed width, K projected width.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,9 @@ from grasp.baselines.gradients.factors import ELEMENTS, Use, materialise
 from grasp.baselines.gradients.layers import Block
 from grasp.seeds import stream
 
-Form = Literal["auto", "dense", "rank-one"]
+Form = Literal["auto", "dense", "two-sided"]
 
+SIDE = 32  # M
 DENSE_ELEMENTS = 1 << 27  # signs of dense blocks, all together: 512 MB of float32
 
 
@@ -48,16 +50,24 @@ class _Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankOne:
-    left_XK: Tensor
-    right_YK: Tensor
+class _TwoSided:
+    left_XM: Tensor | None  # none: the side stays as it is
+    right_YM: Tensor | None
+    sign_CK: Tensor  # C: numbers of the compressed matrix
 
     def add(self, use: Use, block: Block, out_BK: Tensor) -> None:
-        left = self.left_XK[use.left] if use.one_hot else use.left @ self.left_XK
-        out_BK += torch.einsum("btk,btk->bk", left, use.right @ self.right_YK)
+        right = use.right if self.right_YM is None else use.right @ self.right_YM
+        if self.left_XM is None:
+            small_BMM = materialise(Use(use.left, right), block.left)
+        else:
+            left = self.left_XM[use.left] if use.one_hot else use.left @ self.left_XM
+            small_BMM = torch.bmm(left.mT, right)
+        out_BK.addmm_(small_BMM.flatten(1), self.sign_CK)
 
     def of_matrix(self, gradient_BXY: Tensor) -> Tensor:
-        return torch.einsum("bxk,xk->bk", gradient_BXY @ self.right_YK, self.left_XK)
+        small = gradient_BXY if self.right_YM is None else gradient_BXY @ self.right_YM
+        small = small if self.left_XM is None else self.left_XM.T @ small
+        return small.flatten(1) @ self.sign_CK
 
 
 class Projection:
@@ -85,16 +95,21 @@ class Projection:
         self.forms = choose_forms(blocks, width, tokens, form)
         self._maps = [self._map(block, kind, seed) for block, kind in zip(blocks, self.forms, strict=True)]
 
-    def _map(self, block: Block, kind: str, seed: int) -> _Dense | _RankOne:
+    def _map(self, block: Block, kind: str, seed: int) -> _Dense | _TwoSided:
         generator = stream(seed, "gradient projection", self.width, kind, *block.parameters)
         scale = self.width**-0.5
         if kind == "dense":
             return _Dense(self._signs(generator, block.size, scale))
-        left = self._signs(generator, block.left, 1.0)
-        return _RankOne(left, self._signs(generator, block.right, scale))
+        left, right = (self._side(generator, side) for side in (block.left, block.right))
+        size = min(SIDE, block.left) * min(SIDE, block.right)
+        return _TwoSided(left, right, self._signs(generator, size, scale))
 
-    def _signs(self, generator: np.random.Generator, rows: int, scale: float) -> Tensor:
-        return torch.from_numpy(signs(generator, rows, self.width)).to(self.device, self.dtype) * scale
+    def _side(self, generator: np.random.Generator, width: int) -> Tensor | None:
+        return None if width <= SIDE else self._signs(generator, width, SIDE**-0.5, SIDE)
+
+    def _signs(self, generator: np.random.Generator, rows: int, scale: float, columns: int | None = None) -> Tensor:
+        drawn = torch.from_numpy(signs(generator, rows, columns or self.width))
+        return drawn.to(self.device, self.dtype) * scale
 
     def zeros(self, examples: int, per_block: bool = False) -> Tensor:
         """Where projections are added up: (B, K), or (blocks, B, K)."""
@@ -117,16 +132,21 @@ def signs(generator: np.random.Generator, rows: int, columns: int) -> NDArray[np
 
 
 def choose_forms(blocks: Sequence[Block], width: int, tokens: int, form: Form) -> list[str]:
-    """`dense` or `rank-one` for each block, by multiplications; dense ones share a bound on memory."""
-    chosen = ["rank-one"] * len(blocks)
+    """`dense` or `two-sided` for each block, by multiplications; dense ones share a bound on memory."""
+    chosen = ["two-sided"] * len(blocks)
     left = DENSE_ELEMENTS
     for number in sorted(range(len(blocks)), key=lambda k: blocks[k].size):
         block = blocks[number]
-        if "embedding" in block.kinds or form == "rank-one":
+        if "embedding" in block.kinds or form == "two-sided":
             continue
-        cheaper = (tokens + width) * block.size <= tokens * width * (block.left + block.right)
-        wanted = form == "dense" or "vector" in block.kinds or cheaper
-        if wanted and (form == "dense" or block.size * width <= left):
+        if form == "dense" or (_affordable(block, width, tokens) and block.size * width <= left):
             chosen[number] = "dense"
             left -= block.size * width
     return chosen
+
+
+def _affordable(block: Block, width: int, tokens: int) -> bool:
+    """Whether dense costs at most twice as much as two-sided."""
+    small = min(SIDE, block.left) * min(SIDE, block.right)
+    two_sided = tokens * (SIDE * (block.left + block.right) + small) + small * width
+    return (tokens + width) * block.size <= 2 * two_sided

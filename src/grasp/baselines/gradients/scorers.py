@@ -81,7 +81,7 @@ def projection_note(blocks: Sequence[Block], width: int, form: Form, tokens: int
     """How gradients were projected, in words."""
     forms = choose_forms(blocks, width, tokens, form)
     dense = forms.count("dense")
-    return f"projected to {width}: {dense} blocks by a dense matrix of signs, {len(forms) - dense} by rank-one signs"
+    return f"projected to {width}: {dense} blocks by dense signs, {len(forms) - dense} two-sided"
 
 
 def exact_note(groups: int) -> str:

@@ -52,8 +52,8 @@ class ProjectedSettings(CheckpointSettings):
     )
     projection: Form = Field(
         "auto",
-        description="dense: a matrix of signs, as TRAK; rank-one: signs for inputs and outputs of each layer; auto: "
-        "dense where it costs less.",
+        description="dense: a matrix of signs, as TRAK; two-sided: signs for inputs and outputs of each layer first; "
+        "auto: dense unless it costs more than twice as much.",
     )
 
 
