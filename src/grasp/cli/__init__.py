@@ -10,10 +10,12 @@ from grasp.cli import demo as _demo  # noqa: F401
 from grasp.cli import evaluate as _evaluate  # noqa: F401
 from grasp.cli import inspect as _inspect  # noqa: F401
 from grasp.cli import methods as _methods  # noqa: F401
+from grasp.cli import mix as _mix  # noqa: F401
 from grasp.cli import predict as _predict  # noqa: F401
 from grasp.cli import report as _report  # noqa: F401
 from grasp.cli import retrain as _retrain  # noqa: F401
 from grasp.cli import score as _score  # noqa: F401
+from grasp.cli import select as _select  # noqa: F401
 from grasp.cli.app import app
 from grasp.errors import GraspError
 

@@ -11,6 +11,7 @@ from grasp.settings import read_yaml
 
 if TYPE_CHECKING:
     from grasp.baselines.asked import AskedMethod
+    from grasp.protocol.scoring import ScoringProtocol
 
 
 def merged(config: Path | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +86,16 @@ def published_methods(
 
     configured = read_yaml(file) if file is not None else {}
     return asked_methods(chosen, configured, flag if file is None else str(file))
+
+
+def with_calibration(protocol: "ScoringProtocol", text: str | None) -> "ScoringProtocol":
+    """The protocol, standardised by the family that is named, if one is."""
+    from grasp.subsets import parse_family
+
+    if text is None:
+        return protocol
+    changed = protocol.calibration.model_copy(update={"family": str(parse_family(text))})
+    return protocol.model_copy(update={"calibration": changed})
 
 
 def put(data: dict[str, Any], name: str, value: Any) -> None:

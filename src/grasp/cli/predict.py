@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names, output_file
-from grasp.cli.tables import show
+from grasp.cli.options import names, output_file, with_calibration
+from grasp.cli.tables import plain, show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
+    from grasp.protocol.predict import PredictionTable
     from grasp.protocol.scorer import CalibrationFamily
     from grasp.protocol.scoring import ScoringProtocol
     from grasp.subsets import LabelTable, SubsetBlock
@@ -25,7 +26,9 @@ Examples:
   grasp predict art --drop "topic = 'Games' AND format != 'FAQs'"
   grasp predict art --weight "topic = 'Games': 0.3" --weight "topic = 'Health': 2"
   grasp predict art --subsets subsets.parquet --out predictions.parquet
+  grasp predict art --by topic --environment dev
 """
+REALIZED = ("expected", "low", "high")
 
 
 @app.command(epilog=EXAMPLES)
@@ -47,6 +50,9 @@ def predict(
     omitted: bool = typer.Option(False, "--omitted", help="The subsets of --subsets name the rows that are left out."),
     protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
     calibration: str | None = typer.Option(None, "--calibration", help="Family that standardises; see --family."),
+    environment: Path | None = typer.Option(
+        None, "--environment", help="Development environment; gives intervals for realized utility, and warnings."
+    ),
     units: bool = typer.Option(False, "--units", help="A line for every unit as well."),
     components: bool = typer.Option(False, "--components", help="Every component of the prediction."),
     out: Path | None = typer.Option(None, "--out", help="Parquet of the predictions."),
@@ -56,7 +62,10 @@ def predict(
     Utility is in standard deviations over the calibration family; higher is better.
     """
     from grasp.artifact.reader import Artifact
-    from grasp.protocol.predict import predict as predict_subsets
+    from grasp.curation.trust import Trust, Watcher, sketches_for, with_intervals
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.predict import predict_with
+    from grasp.protocol.scorer import CalibrationFamily, Scorer
     from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.subsets import LabelTable
 
@@ -79,42 +88,39 @@ def predict(
     if by is not None:
         # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
         family_of_label = f"mixture:{by}" if protocol is None else None
-        found = _calibration(chosen, labels, calibration or family_of_label)
-        _by(artifact, chosen, labels, by, wanted, found, out)
+        found = CalibrationFamily.of(with_calibration(chosen, calibration or family_of_label), labels)
+        _by(artifact, chosen, labels, by, wanted, found, environment, out)
         return
     if weight:
         blocks, note = _weighted(labels, weight)
     else:
         blocks, note = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
-    table = predict_subsets(
-        artifact,
-        chosen,
-        blocks,
-        targets=wanted,
-        per_unit=units,
-        components=components,
-        calibration=_calibration(chosen, labels, calibration),
+    family_that_standardises = CalibrationFamily.of(with_calibration(chosen, calibration), labels)
+    halves = sketches_for(artifact.array_names) if environment is not None else ()
+    scorer = Scorer.prepare(
+        artifact, chosen, targets=wanted, per_unit=units, calibration=family_that_standardises, halves=halves
     )
+    trust = None if environment is None else Trust.of(scorer, artifact, Environment.open(environment))
+    watcher = None if trust is None else Watcher(trust, scorer)
+    table = predict_with(scorer, artifact, blocks, components=components, watch=watcher)
+    if trust is not None:
+        table = with_intervals(table, trust)
+    _tell(table, note, out, components=components)
+    if trust is not None and watcher is not None:
+        print_trust(trust.title, (*trust.notes, *watcher.warnings))
+
+
+def _tell(table: "PredictionTable", note: str, out: Path | None, *, components: bool) -> None:
+    """Write the predictions, or print them; they are made meanwhile."""
     written = table.write(out) if out is not None else None
     lines = table.read().to_pylist() if out is None else []
     if note:
         print(note)
-    _print_protocol(table.metadata)
+    print_protocol(table.metadata)
     if written is None:
         _print_predictions(lines, components)
     else:
         print(f"{out}: {written:,} predictions")
-
-
-def _calibration(protocol: "ScoringProtocol", labels: "LabelTable", text: str | None) -> "CalibrationFamily":
-    from grasp.protocol.scorer import CalibrationFamily
-    from grasp.subsets import parse_family
-
-    if text is not None:
-        family = str(parse_family(text))
-        changed = protocol.calibration.model_copy(update={"family": family})
-        protocol = protocol.model_copy(update={"calibration": changed})
-    return CalibrationFamily.of(protocol, labels)
 
 
 def _blocks(
@@ -191,8 +197,12 @@ def _by(
     by: str,
     targets: Sequence[str] | None,
     calibration: "CalibrationFamily",
+    environment: Path | None,
     out: Path | None,
 ) -> None:
+    from grasp.curation.trust import Trust, slice_intervals
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.scorer import Scorer
     from grasp.protocol.tables import row_tokens, slice_table
 
     table = slice_table(
@@ -203,19 +213,31 @@ def _by(
         targets=targets,
         calibration=calibration,
     )
-    _print_protocol({key.decode(): value.decode() for key, value in table.schema.metadata.items()})
+    trust = None
+    if environment is not None:
+        scorer = Scorer.prepare(artifact, protocol, targets=targets, calibration=calibration)
+        trust = Trust.of(scorer, artifact, Environment.open(environment))
+        table = slice_intervals(table, trust)
+    print_protocol({key.decode(): value.decode() for key, value in table.schema.metadata.items()})
     if out is not None:
         from grasp.protocol.tables import write_table
 
         write_table(table, out)
         print(f"{out}: {table.num_rows:,} lines")
-        return
-    lines = table.to_pylist()
+    lines = table.to_pylist() if out is None else []
     for target in dict.fromkeys(line["target"] for line in lines):
         print_slices(f"{target}: what each {by} is worth", by, [line for line in lines if line["target"] == target])
+    if trust is not None:
+        print_trust(trust.title, trust.notes)
 
 
-def _print_protocol(metadata: Mapping[str, str]) -> None:
+def print_trust(title: str, notes: Sequence[str]) -> None:
+    """What the intervals are, and what should be known of them."""
+    for line in (title, *notes):
+        print(plain(line))
+
+
+def print_protocol(metadata: Mapping[str, str]) -> None:
     print(f"protocol {metadata['grasp.protocol']}: {metadata['grasp.provenance']}")
     print(f"in standard deviations over {metadata['grasp.calibration']}")
     if constant := metadata["grasp.dropped"]:
@@ -226,9 +248,10 @@ def print_slices(title: str, by: str, lines: Sequence[dict[str, Any]]) -> None:
     """One table of slices, most useful first."""
     ordered = sorted(lines, key=lambda line: line["if_dropped"] if line["if_dropped"] is not None else 0.0)
     kernel = next(name for name in ordered[0] if name.startswith("relevance_"))
+    realized = ("if dropped: expected", "low", "high") if "dropped_expected" in ordered[0] else ()
     show(
         title,
-        (by, "rows", "tokens", "mean relevance", "if dropped", "if doubled", "redundancy"),
+        (by, "rows", "tokens", "mean relevance", "if dropped", "if doubled", "redundancy", *realized),
         [
             (
                 line["value"] if line["value"] is not None else "(no label)",
@@ -238,6 +261,7 @@ def print_slices(title: str, by: str, lines: Sequence[dict[str, Any]]) -> None:
                 number(line["if_dropped"]),
                 number(line["if_doubled"]),
                 number(line.get("redundancy")),
+                *(nats(line[f"dropped_{name}"]) for name in REALIZED if realized),
             )
             for line in ordered
         ],
@@ -249,8 +273,14 @@ def _print_predictions(lines: Sequence[dict[str, Any]], components: bool) -> Non
     numbers = [name for name in (lines[0] if lines else ()) if name not in texts]
     if not components:
         numbers = [name for name in numbers if not name.startswith(("part_", "value_"))]
-    rows = [(*(line[name] or "" for name in texts), *(number(line[name]) for name in numbers)) for line in lines]
+    spelled = {name: nats if name in REALIZED else number for name in numbers}
+    rows = [(*(line[name] or "" for name in texts), *(spelled[name](line[name]) for name in numbers)) for line in lines]
     show("predicted utility", (*texts, *numbers), rows, left=len(texts))
+
+
+def nats(value: float | None) -> str:
+    """Signed, four digits: realized utilities differ little."""
+    return "-" if value is None else f"{value:+.4f}"
 
 
 def number(value: float | None) -> str:

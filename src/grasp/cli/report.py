@@ -32,8 +32,8 @@ def report(
         None, "--environment", help="Directory of retrained subsets, to say how far to trust the predictions."
     ),
     partial: bool = typer.Option(False, "--partial", help="Use what an unfinished environment has."),
-    selection: Path | None = typer.Option(None, "--selection", help="Summary that grasp select left."),
-    mixture: Path | None = typer.Option(None, "--mixture", help="Summary that grasp mix left."),
+    selection: Path | None = typer.Option(None, "--selection", help="JSON that grasp select wrote beside its --out."),
+    mixture: Path | None = typer.Option(None, "--mixture", help="JSON that grasp mix wrote beside its --out."),
     previous: list[Path] = typer.Option(
         [], "--previous", help="Artifact of an earlier checkpoint on the same corpus, oldest first; repeatable."
     ),

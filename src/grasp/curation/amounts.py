@@ -69,6 +69,18 @@ def parse_bounds(texts: Sequence[str], flag: str) -> tuple[Bound, ...]:
     return tuple(bounds)
 
 
+def parse_share(text: str, flag: str) -> Amount:
+    """`30%`, a share of the whole.
+
+    Raises:
+        SettingsError: anything else.
+    """
+    amount = _amount(text, flag, "30%")
+    if not amount.is_share or amount.unit is not None:
+        raise SettingsError(f"{flag}: got {text!r}, expected a share, e.g. 30%")
+    return amount
+
+
 def parse_targets(text: str, flag: str = "--target") -> Mapping[str, float]:
     """`sciq`, or `sciq=2,openbookqa=1`: targets and their weights, in the order given; the weights add up to 1.
 

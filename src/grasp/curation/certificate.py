@@ -61,20 +61,22 @@ class Curve:
 
 
 def curve_of(
-    scorer: Scorer, weights_T: F64, row_index: I64, tokens_N: I64, places: Sequence[int], n_rows: int
+    scorer: Scorer, weights_T: F64, row_index: I64, tokens_N: I64, places: Sequence[int], whole: SubsetSums
 ) -> Curve:
     """Values of prefixes.
 
     Args:
-        places: lengths of the prefixes, ascending; the last is the whole selection, scored as `predict` does.
+        places: lengths of the prefixes, ascending; the last is the whole selection.
+        whole: sums of the whole selection, as `predict` takes them.
     """
+    n_rows = scorer.n_rows
     cuts = np.concatenate([[0], places])
     parts = [np.sort(row_index[a:b]) for a, b in itertools.pairwise(cuts)]
     indices = np.concatenate(parts)
     weights_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), n_rows))
     sums = _cumulated(scorer.sums(weights_BN), n_rows)
     value_BT = scorer.score_tasks(sums)[1].utility_BE
-    value_BT[-1] = utility_of(scorer, row_index)
+    value_BT[-1] = scorer.score_tasks(whole)[1].utility_BE[0]
     tokens_B = np.cumsum([int(tokens_N[part].sum()) for part in parts])
     return Curve(
         rows=tuple(int(place) for place in places),
@@ -84,12 +86,11 @@ def curve_of(
     )
 
 
-def utility_of(scorer: Scorer, row_index: I64) -> F64:
-    """Predicted utility of one subset, (T,): the numbers of `grasp predict`."""
+def sums_of(scorer: Scorer, row_index: I64) -> SubsetSums:
+    """Sums of one subset, as `grasp predict` takes them."""
     mask_N = np.zeros(scorer.n_rows, dtype=np.bool_)
     mask_N[row_index] = True
-    block = one_subset("selection", mask_N)
-    return np.asarray(scorer.score_tasks(scorer.sums(block.weights_BN))[1].utility_BE[0])
+    return scorer.sums(one_subset("selection", mask_N).weights_BN)
 
 
 def prefix_places(n_taken: int, count: int = 50) -> list[int]:

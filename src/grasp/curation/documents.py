@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,19 @@ class Kept:
     def n_documents(self) -> int:
         """Documents kept."""
         return int(self.mask_M.sum())
+
+
+def checked_rule(text: str) -> Rule:
+    """A rule by its name.
+
+    Raises:
+        SettingsError: another name.
+    """
+    for known in get_args(Rule):
+        if text == known:
+            found: Rule = known
+            return found
+    raise SettingsError(f"--documents: got {text!r}, expected any, half or all: how much of a document must be chosen")
 
 
 def document_rows(artifact: Artifact, chosen_N: NDArray[np.bool_]) -> Iterator[DocumentRows]:

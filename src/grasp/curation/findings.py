@@ -223,10 +223,10 @@ NO_ENVIRONMENT = Missing(
     "Retrain on some subsets with grasp retrain, and name the directory with --environment.",
 )
 NO_SELECTION = Missing(
-    "No selection was given.", "Choose rows with grasp select, and name the summary it leaves with --selection."
+    "No selection was given.", "Choose rows with grasp select, and name the .json beside its --out with --selection."
 )
 NO_MIXTURE = Missing(
-    "No mixture was given.", "Choose weights with grasp mix, and name the summary it leaves with --mixture."
+    "No mixture was given.", "Choose weights with grasp mix, and name the .json beside its --out with --mixture."
 )
 NO_INTERACTION = Missing(
     "The artifact keeps no sketches, which interactions are measured by.",

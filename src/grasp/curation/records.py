@@ -1,4 +1,4 @@
-"""What a selection reads and leaves behind: exclusion lists, and Parquet of row ids with order and gain."""
+"""What curation reads and leaves behind: exclusion lists, tables of rows and of weights, and summaries as JSON."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.curation.mixture import Mixture
 from grasp.curation.select import RowSelection
 from grasp.curation.sketches import ChosenRows
 from grasp.errors import SettingsError
 
 SUBSET = "selection"
-SUMMARY = "grasp.selection"
 NAMES = ("row_id", "doc_id")
 GROUP_ROWS = 65_536
 
@@ -58,10 +58,10 @@ def read_exclusion(source: ChosenRows, path: Path) -> Exclusion:
     return Exclusion(mask_N, len(values), int((~seen).sum()))
 
 
-def write_selection(selection: RowSelection, source: ChosenRows, path: Path, label: str | None = None) -> None:
-    """Parquet in the order in which rows were taken: subset_id, row_id, doc_id, order, gain, n_tokens[, label].
+def selection_table(selection: RowSelection, source: ChosenRows, label: str | None = None) -> pa.Table:
+    """Rows in the order in which they were taken: subset_id, row_id, doc_id, order, gain, n_tokens[, label].
 
-    `grasp predict --subsets` reads it as one subset. The summary is in its metadata. It appears only when whole.
+    `grasp predict --subsets` reads it as one subset.
     """
     columns = [*NAMES, "n_tokens", *([label] if label else [])]
     table = _rows_in_order(source, selection.row_index, columns)
@@ -70,27 +70,35 @@ def write_selection(selection: RowSelection, source: ChosenRows, path: Path, lab
     table = table.append_column("order", pa.array(np.arange(n_taken)))
     table = table.append_column("gain", pa.array(selection.gain))
     names = ["subset_id", *NAMES, "order", "gain", "n_tokens", *([label] if label else [])]
-    summary = json.dumps(selection.summary(), allow_nan=False)
-    table = table.select(names).replace_schema_metadata({SUMMARY: summary})
+    return table.select(names).replace_schema_metadata(None)
+
+
+def write_summary(data: Mapping[str, Any], path: Path) -> None:
+    """JSON; it appears only when whole."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Parquet; it appears only when whole."""
     part = path.with_name(path.name + ".part")
     pq.write_table(table, part, compression="zstd", row_group_size=GROUP_ROWS)
     part.replace(path)
 
 
-def read_summary(path: Path) -> dict[str, Any]:
-    """The summary of a selection that `write_selection` left.
-
-    Raises:
-        SettingsError: not a file of a selection.
-    """
-    try:
-        metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
-    except (pa.ArrowException, OSError) as err:
-        raise SettingsError(f"{path}: cannot be read as a selection: {' '.join(str(err).split())}") from err
-    if SUMMARY.encode() not in metadata:
-        raise SettingsError(f"{path}: is not a selection; make one with `grasp select ART --out {path}`")
-    summary: dict[str, Any] = json.loads(metadata[SUMMARY.encode()])
-    return summary
+def mixture_table(mixture: Mixture) -> pa.Table:
+    """One line a slice: value, expression, rows, current, proposed, factor."""
+    return pa.table(
+        {
+            "value": list(mixture.names),
+            "expression": list(mixture.expressions),
+            "rows": pa.array(mixture.rows_G.astype(np.int64)),
+            "current": pa.array(mixture.current_G),
+            "proposed": pa.array(mixture.proposed_G),
+            "factor": pa.array(mixture.factor_G),
+        }
+    )
 
 
 def _rows_in_order(source: ChosenRows, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:

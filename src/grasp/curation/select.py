@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.curation.amounts import Amount, Bound, Unit
-from grasp.curation.certificate import Certificate, Curve, curve_of, is_aligned, prefix_places, upper_bound
+from grasp.curation.certificate import Certificate, Curve, curve_of, is_aligned, prefix_places, sums_of, upper_bound
 from grasp.curation.greedy import Picks, choose
 from grasp.curation.limits import I64, Limits
 from grasp.curation.objective import Objective
 from grasp.curation.sketches import ChosenRows
 from grasp.errors import SettingsError
-from grasp.protocol.scorer import CalibrationFamily, Scorer
+from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
 from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64
 from grasp.protocol.tables import row_tokens
@@ -66,6 +66,7 @@ class RowSelection:
     whole: Mapping[str, float]  # of the whole corpus, by target
     certificate: Certificate
     curve: Curve
+    sums: SubsetSums = field(repr=False)  # of the chosen rows
     labels: tuple[LabelShare, ...]
     protocol: ScoringProtocol
     calibration: str
@@ -158,7 +159,8 @@ def select_with(
     )
     weights_T = np.array([request.targets.get(name, 0.0) for name in scorer.units.targets])
     objective, picks = _chosen(source, scorer, weights_T, limits, progress)
-    curve = curve_of(scorer, weights_T, picks.row_index, tokens_N, prefix_places(len(picks.row_index)), scorer.n_rows)
+    sums = sums_of(scorer, picks.row_index)
+    curve = curve_of(scorer, weights_T, picks.row_index, tokens_N, prefix_places(len(picks.row_index)), sums)
     bound, reason = upper_bound(objective, limits, picks.row_index)
     value = curve.value[-1]
     certificate = Certificate(
@@ -183,6 +185,7 @@ def select_with(
         whole=dict(zip(names, map(float, whole_T), strict=True)),
         certificate=certificate,
         curve=curve,
+        sums=sums,
         labels=() if request.labels is None else _shares(limits, picks),
         protocol=scorer.protocol,
         calibration=scorer.calibration,

@@ -38,6 +38,22 @@ class ValueShare(Summary):
     taken: int
 
 
+class Realized(Summary):
+    """Realized utility, or its change, in nats a token."""
+
+    expected: float
+    low: float
+    high: float
+
+
+class TrustSummary(Summary):
+    """What an environment says of it."""
+
+    what: str
+    change: dict[str, Realized]  # against the whole corpus, by target
+    warnings: tuple[str, ...]
+
+
 class SelectionSummary(Summary):
     """A selection of rows, without the rows."""
 
@@ -57,6 +73,7 @@ class SelectionSummary(Summary):
     protocol: Named
     calibration: str
     notes: tuple[str, ...]
+    trust: TrustSummary | None = None
 
 
 class MixedSlice(Summary):
@@ -81,6 +98,7 @@ class MixtureSummary(Summary):
     protocol: Named
     calibration: str
     notes: tuple[str, ...]
+    trust: TrustSummary | None = None
 
 
 S = TypeVar("S", bound=Summary)
@@ -109,16 +127,17 @@ def read_mixture(path: Path, n_rows: int, flag: str = "--mixture") -> MixtureSum
 
 
 def _read(path: Path, flag: str, kind: type[S], command: str) -> S:
+    expected = f"expected the .json that {command} writes beside its --out"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
-        raise SettingsError(f"{flag}: {path}: no such file; expected the summary that {command} leaves") from err
-    except (UnicodeDecodeError, json.JSONDecodeError) as err:
-        raise SettingsError(f"{flag}: {path} is not JSON; expected the summary that {command} leaves") from err
+        raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
+    except (IsADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as err:
+        raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
     try:
         return kind.model_validate(data)
     except ValidationError as err:
-        raise SettingsError(f"{describe(err, f'{flag}: {path}')}; expected the summary that {command} leaves") from err
+        raise SettingsError(f"{describe(err, f'{flag}: {path}')}; {expected}") from err
 
 
 def _check_rows(path: Path, flag: str, found: int, n_rows: int) -> None:

@@ -12,8 +12,8 @@ Shape letters: B subsets of the environment, Q subsets asked about, T targets.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -138,6 +138,36 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """One interval, in nats a token."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an environment says of one subset or mixture."""
+
+    title: str
+    coverage: float
+    utility: Mapping[str, Span]  # realized, by target
+    change: Mapping[str, Span]  # against a model trained on the whole corpus
+    warnings: tuple[str, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        return {
+            "what": self.title,
+            "coverage": self.coverage,
+            "utility": {name: asdict(span) for name, span in self.utility.items()},
+            "change": {name: asdict(span) for name, span in self.change.items()},
+            "warnings": list(self.warnings),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Trust:
     """How far the predictions of a scorer can be trusted, as one environment shows it."""
 
@@ -197,6 +227,25 @@ class Trust:
         return (
             f"{self.coverage:.0%} intervals for a model retrained as in {self.environment} (recipe {self.recipe}, mean "
             f"of {seeds}), in nats a token"
+        )
+
+    def verdict(self, scorer: Scorer, sums: SubsetSums, *, sized: bool = True) -> Verdict:
+        """What the environment says of the one subset whose sums these are.
+
+        Args:
+            sized: False for a mixture.
+        """
+        utility_T = scorer.score_tasks(sums)[1].utility_BE[0]
+        change_T = utility_T - scorer.score_tasks(scorer.whole())[1].utility_BE[0]
+        place = {name: t for t, name in enumerate(scorer.units.targets)}
+        outside = self.beyond(scorer, sums, sized=sized)[0]
+        warnings = (f"outside of what {self.environment} covered: {outside}",) if outside else ()
+        return Verdict(
+            self.title,
+            self.coverage,
+            {name: _span(line.at(utility_T[[place[name]]])) for name, line in self.lines.items()},
+            {name: _span(line.change(change_T[[place[name]]])) for name, line in self.lines.items()},
+            (*self.notes, *warnings),
         )
 
     def beyond(self, scorer: Scorer, sums: SubsetSums, *, sized: bool = True) -> list[str]:
@@ -290,6 +339,10 @@ def _distances(scorer: Scorer, sums: SubsetSums) -> dict[str, F64]:
         return part.geometry(sums.mass, scorer.sketches[half].totals, "retained", "mean").cent_B
 
     return {half: distance(half, part) for half, part in sums.sketch.items()}
+
+
+def _span(interval: Interval) -> Span:
+    return Span(float(interval.expected[0]), float(interval.low[0]), float(interval.high[0]))
 
 
 def _line(x_B: NDArray[np.float64], y_B: NDArray[np.float64]) -> tuple[float, float]:

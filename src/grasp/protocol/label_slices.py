@@ -22,6 +22,7 @@ MOST_SLICES = 100
 MOST_LABELS = 4
 OWN_COLUMNS = ("row_index", "row_id", "doc_id", "n_tokens", "loss", "snippet")
 NO_LABEL = "(no label)"
+EMPTY = "(empty)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     slice_of[single] = np.arange(len(single))
     codes_N = slice_of[column.codes_N]
     values = [column.values[code] for code in single]
-    names = _unique([NO_LABEL if value is None else str(value) for value in values])
+    names = _unique([NO_LABEL if value is None else str(value) or EMPTY for value in values])
     expressions = [equals(column.name, value) for value in values]
     if grouped:
         names += _unique([*names, f"{len(grouped):,} other values"])[-1:]

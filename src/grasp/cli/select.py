@@ -1,0 +1,298 @@
+"""grasp select"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.options import output_file, with_calibration
+from grasp.cli.predict import nats, number, print_protocol, print_trust
+from grasp.cli.progress import Watch
+from grasp.cli.tables import plain, show
+from grasp.errors import SettingsError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from grasp.artifact.reader import Artifact
+    from grasp.curation.documents import Rule
+    from grasp.curation.select import Request, RowSelection
+    from grasp.curation.trust import Verdict
+    from grasp.subsets import LabelTable
+
+PLACES = 8  # of the curve that are printed
+MOST_VALUES = 30  # of a label that are printed
+# \b keeps the lines of the epilog as they are.
+EXAMPLES = """\b
+Examples:
+  grasp select art --budget 20% --target sciq --out kept.parquet
+  grasp select art --budget 2Mtokens --target sciq=2,openbookqa=1 --diversity 0.25 --out kept.parquet
+  grasp select art --budget 5000 --target sciq --by topic --floor 1% --cap Games:20% --out kept.parquet
+  grasp select art --budget 20% --target sciq --exclude seen.txt --corpus-out kept --ids-out kept.txt
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def select(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    budget: str = typer.Option(..., "--budget", help="20%, 5000 (rows), 2Mtokens or 20%tokens, of the whole corpus."),
+    target: str = typer.Option(..., "--target", help="Target, or targets and their weights: sciq=2,openbookqa=1."),
+    out: Path | None = typer.Option(
+        None, "--out", help="Parquet of row ids in order, with gains; its summary and protocol beside it."
+    ),
+    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
+    calibration: str | None = typer.Option(None, "--calibration", help="Family that standardises, e.g. uniform:0.5."),
+    diversity: float | None = typer.Option(
+        None, "--diversity", help="Penalty on redundancy instead of the protocol's own geometry, e.g. 0.25; 0: none."
+    ),
+    by: str | None = typer.Option(None, "--by", metavar="LABEL", help="Label that floors and caps speak of."),
+    floor: list[str] = typer.Option(
+        [], "--floor", metavar="[VALUE:]AMOUNT", help="At least so much of the budget, e.g. Games:5%; repeatable."
+    ),
+    cap: list[str] = typer.Option(
+        [], "--cap", metavar="[VALUE:]AMOUNT", help="At most so much of the budget, e.g. 10% of each; repeatable."
+    ),
+    exclude: Path | None = typer.Option(None, "--exclude", help="List of row_ids or doc_ids: text or Parquet."),
+    exclude_where: str | None = typer.Option(
+        None, "--exclude-where", metavar="EXPR", help="Exclude the rows for which a label expression is true."
+    ),
+    environment: Path | None = typer.Option(
+        None, "--environment", help="Development environment; gives intervals for realized utility, and warnings."
+    ),
+    ids_out: Path | None = typer.Option(None, "--ids-out", help="Text list of the documents kept, one name a line."),
+    corpus_out: Path | None = typer.Option(None, "--corpus-out", help="New directory for the filtered corpus."),
+    form: str | None = typer.Option(
+        None, "--format", help="Of the filtered corpus: parquet, jsonl or datasets; none: as it is."
+    ),
+    documents: str = typer.Option("half", "--documents", help="Keep a document if any, half or all of it is chosen."),
+    corpus: str | None = typer.Option(
+        None, "--corpus", help="Where the corpus lies now; none: where it was built from."
+    ),
+    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
+) -> None:
+    """Choose rows under a budget that maximise predicted utility.
+
+    Relevance minus the protocol's geometry, by exact marginal gains, with a bound on what any choice could reach.
+    """
+    _check_outputs(out, ids_out, corpus_out, form, corpus)
+    from grasp.artifact.reader import Artifact
+    from grasp.curation.amounts import parse_targets
+    from grasp.curation.documents import checked_rule
+    from grasp.curation.export import checked_format
+    from grasp.curation.select import select_with, with_diversity
+    from grasp.curation.trust import Trust, sketches_for
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.predict import describe
+    from grasp.protocol.scorer import CalibrationFamily, Scorer
+    from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.subsets import LabelTable
+
+    rule, kind = checked_rule(documents), None if form is None else checked_format(form)
+    artifact = Artifact.open(path)
+    chosen = default_protocol() if protocol is None else load_protocol(protocol)
+    if diversity is not None:
+        chosen = with_diversity(chosen, diversity, artifact.array_names)
+    chosen = with_calibration(chosen, calibration)
+    table = LabelTable(artifact.rows_path)
+    request, notes = _request(artifact, table, budget, target, by, floor, cap, exclude, exclude_where)
+    scorer = Scorer.prepare(
+        artifact,
+        chosen,
+        targets=list(parse_targets(target)),
+        calibration=CalibrationFamily.of(chosen, table),
+        halves=sketches_for(artifact.array_names) if environment is not None else (),
+    )
+    trust = None if environment is None else Trust.of(scorer, artifact, Environment.open(environment))
+    with Watch(quiet=quiet) as watch:
+        watch.stage("selecting", rows=None, tokens=None)
+        selection = select_with(scorer, artifact, request, progress=_Advance(watch))
+    verdict = None if trust is None else trust.verdict(scorer, selection.sums)
+    print_protocol(describe(scorer))
+    _print_selection(selection, verdict, notes)
+    if out is not None:
+        _write(selection, verdict, artifact, out, by)
+    if ids_out is not None or corpus_out is not None:
+        _write_documents(artifact, selection, rule, ids_out, corpus_out, kind, corpus)
+
+
+class _Advance:
+    """Rows so far -> rows more, for the progress bar."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._done = 0
+
+    def __call__(self, done: int) -> None:
+        self._watch.advance(done - self._done, 0)
+        self._done = done
+
+
+def _check_outputs(
+    out: Path | None, ids_out: Path | None, corpus_out: Path | None, form: str | None, corpus: str | None
+) -> None:
+    """See that everything can be written before the work begins."""
+    for flag, file in (("--out", out), ("--ids-out", ids_out)):
+        output_file(flag, file)
+    if out is not None and out.suffix != ".parquet":
+        raise SettingsError(f"--out: got {out}, expected a name that ends in .parquet")
+    if corpus_out is not None and corpus_out.exists():
+        raise SettingsError(f"--corpus-out: {corpus_out} is there already; give another name, or remove it")
+    if corpus_out is not None and not corpus_out.absolute().parent.is_dir():
+        raise SettingsError(f"--corpus-out: there is no directory {corpus_out.parent}; make it first")
+    if corpus_out is None and (form is not None or corpus is not None):
+        useless = ", ".join(flag for flag, value in (("--format", form), ("--corpus", corpus)) if value is not None)
+        raise SettingsError(f"select: got {useless} without --corpus-out, where it has no meaning; leave it out")
+
+
+def _request(
+    artifact: "Artifact",
+    table: "LabelTable",
+    budget: str,
+    target: str,
+    by: str | None,
+    floor: list[str],
+    cap: list[str],
+    exclude: Path | None,
+    exclude_where: str | None,
+) -> tuple["Request", list[str]]:
+    """What is asked, and what is worth saying of what is excluded."""
+    from grasp.curation.amounts import parse_bounds, parse_budget, parse_targets
+    from grasp.curation.records import read_exclusion
+    from grasp.curation.select import Request
+
+    notes: list[str] = []
+    excluded_N: NDArray[np.bool_] | None = None
+    if exclude is not None:
+        found = read_exclusion(artifact, exclude)
+        excluded_N = found.mask_N
+        notes.append(
+            f"{exclude}: {found.listed:,} names exclude {int(found.mask_N.sum()):,} rows; {found.unknown:,} are unknown"
+        )
+    if exclude_where is not None:
+        chosen = table.selection(exclude_where)
+        excluded_N = chosen.mask_N if excluded_N is None else excluded_N | chosen.mask_N
+        unlabelled = f"; {chosen.n_null:,} rows have no label there and stay" if chosen.n_null else ""
+        notes.append(f"{exclude_where}: excludes {int(chosen.mask_N.sum()):,} rows{unlabelled}")
+    request = Request(
+        parse_budget(budget),
+        parse_targets(target),
+        labels=None if by is None else table.column(by),
+        floors=parse_bounds(floor, "--floor"),
+        caps=parse_bounds(cap, "--cap"),
+        excluded_N=excluded_N,
+    )
+    return request, notes
+
+
+def _print_selection(selection: "RowSelection", verdict: "Verdict | None", notes: list[str]) -> None:
+    from grasp.curation.select import guarantee
+
+    taken, known = len(selection.row_index), selection.certificate
+    print(f"{taken:,} of {selection.n_rows:,} rows ({taken / selection.n_rows:.1%}), {selection.n_tokens:,} tokens")
+    headings = ["target", "weight", "utility", "against the corpus"]
+    if verdict is not None:
+        headings += ["expected", "low", "high"]
+    lines = []
+    for name, weight in selection.targets.items():
+        line = [name, f"{weight:.2f}", number(selection.utility[name])]
+        line.append(number(selection.utility[name] - selection.whole[name]))
+        if verdict is not None:
+            span = verdict.utility.get(name)
+            line += [nats(None if span is None else value) for value in _ends(span)]
+        lines.append(line)
+    show("predicted utility", headings, lines)
+    bound = "none" if known.bound is None else f"{number(known.bound)}, {known.bound - known.value:.3f} above the value"
+    print(f"value {number(known.value)}; upper bound {bound}")
+    print(plain(guarantee(selection)))
+    _print_curve(selection)
+    _print_labels(selection)
+    for note in (*notes, *selection.notes):
+        print(plain(note))
+    if verdict is not None:
+        print_trust(verdict.title, verdict.warnings)
+
+
+def _ends(span: object) -> list[float | None]:
+    return [getattr(span, name, None) for name in ("expected", "low", "high")]
+
+
+def _print_curve(selection: "RowSelection") -> None:
+    curve = selection.curve
+    step = max(1, len(curve.rows) // PLACES)
+    places = sorted({*range(step - 1, len(curve.rows), step), len(curve.rows) - 1})
+    show(
+        "value of the first rows",
+        ("rows", "tokens", "value"),
+        [(f"{curve.rows[k]:,}", f"{curve.tokens[k]:,}", number(curve.value[k])) for k in places],
+        left=0,
+    )
+
+
+def _print_labels(selection: "RowSelection") -> None:
+    if not selection.labels:
+        return
+    ordered = sorted(selection.labels, key=lambda one: -one.taken)
+    show(
+        f"what is taken of each value, in {selection.unit}",
+        ("value", "taken", "of", "share", "floor", "cap"),
+        [
+            (
+                one.value,
+                f"{one.taken:,}",
+                f"{one.pool:,}",
+                f"{one.taken / max(one.pool, 1):.1%}",
+                f"{one.floor:,}" if one.floor else "-",
+                f"{one.cap:,}" if one.cap < selection.budget else "-",
+            )
+            for one in ordered[:MOST_VALUES]
+        ],
+    )
+    if len(ordered) > MOST_VALUES:
+        rest = ordered[MOST_VALUES:]
+        print(f"... and {len(rest):,} more values with {sum(one.taken for one in rest):,} {selection.unit} in all")
+
+
+def _write(
+    selection: "RowSelection", verdict: "Verdict | None", artifact: "Artifact", out: Path, label: str | None
+) -> None:
+    from grasp.curation.records import selection_table, write_summary, write_table
+    from grasp.protocol.scoring import save_protocol
+
+    write_table(selection_table(selection, artifact, label), out)
+    record = out.with_suffix(".json")
+    write_summary(selection.summary() | ({} if verdict is None else {"trust": verdict.summary()}), record)
+    print(f"{out}: {len(selection.row_index):,} rows in order; {record}: the summary, for grasp report --selection")
+    protocol = out.with_suffix(".protocol.yaml")
+    save_protocol(selection.protocol, protocol)
+    print(f"the same numbers: grasp predict {artifact.path} --subsets {out} --protocol {protocol}")
+
+
+def _write_documents(
+    artifact: "Artifact",
+    selection: "RowSelection",
+    rule: "Rule",
+    ids_out: Path | None,
+    corpus_out: Path | None,
+    kind: str | None,
+    corpus: str | None,
+) -> None:
+    import numpy as np
+
+    from grasp.curation.documents import corpus_settings, kept_documents, write_ids
+    from grasp.curation.export import checked_format, own_format, write_corpus
+
+    chosen_N = np.zeros(selection.n_rows, dtype=np.bool_)
+    chosen_N[selection.row_index] = True
+    if ids_out is not None:
+        print(f"{ids_out}: {write_ids(artifact, chosen_N, rule, ids_out):,} documents by name")
+    if corpus_out is not None:
+        settings = corpus_settings(artifact, corpus)
+        kept = kept_documents(artifact, settings, chosen_N, rule)
+        form = own_format(settings.path) if kind is None else checked_format(kind)
+        lines = write_corpus(settings.path, kept.mask_M, corpus_out, form)
+        print(
+            f"{corpus_out}: {lines:,} of {len(kept.mask_M):,} documents, {kept.tokens:,} tokens, of which "
+            f"{kept.chosen:,} were chosen; {kept.partly:,} documents were chosen in part"
+        )

@@ -1,0 +1,299 @@
+"""grasp select, mix and intervals on a small world: the numbers are those of grasp predict, bad input is one line."""
+
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.artifact.reader import Artifact
+from grasp.curation.summaries import read_mixture, read_selection
+from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.evaluate import target_fingerprint
+from grasp.protocol.scoring import load_protocol
+from grasp.subsets import LabelTable, RowIndex, parse_family
+from grasp.targets import Unit
+from tests.cli.grasp_command import cells, refused, succeed
+
+SHARES = re.compile(r"(\d+) of (\d+) rows \((\d+\.\d)%\), ([\d,]+) tokens")
+
+
+def environment(path, art, family="mixture:topic", n_subsets=20, role="dev") -> Environment:
+    """An environment over `art` in which what retraining gave is planted: three levels by the size of the subset."""
+    artifact = Artifact.open(art)
+    rows = RowIndex.from_parquet(artifact.rows_path)
+    parsed = parse_family(family)
+    labels = None if parsed.label is None else LabelTable(artifact.rows_path).column(parsed.label)
+    spec = FamilyInfo(spec=family, seed=0, purpose="evaluation")
+    blocks = list(parsed.draw(n_subsets, n_rows=rows.n_rows, labels=labels, seed=0, purpose="evaluation"))
+    sizes = np.concatenate([block.sizes_B for block in blocks])
+    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    units = [Unit(**line, loss_on="completion") for line in lines]
+    target = TargetInfo(
+        fingerprint=target_fingerprint(units), loss_on="completion", unit_ids=tuple(unit.unit_id for unit in units)
+    )
+    info = EnvironmentInfo(
+        role=role,
+        recipe="tiny",
+        seeds=(0, 1),
+        corpus_fingerprint=artifact.manifest.fingerprints["corpus"],
+        n_rows=rows.n_rows,
+        targets={"facts": target},
+        family=spec,
+        subset_ids=(),
+        masks_checksum="",
+        reference=False,
+    )
+    made = Environment.create(path, info, blocks, rows)
+    rng = np.random.default_rng(0)
+    for run in made.pending():
+        size = sizes[made.subset_ids.index(run.subset_id)]
+        made.write_run(run, -3.0 + 0.01 * size + 0.02 * rng.standard_normal(len(units)))
+    made.compact()
+    return made
+
+
+@pytest.fixture(scope="module")
+def env(art, tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("curation") / "dev", art).path
+
+
+def predicted(art, subsets, protocol, tmp_path) -> float:
+    """Utility that grasp predict gives the one subset of a file."""
+    succeed("predict", art, "--subsets", subsets, "--protocol", protocol, "--out", tmp_path / "p.parquet")
+    (line,) = pq.read_table(tmp_path / "p.parquet").to_pylist()
+    return line["utility"]
+
+
+# select
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--diversity", 0.5), ("--diversity", 0.5, "--calibration", "mixture:topic")]
+)
+def test_select_writes_rows_that_predict_to_the_value_it_says(arguments, art, tmp_path):
+    out = tmp_path / "kept.parquet"
+    outcome = succeed("select", art, "--budget", "25%", "--target", "facts", "--out", out, *arguments)
+    table, summary = pq.read_table(out), json.loads((tmp_path / "kept.json").read_text())
+    assert table.column_names == ["subset_id", "row_id", "doc_id", "order", "gain", "n_tokens"]
+    n_rows = Artifact.open(art).n_rows
+    assert table.num_rows == n_rows // 4 == summary["rows"]
+    assert table["order"].to_pylist() == list(range(table.num_rows))
+    assert len(set(table["row_id"].to_pylist())) == table.num_rows
+    found = predicted(art, out, tmp_path / "kept.protocol.yaml", tmp_path)
+    assert summary["value"] == pytest.approx(found, rel=1e-6)
+    assert f"value {found:+.3f}; upper bound " in outcome.out
+    share = SHARES.search(outcome.out)
+    assert share is not None
+    assert int(share[1]) == table.num_rows
+    assert int(share[4].replace(",", "")) == sum(table["n_tokens"].to_pylist())
+    assert read_selection(tmp_path / "kept.json", n_rows).value == summary["value"]
+    same = next(line for line in outcome.lines if line.startswith("the same numbers: grasp "))
+    assert f"{found:+.3f}" in succeed(*same.removeprefix("the same numbers: grasp ").split()).out
+
+
+def test_select_without_geometry_is_optimal_and_says_so(art):
+    out = succeed("select", art, "--budget", "10", "--target", "facts=3").out
+    assert "optimal: the protocol is additive" in out
+    assert "facts      1.00" in out
+
+
+def test_select_keeps_floors_caps_and_exclusions(art, tmp_path):
+    artifact = Artifact.open(art)
+    names = artifact.rows(np.arange(5))["row_id"].to_pylist()
+    (tmp_path / "seen.txt").write_text("\n".join([*names, "unheard of"]))
+    out = tmp_path / "kept.parquet"
+    asked = ("--budget", "20", "--target", "facts", "--by", "topic", "--floor", "sky:60%", "--cap", "life:3")
+    limits = ("--exclude", tmp_path / "seen.txt", "--exclude-where", "topic = 'earth' AND n_tokens < 20")
+    outcome = succeed("select", art, *asked, *limits, "--out", out)
+    table = pq.read_table(out)
+    taken = table["topic"].to_pylist()
+    assert taken.count("sky") >= 12
+    assert taken.count("life") <= 3
+    assert not set(table["row_id"].to_pylist()) & set(names)
+    assert all(n >= 20 for n, topic in zip(table["n_tokens"].to_pylist(), taken, strict=True) if topic == "earth")
+    assert f"{tmp_path / 'seen.txt'}: 6 names exclude 5 rows; 1 are unknown" in outcome.lines
+    assert any(line.startswith("topic = 'earth' AND n_tokens < 20: excludes ") for line in outcome.lines)
+    (life,) = [cells(line) for line in outcome.lines if line.startswith("life ")]
+    assert life[1] == str(taken.count("life"))
+    assert life[-2:] == ["-", "3"]
+
+
+def test_select_writes_the_filtered_corpus_and_its_names(art, root, tmp_path):
+    asked = ("--budget", "50%tokens", "--target", "facts", "--documents", "any")
+    files = ("--ids-out", tmp_path / "kept.txt", "--corpus-out", tmp_path / "kept")
+    out = succeed("select", art, *asked, *files, "--out", tmp_path / "kept.parquet").out
+    names = (tmp_path / "kept.txt").read_text().splitlines()
+    rows = {name.split("#")[0] for name in pq.read_table(tmp_path / "kept.parquet")["row_id"].to_pylist()}
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "part-00000.jsonl").read_text().splitlines()]
+    originals = {line["row_id"]: line for line in map(json.loads, (root / "corpus.jsonl").read_text().splitlines())}
+    assert set(names) == rows == {line["row_id"] for line in lines}
+    assert all(originals[line["row_id"]] == line for line in lines)
+    assert f"{tmp_path / 'kept'}: {len(names)} of 40 documents" in out
+    succeed("select", art, *asked, "--corpus-out", tmp_path / "table", "--format", "parquet")
+    assert set(pq.read_table(tmp_path / "table" / "part-00000.parquet")["row_id"].to_pylist()) == set(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "500"], r"--budget: got 500 rows, the pool has \d+; ask for less"),
+        (["--budget", "0"], "--budget: got '0', expected more than nothing"),
+        (["--budget", "0.5"], "--budget: got '0.5'; a share is written with a percent sign"),
+        (["--by", "topic", "--floor", "sky:90%", "--floor", "life:20%"], "--floor: cannot be met: .*the budget is 13"),
+        (["--by", "topic", "--floor", "mars:1"], "--floor: topic has no value 'mars'; it has earth, life, sky"),
+        (["--floor", "sky:1"], "--floor, --cap: need a label; name it with --by"),
+        (["--by", "colour"], "unknown column 'colour'"),
+        (["--target", "arc"], r"targets: got \['arc'\], the artifact has \['facts'\]"),
+        (["--target", "facts=-1"], "--target: got 'facts=-1', expected a target, or target=weight"),
+        (["--diversity", "-1"], "--diversity: got -1, expected 0 or more"),
+        (["--exclude-where", "topic ="], "expression 'topic =': "),
+        (["--exclude", "nothing.txt"], "--exclude nothing.txt: cannot be read"),
+        (["--documents", "some"], "--documents: got 'some', expected any, half or all"),
+        (["--out", "kept.csv"], "--out: got kept.csv, expected a name that ends in .parquet"),
+        (["--out", "nowhere/kept.parquet"], "--out: got nowhere/kept.parquet, but there is no directory nowhere"),
+        (["--format", "jsonl"], "select: got --format without --corpus-out, where it has no meaning; leave it out"),
+        (["--corpus-out", "new", "--format", "csv"], "--format: got 'csv', expected one of parquet, jsonl, datasets"),
+        (["--corpus-out", "."], "--corpus-out: . is there already; give another name, or remove it"),
+        (["--environment", "nothing"], "nothing/environment.json: no such environment"),
+        (["--protocol", "nothing.yaml"], "nothing.yaml: no such settings file"),
+    ],
+)
+def test_select_refuses_in_one_line(arguments, said, art, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = ["--budget", "20%", "--target", "facts"]
+    given = dict(zip(plain[::2], plain[1::2], strict=True)) | {
+        flag: value for flag, value in zip(arguments[::2], arguments[1::2], strict=True) if flag in plain
+    }
+    rest = [part for pair in zip(arguments[::2], arguments[1::2], strict=True) if pair[0] not in plain for part in pair]
+    assert re.search(said, refused("select", art, *[part for pair in given.items() for part in pair], *rest))
+    assert not list(tmp_path.iterdir())
+
+
+# mix
+
+
+@pytest.mark.parametrize("arguments", [("--diversity", 0.5), ("--calibration", "uniform:0.5")])
+def test_mix_writes_weights_that_predict_to_the_value_it_says(arguments, art, tmp_path):
+    out, weights = tmp_path / "mixture.parquet", tmp_path / "weights.parquet"
+    limits = ("--floor", "5%", "--cap", "sky:50%", "--distance", "40%")
+    outcome = succeed(
+        "mix", art, "--by", "topic", "--target", "facts", *limits, "--out", out, "--weights", weights, *arguments
+    )
+    table, summary = pq.read_table(out).to_pylist(), json.loads((tmp_path / "mixture.json").read_text())
+    assert sum(line["proposed"] for line in table) == pytest.approx(1.0)
+    assert min(line["proposed"] for line in table) >= 0.05
+    assert next(line["proposed"] for line in table if line["value"] == "sky") <= 0.5
+    assert sum(abs(line["proposed"] - line["current"]) for line in table) / 2 <= 0.4 + 1e-6
+    found = predicted(art, weights, tmp_path / "mixture.protocol.yaml", tmp_path)
+    assert summary["utility"]["facts"] == pytest.approx(found, rel=1e-5)
+    assert f"gain {summary['gain']:+.3f}: the best mixture there is" in outcome.out
+    assert read_mixture(tmp_path / "mixture.json", Artifact.open(art).n_rows).gain == summary["gain"]
+    assert load_protocol(tmp_path / "mixture.protocol.yaml").calibration.family == summary["calibration"].split(",")[0]
+
+
+def test_mix_says_when_the_answer_is_a_corner(art):
+    out = succeed("mix", art, "--by", "topic", "--target", "facts").out
+    assert "100.0%" in out
+    assert "the protocol is additive: V is linear and its best mixture a corner" in out
+
+
+def test_mix_says_when_the_geometry_is_rewarded(art, tmp_path):
+    (tmp_path / "p.yaml").write_text(
+        "name: reward\ncomponents: {joint.raw: 0.5}\ncalibration: {family: 'mixture:topic'}\n"
+    )
+    out = succeed("mix", art, "--by", "topic", "--target", "facts", "--protocol", tmp_path / "p.yaml").out
+    assert "a local optimum for the predictor" in out
+    assert "so the problem is not convex: the best of " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--floor", "40%"], "--floor, --cap: cannot be met: the floors add up to 120.0%"),
+        (["--cap", "10%"], "the caps add up to 30.0%, expected 100% at least"),
+        (["--floor", "sky:3"], "--floor sky: got a number, a mixture has shares; expected e.g. Games:5%"),
+        (["--cap", "mars:3%"], "--cap: topic has no value 'mars' here; it has "),
+        (["--distance", "lots"], "--distance: got 'lots', expected e.g. 30%"),
+        (["--distance", "3"], "--distance: got '3', expected a share, e.g. 30%"),
+        (
+            ["--floor", "sky:90%", "--distance", "5%"],
+            "they move .* of the data, sky most of it, and --distance allows 5.0%",
+        ),
+        (["--out", "m.json"], "--out: got m.json, expected a name that ends in .parquet"),
+        (["--by", "row_id", "--floor", "row-1:50%"], None),
+    ],
+)
+def test_mix_refuses_in_one_line(arguments, said, art, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = arguments if "--by" in arguments else ["--by", "topic", *arguments]
+    if said is None:
+        succeed("mix", art, "--target", "facts", *given)  # a label with a value for every row is a label
+        return
+    assert re.search(said, refused("mix", art, "--target", "facts", *given))
+
+
+# how far to trust it
+
+
+def test_intervals_in_all_three_commands(art, env, tmp_path):
+    title = "90% intervals for a model retrained as in dev (recipe tiny, mean of 2 seeds), in nats a token"
+    out = tmp_path / "p.parquet"
+    drop = succeed("predict", art, "--drop", "topic = 'sky'", "--environment", env)
+    assert title in drop.lines
+    assert cells(drop.lines[-3 if "outside" in drop.out else -2])[-3:] != []
+    assert next(cells(line)[-3:] for line in drop.lines if line.startswith("subset_id")) == ["expected", "low", "high"]
+    succeed("predict", art, "--family", "mixture:topic", "-B", 5, "--environment", env, "--out", out)
+    for line in pq.read_table(out).to_pylist():
+        assert -4.0 < line["low"] < line["expected"] < line["high"] < -2.0
+    by = succeed("predict", art, "--by", "topic", "--environment", env)
+    assert "if dropped: expected" in by.out
+    assert title in by.lines
+    kept = tmp_path / "kept.parquet"
+    selected = succeed("select", art, "--budget", "50%", "--target", "facts", "--environment", env, "--out", kept)
+    trust = json.loads((tmp_path / "kept.json").read_text())["trust"]
+    span = trust["utility"]["facts"]
+    assert span["low"] < span["expected"] < span["high"]
+    assert f"{span['expected']:+.4f}" in selected.out
+    mixed = succeed(
+        "mix", art, "--by", "topic", "--target", "facts", "--environment", env, "--out", tmp_path / "mixture.parquet"
+    )
+    change = json.loads((tmp_path / "mixture.json").read_text())["trust"]["change"]["facts"]
+    assert f"{change['low']:+.4f}  {change['high']:+.4f}" in mixed.out
+    assert "its mean " in mixed.out  # one topic alone is farther out than any mixture of the environment
+    assert title in mixed.lines
+
+
+def test_what_lies_outside_is_said(art, tmp_path):
+    halves = environment(tmp_path / "halves", art, "uniform:0.5")
+    out = succeed("select", art, "--budget", "10%", "--target", "facts", "--environment", halves.path).out
+    assert "outside of what halves covered: keeps 9.2% of the rows, the environment's subsets 49.2% to 49.2%" in out
+    out = succeed("predict", art, "--family", "uniform:0.1", "-B", 6, "--environment", halves.path).out
+    assert out.count("outside of what halves covered") == 3
+    assert "... and 3 more subsets" in out
+    inside = succeed("predict", art, "--family", "uniform:0.5", "-B", 1, "--seed", 3, "--environment", halves.path).out
+    assert "keeps" not in inside
+
+
+def test_held_out_environments_are_refused(art, tmp_path):
+    held = environment(tmp_path / "held", art, role="held-out").path
+    for command in (
+        ["predict", art, "--by", "topic"],
+        ["select", art, "--budget", "5", "--target", "facts"],
+        ["mix", art, "--by", "topic", "--target", "facts"],
+    ):
+        assert "is held out; intervals are fitted on development environments only" in refused(
+            *command, "--environment", held
+        )
+
+
+def test_a_table_of_subsets_that_is_excluded(art, tmp_path):
+    rows = Artifact.open(art).rows(np.arange(30))["row_id"].to_pylist()
+    pq.write_table(pa.table({"row_id": rows}), tmp_path / "seen.parquet")
+    out = tmp_path / "kept.parquet"
+    asked = ("select", art, "--target", "facts", "--exclude", tmp_path / "seen.parquet")
+    succeed(*asked, "--budget", "10", "--out", out)
+    assert not set(pq.read_table(out)["row_id"].to_pylist()) & set(rows)
+    assert "the others being excluded; ask for less" in refused(*asked, "--budget", "100%")
