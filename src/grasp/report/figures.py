@@ -288,7 +288,12 @@ def _heatmap(
         zmax=most,
         xgap=1,
         ygap=1,
-        colorbar={"title": {"text": title, "side": "right"}, "thickness": 10, "outlinewidth": 0, "len": 0.9},
+        colorbar={
+            "title": {"text": title, "side": "right", "font": {"size": 13}},
+            "thickness": 10,
+            "outlinewidth": 0,
+            "len": 0.9,
+        },
         hovertemplate=hover,
     )
     _category(figure, "xaxis", x_names)
@@ -318,8 +323,12 @@ def _figure(height: int) -> Any:
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
         dragmode=False,
     )
-    figure.update_xaxes(automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True)
-    figure.update_yaxes(automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True)
+    figure.update_xaxes(
+        title_font_size=13, automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True
+    )
+    figure.update_yaxes(
+        title_font_size=13, automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True
+    )
     return figure
 
 

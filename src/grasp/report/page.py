@@ -15,7 +15,7 @@ import numpy as np
 
 import grasp
 from grasp.curation.findings import MIN_TOKENS, Findings, LabelFindings, Missing, Retraining, ScoredBy
-from grasp.curation.summaries import MixtureSummary, SelectionSummary
+from grasp.curation.summaries import MixtureSummary, Realized, SelectionSummary, TrustSummary
 from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.fidelity.evaluate import AVERAGE, MethodResult, estimate_of
@@ -29,6 +29,7 @@ from grasp.report.whatif import payload
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")
+offline = require("plotly.offline", extra="report", feature="a report")
 
 View = dict[str, Any]
 
@@ -55,19 +56,18 @@ def write_report(found: Findings, path: Path) -> int:
 def render(found: Findings) -> str:
     """The whole page as text."""
     scripts = [_resource(script) for script in SCRIPTS]
-    library = _library()
     plots: dict[str, draw.Figure] = {}
     context = _context(found, plots)
     page: str = _template().render(
         **context,
         title=f"{name(found.built.name)}: what the data is worth",
         version=grasp.__version__,
-        policy=_policy([*scripts, library.decode()]),
+        policy=_policy([*scripts, _library()]),
         style=markupsafe.Markup(_resource("style.css")),
         scripts=[markupsafe.Markup(script) for script in scripts],
         figures=_data(plots),
         whatif=_data(payload(found)),
-        plotly=base64.b64encode(gzip.compress(library, 9, mtime=0)).decode(),
+        plotly=_packed(),
     )
     return page
 
@@ -96,10 +96,15 @@ def _resource(file: str) -> str:
 
 
 @functools.cache
-def _library() -> bytes:
-    offline = require("plotly.offline", extra="report", feature="a report")
+def _library() -> str:
     source: str = offline.get_plotlyjs()
-    return source.encode()
+    return source
+
+
+@functools.cache
+def _packed() -> str:
+    """The library at less than half of its size; the page unpacks it."""
+    return base64.b64encode(gzip.compress(_library().encode(), 9, mtime=0)).decode()
 
 
 @functools.cache
@@ -277,13 +282,13 @@ def _card(found: Findings, t: int, target: str) -> View:
 
 def _card_rho(found: Findings, target: str) -> View:
     if isinstance(found.retraining, Missing):
-        return {"rho": ""}
+        return {"rho": None}
     report, protocol = found.retraining.agreement.report, found.retraining.agreement.protocol
     (result,) = [one for one in report.methods if one.method == protocol]
     rows = [row for row in result.targets if row.target.partition("@")[0] == target]
     if not rows or rows[0].task_rho.value is None:
-        return {"rho": ""}
-    return {"rho": _estimate(rows[0].task_rho), "ceiling": _value(rows[0].ceilings.task_rho)}
+        return {"rho": None}
+    return {"rho": _cell(rows[0].task_rho), "ceiling": _value(rows[0].ceilings.task_rho)}
 
 
 def _trends(found: Findings, trends: Sequence[LabelTrend], plots: dict[str, draw.Figure]) -> list[View]:
@@ -294,7 +299,7 @@ def _trends(found: Findings, trends: Sequence[LabelTrend], plots: dict[str, draw
             plots[f"trend-{place}-{t}"] = draw.trend(trend, names, t)
         tables = [
             [
-                {"name": names[g], "values": [signed(float(value)) for value in trend.mean_CGT[:, g, t]]}
+                {"name": names[g], "means": [signed(float(value)) for value in trend.mean_CGT[:, g, t]]}
                 for g in np.argsort(-trend.mean_CGT[-1, :, t], kind="stable").tolist()
             ]
             for t in range(len(found.targets))
@@ -340,6 +345,7 @@ def _fidelity(retraining: Retraining, plots: dict[str, draw.Figure]) -> View:
             "the environment's own family."
         ),
         "unfinished": _unfinished(known),
+        "protocol": name(known.protocol),
         "own": _fidelity_lines(own, report.roles),
         "others": [line for one in report.methods if one is not own for line in _fidelity_lines(one, report.roles)],
         "notes": [plain(note) for note in report.notes],
@@ -402,7 +408,8 @@ def _selection(found: SelectionSummary, plots: dict[str, draw.Figure]) -> View:
         "head": f"{found.rows:,} of {found.corpus_rows:,} rows, {found.tokens:,} tokens; the budget was "
         f"{found.budget:,} {plain(found.unit, 20)}.",
         "facts": facts,
-        "targets": _target_lines(found.targets, found.utility_of_the_corpus, found.utility),
+        "targets": _target_lines(found.targets, found.utility_of_the_corpus, found.utility, found.trust),
+        "trust": _trust(found.trust),
         "labels": [
             {
                 "name": one_name,
@@ -424,7 +431,8 @@ def _mixture(found: MixtureSummary, plots: dict[str, draw.Figure]) -> View:
             f"Weights over {found.label} that change the predicted utility by {signed(found.gain)}; {found.optimum} "
             f"optimum, protocol {found.protocol.name}, {found.calibration}."
         ),
-        "targets": _target_lines(found.targets, found.current_utility, found.utility),
+        "targets": _target_lines(found.targets, found.current_utility, found.utility, found.trust),
+        "trust": _trust(found.trust),
         "slices": [
             {"name": one_name, "current": f"{one.current:.1%}", "proposed": f"{one.proposed:.1%}"}
             for one_name, one in sorted(slices, key=lambda pair: pair[1].current - pair[1].proposed)
@@ -433,16 +441,33 @@ def _mixture(found: MixtureSummary, plots: dict[str, draw.Figure]) -> View:
     }
 
 
-def _target_lines(weights: Mapping[str, float], whole: Mapping[str, float], value: Mapping[str, float]) -> list[View]:
+def _target_lines(
+    weights: Mapping[str, float], whole: Mapping[str, float], value: Mapping[str, float], trust: TrustSummary | None
+) -> list[View]:
+    known = {} if trust is None else trust.change
     return [
         {
             "name": name(target),
             "weight": f"{weight:.0%}",
             "whole": signed(whole.get(target)),
             "value": signed(value.get(target)),
+            "nats": _nats(known[target]) if target in known else None,
         }
         for target, weight in weights.items()
     ]
+
+
+def _nats(realized: Realized) -> View:
+    return {
+        "value": signed(realized.expected, 4),
+        "interval": f"[{signed(realized.low, 4)}, {signed(realized.high, 4)}]",
+    }
+
+
+def _trust(trust: TrustSummary | None) -> View | None:
+    if trust is None:
+        return None
+    return {"what": plain(trust.what), "warnings": [plain(warning) for warning in trust.warnings]}
 
 
 def _percent(part: float, whole: float) -> str:

@@ -3,7 +3,7 @@
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const plots = [...document.querySelectorAll(".plot[data-figure]")];
-  const NARROW = 520, PAPER = 690, SHORT = 17;
+  const NARROW = 520, PAPER = 690, SHORT = 17; // pixels, pixels, characters
   const drawn = new Map(); // plot -> whether it was drawn narrow
   let ready = null;
 
@@ -60,7 +60,8 @@
       }
     }
     drawn.set(plot, wide);
-    return Plotly.react(plot, data, layout, { displayModeBar: false, scrollZoom: false, doubleClick: false });
+    Plotly.purge(plot); // a colour bar that lies down leaves the room that it took when it stood
+    return Plotly.newPlot(plot, data, layout, { displayModeBar: false, scrollZoom: false, doubleClick: false });
   }
 
   function show(plot) {
@@ -97,8 +98,7 @@
     document.documentElement.classList.add("light");
     for (const part of document.querySelectorAll("details.paper:not([open])")) { part.open = true; opened.push(part); }
     if (!window.Plotly) return;
-    const pixels = (plot) => Math.min(PAPER, plot.closest(".grid") ? PAPER : plot.clientWidth || PAPER);
-    for (const plot of plots) draw(plot, pixels(plot));
+    for (const plot of plots) draw(plot, plot.closest(".grid") ? PAPER / 2 - 10 : PAPER);
   });
   addEventListener("afterprint", () => {
     document.documentElement.classList.remove("light");

@@ -1,0 +1,312 @@
+"""The file: whole without network, of its own scripts alone, saying what it lacks, and small."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from plotly.offline import get_plotlyjs
+
+from grasp.artifact.reader import Artifact
+from grasp.curation.findings import MIN_TOKENS, Question, findings
+from grasp.protocol.scoring import ScoringProtocol, default_protocol
+from grasp.protocol.tables import slice_table
+from grasp.report.page import render
+from grasp.settings import write_yaml
+from tests.cli.grasp_command import refused, succeed
+from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
+
+VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of every element that has an id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: list[str] = []
+        self.text = ""
+        self.data: dict[str, str] = {}
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.inside.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.inside.pop() == tag  # every element is closed by itself
+
+    def handle_data(self, data):
+        tag, attributes = self.elements[-1] if self.elements else ("", {})
+        if tag == "script" and self.inside[-1] == "script":
+            name = attributes.get("id")
+            if name:
+                self.data[name] = self.data.get(name, "") + data
+            else:
+                self.scripts.append(data)
+        elif "style" not in self.inside:
+            self.text += data
+
+    def section(self, name: str) -> str:
+        """Text between the heading of a section and the next section, roughly."""
+        return self.text[self.text.index(name) :]
+
+
+def said(artifact, **question) -> str:
+    """The text of a page."""
+    return " ".join(Page(render(findings(artifact, default_protocol(), Question(**question)))).text.split())
+
+
+@pytest.fixture(scope="module")
+def text(page) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def parsed(text) -> Page:
+    return Page(text)
+
+
+# the file
+
+
+def test_nothing_is_loaded_from_anywhere(text, parsed):
+    assert text.startswith('<!doctype html>\n<html lang="en">')
+    for tag, attributes in parsed.elements:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "form", "base", "audio", "video"), tag
+        assert "src" not in attributes
+        assert not [name for name in attributes if name.startswith("on")]
+        assert (attributes.get("href") or "#").startswith("#")
+    assert "@import" not in parsed.text
+
+
+def test_the_policy_allows_our_scripts_and_no_others(parsed):
+    (policy,) = [a["content"] for tag, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert "unsafe" not in rules["script-src"]
+    library = gzip.decompress(base64.b64decode(parsed.data["plotly"]))
+    assert library.decode() == get_plotlyjs()
+    sums = {base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in parsed.scripts}
+    sums.add(base64.b64encode(hashlib.sha256(library).digest()).decode())
+    assert set(re.findall(r"'sha256-(.+?)'", rules["script-src"])) == sums
+
+
+def test_hostile_text_is_text(text, parsed):
+    kinds = [attributes.get("type", "code") for tag, attributes in parsed.elements if tag == "script"]
+    assert kinds == ["application/json", "application/json", "text/plain", "code", "code"]
+    assert not parsed.inside  # nothing was closed or opened by the text
+    assert text.count("<b>bold") == 0
+    for hostile in HOSTILE[:3]:
+        assert hostile not in text
+    assert "<script>window.hacked=1</script>" in parsed.text
+    assert "{{ 7*7 }}" in parsed.text
+    assert "49" not in parsed.section("Rows at the top").split("Over checkpoints")[0].split("{{ 7*7 }}")[1][:20]
+    assert "\u202e" not in text
+    assert "\x1b" not in text
+    assert LINE[:2_000] not in parsed.text
+    assert "water water" in parsed.text
+
+
+def test_the_same_findings_give_the_same_bytes(tmp_path):
+    artifact = write_artifact(tmp_path / "art", n_rows=70)
+    pages = {render(findings(artifact, default_protocol(), Question())) for _ in range(2)}
+    assert len(pages) == 1
+
+
+def test_a_hundred_slices_and_ten_targets_stay_under_6_mb(tmp_path):
+    topics = [f"a topic with a rather long name, number {i}" for i in range(100)]
+    targets = [f"target_{t}" for t in range(10)]
+    artifact = write_artifact(tmp_path / "art", n_rows=400, topics=topics, targets=targets)
+    components = {"joint.pair": -0.2, "product.cent": 0.1}
+    protocol = ScoringProtocol(name="p", components=components, calibration={"family": "mixture:topic", "n_subsets": 8})
+    asked = Question(by=("topic",), environment=write_environment(tmp_path / "env", artifact), previous=[artifact])
+    page = render(findings(artifact, protocol, asked))
+    assert len(page.encode()) < 6_000_000
+    assert "the 30 strongest of 100" in page
+
+
+# what it says
+
+
+def test_numbers_are_those_of_the_command(place, parsed):
+    artifact = Artifact.open(place / "art")
+    lines = succeed("predict", artifact.path, "--by", "topic", "--protocol", place / "protocol.yaml").out
+    for line in lines.splitlines():
+        if line.startswith("games"):
+            assert line.split()[-3].replace("-", "\N{MINUS SIGN}") in parsed.text
+    assert "mixture:topic, 32 subsets, seed 0" in parsed.text
+
+
+def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    found = findings(artifact, default_protocol(), Question(by=("topic",)))
+    label = found.labels[0]
+    from grasp.curation.findings import _calibration  # noqa: PLC0415
+    from grasp.subsets import LabelTable  # noqa: PLC0415
+
+    table = LabelTable(artifact.rows_path)
+    calibration = _calibration(default_protocol(), "topic", table, Question())
+    lines = slice_table(artifact, default_protocol(), table.column("topic"), calibration=calibration).to_pylist()
+    for line in lines:
+        g = [one.name for one in label.slices.slices].index(line["value"] or "(no label)")
+        assert label.effects.dropped_GT[g, found.targets.index(line["target"])] == pytest.approx(line["if_dropped"])
+
+
+def test_everything_that_was_given_is_shown(parsed):
+    text = " ".join(parsed.text.split())
+    assert "Environment env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
+    assert "first" in parsed.section("Over checkpoints")
+    assert "grasp report " in text
+    assert "--by topic,format" in text
+    assert "run.yaml of the artifact" in text
+    assert "top_k: 64" in text
+    assert f"rows of {MIN_TOKENS} tokens and more" in text
+    assert "with <geometry>" in text
+
+
+def test_a_poor_artifact_says_what_is_missing_and_how_to_get_it(tmp_path):
+    artifact = write_artifact(tmp_path / "art", labels=False, sketches=False, text=[""])
+    text = said(artifact)
+    assert "The corpus has no label column with 2 to 100 values. Name one with --by LABEL" in text
+    assert "keeps no text of its rows (corpus.snippet_chars is 0). Build it with --set corpus.snippet_chars=240" in text
+    assert "No environment was given" in text
+    assert "grasp retrain, and name the directory with --environment" in text
+    assert "One checkpoint was built." in text
+    assert "No selection was given." in text
+    assert "No mixture was given." in text
+
+
+def test_without_sketches_the_slices_are_there_and_the_map_is_not(tmp_path):
+    text = said(write_artifact(tmp_path / "art", sketches=False))
+    assert "Table: sciq by topic" in text
+    assert "The artifact keeps no sketches" in text
+
+
+def test_a_held_out_environment_gives_figures_and_no_intervals(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    environment = write_environment(tmp_path / "env", artifact, role="held-out")
+    text = said(artifact, environment=environment)
+    assert "Environment env (held-out)" in text
+    assert "No intervals in nats: " in text
+
+
+def test_an_unfinished_environment_is_used_as_far_as_it_goes(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    environment = write_environment(tmp_path / "env", artifact, done=10)
+    assert "Unfinished: 10 of 24 subsets with 1 of 2 seeds are there" in said(
+        artifact, environment=environment, partial=True
+    )
+    text = said(artifact, environment=environment, partial=True)
+    assert "No intervals in nats: the environment is unfinished." in text
+
+
+def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
+    topics = [f"topic {i}" for i in range(150)]
+    artifact = write_artifact(tmp_path / "art", topics=topics, n_rows=400)
+    assert "topic: 51 values with few rows share the slice \N{LEFT DOUBLE QUOTATION MARK}51 other values" in said(
+        artifact, by=("topic",)
+    )
+    assert "Table: sciq by format" in said(artifact)  # topic has too many values to be chosen unasked
+    assert "Table: sciq by topic" not in said(artifact)
+
+
+def test_figures_hold_what_was_found(parsed):
+    figures = json.loads(parsed.data["figures"])
+    assert {"overview-0", "effects-1-1", "interaction-0", "trend-0-0", "fidelity", "scatter-1"} <= figures.keys()
+    (points,) = figures["scatter-0"]["data"]
+    assert len(points["x"]) == len(points["y"]) == len(points["error_y"]["array"]) == 24
+    shares = np.array([bar["y"] for bar in figures["trend-0-0"]["data"]])
+    np.testing.assert_allclose(np.maximum(shares, 0).sum(axis=0), 1.0, atol=1e-5)
+    np.testing.assert_allclose(np.minimum(shares, 0).sum(axis=0), -1.0, atol=1e-5)
+
+
+# bad input
+
+
+def test_an_environment_of_another_corpus_is_refused(place, tmp_path):
+    artifact = Artifact.open(place / "art")
+    write_environment(tmp_path / "env", artifact, corpus_fingerprint="other")
+    message = refused("report", place / "art", "--environment", tmp_path / "env", "--out", tmp_path / "r.html")
+    assert "corpus" in message
+    assert "other" in message
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--by", "topci"], "label: unknown column 'topci' (did you mean 'topic'?)"),
+        (["--targets", "squad"], "targets: got ['squad'], the artifact has ['sciq', 'boolq']"),
+        (["--selection", "no.json"], "--selection: no.json: no such file; expected the .json that grasp select writes"),
+        (["--mixture", "no.json"], "--mixture: no.json: no such file; expected the .json that grasp mix writes"),
+        (["--protocol", "no.yaml"], "no.yaml: no such settings file"),
+        (["--previous", "no"], "no"),
+    ],
+)
+def test_what_is_not_there_is_named(place, tmp_path, flags, message):
+    assert refused("report", place / "art", *flags, "--out", tmp_path / "r.html").startswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_no_file_for_a_report(place, tmp_path):
+    assert refused("report", place / "art", "--out", tmp_path) == (
+        f"--out: got {tmp_path}, which is a directory; expected the name of a file"
+    )
+
+
+def test_an_earlier_checkpoint_on_another_corpus_is_refused(place, tmp_path):
+    write_artifact(tmp_path / "other", corpus="0ther")
+    message = refused("report", place / "art", "--previous", tmp_path / "other", "--out", tmp_path / "r.html")
+    assert message.startswith(f"--previous {tmp_path / 'other'}: was built on another corpus (0ther)")
+
+
+def test_a_file_that_is_no_mixture_is_refused(place, tmp_path):
+    (tmp_path / "m.json").write_text('{"label": "topic"}')
+    message = refused("report", place / "art", "--mixture", tmp_path / "m.json", "--out", tmp_path / "r.html")
+    assert message.startswith(f"--mixture: {tmp_path / 'm.json'}: slices: missing; targets: missing; ")
+
+
+def test_an_unfinished_environment_needs_to_be_asked_for(place, tmp_path):
+    artifact = Artifact.open(place / "art")
+    write_environment(tmp_path / "env", artifact, done=2)
+    flags = ["--environment", tmp_path / "env", "--out", tmp_path / "r.html"]
+    assert "46 runs are missing" in refused("report", place / "art", *flags)
+    assert "fewer than 3 subsets have a result yet" in refused("report", place / "art", *flags, "--partial")
+
+
+@pytest.mark.parametrize("module", ["plotly", "jinja2"])
+def test_a_missing_extra_is_named_before_any_work(place, tmp_path, module):
+    code = f"import sys; sys.modules[{module!r}] = None; from grasp.cli import main; main()"
+    arguments = ["report", str(place / "art"), "--out", str(tmp_path / "r.html")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"error: a report needs `{module}[.\w]*`, which is not installed: pip install 'grasp-attribution\[report\]'\n",
+        done.stderr,
+    )
+
+
+def test_a_report_loads_no_torch(place, tmp_path):
+    code = "import sys; from grasp.cli import app\ntry: app()\nexcept SystemExit as stop: assert not stop.code\n"
+    code += "print('torch' in sys.modules)"
+    arguments = ["report", str(place / "art"), "--out", str(tmp_path / "r.html")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_protocol_that_standardises_units_first_is_shown_as_well(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    write_yaml({"name": "units first", "standardize": {"task": "mean_of_standardised"}}, tmp_path / "p.yaml")
+    succeed("report", artifact.path, "--protocol", tmp_path / "p.yaml", "--out", tmp_path / "r.html")
+    assert "units first" in (tmp_path / "r.html").read_text()

@@ -1,0 +1,140 @@
+"""Artifacts and environments on disk for reports: whole, poor, hostile, or large."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.evaluate import target_fingerprint
+from grasp.subsets import LabelTable, RowIndex, parse_family
+from grasp.targets import Unit
+
+TOPICS = ("games", "science", "travel", "art", None)
+# Text that would run, close an element, break a quote, template or shell, turn the line around, or dress as a colour.
+HOSTILE = (
+    "<script>window.hacked=1</script>",
+    "</script><script>window.hacked=2</script>",
+    "<img src=x onerror=window.hacked=3>",
+    """it's "quoted" & `dollar $HOME` \\ !""",
+    "{{ 7*7 }}{% raw %}${7*7}%{y}",
+    "\u202egnp.exe\x1b[2J\x00",
+    "var(--help)",
+    "javascript:window.hacked=4",
+    "-->]]></style></title><b>bold",
+    None,
+)
+LINE = "<script>window.hacked=5</script> " + "water " * 170_000  # a megabyte
+
+
+def units(targets: Sequence[str], per_target: int = 5) -> list[Unit]:
+    return [
+        Unit(unit_id=f"{target}-{e}", target=target, prompt=f"Question {e}:", completion=" yes", loss_on="completion")
+        for target in targets
+        for e in range(per_target)
+    ]
+
+
+def write_artifact(
+    path: Path,
+    *,
+    n_rows: int = 200,
+    topics: Sequence[str | None] = TOPICS,
+    targets: Sequence[str] = ("sciq", "boolq"),
+    text: Sequence[str] = ("some text", "more text"),
+    corpus: str = "c0ffee",
+    labels: bool = True,
+    sketches: bool = True,
+    model: str = "models/last",
+    seed: int = 0,
+) -> Artifact:
+    """Two kernels, three sketches, a topic and a format for every row."""
+    rng = np.random.default_rng(seed)
+    topic = np.concatenate([np.arange(len(topics)), rng.integers(0, len(topics), n_rows - len(topics))])
+    all_units = units(targets)
+    pull = rng.standard_normal((len(topics), len(all_units)))
+    wide = rng.standard_normal((len(topics), 6))
+    arrays = {
+        "relevance_token": rng.standard_normal((n_rows, len(all_units))) + 2.0 * pull[topic] + 1.0,
+        "relevance_pooled": rng.standard_normal((n_rows, len(all_units))),
+    }
+    if sketches:
+        arrays["hidden_sketch"] = rng.standard_normal((n_rows, 6)) + wide[topic]
+        arrays["residual_sketch"] = rng.standard_normal((n_rows, 4)) + 0.5
+        arrays["product_sketch"] = rng.standard_normal((n_rows, 3))
+    columns = {
+        "row_id": [f"row-{i}<img src=x onerror=window.hacked=6>" for i in range(n_rows)],
+        "doc_id": [f"doc-{i}" for i in range(n_rows)],
+        "n_tokens": pa.array(rng.integers(33, 60, n_rows), pa.int32()),
+        "loss": np.ones(n_rows, dtype=np.float32),
+        "snippet": [text[i % len(text)] for i in range(n_rows)],
+    }
+    if labels:
+        columns["topic"] = [topics[i] for i in topic]
+        columns["format"] = [("page", "forum")[i % 2] for i in range(n_rows)]
+    arrays = {name: array.astype("f4") for name, array in arrays.items()}
+    specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
+    rows = pa.table(columns)
+    with ArtifactWriter.open(path, identity={}, n_rows=n_rows, shard_rows=64, arrays=specs, dtype="float32") as writer:
+        for k in range(writer.n_shards):
+            start, stop = writer.bounds(k)
+            part = {name: array[start:stop] for name, array in arrays.items()}
+            writer.write_shard(k, part, rows.slice(start, stop - start), {})
+        names = ("unit_id", "target", "prompt", "completion")
+        table = pa.table({name: [getattr(unit, name) for unit in all_units] for name in names})
+        settings = {"model": {"path": model}, "corpus": {"path": "corpus.parquet"}, "features": {"top_k": 64}}
+        manifest = {
+            "settings": settings,
+            "fingerprints": {"corpus": corpus},
+            "made_by": {"program": "grasp"},
+            "skipped": {"rows": {"counts": {"empty": 2}}},
+        }
+        writer.finish(manifest=manifest, moments={}, units=table)
+    return Artifact.open(path)
+
+
+def write_environment(
+    path: Path,
+    artifact: Artifact,
+    *,
+    n_subsets: int = 24,
+    seeds: tuple[int, ...] = (0, 1),
+    done: int | None = None,
+    **info,
+) -> Environment:
+    """Utilities that follow the first target's best topic, with noise; `done` runs of them."""
+    rows, table = RowIndex.from_parquet(artifact.rows_path), LabelTable(artifact.rows_path)
+    spec = FamilyInfo(spec="mixture:topic", seed=3, purpose="evaluation")
+    labels = table.column("topic")
+    draw = {"n_rows": rows.n_rows, "labels": labels, "seed": spec.seed, "purpose": spec.purpose}
+    blocks = list(parse_family(spec.spec).draw(n_subsets, **draw))
+    targets = {
+        target: TargetInfo(
+            fingerprint=target_fingerprint([unit for unit in units(artifact.targets) if unit.target == target]),
+            loss_on="completion",
+            unit_ids=tuple(unit.unit_id for unit in units(artifact.targets) if unit.target == target),
+        )
+        for target in artifact.targets
+    }
+    fields = {"role": "dev", "recipe": "tiny", "seeds": seeds, "family": spec, "targets": targets} | info
+    fingerprint = artifact.manifest.fingerprints["corpus"]
+    made = EnvironmentInfo(
+        **{"corpus_fingerprint": fingerprint} | fields,
+        n_rows=rows.n_rows,
+        subset_ids=(),
+        masks_checksum="",
+        reference=False,
+    )
+    environment = Environment.create(path, made, blocks, rows)
+    relevance_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
+    mean_BE = np.concatenate([block.weights_BN @ relevance_NE / block.sizes_B[:, None] for block in blocks])
+    rng = np.random.default_rng(0)
+    for run in environment.pending()[:done]:
+        b = environment.subset_ids.index(run.subset_id)
+        environment.write_run(run, -3.0 + 0.05 * mean_BE[b] + 0.01 * rng.standard_normal(mean_BE.shape[1]))
+    if done is None:
+        environment.compact()
+    return environment
