@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write; the figure goes beside it as SVG.")
     parser.add_argument("--work", type=Path, help="Where finished games are kept; none: `work` beside --out.")
     parser.add_argument("--documents", type=int, default=3000, help="First documents of the corpus that are read.")
-    parser.add_argument("--units", type=int, default=12, help="Units of a target in the validation loss.")
+    parser.add_argument("--units", type=int, default=8, help="Units of a target in the validation loss.")
     parser.add_argument("--unit-tokens", type=int, default=32, help="Longest unit; its prompt loses its beginning.")
     parser.add_argument("--steps", type=_integers, default=(0, 320), help="States: steps of training before the step.")
     parser.add_argument("--seeds", type=int, default=2, help="Initialisation seeds.")
