@@ -185,7 +185,19 @@ def test_a_complete_store_is_opened_and_not_written_again(tmp_path, corpus):
 def test_a_corpus_may_move(tmp_path, corpus):
     write(tmp_path / "store", corpus)
     shutil.move(corpus, tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere").iterdir():
+        os.utime(path, (1, 1))  # as a copy would be
     assert write(tmp_path / "store", tmp_path / "elsewhere").n_documents == 30
+
+
+def test_large_files_are_told_by_their_date(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr("grasp.corpus.sources._DIGEST_BYTES", 10)
+    write(tmp_path / "store", corpus)
+    rewrite_in_place(corpus)
+    with pytest.raises(
+        CorpusError, match=r"corpus part-001\.jsonl was (\d+) bytes of stamp [\d.]+, is \1 bytes of stamp 1\.0"
+    ):
+        write(tmp_path / "store", corpus)
 
 
 def add_a_line(corpus):
@@ -207,8 +219,8 @@ def rewrite_in_place(corpus):
         (None, {"packing": "concat", "limit": 3}, r"limit was none, is 3; packing was document, is concat"),
         (None, {"tokenizer": Words(eos_id=1)}, r"tokenizer eos_id was 0, is 1"),
         (None, {"tokenizer": Words(salt="x")}, r"tokenizer encoding was \w+, is \w+"),
-        (add_a_line, {}, r"corpus part-001\.jsonl was \d+ bytes of [\d.]+, is \d+ bytes of"),
-        (rewrite_in_place, {}, r"corpus part-001\.jsonl was (\d+) bytes of [\d.]+, is \1 bytes of 1\.0"),
+        (add_a_line, {}, r"corpus part-001\.jsonl was \d+ bytes of stamp \w+, is \d+ bytes of"),
+        (rewrite_in_place, {}, r"corpus part-001\.jsonl was (\d+) bytes of stamp \w+, is \1 bytes of stamp \w+"),
         (lambda c: write_jsonl(c / "z.jsonl", records(1)), {}, r"corpus z\.jsonl was none, is \d+ bytes"),
         (lambda c: (c / "part-000.jsonl").unlink(), {}, r"corpus part-000\.jsonl was \d+ bytes of .*, is none"),
     ],

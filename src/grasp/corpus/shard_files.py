@@ -277,7 +277,7 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -
 def _brief(value: object) -> str:
     if value is None:
         return "none"
-    return f"{value[0]} bytes of {value[1] or 'no date'}" if isinstance(value, list) else str(value)
+    return f"{value[0]} bytes of stamp {value[1] or 'none'}" if isinstance(value, list) else str(value)
 
 
 def finished_states(directory: Path) -> list[dict[str, Any]]:
