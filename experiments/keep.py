@@ -1,6 +1,6 @@
 """Keep the small files of a finished environment, so that predictions can be compared again without retraining.
 
-    python experiments/keep.py bench-out/environments/cc-topic experiments/environments/cc-topic
+python experiments/keep.py bench-out/environments/cc-topic experiments/environments/cc-topic
 """
 
 import argparse
