@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.baselines.gradients.capture import _check_forward
 from grasp.baselines.gradients.factors import Use, materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
-from grasp.baselines.gradients.layers import as_matrix, choose_layers
+from grasp.baselines.gradients.layers import Block, as_matrix, choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products, query_elements
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
@@ -151,35 +152,56 @@ def test_labels_drawn_from_the_model_give_its_own_fisher():
 
 @pytest.mark.parametrize("form", ["auto", "dense", "two-sided"])
 @pytest.mark.parametrize("family", ["gpt2-tied", "llama"])
-def test_projection_is_the_inner_product_with_its_signs(family, form):
-    engine, width = engine_of(family), 8
-    featurizer = Featurizer.projecting(engine, width, seed=3, tokens=10, form=form)
-    projection = featurizer.projection
-    expected = torch.zeros(len(rows()), width, dtype=torch.float64)
+def test_projection_of_factors_is_that_of_whole_gradients(family, form):
+    engine = engine_of(family)
+    featurizer = Featurizer.projecting(engine, 8, seed=3, tokens=10, form=form)
+    expected = torch.zeros(len(rows()), 8, dtype=torch.float64)
     for number, matrix in enumerate(held(engine, rows())):
-        expected += projection.of_matrix(number, matrix)
+        expected += featurizer.projection.of_matrix(number, matrix)
     np.testing.assert_allclose(featurizer.features(rows()).value_NK, expected, rtol=0, atol=1e-5)
-    number = next(k for k, block in enumerate(engine.layers.blocks) if block.size < 4000)
-    block = engine.layers.blocks[number]
-    basis = torch.eye(block.size, dtype=torch.float64).view(-1, block.left, block.right)
-    map_DK = projection.of_matrix(number, basis)
-    torch.testing.assert_close(map_DK.abs(), torch.full_like(map_DK, width**-0.5))
-    rank = torch.linalg.matrix_rank(map_DK[:, 0].view(block.left, block.right))
-    assert (rank == 1) == (projection.forms[number] == "two-sided" or block.left == 1)
 
 
-@pytest.mark.parametrize("form", ["dense", "two-sided"])
-def test_projection_keeps_inner_products_without_bias(form):
-    engine = engine_of("llama", ["body"])
+def projection_of(left: int, right: int, form: Form, *, width: int = 16, seed: int = 0) -> Projection:
+    block = Block("x", ("linear",), left, right, True, False, ("x.weight",))
+    return Projection([block], width, seed=seed, tokens=10, form=form, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "form", "rank"),
+    [(40, 50, "dense", 40), (40, 50, "two-sided", 32), (20, 30, "two-sided", 20), (20, 50, "two-sided", 20)],
+)
+def test_two_sided_maps_are_narrow_on_wide_sides_and_signs_on_others(left, right, form, rank):
+    projection = projection_of(left, right, form)
+    basis = torch.eye(left * right, dtype=torch.float64).view(-1, left, right)
+    map_DK = projection.of_matrix(0, basis)
+    assert torch.linalg.matrix_rank(map_DK[:, 0].view(left, right)) == rank
+    steps = map_DK * 16**0.5 * (1 if form == "dense" else 32 ** (0.5 * ((left > 32) + (right > 32))))
+    torch.testing.assert_close(steps, steps.round())
+    if form == "dense" or max(left, right) <= 32:
+        assert (steps.abs() == 1).all()
+
+
+@pytest.mark.parametrize(("form", "spread"), [("dense", 2 / 16), ("two-sided", 2 / 16 + 4 / 32)])
+def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(form, spread):
+    generator = torch.Generator().manual_seed(0)
+    one = Use(*(torch.randn(1, 1, size, generator=generator, dtype=torch.float64) for size in (40, 50)))
+    size = float(squared_norm([one], 40)[0])
+    found = []
+    for seed in range(600):
+        out = torch.zeros(1, 16, dtype=torch.float64)
+        projection_of(40, 50, form, seed=seed).add(0, one, out)
+        found.append(float(out.square().sum()) / size)
+    assert np.mean(found) == pytest.approx(1.0, abs=4 * np.std(found) / 600**0.5)
+    assert 0.6 * spread < np.var(found) < 1.4 * spread
+
+
+def test_projections_of_blocks_are_independent():
+    engine = engine_of("llama", ["*layers.1.self_attn*"])
+    value = Featurizer.projecting(engine, 1024, seed=0, tokens=10).features(rows()).value_NK
     expected = np.stack([covered(engine, g).numpy() for g in references(engine, rows())])
     expected = expected @ expected.T
-    total = np.zeros_like(expected)
-    for seed in range(30):
-        value = Featurizer.projecting(engine, 64, seed=seed, tokens=10, form=form).features(rows()).value_NK
-        total += value @ value.T / 30
-    # 30 x 64 signs: a standard error of at most sqrt(8 / 1920) of the norms
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
-    assert np.abs((total - expected) / scale).max() < 4 * np.sqrt(8 / (30 * 64))
+    assert np.abs((value @ value.T - expected) / scale).max() < 4 * np.sqrt(2 / 1024)
 
 
 def test_projection_depends_on_the_seed_alone():
