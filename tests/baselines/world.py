@@ -20,7 +20,7 @@ from grasp.fidelity.environment import Environment
 from grasp.fidelity.retrain import retrain
 from grasp.models.tokenizer import train_tokenizer
 from grasp.protocol.methods import retrained
-from grasp.protocol.selection import Scored
+from grasp.protocol.development import Scored
 from grasp.settings import build_settings, retrain_settings
 from tests.build.world import TOPICS, texts, write_targets
 

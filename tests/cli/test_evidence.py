@@ -24,9 +24,9 @@ from grasp.cli import progress
 from grasp.cli.progress import Watch
 from grasp.fidelity.environment import Environment
 from grasp.fidelity.retrain import RetrainStatus
-from grasp.protocol.family import default_family, load_family
+from grasp.protocol.development import Scored
+from grasp.protocol.family import candidate_of, default_family, load_family
 from grasp.protocol.scoring import load_protocol
-from grasp.protocol.selection import Scored, candidate_of
 from grasp.settings import read_yaml, write_yaml
 from tests.build.world import write_targets
 from tests.cli.grasp_command import cells, refused, succeed

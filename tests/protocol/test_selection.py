@@ -11,12 +11,13 @@ from grasp.errors import ProtocolError, ProtocolLeakError
 from grasp.fidelity.controls import named_controls
 from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.fidelity.evaluate import evaluate
-from grasp.protocol import selection as module
+from grasp.protocol.criteria import standard_errors
+from grasp.protocol.development import Development, Scored, variant_names
 from grasp.protocol.family import Binding, Candidate, ProtocolFamily, default_family, load_family
 from grasp.protocol.predict import predict
 from grasp.protocol.scorer import CalibrationFamily
 from grasp.protocol.scoring import load_protocol, save_protocol
-from grasp.protocol.selection import Development, Scored, freeze, provenance, select, variant_names, write_provenance
+from grasp.protocol.selection import freeze, provenance, select, write_provenance
 from grasp.subsets import RowIndex, parse_family
 from tests.protocol.source import FakeSource
 
@@ -106,22 +107,49 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
     realized = development.environment.utilities()
     for score in found.scores:
         assert score.lcb == pytest.approx(score.mean - found.z * score.se)
-        assert score.mean == pytest.approx(np.mean(list(score.rho.values())))
+        assert score.mean == pytest.approx(np.mean(list(score.agreement.values())))
         parts = scorer.parts([score.candidate], ("sciq", "boolq"))[score.candidate.binding]
         for t, target in enumerate(("sciq", "boolq")):
             own = realized.of(target).values_BSE.mean(axis=(1, 2))
             expected = stats.spearmanr(parts.tasks_of(score.candidate)[:, t], own).statistic
-            assert score.rho[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
+            assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
     assert [s.lcb for s in found.scores] == sorted((s.lcb for s in found.scores), reverse=True)
+
+
+def test_the_criterion_may_be_the_mean_over_units(development):
+    family = SMALL.model_copy(update={"criterion": "mean_lds", "components": ((), ("joint.pair",))})
+    found = select(family, [development], resamples=50)
+    assert found.best.candidate == TRUE
+    realized = development.environment.utilities()
+    for score in found.scores:
+        parts = development.variants[""].parts([score.candidate], ("sciq", "boolq"), per_unit=True)
+        predicted_BE = parts[score.candidate.binding].units_of(score.candidate)
+        first = 0
+        for target in ("sciq", "boolq"):
+            own_BE = realized.of(target).values_BSE.mean(axis=1)
+            pairs = zip(predicted_BE[:, first : first + own_BE.shape[1]].T, own_BE.T, strict=True)
+            expected = np.mean([stats.spearmanr(x, y).statistic for x, y in pairs])
+            assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
+            first += own_BE.shape[1]
+    single = select(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
+    assert provenance(found, [development], family)["rule"] != provenance(single, [development], family)["rule"]
+
+
+def test_targets_of_one_environment_share_its_resamples_however_they_are_handed_in(development):
+    together = select(SMALL, [development], resamples=100)
+    apart = [dataclasses.replace(development, targets=(name,)) for name in ("sciq", "boolq")]
+    found = select(SMALL, apart, resamples=100)
+    assert found.results == together.results
+    assert [(s.candidate, s.lcb) for s in found.scores] == [(s.candidate, s.lcb) for s in together.scores]
 
 
 def test_the_standard_error_is_that_of_resampled_subsets():
     rng = np.random.default_rng(0)
     rho = rng.normal(size=(3, 2, 4_000)) * 0.1
-    one = module._standard_errors([rho], 0)
+    one = standard_errors([rho], 0)
     np.testing.assert_allclose(one, rho.mean(axis=1).std(axis=1, ddof=1))
     # two environments that differ by 2d: the place draws add d^2 / 2 to the variance of the mean
-    two = module._standard_errors([rho + 0.3, rho - 0.3], 0)
+    two = standard_errors([rho + 0.3, rho - 0.3], 0)
     np.testing.assert_allclose(two**2, one**2 / 2 + 0.3**2 / 2, rtol=0.1)
 
 

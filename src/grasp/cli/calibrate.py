@@ -38,7 +38,8 @@ def calibrate(
 ) -> None:
     """Choose a protocol on development environments, and freeze it.
 
-    The protocol with the highest lower confidence bound of its mean task rho is kept.
+    The protocol with the highest lower confidence bound of its mean task rho, or of the mean rho of units where the
+    family says so, is kept.
     """
     output_file("--out", out)
     if output_file("--list", listing) is not None:
@@ -89,8 +90,8 @@ def _print_selection(selection: "Selection") -> None:
     left_out += [f"{selection.not_served:,} more need arrays that are not there"] if selection.not_served else []
     print(f"{tried:,} protocols on {', '.join(selection.results)}" + "".join(f"; {text}" for text in left_out))
     show(
-        f"highest lower confidence bound (mean rho - {selection.z:.2f} standard errors)",
-        ("bound", "mean rho", "se", "text"),
+        f"highest lower confidence bound (mean {selection.criterion} - {selection.z:.2f} standard errors)",
+        ("bound", f"mean {selection.criterion}", "se", "text"),
         [
             (f"{score.lcb:+.3f}", f"{score.mean:+.3f}", f"{score.se:.3f}", score.candidate.name)
             for score in selection.scores[:SHOWN]
@@ -98,4 +99,5 @@ def _print_selection(selection: "Selection") -> None:
         left=0,
     )
     best = selection.best
-    show("the first of them", ("result", "rho"), [(name, f"{rho:+.3f}") for name, rho in best.rho.items()])
+    lines = [(name, f"{value:+.3f}") for name, value in best.agreement.items()]
+    show("the first of them", ("result", selection.criterion), lines)

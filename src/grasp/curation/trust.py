@@ -24,7 +24,7 @@ from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.fidelity.environment import Environment
 from grasp.protocol.predict import PredictionTable
 from grasp.protocol.scorer import Scorer, SubsetSums
-from grasp.protocol.selection import Development
+from grasp.protocol.development import Development
 from grasp.protocol.source import F64
 from grasp.subsets.blocks import SubsetBlock
 from grasp.utility.geometry import SketchSums
@@ -324,7 +324,7 @@ class _Measured:
 
 
 def _measured(scorer: Scorer, block: SubsetBlock) -> _Measured:
-    sums = scorer.sums(block.weights_BN)
+    sums = scorer.sums(block.weights)
     return _Measured(scorer.score_tasks(sums)[1].utility_BE, _share(scorer, sums), _distances(scorer, sums))
 
 

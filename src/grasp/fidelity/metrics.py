@@ -213,7 +213,7 @@ def interval(value: float, resampled_R: F64, *, lowest: float, highest: float, r
     return Estimate(float(value), float(max(low, lowest)), float(min(high, highest)))
 
 
-def _mean_defined(values: F64, axis: int) -> F64:
+def mean_defined(values: F64, axis: int) -> F64:
     """Mean without the nan; nan where nothing is defined (numpy's nanmean would warn)."""
     defined = np.isfinite(values)
     total = np.where(defined, values, 0.0).sum(axis=axis)
@@ -226,7 +226,7 @@ def _mean_defined(values: F64, axis: int) -> F64:
 def _positive_defined(rho_ER: F64) -> F64:
     """Share of the defined rho that are above zero, (R,)."""
     positive = np.where(np.isfinite(rho_ER), (rho_ER > 0).astype(np.float64), np.nan)
-    return _mean_defined(positive, axis=0)
+    return mean_defined(positive, axis=0)
 
 
 # -------------------------------------------------------------------------------------- noise ceiling
@@ -249,7 +249,7 @@ def seed_agreement(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> 
     if not pairs:
         return np.full((n_units, len(weights_RB)), np.nan)
     runs = [realized_BSE[:, s] for s in range(n_seeds)]
-    return _mean_defined(rank_correlations(runs, pairs, weights_RB), axis=0)
+    return mean_defined(rank_correlations(runs, pairs, weights_RB), axis=0)
 
 
 def noise_ceilings(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> Ceilings:
@@ -272,10 +272,10 @@ def _ceiling(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> Estima
         return Estimate.undefined(ONE_SEED)
     if n_subsets < MIN_SUBSETS:
         return Estimate.undefined(TOO_FEW_SUBSETS)
-    plain = float(_mean_defined(seed_agreement(realized_BSE, _ones(n_subsets)), axis=0)[0])
+    plain = float(mean_defined(seed_agreement(realized_BSE, _ones(n_subsets)), axis=0)[0])
     if np.isnan(plain):
         return Estimate.undefined(CONSTANT_UTILITY)
-    resampled_R = _mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
+    resampled_R = mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
     return interval(
         float(ceiling_from_correlation(np.array([plain]), n_seeds)[0]),
         ceiling_from_correlation(resampled_R, n_seeds),
@@ -407,7 +407,7 @@ def _metrics(
         pairs_R = np.full_like(pairs_R, np.nan)  # a constant orders no pair: 1/2 would look like a result
     return {
         "task_rho": task_2R[0],
-        "mean_lds": _mean_defined(rho_ER, axis=0),
+        "mean_lds": mean_defined(rho_ER, axis=0),
         "positive": _positive_defined(rho_ER),
         "pairwise": pairs_R,
         "task_rho_standardised": task_2R[1],

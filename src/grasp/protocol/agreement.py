@@ -13,9 +13,9 @@ from grasp.errors import EnvironmentDataError
 from grasp.fidelity.environment import Environment, Role, Utilities
 from grasp.fidelity.evaluate import EvaluationReport, artifact_targets
 from grasp.fidelity.metrics import MIN_SUBSETS
+from grasp.protocol.development import Scored
 from grasp.protocol.methods import Asked, compare
 from grasp.protocol.scoring import ScoringProtocol
-from grasp.protocol.selection import Scored
 from grasp.protocol.source import F64
 
 

@@ -18,6 +18,7 @@ from grasp.subsets.blocks import Side
 from grasp.utility.geometry import Half, Kind, Weighting, halves_needed
 
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
+Criterion = Literal["task_rho", "mean_lds"]
 MAX_MEMBERS = 20_000
 
 
@@ -94,6 +95,9 @@ def candidate_of(protocol: ScoringProtocol, source: FeatureSource) -> Candidate:
 class ProtocolFamily(Settings):
     """Every combination of the lists below is one protocol."""
 
+    criterion: Criterion = Field(
+        "task_rho", description="What the bound is of: rho of the task's utility, or mean rho of its units'."
+    )
     sides: tuple[Side, ...] = Field(("retained",), min_length=1, description="Sides scored.")
     weightings: tuple[Weighting, ...] = Field(("mean",), min_length=1, description="count, mean.")
     matches: tuple[dict[Match, float], ...] = Field(

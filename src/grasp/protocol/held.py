@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError
 from grasp.protocol.source import F32, F64, Blocks, FeatureSource, RowSums
+from grasp.subsets.weights import Weights, is_plain, squared
 from grasp.utility.geometry import SketchSums, SketchTotals
 from grasp.utility.standardize import ComponentMoments, PairSums, RowMoments
 
@@ -118,11 +118,10 @@ class Sketch:
         for start in range(0, len(held_NC), block_rows):
             yield start, held_NC[start : start + block_rows, :-1]
 
-    def sums(self, weights_BN: csr_array) -> SketchSums:
+    def sums(self, weights: Weights) -> SketchSums:
         """Sums over B subsets."""
-        both_BC = self.held.sums(weights_BN)
-        plain = bool(np.all(weights_BN.data == 1.0))
-        square_B = both_BC[:, -1] if plain else self.held.sums(weights_BN.power(2))[:, -1]
+        both_BC = self.held.sums(weights)
+        square_B = both_BC[:, -1] if is_plain(weights) else self.held.sums(squared(weights))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
 
 

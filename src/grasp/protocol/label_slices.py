@@ -17,6 +17,7 @@ from grasp.errors import SubsetError
 from grasp.protocol.tables import RowSource
 from grasp.subsets.conditions import equals, none_of
 from grasp.subsets.labels import Label, LabelColumn
+from grasp.subsets.weights import SliceShares
 
 MOST_SLICES = 100
 MOST_LABELS = 4
@@ -55,9 +56,9 @@ class LabelSlices:
         indptr = np.concatenate([[0], np.cumsum(np.bincount(self.codes_N, minlength=len(self.slices)))])
         return csr_array((np.ones(len(order)), order, indptr), shape=(len(self.slices), len(order)))
 
-    def weights(self, share_BG: NDArray[np.float64]) -> csr_array:
+    def weights(self, share_BG: NDArray[np.float64]) -> SliceShares:
         """(B, N) weights of subsets that give every row of a slice the weight of the slice."""
-        return csr_array(np.asarray(share_BG)[:, self.codes_N])
+        return SliceShares(np.asarray(share_BG, dtype=np.float64), self.codes_N)
 
 
 def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int = MOST_SLICES) -> LabelSlices:

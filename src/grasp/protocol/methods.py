@@ -13,13 +13,14 @@ from grasp.build.progress import Progress, Silent
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.fidelity.controls import CONTROLS
 from grasp.fidelity.environment import Environment, Utilities
-from grasp.fidelity.evaluate import EvaluationReport, evaluate
+from grasp.fidelity.evaluate import EvaluationReport, artifact_targets, evaluate
 from grasp.fidelity.metrics import RESAMPLES
 from grasp.fidelity.oracles import fraction_features, lasso_oracle, mask_features, ridge_oracle
 from grasp.fidelity.predictions import Cost, Predictions, read_predictions
+from grasp.protocol.development import Development, Scored
 from grasp.protocol.family import Binding, Candidate, ProtocolFamily, candidate_of, needed_arrays
 from grasp.protocol.scoring import Match, ScoringProtocol
-from grasp.protocol.selection import Development, Scored, select
+from grasp.protocol.selection import select
 from grasp.subsets import LabelTable, RowIndex
 from grasp.subsets.blocks import Side
 
@@ -206,15 +207,38 @@ def developments_of(
         ]
         used |= {one.path for one in same}
         # without one of its corpus, the first artifact's mismatch is told
-        bound.append(
-            Development.of(environment, same or artifacts[:1], targets=targets, calibration_subsets=calibration_subsets)
-        )
+        bound += [
+            Development.of(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
+            for group, wanted in _shared_out(environment, same or artifacts[:1], targets)
+        ]
     idle = [str(one.path) for one in artifacts if one.path not in used]
     if idle:
         raise EnvironmentDataError(
             f"{', '.join(idle)}: of no corpus that an environment was trained on; leave it out, or pass its environment"
         )
     return bound
+
+
+def _shared_out(
+    environment: Environment, artifacts: Sequence[Artifact], targets: Sequence[str] | None
+) -> list[tuple[list[Artifact], Sequence[str] | None]]:
+    """Artifacts that have targets in common, which tell feature settings apart, and the targets asked of them.
+
+    Those of other targets, or of the other loss, stand beside each other.
+    """
+    groups: list[tuple[set[str], list[Artifact]]] = []
+    for one in artifacts:
+        names = set(artifact_targets(environment, one))
+        joined = [group for group in groups if group[0] & names]
+        groups = [group for group in groups if not group[0] & names]
+        groups.append((names.union(*(own for own, _ in joined)), [a for _, some in joined for a in some] + [one]))
+    if targets is None or len(groups) == 1:
+        return [(group, targets) for _, group in groups]
+    missing = sorted(set(targets).difference(*(names for names, _ in groups)))
+    if missing:
+        raise EnvironmentDataError(f"targets: got {missing}, which {environment.path} and the artifacts do not share")
+    shared = [(group, [name for name in targets if name in names]) for names, group in groups]
+    return [(group, wanted) for group, wanted in shared if wanted]
 
 
 def _checked_targets(scored: Scored, targets: Sequence[str] | None) -> tuple[str, ...]:

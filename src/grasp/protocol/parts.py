@@ -41,6 +41,11 @@ class Parts:
         shape = (len(self.subset_ids), len(self.targets))
         return np.array(np.broadcast_to(_weighted(self.task, candidate), shape))
 
+    def units_of(self, candidate: Candidate) -> F64:
+        """Predicted utility of every unit, (B, E); units were asked for."""
+        shape = (len(self.subset_ids), len(self.units))
+        return np.array(np.broadcast_to(_weighted(self.unit, candidate), shape))
+
     def predictions(self, candidate: Candidate, method: str, renamed: Mapping[str, str]) -> Predictions:
         """Predictions of targets and, where they were asked for, of units.
 
@@ -48,10 +53,7 @@ class Parts:
             renamed: the name that the environment gives each target.
         """
         task_BT = self.tasks_of(candidate)
-        unit_BE = np.empty((len(self.subset_ids), 0))
-        if self.unit:
-            shape = (len(self.subset_ids), len(self.units))
-            unit_BE = np.array(np.broadcast_to(_weighted(self.unit, candidate), shape))
+        unit_BE = self.units_of(candidate) if self.unit else np.empty((len(self.subset_ids), 0))
         return Predictions(
             method=method,
             subset_ids=self.subset_ids,
@@ -100,7 +102,7 @@ class PartsSource:
         task: list[Mapping[str, F64]] = []
         unit: list[Mapping[str, F64]] = []
         for block in self.blocks:
-            sums = scorer.sums(block.weights_BN)
+            sums = scorer.sums(block.weights)
             task.append(scorer.score_tasks(sums)[1].parts)
             if per_unit:
                 unit.append(scorer.score_units(sums)[1].parts)

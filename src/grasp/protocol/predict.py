@@ -146,7 +146,7 @@ def _tables(
     for block in blocks:
         if block.n_rows != scorer.n_rows:
             raise ShapeError(f"subsets over {block.n_rows} rows for an artifact of {scorer.n_rows}")
-        sums = scorer.sums(block.weights_BN)
+        sums = scorer.sums(block.weights)
         if watch is not None:
             watch(block, sums)
         yield _lines(block, scorer.units.targets, None, *scorer.score_tasks(sums), task_whole, schema)

@@ -16,8 +16,8 @@ from grasp.baselines.predict import scores
 from grasp.baselines.stored import Cache, StoredScores
 from grasp.build.progress import Progress, Silent
 from grasp.fidelity.environment import Environment
+from grasp.protocol.development import Scored
 from grasp.protocol.methods import retrained
-from grasp.protocol.selection import Scored
 from grasp.protocol.source import F32, Blocks
 
 

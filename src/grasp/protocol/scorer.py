@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Self, get_args
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from grasp.protocol.held import Kernel, Sketch, UnitSelection, pair_sums
 from grasp.protocol.scoring import ScoringProtocol
@@ -19,6 +18,7 @@ from grasp.subsets.blocks import SubsetBlock
 from grasp.subsets.families import Family
 from grasp.subsets.labels import LabelColumn
 from grasp.subsets.slices import LabelTable
+from grasp.subsets.weights import Weights
 from grasp.utility.geometry import (
     Geometry,
     Half,
@@ -132,13 +132,13 @@ class Scorer:
             unit = Level(unit.kernels, {**task.moments, **unit.moments}) if per_unit else None
         return cls(fitted, units, source.n_rows, task, unit, sketches, str(family))
 
-    def sums(self, weights_BN: csr_array) -> SubsetSums:
+    def sums(self, weights: Weights) -> SubsetSums:
         """Sums of one block of subsets; memory: the block, and one block of rows."""
         return SubsetSums(
-            mass=SubsetMass.of(weights_BN),
-            task=_kernel_sums(self.task.kernels, weights_BN),
-            unit={} if self.unit is None else _kernel_sums(self.unit.kernels, weights_BN),
-            sketch={half: sketch.sums(weights_BN) for half, sketch in self.sketches.items()},
+            mass=SubsetMass.of(weights),
+            task=_kernel_sums(self.task.kernels, weights),
+            unit={} if self.unit is None else _kernel_sums(self.unit.kernels, weights),
+            sketch={half: sketch.sums(weights) for half, sketch in self.sketches.items()},
         )
 
     def whole(self) -> SubsetSums:
@@ -210,12 +210,12 @@ def level_moments(
     if exact.keys() >= wanted:
         return exact
     sampled = MomentsAccumulator()
-    for weights_BN in (block.weights_BN for block in family.blocks(n_rows)):
+    for weights in (block.weights for block in family.blocks(n_rows)):
         sums = SubsetSums(
-            mass=SubsetMass.of(weights_BN),
-            task=_kernel_sums({k: v for k, v in kernels.items() if k not in exact}, weights_BN),
+            mass=SubsetMass.of(weights),
+            task=_kernel_sums({k: v for k, v in kernels.items() if k not in exact}, weights),
             unit={},
-            sketch={half: sketch.sums(weights_BN) for half, sketch in sketches.items()},
+            sketch={half: sketch.sums(weights) for half, sketch in sketches.items()},
         )
         table = components(protocol, kernels, sketches, sums.task, sums)
         sampled.add({**table.relevance, **table.geometry})
@@ -240,8 +240,8 @@ def _closed_forms(
     return exact
 
 
-def _kernel_sums(kernels: Mapping[str, Kernel], weights_BN: csr_array) -> dict[str, F64]:
-    return {name: kernel.held.sums(weights_BN) for name, kernel in kernels.items()}
+def _kernel_sums(kernels: Mapping[str, Kernel], weights: Weights) -> dict[str, F64]:
+    return {name: kernel.held.sums(weights) for name, kernel in kernels.items()}
 
 
 def _kernels(protocol: ScoringProtocol) -> dict[str, float]:

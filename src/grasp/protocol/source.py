@@ -6,11 +6,11 @@ from typing import Any, Protocol, Self
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError
+from grasp.subsets.weights import SliceShares, Weights
 from grasp.utility.geometry import BlockSums
-from grasp.utility.sweep import Sweep
+from grasp.utility.sweep import SliceSums, Sweep
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -59,6 +59,7 @@ class RowSums:
                 held_NC[start : start + len(block)] = block
         self.held_NC = held_NC  # the values themselves, where they are in memory
         self._sweep = None if held_NC is None else Sweep(held_NC)
+        self._slices = SliceSums()
 
     @classmethod
     def over(cls, values_NC: F32) -> Self:
@@ -69,12 +70,14 @@ class RowSums:
         """The values that are summed, by blocks of rows from first to last."""
         return self._blocks() if self.held_NC is None else iter([(0, self.held_NC)])
 
-    def sums(self, weights_BN: csr_array) -> F64:
+    def sums(self, weights: Weights) -> F64:
         """(B, C) for one block of subsets."""
+        if isinstance(weights, SliceShares):
+            return self._slices.of(weights, self.sums)
         if self._sweep is not None:
-            return self._sweep.sums(weights_BN)
-        parts = BlockSums(weights_BN)
-        out_BC = np.zeros((weights_BN.shape[0], self._shape[1]))
+            return self._sweep.sums(weights)
+        parts = BlockSums(weights)
+        out_BC = np.zeros((weights.shape[0], self._shape[1]))
         for start, block in self._blocks():
             out_BC += parts.product(start, block)
         return out_BC
