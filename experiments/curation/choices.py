@@ -1,0 +1,248 @@
+"""Which rows each method chooses, and the one table of subsets that models are trained on.
+
+A subset is named by its rows, so what two methods choose alike is trained on once. Subsets are only ever added to the
+table: a protocol that changes adds its own, and what was trained on before stays as it is.
+
+Shape letters: N rows, K rows chosen, G values of a label.
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from experiments.curation.setting import World
+from grasp.artifact.reader import Artifact
+from grasp.baselines.asked import asked_methods
+from grasp.curation.amounts import Amount, Bound
+from grasp.curation.mixture import MixRequest, mix_with
+from grasp.curation.select import Request, select
+from grasp.fidelity.files import aside, write_whole
+from grasp.protocol.held import UnitSelection
+from grasp.protocol.label_slices import label_slices
+from grasp.protocol.ranking import rows_by_method
+from grasp.protocol.scorer import CalibrationFamily, Scorer
+from grasp.protocol.scoring import ScoringProtocol
+from grasp.protocol.tables import row_tokens
+from grasp.seeds import stream
+from grasp.subsets import LabelTable
+
+I64 = NDArray[np.int64]
+RANDOM, BM25, ADDITIVE, GRASP, MIXTURE = "random", "bm25", "additive", "grasp", "mixture"
+METHODS = (RANDOM, BM25, ADDITIVE, GRASP, MIXTURE)
+OWN = "llama"  # the architecture of the artifact's own reference model
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One selection that is wanted."""
+
+    method: str
+    targets: str  # one target, or `all`
+    share: float  # of the pool's rows
+    draw: int = 0  # of a random selection
+    scorer: str = OWN  # architecture of the reference model
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One selection that was made."""
+
+    asked: Asked
+    subset_id: str
+    rows: int
+    tokens: int
+    protocol: str  # digest of what chose; empty where no protocol did
+    about: Mapping[str, Any]  # worth reading: predicted value, mixture
+
+
+class Chooser:
+    """Makes selections, or finds them among those that were made."""
+
+    def __init__(self, world: World, artifacts: Mapping[str, Artifact] | None = None) -> None:
+        self.world = world
+        self.artifacts = {OWN: world.artifact} | dict(artifacts or {})
+        self._records = world.work / "choices.json"
+        self.subsets = world.work / "subsets.parquet"
+
+    def made(self, wanted: Sequence[Asked]) -> list[Choice]:
+        """The selections, in the order wanted; new ones are written down before they are given back."""
+        with _one_at_a_time(self.world.work / ".choices.lock"):
+            known = {(one.asked, one.protocol): one for one in self._read()}
+            found = []
+            for asked in wanted:
+                key = (asked, self._digest(asked))
+                if key not in known:
+                    known[key] = self._make(asked)
+                    self._write(list(known.values()))
+                found.append(known[key])
+        return found
+
+    def _make(self, asked: Asked) -> Choice:
+        rows, about = self._chosen(asked)
+        rows = np.sort(rows)
+        subset_id = self._add(rows)
+        return Choice(asked, subset_id, len(rows), self.world.tokens_of(rows), self._digest(asked), about)
+
+    def _chosen(self, asked: Asked) -> tuple[I64, dict[str, Any]]:
+        budget = self.world.budget(asked.share)
+        if asked.method == RANDOM:
+            return drawn(self.world.pool_N, budget, asked.draw), {}
+        if asked.method == BM25:
+            return self._by_words(asked, budget), {}
+        if asked.method == MIXTURE:
+            return self._by_mixture(asked, budget)
+        return self._by_grasp(asked, budget)
+
+    def _by_words(self, asked: Asked, budget: int) -> I64:
+        """The rows of the greatest sum of BM25 scores over the targets' units."""
+        (method,) = asked_methods([BM25])
+        source = rows_by_method(self.world.artifact, method)
+        units = UnitSelection.of(source, list(self._weights(asked)))
+        score_N = np.zeros(source.n_rows)
+        for start, block in source.array_blocks(f"relevance_{BM25}", columns=units.columns_E):
+            score_N[start : start + len(block)] = block.sum(axis=1, dtype=np.float64)
+        return best_rows(score_N, self.world.pool_N, budget)
+
+    def _by_grasp(self, asked: Asked, budget: int) -> tuple[I64, dict[str, Any]]:
+        """`grasp select`, with the held-out documents excluded."""
+        artifact, protocol = self.artifacts[asked.scorer], self._protocol(asked)
+        request = Request(
+            Amount(budget, False, "rows"), self._weights(asked), excluded_N=np.logical_not(self.world.pool_N)
+        )
+        family = CalibrationFamily.of(protocol, LabelTable(artifact.rows_path))
+        chosen = select(artifact, protocol, request, calibration=family)
+        return chosen.row_index, {"value": chosen.value, "utility": dict(chosen.utility), "corpus": dict(chosen.whole)}
+
+    def _by_mixture(self, asked: Asked, budget: int) -> tuple[I64, dict[str, Any]]:
+        """`grasp mix`, no value asked for more rows than it has; then rows of each value at random."""
+        world, protocol = self.world, self._protocol(asked)
+        artifact = self.artifacts[asked.scorer]
+        table = LabelTable(artifact.rows_path)
+        slices = label_slices(table.column(world.settings.label), row_tokens(artifact))
+        held_G = np.bincount(slices.codes_N[world.pool_N], minlength=len(slices.slices))
+        caps = [
+            Bound(one.name, Amount(min(1.0, held / budget), True, None))
+            for one, held in zip(slices.slices, held_G.tolist(), strict=True)
+        ]
+        weights = self._weights(asked)
+        family = CalibrationFamily.of(protocol, table)
+        scorer = Scorer.prepare(artifact, protocol, targets=list(weights), calibration=family)
+        mixture = mix_with(scorer, MixRequest(slices, weights, caps=caps))
+        counts_G = in_whole_rows(mixture.proposed_G * budget, held_G)
+        rows = sampled(slices.codes_N, world.pool_N, counts_G, (asked.targets, str(budget)))
+        shares = dict(zip(mixture.names, (counts_G / budget).round(4).tolist(), strict=True))
+        return rows, {"value": mixture.value, "shares": {name: share for name, share in shares.items() if share}}
+
+    def _weights(self, asked: Asked) -> dict[str, float]:
+        names = self.world.artifact.targets if asked.targets == "all" else (asked.targets,)
+        return {name: 1.0 / len(names) for name in names}
+
+    def _protocol(self, asked: Asked) -> ScoringProtocol:
+        """The protocol; for `additive` without its geometry."""
+        protocol = self.world.protocol
+        if asked.method != ADDITIVE:
+            return protocol
+        return protocol.model_copy(update={"components": {}, "selected_on": None})
+
+    def _digest(self, asked: Asked) -> str:
+        """What chose: the protocol's own choices, not its name or where it comes from."""
+        if asked.method in (RANDOM, BM25):
+            return ""
+        chosen = self._protocol(asked).model_dump(mode="json", exclude={"name", "selected_on"})
+        return hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    # ----------------------------------------------------------------------------------------- what is kept
+
+    def _add(self, rows: I64) -> str:
+        """Name of a subset; it is in the table from now on."""
+        subset_id = "rows-" + hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        row_ids = self.world.row_ids.take(pa.array(rows)).combine_chunks()
+        append(self.subsets, pa.table({"subset_id": pa.array([subset_id] * len(rows)), "row_id": row_ids}))
+        return subset_id
+
+    def _read(self) -> list[Choice]:
+        if not self._records.exists():
+            return []
+        records = json.loads(self._records.read_text(encoding="utf-8"))
+        return [Choice(**record | {"asked": Asked(**record["asked"])}) for record in records]
+
+    def _write(self, choices: Sequence[Choice]) -> None:
+        write_whole(self._records, (json.dumps([asdict(one) for one in choices], indent=1) + "\n").encode())
+
+
+def append(path: Path, subset: pa.Table) -> None:
+    """Add a subset to a table of subsets, unless it is there; the order of the others stays."""
+    if path.exists():
+        table = pq.read_table(path)
+        if subset.column("subset_id")[0].as_py() in table.column("subset_id").unique().to_pylist():
+            return
+        subset = pa.concat_tables([table, subset])
+    part = aside(path)
+    pq.write_table(subset, part, compression="zstd")
+    part.replace(path)
+
+
+def copied(source: Path, subset_ids: Sequence[str], out: Path) -> Path:
+    """Add some subsets of one table to another."""
+    table = pq.read_table(source)
+    for subset_id in subset_ids:
+        append(out, table.filter(pc.equal(table.column("subset_id"), subset_id)))
+    return out
+
+
+def drawn(pool_N: NDArray[np.bool_], budget: int, draw: int) -> I64:
+    """Rows of the pool at random, each once."""
+    rows = np.flatnonzero(pool_N)
+    return np.asarray(stream(0, "curation", "random", budget, draw).permutation(rows)[:budget])
+
+
+def best_rows(score_N: NDArray[np.float64], pool_N: NDArray[np.bool_], budget: int) -> I64:
+    """Rows of the pool by score, best first; of equal ones the first."""
+    rows = np.flatnonzero(pool_N)
+    return rows[np.argsort(-score_N[rows], kind="stable")[:budget]]
+
+
+def in_whole_rows(wanted_G: NDArray[np.float64], held_G: I64) -> I64:
+    """Whole numbers near `wanted_G` of the same sum, none above `held_G`; the largest remainders are rounded up."""
+    counts_G = np.minimum(np.floor(wanted_G + 1e-9).astype(np.int64), held_G)
+    missing = round(float(wanted_G.sum())) - int(counts_G.sum())
+    for _ in range(missing):
+        remainder_G = np.where(counts_G < held_G, wanted_G - counts_G, -np.inf)
+        counts_G[int(np.argmax(remainder_G))] += 1
+    return counts_G
+
+
+def sampled(codes_N: NDArray[np.int32], pool_N: NDArray[np.bool_], counts_G: I64, purpose: tuple[str, ...]) -> I64:
+    """So many rows of each value at random, each once."""
+    generator = stream(0, "curation", "mixture", *purpose)
+    parts = [generator.permutation(np.flatnonzero(pool_N & (codes_N == g)))[:count] for g, count in enumerate(counts_G)]
+    return np.concatenate(parts)
+
+
+def of_methods(targets: str, share: float) -> list[Asked]:
+    """One selection by each method."""
+    return [Asked(method, targets if method != RANDOM else "all", share) for method in METHODS]
+
+
+def other_draws(share: float, draws: int) -> list[Asked]:
+    """Further random selections of the same size: their spread is part of what random choice does."""
+    return [replace(Asked(RANDOM, "all", share), draw=draw) for draw in range(1, draws)]
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait for a lock that the kernel gives back when its holder dies."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
