@@ -53,9 +53,10 @@ def mix(
         None, "--weights", help="Parquet of subset_id, row_id, weight, as grasp predict --subsets reads it."
     ),
 ) -> None:
-    """Find the mixture of a label's values that maximises predicted utility.
+    """Find the mixture of a label's values with the highest utility.
 
-    Weights add up to 100%; rows of a value share its weight, and the amount of data stays the same.
+    It maximises what grasp predict predicts. Weights add up to 100%; rows of a value share its weight, and the amount
+    of data stays the same.
     """
     for flag, file in (("--out", out), ("--weights", weights)):
         output_file(flag, file)

@@ -38,7 +38,7 @@ def report(
         [], "--previous", help="Artifact of an earlier checkpoint on the same corpus, oldest first; repeatable."
     ),
 ) -> None:
-    """Write one HTML file: what the data is worth, what if parts of it go, and how far to trust it.
+    """Write one HTML page of findings, with a live what-if.
 
     Slices with intervals, interactions, rows with their text, sliders that predict what grasp predict predicts.
     """
