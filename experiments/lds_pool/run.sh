@@ -1,0 +1,12 @@
+#!/bin/bash
+# From the root of a checkout, with the corpora beside it in ../shared/data; about two hours of one core.
+set -e
+ENVIRONMENTS=bench-out/environments
+python experiments/lds_pool/decontaminate.py ../shared/data/pool.parquet bench-out/pool_decontaminated.parquet
+grasp retrain --config experiments/environments/pool-source.yaml --out $ENVIRONMENTS/pool-source --quiet
+python experiments/keep.py $ENVIRONMENTS/pool-source experiments/environments/pool-source
+for loss in completion all; do
+  grasp build --config experiments/artifacts/pool-$loss.yaml --out bench-out/pool-$loss --quiet
+  grasp evaluate bench-out/pool-$loss --environment experiments/environments/pool-source --oracle ridge --methods bm25 \
+    --json experiments/lds_pool/$loss.json --csv bench-out/pool-$loss.csv
+done

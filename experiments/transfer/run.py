@@ -1,0 +1,116 @@
+"""Component weights calibrated on some tasks, frozen, and tested on the others: the paper's transfer table.
+
+    python -m experiments.transfer.run bench-out/cc-completion --environment experiments/environments/cc-topic \
+        --environment experiments/environments/cc-format --out experiments/transfer/result.json
+
+Relevance is the shipped protocol's; what is calibrated is the geometry. A row of the table was calibrated on its tasks
+in every environment given, so that its other tasks are what it has not seen; the row `none` is relevance alone. The
+roles of the environments are set aside here: no protocol that ships is selected by this.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import GraspError
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.evaluate import evaluate
+from grasp.fidelity.files import write_whole
+from grasp.protocol.development import Development
+from grasp.protocol.family import Candidate, ProtocolFamily, candidate_of, default_family
+from grasp.protocol.scoring import default_protocol
+from grasp.protocol.selection import select
+
+METRICS = ("task_rho", "mean_lds", "positive")
+CALIBRATED_ON = (
+    ("sciq",),
+    ("basic_skills_logical_reasoning",),
+    ("sciq", "basic_skills_logical_reasoning"),
+)
+
+
+def family_of(base: Candidate) -> ProtocolFamily:
+    """The family that ships, with relevance as it is in `base`."""
+    return default_family().model_copy(
+        update={
+            "matches": (dict(base.match),),
+            "sides": (base.binding.side,),
+            "weightings": (base.binding.weighting,),
+            "standardize": (base.binding.task,),
+        }
+    )
+
+
+def opened(path: Path) -> Environment:
+    """An environment all of whose targets may be calibrated on."""
+    found = Environment.open(path)
+    return Environment(path, found.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
+
+
+def run(artifact: Artifact, environments: Sequence[Environment], resamples: int) -> list[dict[str, Any]]:
+    """A record for every row of the table."""
+    base = candidate_of(default_protocol(), artifact)
+    family = family_of(base)
+    chosen: dict[str, tuple[tuple[str, ...], Candidate]] = {
+        "none": ((), Candidate(base.binding, base.match, ())),
+        "shipped": ((), base),
+    }
+    for tasks in CALIBRATED_ON:
+        developments = [Development.of(one, [artifact], targets=tasks) for one in environments]
+        best = select(family, developments, resamples=resamples).best.candidate
+        chosen[" + ".join(tasks)] = (tasks, best)
+    return [_row(artifact, environments, name, tasks, candidate) for name, (tasks, candidate) in chosen.items()]
+
+
+def _row(
+    artifact: Artifact, environments: Sequence[Environment], name: str, tasks: Sequence[str], candidate: Candidate
+) -> dict[str, Any]:
+    """One protocol on every task of every environment, and the means over tasks that it was not calibrated on."""
+    found = {one.name: tested(artifact, one, candidate) for one in environments}
+    others = [r for own in found.values() for target, r in own.items() if target not in tasks]
+    return {
+        "calibrated_on": name,
+        "protocol": candidate.name,
+        "environments": found,
+        "mean_over_unseen": {metric: float(np.mean([r[metric] for r in others])) for metric in METRICS},
+    }
+
+
+def tested(artifact: Artifact, environment: Environment, candidate: Candidate) -> dict[str, dict[str, Any]]:
+    """Figures with intervals, and ceilings, by task."""
+    development = Development.of(environment, [artifact])
+    predictions = development.variants[""].predictions({"protocol": candidate}, development.targets)
+    report = evaluate(environment, predictions, targets=development.targets)
+    wanted = (*METRICS, "task_ceiling", "lds_ceiling")
+    return {
+        record["target"]: {name: value for name, value in record.items() if name.startswith(wanted)}
+        for record in report.records()
+        if "role" in record
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--environment", type=Path, action="append", required=True)
+    parser.add_argument("--resamples", type=int, default=1_000)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        found = run(Artifact.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
+    except GraspError as err:
+        sys.exit(f"error: {err}")
+    write_whole(args.out, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
+    for row in found:
+        means = ", ".join(f"{name} {value:.3f}" for name, value in row["mean_over_unseen"].items())
+        print(f"{row['calibrated_on']:<40} {row['protocol']}\n    tasks that were not calibrated on: {means}")
+
+
+if __name__ == "__main__":
+    main()
