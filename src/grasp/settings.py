@@ -259,6 +259,15 @@ def _is_classifier(model: Any) -> bool:
     return isinstance(model, dict) and model.get("classifier") is not None
 
 
+class FitSettings(Settings):
+    """A classifier whose output layer is fitted to a corpus; what else a build has may stand beside it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model: ModelSettings
+    corpus: CorpusSettings
+
+
 class RetrainSettings(Settings):
     """One environment: a family of subsets x seeds, each trained on and scored."""
 
@@ -338,6 +347,11 @@ def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
 def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettings:
     """Check `data` and freeze it; every mismatch is in the message."""
     return _frozen(BuildSettings, data, where)
+
+
+def fit_settings(data: dict[str, Any], where: str = "settings") -> FitSettings:
+    """Check `data` and freeze it; every mismatch is in the message."""
+    return _frozen(FitSettings, data, where)
 
 
 def target_settings(data: dict[str, Any], where: str = "targets") -> TargetSettings:

@@ -16,7 +16,7 @@ from grasp.build.local import Inputs, announce, column_sums, identity, prepare, 
 from grasp.build.moments import unspool_moments, unspool_position_moments
 from grasp.build.progress import Progress, Silent
 from grasp.errors import ArtifactError
-from grasp.models.causal_lm import ReferenceModel
+from grasp.models.reference import load_reference
 from grasp.settings import TargetSettings, build_settings
 
 Source = Literal["kept features", "pass", "there already"]
@@ -37,7 +37,7 @@ def add_target(out: Path, targets: TargetSettings, *, progress: Progress | None 
         artifact = Artifact.open(out)
         settings = build_settings(artifact.manifest.settings, str(out / "manifest.json"))
         settings = settings.model_copy(update={"targets": targets})
-        model = ReferenceModel.load(settings.model)
+        model = load_reference(settings.model)
         inputs = prepare(settings, model, out / "tokens", progress)
         check_same(artifact, inputs)
         token, pooled = kernels(artifact, inputs)
@@ -64,9 +64,10 @@ def check_same(artifact: Artifact, inputs: Inputs) -> None:
     Raises:
         ArtifactError: every one that is not.
     """
+    reader, fingerprint = inputs.model.reader
     now = {
         "model": inputs.model_fingerprint,
-        "tokenizer": inputs.model.tokenizer.fingerprint,
+        reader: fingerprint,
         "corpus": inputs.store.fingerprint,
     }
     changed = [name for name, fingerprint in now.items() if artifact.manifest.fingerprints.get(name) != fingerprint]

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
-from grasp.corpus.store import RowShard
+from grasp.build.passes import Rows, Units, row_passes, unit_passes
 from grasp.errors import ArtifactError, ModelError
-from grasp.features.extract import BatchFeatures, bad_rows, extract
+from grasp.features.extract import BatchFeatures, bad_rows
 from grasp.features.input_match import (
     InputTargets,
     hidden_gradient,
@@ -31,10 +31,10 @@ from grasp.features.product_sketch import ProductSketch
 from grasp.features.residuals import SparseResidual, stack_residuals
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.features.whitening import Whitener
-from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
+from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.head import OutputHead
+from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings
-from grasp.targets.units import UnitTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class TokenKernel:
 
     @classmethod
     def prepare(
-        cls, units: UnitFeatures, moments: PositionMoments, settings: FeatureSettings, model: ReferenceModel
+        cls, units: UnitFeatures, moments: PositionMoments, settings: FeatureSettings, model: Reference
     ) -> Self:
         """Fold the moments into the units.
 
@@ -210,17 +210,11 @@ class ShardForward:
         return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token, positions)
 
 
-def forward_units(
-    model: ReferenceModel, units: list[UnitTokens], names: list[str], settings: FeatureSettings
-) -> UnitFeatures:
+def forward_units(model: Reference, units: Units, names: list[str], settings: FeatureSettings) -> UnitFeatures:
     """Hidden states and residuals of all units; `names` are for messages."""
-    length_E = np.fromiter((len(unit.input_ids) for unit in units), dtype=np.int64, count=len(units))
-    first_E = torch.tensor([unit.first - 1 for unit in units])
     pooled, hidden, residual, unit_of, tokens, order = [], [], [], [], [], []
     loss_E = np.empty(len(units), dtype=np.float32)
-    for index in batches(length_E, model.batch_tokens):
-        ids, length_B = pad_rows([units[e].input_ids for e in index])
-        batch = extract(model, ids, first_E[index], length_B, (settings.pooling, "all"), settings.top_k)
+    for index, batch in unit_passes(model, units, (settings.pooling, "all"), settings.top_k):
         _refuse_bad(batch, [names[e] for e in index], "unit")
         loss_E[index] = batch.row_loss(len(index)).cpu().numpy()
         pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
@@ -241,8 +235,8 @@ def forward_units(
 
 
 def forward_shard(
-    model: ReferenceModel,
-    rows: RowShard,
+    model: Reference,
+    rows: Rows,
     settings: FeatureSettings,
     kernel: TokenKernel | None,
     *,
@@ -253,9 +247,7 @@ def forward_shard(
     names = rows.table.column("row_id")
     order, pooled, token, positions = [], [], [], []
     loss_N = np.empty(len(rows), dtype=np.float32)
-    for index in batches(np.diff(rows.offsets), model.batch_tokens):
-        ids, length_B = pad_rows([rows.ids(int(i)) for i in index])
-        batch = extract(model, ids, torch.zeros_like(length_B), length_B, specs, settings.top_k)
+    for index, batch in row_passes(model, rows, specs, settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         order.append(index)
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
@@ -284,7 +276,7 @@ class PositionAccumulators:
     input: MomentAccumulator | None
 
     @classmethod
-    def empty(cls, model: ReferenceModel, settings: FeatureSettings) -> Self:
+    def empty(cls, model: Reference, settings: FeatureSettings) -> Self:
         size = model.hidden_size, model.vocab_size
         return cls(model.head, MomentAccumulator(*size), MomentAccumulator(*size) if settings.input else None)
 
@@ -303,13 +295,10 @@ def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> N
     into.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
 
 
-def token_moments(model: ReferenceModel, rows: RowShard, settings: FeatureSettings, into: PositionAccumulators) -> None:
+def token_moments(model: Reference, rows: Rows, settings: FeatureSettings, into: PositionAccumulators) -> None:
     """Add the used positions of `rows` to the token-level moments."""
     names = rows.table.column("row_id")
-    for index in batches(np.diff(rows.offsets), model.batch_tokens):
-        ids, length_B = pad_rows([rows.ids(int(i)) for i in index])
-        specs = (settings.token_positions,)
-        batch = extract(model, ids, torch.zeros_like(length_B), length_B, specs, settings.top_k)
+    for index, batch in row_passes(model, rows, (settings.token_positions,), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         into.add(batch)
 

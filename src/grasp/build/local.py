@@ -24,6 +24,7 @@ from grasp.artifact.writer import ArtifactWriter
 from grasp.build.finish import PooledKernel
 from grasp.build.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard, forward_units
 from grasp.build.moments import (
+    Store,
     build_token_moments,
     pooled_moments,
     spool_moments,
@@ -31,12 +32,16 @@ from grasp.build.moments import (
     spool_position_moments,
 )
 from grasp.build.progress import Progress, Silent
+from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, ModelError
 from grasp.features.moments import Moments
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.classifier import ImageClassifier
+from grasp.models.reference import Reference, load_reference
 from grasp.settings import BuildSettings, read_yaml, write_yaml
 from grasp.targets import UnitSet, load_units
+from grasp.targets.images import load_image_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +49,8 @@ class Inputs:
     """Everything a build reads, ready."""
 
     settings: BuildSettings
-    model: ReferenceModel
-    store: RowStore
+    model: Reference
+    store: Store
     unit_set: UnitSet
     units: UnitFeatures
     positions_E: list[int]  # tokens that carry loss, per unit
@@ -69,7 +74,7 @@ def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress:
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
             return out
-        inputs = prepare(settings, ReferenceModel.load(settings.model), out / "tokens", progress)
+        inputs = prepare(settings, load_reference(settings.model), out / "tokens", progress)
         work = out / "work" / _digest(identity(inputs))
         token = build_token_kernel(inputs, work, progress)
         shards, pooled = run_model(inputs, token, out, work, progress)
@@ -130,9 +135,11 @@ def begin(settings: BuildSettings, out: Path, resume: bool) -> bool:
     return path.exists() and begun
 
 
-def prepare(settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress) -> Inputs:
+def prepare(settings: BuildSettings, model: Reference, tokens: Path, progress: Progress) -> Inputs:
     """Rows on disk, units through the model."""
     progress.stage("rows", rows=None, tokens=None)
+    if isinstance(model, ImageClassifier):
+        return prepare_images(settings, model, tokens, progress)
     refuse_longer(model, settings.corpus.max_length, "corpus.max_length: rows")
     unit_set = load_units(settings.targets)
     unit_tokens = unit_set.tokenize(model.tokenizer, settings.targets.max_length)
@@ -152,6 +159,30 @@ def prepare(settings: BuildSettings, model: ReferenceModel, tokens: Path, progre
         unit_set=unit_set,
         units=forward_units(model, unit_tokens, names, settings.features),
         positions_E=[len(unit.input_ids) - unit.first for unit in unit_tokens],
+        model_fingerprint=model.fingerprint(),
+    )
+
+
+def prepare_images(settings: BuildSettings, model: ImageClassifier, images: Path, progress: Progress) -> Inputs:
+    """Images on disk, trusted images through the model."""
+    classes, n_classes = model.classes, model.vocab_size
+    unit_set, shard = load_image_units(settings.targets, settings.corpus, classes, n_classes)
+    store = ImageStore.write(
+        images,
+        settings.corpus,
+        classes,
+        n_classes,
+        shard_rows=settings.shard_rows,
+        progress=_difference(progress),
+    )
+    names = [unit.unit_id for unit in unit_set.units]
+    return Inputs(
+        settings=settings,
+        model=model,
+        store=store,
+        unit_set=unit_set,
+        units=forward_units(model, shard, names, settings.features),
+        positions_E=[1] * len(names),
         model_fingerprint=model.fingerprint(),
     )
 
@@ -196,7 +227,7 @@ def run_model(
             kept.write(k, shard.kept())
         if spool is not None:
             spool.write(k, shard.spool())
-        progress.advance(len(rows), len(rows.flat_ids))
+        progress.advance(len(rows), rows.n_tokens)
         return shard
 
     if spool is not None:
@@ -314,7 +345,7 @@ def identity(inputs: Inputs) -> dict[str, Any]:
         "model": inputs.model_fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
-        "batch_tokens": model.batch_tokens,
+        **model.batching,
         "corpus": inputs.store.fingerprint,
         "targets": inputs.unit_set.fingerprint,
         "features": inputs.settings.features.model_dump(mode="json"),
@@ -324,6 +355,7 @@ def identity(inputs: Inputs) -> dict[str, Any]:
 def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
     """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
     store, model = inputs.store, inputs.model
+    reader, reader_fingerprint = model.reader
     return {
         "made_by": {
             "program": f"grasp {grasp.__version__}",
@@ -334,7 +366,7 @@ def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
         },
         "fingerprints": {
             "model": inputs.model_fingerprint,
-            "tokenizer": model.tokenizer.fingerprint,
+            reader: reader_fingerprint,
             "corpus": store.fingerprint,
             "targets": inputs.unit_set.fingerprint,
         },
@@ -347,6 +379,7 @@ def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
             "n_tokens": store.n_tokens,
             "n_documents": store.n_documents,
             "labels": list(store.label_columns),
+            "classes": list(model.classes) if isinstance(model, ImageClassifier) else None,
             "loss": "nats a token, mean over the positions that the head was applied to",
             "build_seconds": None if began is None else began.seconds(),
         },
@@ -370,7 +403,7 @@ def changes(then: Any, now: Any, where: str = "") -> Iterator[str]:
         yield f"{where} was {then!r}, is {now!r}"
 
 
-def announce(progress: Progress, store: RowStore, shards: int) -> None:
+def announce(progress: Progress, store: Store, shards: int) -> None:
     """The forward pass over so many shards begins."""
     share = shards / store.n_shards
     progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))

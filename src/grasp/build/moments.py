@@ -13,20 +13,22 @@ from numpy.typing import NDArray
 from grasp.artifact.features import FeatureSpool
 from grasp.build.forward import PositionAccumulators, ShardForward, forward_shard, token_moments
 from grasp.build.progress import Progress
+from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.features.moments import MomentAccumulator, Moments, PositionMoments
-from grasp.models.causal_lm import ReferenceModel
+from grasp.models.reference import Reference
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
+Store = RowStore | ImageStore
 
-def sample_rows(length_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
+
+def sample_rows(supervised_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
     """Whole rows, drawn uniformly, until they hold `positions` supervised positions; in row order.
 
     A corpus that has no more than that is taken whole.
     """
-    supervised_N = length_N - 1
-    order = stream(seed, "moments", "token").permutation(len(length_N))
+    order = stream(seed, "moments", "token").permutation(len(supervised_N))
     reached = np.cumsum(supervised_N[order])
     count = int(np.searchsorted(reached, positions, side="left")) + 1
     return np.sort(order[:count])
@@ -37,7 +39,7 @@ def pooled_sample(n_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
     return np.sort(stream(seed, "moments", "pooled").choice(n_rows, size=rows, replace=False))
 
 
-def row_lengths(store: RowStore) -> NDArray[np.int64]:
+def row_lengths(store: Store) -> NDArray[np.int64]:
     """Tokens of every row, (N,); eight bytes a row is all that is held."""
     return np.concatenate(
         [np.asarray(store.shard(k).table.column("n_tokens"), dtype=np.int64) for k in range(store.n_shards)]
@@ -45,26 +47,26 @@ def row_lengths(store: RowStore) -> NDArray[np.int64]:
 
 
 def build_token_moments(
-    model: ReferenceModel, store: RowStore, settings: FeatureSettings, work: FeatureSpool, progress: Progress
+    model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, progress: Progress
 ) -> PositionMoments:
     """Token-level moments over the sample; computed once, kept in the work area for a resumed build."""
     if work.has(0):
         return unspool_position_moments(work.read(0))
     length_N = row_lengths(store)
-    index = sample_rows(length_N, settings.moment_positions, settings.seed)
+    index = sample_rows(length_N - store.unpredicted, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     accumulators = PositionAccumulators.empty(model, settings)
     for start in range(0, len(index), 256):
         rows = store.rows(index[start : start + 256])
         token_moments(model, rows, settings, accumulators)
-        progress.advance(len(rows), len(rows.flat_ids))
+        progress.advance(len(rows), rows.n_tokens)
     moments = accumulators.moments()
     work.write(0, spool_position_moments(moments))
     return moments
 
 
 def spool_pooled_sample(
-    model: ReferenceModel, store: RowStore, settings: FeatureSettings, work: FeatureSpool, progress: Progress
+    model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, progress: Progress
 ) -> int:
     """Run the model over the sample for the pooled moments; returns the number of parts in the work area."""
     index = pooled_sample(store.n_rows, settings.moment_rows, settings.seed)
@@ -75,7 +77,7 @@ def spool_pooled_sample(
         rows = store.rows(index[k * size : (k + 1) * size])
         if not work.has(k):
             work.write(k, forward_shard(model, rows, settings, None).spool())
-        progress.advance(len(rows), len(rows.flat_ids))
+        progress.advance(len(rows), rows.n_tokens)
     return parts
 
 

@@ -12,6 +12,9 @@ SKIPPED = {
     "whitespace": "documents of white space",
     "one_token": "rows of one token",
     "cut": "ends of documents that were cut",
+    "no_image": "records without an image",
+    "no_class": "images without a class",
+    "broken_image": "broken images",
 }
 
 

@@ -67,6 +67,7 @@ class RowStore(ShardStore[RowShard]):
     """The rows of a corpus, complete and on disk; opens without reading them."""
 
     holds: ClassVar[str] = "tokens"
+    unpredicted: ClassVar[int] = 1  # nothing comes before the first token of a row that could predict it
 
     @classmethod
     def write(

@@ -11,6 +11,7 @@ from torch import Tensor
 from grasp.features.positions import position_mask
 from grasp.features.residuals import SparseResidual, head_residual
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.classifier import ImageClassifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,30 @@ def extract(
         row_P=row_P,
         input_P=ids_BL[row_P, t_P],
         chosen=tuple(mask[row_P, t_P] for mask in masks),
+    )
+
+
+@torch.inference_mode()
+def extract_images(
+    model: ImageClassifier, pixels_BCHW: Tensor, class_B: Tensor, n_specs: int, top_k: int
+) -> BatchFeatures:
+    """Features of one batch of images: one position each, whatever the specifications of positions say.
+
+    Args:
+        class_B: the true class of each image.
+        n_specs: specifications that the caller will ask for.
+    Source: eq:token-residual, with classes for tokens. Deviation: an image has one supervised position.
+    """
+    hidden_BH = model.hidden(pixels_BCHW)
+    class_B = class_B.to(model.device)
+    residual = head_residual(model.head, hidden_BH, class_B, top_k, model.vocab_size)
+    every = torch.ones(len(hidden_BH), dtype=torch.bool, device=model.device)
+    return BatchFeatures(
+        hidden_PH=hidden_BH.float(),
+        residual=residual,
+        row_P=torch.arange(len(hidden_BH), device=model.device),
+        input_P=torch.zeros_like(class_B),
+        chosen=(every,) * n_specs,
     )
 
 

@@ -57,8 +57,8 @@ class ReferenceModel:
         """
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        device = _device(settings.device)
-        dtype = _dtype(settings.dtype, device)
+        device = device_of(settings.device)
+        dtype = dtype_of(settings.dtype, device)
         model, hf_tokenizer = _from_pretrained(settings, dtype)
         reference = cls(model.to(device), HfTokenizer(hf_tokenizer, vocab_size=0), batch_tokens=settings.batch_tokens)
         reference.tokenizer = HfTokenizer(hf_tokenizer, vocab_size=reference.vocab_size)
@@ -67,6 +67,16 @@ class ReferenceModel:
             reference.check_head()
             reference.check_causal()
         return reference
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What of a forward pass may move the last digits of the numbers."""
+        return {"batch_tokens": self.batch_tokens}
+
+    @property
+    def reader(self) -> tuple[str, str]:
+        """What turns text into the model's input, and its fingerprint."""
+        return "tokenizer", self.tokenizer.fingerprint
 
     @property
     def context(self) -> int | None:
@@ -146,7 +156,12 @@ class ReferenceModel:
             )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that a setting names.
+
+    Raises:
+        ModelError: no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -160,7 +175,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The number format that a setting names."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[name]
@@ -180,11 +196,28 @@ def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
     where = _checkpoint_at(settings)
     tokenizer = _hf_tokenizer(settings, where)
+    return load_weights(AutoModelForCausalLM, settings.path, "is not a causal LM", where, dtype), tokenizer
+
+
+def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
+    """The module of a Hugging Face checkpoint of another kind than a causal LM, whole, in float32.
+
+    Args:
+        kind: the class of transformers that loads it.
+        what: of a checkpoint that it does not load, e.g. "is not an image classifier".
+    Raises:
+        ModelError: nothing there, another kind, or weights are missing.
+    """
+    return load_weights(kind, settings.path, what, _checkpoint_at(settings), torch.float32)
+
+
+def load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """A module by `from_pretrained`, refused if any of its weights would be random."""
     how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with _quiet():
-        model, report = _loaded(AutoModelForCausalLM, "model.path", "is not a causal LM", **where, **how)
-    _refuse_random_weights(settings.path, model, report)
-    return model.to(dtype), tokenizer
+        model, report = _loaded(kind, "model.path", what, **where, **how)
+    _refuse_random_weights(name, model, report)
+    return model.to(dtype)
 
 
 def _checkpoint_at(settings: ModelSettings) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""grasp fit-head"""
+
+from pathlib import Path
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.options import merged, output_file, require
+from grasp.cli.progress import Watch
+from grasp.errors import SettingsError
+from grasp.settings import fit_settings
+
+REQUIRED = {
+    "--model": ("model.path",),
+    "--corpus": ("corpus.path",),
+    "--head": ("model.classifier.head",),
+}
+EXAMPLES = """\b
+Examples:
+  grasp fit-head --model resnet18.pth --factory torchvision.models:resnet18 --head fc \\
+                 --corpus images.parquet --out head.safetensors
+  grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors
+"""
+
+
+@app.command("fit-head", epilog=EXAMPLES)
+def fit_head(
+    out: Path = typer.Option(..., "--out", help="File of the fitted head, .safetensors."),
+    model: str | None = typer.Option(None, "--model", help="Checkpoint of an image classifier, or file of weights."),
+    factory: str | None = typer.Option(None, "--factory", help="What makes the module, as package.module:name."),
+    head: str | None = typer.Option(None, "--head", help="Dotted name of the linear output layer that is replaced."),
+    corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL, a directory with a folder a class."),
+    decay: float = typer.Option(0.1, "--decay", min=0, help="Weight decay, in units of the mean feature variance."),
+    config: Path | None = typer.Option(None, "--config", help="YAML file of settings: model and corpus."),
+    assign: list[str] = typer.Option([], "--set", help="One setting, e.g. --set model.classifier.images.size=96."),
+    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
+) -> None:
+    """Fit the output layer of a classifier to images.
+
+    For a backbone that does not have the classes of the corpus.
+
+    Then build with --set model.classifier.fitted_head=FILE.
+    """
+    output_file("--out", out)
+    if out.suffix != ".safetensors":
+        raise SettingsError(f"--out: got {out}, expected the name of a .safetensors file")
+    flags = {
+        "model.path": model,
+        "model.classifier.factory": factory,
+        "model.classifier.head": head,
+        "corpus.path": corpus,
+    }
+    data = merged(config, assign, flags)
+    require(data, REQUIRED, "fit-head")
+    settings = fit_settings(data)
+    from grasp.build.fit_head import fit_head as fit
+
+    with Watch(quiet=quiet) as watch:
+        done = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
+    left = f", {done.n_left_out:,} left out" if done.n_left_out else ""
+    print(
+        f"{out}: {len(done.classes)} classes, fitted to {done.n_images:,} images{left}: accuracy on them "
+        f"{done.accuracy:.1%}, loss {done.loss:.3f} nats"
+    )
+    print(f"next: grasp build --set model.classifier.fitted_head={out} ...")

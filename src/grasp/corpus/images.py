@@ -1,0 +1,267 @@
+"""A stream of labelled images: encoded bytes, a class, a stable name, and labels.
+
+Images come from Parquet or a `datasets` table (bytes, or paths, or the struct of both that `datasets` writes), from
+JSONL with paths, or from a directory with one folder a class.
+"""
+
+import hashlib
+import io
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+
+from grasp.corpus.labels import Label, is_label, is_text, label_name, label_text, label_values
+from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Selector, Source, open_source
+from grasp.errors import CorpusError
+from grasp.extras import require
+from grasp.settings import CorpusSettings
+
+IMAGE_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+IMAGE_COLUMN: Final = "image"
+CLASS_COLUMN: Final = "label"
+FILES_AT_ONCE: Final = 64
+SIXTEEN_BITS: Final = 257  # 65535 / 255
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """One image of a corpus as it was found; `encoded` is None where there is none."""
+
+    index: int  # position in the corpus, from 0, skipped images included
+    where: str  # file and line or row, for messages
+    given_id: str | None
+    row_id: str | None
+    encoded: bytes | None
+    class_value: Label
+    labels: Mapping[str, Label]
+    ignored: tuple[str, ...] = field(default=(), repr=False)
+
+
+def read_images(settings: CorpusSettings, *, start: int = 0) -> Iterator[ImageRecord]:
+    """Stream the images of a corpus from position `start` on, files sorted by name.
+
+    Raises:
+        CorpusError: at the call, when there is nothing to read; while streaming, when a file is damaged or lacks
+            the column of images or of classes.
+    """
+    return images_of(open_images(settings.path), settings, start=start)
+
+
+def images_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[ImageRecord]:
+    """Images of a source that is open, from position `start` to the limit that the settings give."""
+    columns = _Columns(settings)
+    for chunk in source.chunks(start, columns.select):
+        for record in columns.records(chunk):
+            if settings.limit is not None and record.index >= settings.limit:
+                return
+            yield record
+
+
+def open_images(path: str) -> Source:
+    """A directory with one folder of image files a class, or anything that `open_source` opens."""
+    try:
+        fs, root = fsspec.core.url_to_fs(path)
+        is_directory = fs.isdir(root)
+    except (ValueError, ImportError, OSError):
+        return open_source(path)  # which says what is wrong
+    if is_directory:
+        found = sorted(file for file in fs.find(root) if _is_image(PurePosixPath(file).relative_to(root)))
+        if found:
+            return ImageFolder(fs, root, tuple(found))
+    return open_source(path)
+
+
+def _is_image(relative: PurePosixPath) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in relative.parts)
+    return not hidden and relative.suffix.lower() in IMAGE_FILES
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFolder:
+    """Image files in folders that are named after their classes; the name of an image is its path in the root."""
+
+    fs: Any
+    root: str
+    files: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        loose = [file for file in self.files if len(self._relative(file).parts) < 2]
+        if loose:
+            raise CorpusError(
+                f"{loose[0]}: lies in no folder of a class; expected {self.root}/CLASS/IMAGE, a folder for each class"
+            )
+
+    def identity(self) -> list[list[str]]:
+        """Name, size and time of change of each file."""
+        described = [(str(self._relative(file)), self.fs.info(file)) for file in self.files]
+        return [[name, str(info.get("size")), str(info.get("mtime", ""))] for name, info in described]
+
+    def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
+        """Files from position `start` on, some at a time."""
+        for first in range(start, len(self.files), FILES_AT_ONCE):
+            files = self.files[first : first + FILES_AT_ONCE]
+            relative = [self._relative(file) for file in files]
+            batch = pa.record_batch(
+                {
+                    "doc_id": [str(name) for name in relative],
+                    IMAGE_COLUMN: pa.array([self.fs.cat_file(file) for file in files], pa.binary()),
+                    CLASS_COLUMN: [name.parts[0] for name in relative],
+                }
+            )
+            select(batch.schema, self.root)
+            yield ArrowChunk(first, self.root, first, batch)
+
+    def _relative(self, file: str) -> PurePosixPath:
+        return PurePosixPath(file).relative_to(self.root)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Which column is what, by the settings."""
+
+    settings: CorpusSettings
+    ignored: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of each table, by its name
+
+    @property
+    def image(self) -> str:
+        return self.settings.image_column or IMAGE_COLUMN
+
+    @property
+    def classes(self) -> str:
+        return self.settings.class_column or CLASS_COLUMN
+
+    def select(self, schema: pa.Schema, name: str) -> list[str]:
+        """Columns worth reading; checks that those that must be there are there and can be read."""
+        self._check_names(schema.names, name)
+        kind = schema.field(self.image).type
+        if not (_is_binary(kind) or is_text(kind) or _is_struct(kind)):
+            raise CorpusError(
+                f"{name}: image column {self.image!r} holds {kind}, expected encoded images (binary), paths (text) or "
+                "a struct of bytes and path"
+            )
+        read = [column.name for column in schema if column.name == self.image or is_label(column.type)]
+        self.ignored[name] = tuple(sorted(set(schema.names) - set(read)))
+        return read
+
+    def _check_names(self, found: Sequence[str], where: str) -> None:
+        for what, setting, column in (
+            ("images", "image_column", self.image),
+            ("classes", "class_column", self.classes),
+        ):
+            if column not in found:
+                raise CorpusError(
+                    f"{where}: no column {column!r} of {what}; columns found: {', '.join(found) or 'none'}. Set "
+                    f"corpus.{setting} to the one that holds the {what}"
+                )
+
+    def records(self, chunk: Chunk) -> Iterator[ImageRecord]:
+        if isinstance(chunk, JsonRecord):
+            where = f"{chunk.name}:{chunk.line}"
+            self._check_names(list(chunk.record), where)
+            nested = {name for name, value in chunk.record.items() if isinstance(value, list | dict)}
+            values = {name: value for name, value in chunk.record.items() if name not in nested}
+            image = values.pop(self.image, None)
+            yield self._record(chunk.index, chunk.name, where, image, values, tuple(sorted(nested)))
+            return
+        names = [name for name in chunk.batch.schema.names if name != self.image]
+        columns = {name: label_values(chunk.batch.column(name)) for name in names}
+        images = chunk.batch.column(self.image)
+        for i in range(chunk.batch.num_rows):
+            where = f"{chunk.name}, row {chunk.first + i}"
+            values = {name: column[i] for name, column in columns.items()}
+            image = images[i].as_py()
+            yield self._record(chunk.index + i, chunk.name, where, image, values, self.ignored[chunk.name])
+
+    def _record(
+        self, index: int, name: str, where: str, image: Any, values: dict[str, Label], ignored: tuple[str, ...]
+    ) -> ImageRecord:
+        settings = self.settings
+        special = (settings.row_id_column, settings.doc_id_column)
+        return ImageRecord(
+            index=index,
+            where=where,
+            given_id=label_text(values.get(settings.doc_id_column)),
+            row_id=label_text(values.get(settings.row_id_column)),
+            encoded=_encoded(image, name),
+            class_value=values.get(self.classes),
+            labels={label_name(column): value for column, value in values.items() if column not in special},
+            ignored=ignored,
+        )
+
+
+def _encoded(image: Any, name: str) -> bytes | None:
+    """Bytes of an image that is given as such, by its path, or as the struct that `datasets` writes."""
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path")
+    if image is None or isinstance(image, bytes):
+        return image
+    path = str(image)
+    if "://" not in path and not PurePosixPath(path).is_absolute():
+        path = f"{name.rpartition('/')[0] or '.'}/{path}"
+    try:
+        with fsspec.open(path, "rb") as file:
+            content: bytes = file.read()
+    except (OSError, ValueError):
+        return b""  # no image can be made of it: named and counted as a broken one
+    return content
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def _is_struct(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_struct(kind)) and "bytes" in [kind.field(i).name for i in range(kind.num_fields)]
+
+
+def decode_image(encoded: bytes) -> Any | None:
+    """An image in RGB, upright, transparency on black left out; None where no image can be made of the bytes.
+
+    Greys of 16 bits are scaled to 8; of an animation the first picture is taken.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    module = require("PIL.Image", extra="vision", feature="reading images")
+    ops = require("PIL.ImageOps", extra="vision", feature="reading images")
+    try:
+        with module.open(io.BytesIO(encoded)) as image:
+            image.load()
+            upright = ops.exif_transpose(image)
+            if upright.mode.startswith("I"):
+                return module.fromarray((np.asarray(upright) // SIXTEEN_BITS).astype(np.uint8)).convert("RGB")
+            if upright.mode == "F":
+                return None  # its white is anywhere
+            return upright.convert("RGBA").convert("RGB") if "transparency" in upright.info else upright.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, module.DecompressionBombError):
+        return None
+
+
+def pixel_hash(image: Any) -> str:
+    """64 bits of a hash of the pixels: the same for the same picture in whatever file."""
+    content = f"{image.width} {image.height} ".encode() + image.tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def class_index(value: Label, classes: Sequence[str], n_classes: int, where: str) -> int:
+    """Number of a class that is given by number or by name.
+
+    Raises:
+        CorpusError: a number outside the head's classes, or a name that is none of them.
+    """
+    if isinstance(value, str) and value in classes:
+        return classes.index(value)
+    number = int(value) if isinstance(value, int | float) and float(value).is_integer() else None
+    if number is None and isinstance(value, str) and not classes and value.isdecimal():
+        number = int(value)
+    if number is None or isinstance(value, bool) or not 0 <= number < n_classes:
+        known = f" or one of {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}" if classes else ""
+        hint = "" if classes else "; give names with model.classifier.classes"
+        raise CorpusError(f"{where}: class {value!r}, expected a number from 0 to {n_classes - 1}{known}{hint}")
+    return number

@@ -1,0 +1,123 @@
+"""The linear output layer of a classifier: found by its name, fitted to features, kept in a file, put in place.
+
+Shape letters: N images, H hidden width, V classes.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from grasp.errors import ModelError
+
+
+def linear_head(model: nn.Module, name: str) -> nn.Linear:
+    """The output layer by its dotted name.
+
+    Raises:
+        ModelError: no such module (with the linear ones that there are), or not a linear layer.
+    """
+    modules = dict(model.named_modules())
+    linear = [found for found, module in modules.items() if isinstance(module, nn.Linear)]
+    known = f"its linear layers: {', '.join(linear[-5:]) or 'none'}"
+    if name not in modules or not name:
+        raise ModelError(f"model.classifier.head: {type(model).__name__} has no module `{name}`; {known}")
+    head = modules[name]
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"model.classifier.head: `{name}` of {type(model).__name__} is a {type(head).__name__}, expected a linear "
+            f"layer; {known}"
+        )
+    return head
+
+
+class FittedHead:
+    """A linear output layer fitted to a corpus, with the names of its classes."""
+
+    def __init__(self, weight_VH: Tensor, bias_V: Tensor, classes: Sequence[str]) -> None:
+        self.weight_VH, self.bias_V, self.classes = weight_VH, bias_V, tuple(classes)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` wrote.
+
+        Raises:
+            ModelError: no such file, or not a fitted head.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                classes = json.loads((file.metadata() or {})["classes"])
+                return cls(file.get_tensor("weight"), file.get_tensor("bias"), classes)
+        except (OSError, SafetensorError, KeyError, ValueError) as err:
+            raise ModelError(
+                f"model.classifier.fitted_head: {path}: not a fitted head: {' '.join(str(err).split())}; make one "
+                "with `grasp fit-head`"
+            ) from err
+
+    def write(self, path: Path) -> None:
+        """Write aside, then rename."""
+        part = path.with_name(path.name + ".part")
+        tensors = {"weight": self.weight_VH.float().contiguous(), "bias": self.bias_V.float().contiguous()}
+        save_file(tensors, part, metadata={"classes": json.dumps(self.classes)})
+        part.replace(path)
+
+    def put(self, model: nn.Module, name: str) -> None:
+        """Replace the output layer of `model`.
+
+        Raises:
+            ModelError: the layer is not there, or reads another number of features.
+        """
+        old = linear_head(model, name)
+        if self.weight_VH.shape[1] != old.in_features:
+            raise ModelError(
+                f"model.classifier.fitted_head: it reads {self.weight_VH.shape[1]} features, `{name}` of the model "
+                f"{old.in_features}; fit a head of this model with `grasp fit-head`"
+            )
+        new = nn.Linear(old.in_features, len(self.weight_VH))
+        with torch.no_grad():
+            new.weight.copy_(self.weight_VH)
+            new.bias.copy_(self.bias_V)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, new)
+
+
+def fit_linear(
+    hidden_NH: NDArray[np.floating[Any]],
+    class_N: NDArray[np.integer[Any]],
+    n_classes: int,
+    *,
+    decay: float,
+    weight_N: NDArray[np.floating[Any]] | None = None,
+    steps: int = 200,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Multinomial logistic regression, weights (V, H) and bias (V,), float64.
+
+    Minimises the weighted mean of the losses plus decay / 2 times the squared weights, the bias left free, from zero
+    by L-BFGS: convex, so that where it ends depends on the data alone.
+    """
+    hidden = torch.from_numpy(np.asarray(hidden_NH, dtype=np.float64))
+    label = torch.from_numpy(np.asarray(class_N, dtype=np.int64))
+    share = np.ones(len(hidden)) if weight_N is None else np.asarray(weight_N, dtype=np.float64)
+    share_N = torch.from_numpy(share / share.sum())
+    weight = torch.zeros(n_classes, hidden.shape[1], dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(n_classes, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias], max_iter=steps, tolerance_grad=1e-7, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+    )
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        losses = nn.functional.cross_entropy(hidden @ weight.T + bias, label, reduction="none")
+        loss = (share_N * losses).sum() + 0.5 * decay * weight.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(objective)  # type: ignore[no-untyped-call]
+    return weight.detach().numpy(), bias.detach().numpy()

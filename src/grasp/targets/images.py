@@ -1,0 +1,74 @@
+"""Targets of a classifier: trusted labelled images, read as a corpus of images is."""
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from grasp.corpus.image_store import HASH_LABEL, ImageRow, ImageShard, image_rows
+from grasp.corpus.images import read_images
+from grasp.corpus.packing import SkipLog
+from grasp.errors import TargetError
+from grasp.seeds import stream
+from grasp.settings import CorpusSettings, TargetSettings
+from grasp.targets.units import Unit, UnitSet
+
+
+def load_image_units(
+    settings: TargetSettings, corpus: CorpusSettings, classes: Sequence[str], n_classes: int
+) -> tuple[UnitSet, ImageShard]:
+    """Units of every trusted set named, drawn as text units are, and their images in the same order.
+
+    A target is named after its file or directory, without the ending; a unit after its image. `prompt` holds the
+    picture's size and hash, `completion` the name of its class.
+
+    Raises:
+        TargetError: no target, two of one name, an empty one, an image that cannot be read (all named).
+        CorpusError: nothing to read, or a class that the head does not have.
+    """
+    rows: list[ImageRow] = []
+    units: list[Unit] = []
+    for path in settings.names:
+        target = _target_name(path)
+        if any(unit.target == target for unit in units):
+            raise TargetError(f"targets.names: two targets are called {target!r}; rename one of the files")
+        for row in _drawn(target, _read(path, corpus, classes, n_classes), settings):
+            units.append(
+                Unit(
+                    unit_id=f"{target}:{row.row_id}",
+                    target=target,
+                    prompt=f"image {row.labels[HASH_LABEL]}, {row.snippet.rpartition(', ')[2]}",
+                    completion=classes[row.class_index] if classes else str(row.class_index),
+                )
+            )
+            rows.append(row)
+    return UnitSet(tuple(units)), ImageShard.of(rows)
+
+
+def _target_name(path: str) -> str:
+    return PurePosixPath(path.rstrip("/")).name.removesuffix(".parquet").removesuffix(".jsonl")
+
+
+def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:
+    log = SkipLog()
+    here = corpus.model_copy(update={"path": path, "limit": None})
+    rows = list(image_rows(read_images(here), classes, n_classes, log))
+    _, left_out = log.drain()
+    bad = [f"{name} ({reason.replace('_', ' ')})" for reason, names in left_out.items() for name in names]
+    if bad:
+        raise TargetError(
+            f"{path}: {len(bad)} of {len(bad) + len(rows)} trusted images cannot be used: {', '.join(bad[:5])}; "
+            "mend them or take them out"
+        )
+    if not rows:
+        raise TargetError(f"{path}: no trusted images, expected at least one")
+    return rows
+
+
+def _drawn(target: str, pool: Sequence[ImageRow], settings: TargetSettings) -> list[ImageRow]:
+    order = stream(settings.seed, "units", target).permutation(len(pool))
+    kept = [pool[k] for k in order if f"{target}:{pool[k].row_id}" not in settings.exclude_units]
+    if not kept:
+        raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more")
+    names = {row.row_id for row in kept}
+    if len(names) < len(kept):
+        raise TargetError(f"targets: {target} names an image twice; give every one a name of its own")
+    return kept[: settings.units_per_target]

@@ -1,0 +1,153 @@
+"""Images become rows whatever holds them; what cannot be used is named and counted, and nothing is read twice."""
+
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.corpus.image_store import ImageStore
+from grasp.corpus.images import decode_image, pixel_hash
+from grasp.errors import CorpusError, TargetError
+from grasp.settings import CorpusSettings, TargetSettings
+from grasp.targets.images import load_image_units
+from tests.models.images_world import COLOURS, encoded, picture, pictures, write_parquet
+
+
+def store(tmp_path, path, name="store", classes=COLOURS, **settings):
+    return ImageStore.write(tmp_path / name, CorpusSettings(path=str(path), **settings), classes, 3, shard_rows=4)
+
+
+def contents(found):
+    shards = [found.shard(k) for k in range(found.n_shards)]
+    return [image for shard in shards for image in shard.encoded], np.concatenate([shard.class_N for shard in shards])
+
+
+def test_one_corpus_in_five_forms(tmp_path):
+    images, classes = pictures(10)
+    names = [COLOURS[c] for c in classes]
+    folder = tmp_path / "folder"
+    for i, (image, name) in enumerate(zip(images, names, strict=True)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / f"{i:02d}.png").write_bytes(image)
+    pq.write_table(pa.table({"image": images, "label": classes}), tmp_path / "flat.parquet")
+    structs = [{"bytes": image, "path": None} for image in images]
+    datasets.Dataset.from_dict({"image": structs, "label": names}).save_to_disk(tmp_path / "saved")
+    paths = [f"folder/{name}/{i:02d}.png" for i, name in enumerate(names)]
+    pq.write_table(pa.table({"image": paths, "label": classes}), tmp_path / "paths.parquet")
+    lines = [json.dumps({"file": path, "what": c}) for path, c in zip(paths, classes, strict=True)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+
+    for form, options in (
+        ("flat.parquet", {}),
+        ("saved", {}),
+        ("paths.parquet", {}),
+        ("lines.jsonl", {"image_column": "file", "class_column": "what"}),
+    ):
+        found_images, found_classes = contents(store(tmp_path, tmp_path / form, f"store-{form}", **options))
+        assert found_images == images, form
+        assert found_classes.tolist() == classes
+    from_folder = store(tmp_path, folder, "store-folder")
+    assert sorted(contents(from_folder)[0]) == sorted(images)
+    first = from_folder.shard(0).table.to_pylist()[0]
+    assert (first["row_id"], first["image_class"], first["snippet"]) == ("blue/00.png", "blue", "blue, 12 x 12 pixels")
+
+
+def test_what_cannot_be_used_is_named_skipped_and_counted(tmp_path):
+    images, classes = pictures(9)
+    images[1], images[4], images[6] = b"no image", images[4][:40], None
+    labels = [None if i == 7 else c for i, c in enumerate(classes)]
+    table = pa.table({"row_id": [f"p{i}" for i in range(9)], "image": images, "label": labels})
+    pq.write_table(table, tmp_path / "some.parquet")
+    found = store(tmp_path, tmp_path / "some.parquet")
+    assert found.n_rows == 5
+    assert found.n_documents == 9
+    assert found.skipped.counts == {"broken_image": 2, "no_image": 1, "no_class": 1}
+    assert found.skipped.ids == {"broken_image": ("p1", "p4"), "no_image": ("p6",), "no_class": ("p7",)}
+    with pytest.raises(TargetError, match=r"4 of 9 trusted images cannot be used: p1 \(broken image\), p4"):
+        load_image_units(
+            TargetSettings(names=(str(tmp_path / "some.parquet"),)),
+            CorpusSettings(path="unused"),
+            COLOURS,
+            3,
+        )
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "said"),
+    [
+        ([0, 1, 3], (), "row 2: class 3, expected a number from 0 to 2; give names with model.classifier.classes"),
+        ([0, -1, 1], COLOURS, "row 1: class -1, expected a number from 0 to 2 or one of blue, green, red"),
+        (["red", "rde", "blue"], COLOURS, "row 1: class 'rde', expected"),
+        ([0.0, 0.5, 1.0], COLOURS, "row 1: class 0.5, expected"),
+        ([True, False, True], COLOURS, "row 0: class True, expected"),
+    ],
+)
+def test_a_class_that_the_head_does_not_have_is_refused(tmp_path, labels, classes, said):
+    pq.write_table(pa.table({"image": pictures(3)[0], "label": labels}), tmp_path / "c.parquet")
+    with pytest.raises(CorpusError) as caught:
+        store(tmp_path, tmp_path / "c.parquet", classes=classes)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"picture": 1, "label": 1}, "no column 'image' of images; columns found: picture, label. Set corpus.image_co"),
+        ({"image": 1, "kind": 1}, "no column 'label' of classes; columns found: image, kind. Set corpus.class_column"),
+        ({"image": 1, "label": 1}, "image column 'image' holds int64, expected encoded images"),
+    ],
+)
+def test_columns_that_are_not_there_are_named(tmp_path, columns, said):
+    pq.write_table(pa.table({name: [value] for name, value in columns.items()}), tmp_path / "c.parquet")
+    with pytest.raises(CorpusError, match=said.replace("(", r"\(")):
+        store(tmp_path, tmp_path / "c.parquet")
+
+
+def test_nothing_usable_and_loose_files_are_refused(tmp_path):
+    pq.write_table(pa.table({"image": [b"x", b"y"], "label": [0, 1]}), tmp_path / "c.parquet")
+    with pytest.raises(CorpusError, match=r"none of the 2 images can be used \(2 broken_image\)"):
+        store(tmp_path, tmp_path / "c.parquet")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.png").write_bytes(pictures(1)[0][0])
+    with pytest.raises(CorpusError, match="lies in no folder of a class"):
+        store(tmp_path, tmp_path / "folder", "s2")
+
+
+def test_a_store_that_was_cut_off_goes_on_and_is_the_same(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "train.parquet", 11)
+    whole = store(tmp_path, tmp_path / "train.parquet", "whole")
+    seen = []
+
+    def stop(rows):
+        seen.append(rows)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    settings = CorpusSettings(path=str(tmp_path / "train.parquet"))
+    with pytest.raises(KeyboardInterrupt):
+        ImageStore.write(tmp_path / "cut", settings, COLOURS, 3, shard_rows=4, progress=stop)
+    resumed = store(tmp_path, tmp_path / "train.parquet", "cut")
+    assert (resumed.fingerprint, resumed.n_rows, resumed.n_documents) == (whole.fingerprint, 11, 11)
+    assert resumed.rows(np.array([7, 2])).encoded == whole.rows(np.array([7, 2])).encoded
+
+
+def test_the_hash_is_of_the_picture_and_not_of_the_file():
+    image = picture(0, np.random.default_rng(3))
+    png, bmp = (decode_image(encoded(image, kind)) for kind in ("PNG", "BMP"))
+    other = decode_image(encoded(picture(0, np.random.default_rng(4))))
+    assert pixel_hash(png) == pixel_hash(bmp) != pixel_hash(other)
+
+
+def test_units_are_drawn_as_of_texts_and_nested(tmp_path):
+    path = str(write_parquet(tmp_path / "trusted.parquet", 12))
+    corpus = CorpusSettings(path="unused")
+    few, shard = load_image_units(TargetSettings(names=(path,), units_per_target=4), corpus, COLOURS, 3)
+    more, _ = load_image_units(TargetSettings(names=(path,), units_per_target=8), corpus, COLOURS, 3)
+    assert few.targets == ("trusted",)
+    assert few.units == more.units[:4]
+    assert [COLOURS[c] for c in shard.class_N] == [unit.completion for unit in few.units]
+    left = TargetSettings(names=(path,), exclude_units=(few.units[0].unit_id,))
+    assert few.units[0] not in load_image_units(left, corpus, COLOURS, 3)[0].units
