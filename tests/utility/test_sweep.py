@@ -1,5 +1,6 @@
 """Every way to sweep gives the same sums, within the tolerance it states; torch is not loaded for small jobs."""
 
+import itertools
 import subprocess
 import sys
 
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
+from grasp.protocol.source import RowSums
+from grasp.subsets.weights import OmittedRows, PackedMasks, SliceShares, as_csr
 from grasp.utility import sweep_torch
+from grasp.utility.geometry import BlockSums
 from grasp.utility.sweep import LARGE, Sweep, plan
 
 
@@ -69,3 +73,73 @@ def test_the_core_loads_no_torch():
     modules = ["relevance", "geometry", "standardize", "predictor", "sweep"]
     code = "import sys; " + "; ".join(f"import grasp.utility.{m}" for m in modules) + "; import grasp.subsets"
     subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=True)
+
+
+def forms(seed, n=1500, b=9):
+    """Weights of every form over n rows."""
+    rng = np.random.default_rng(seed)
+    gone = (rng.random((b, n)) < 0.02) * rng.choice([1.0, 0.5, -1.0], (b, n))
+    return {
+        "entries": csr_array((rng.random((b, n)) < 0.03) * 1.0),
+        "omitted": OmittedRows(csr_array(gone)),
+        "masks": PackedMasks(np.packbits(rng.random((b, n)) < 0.5, axis=1), n),
+        "shares": SliceShares(rng.random((b, 7)), rng.integers(0, 7, n)),
+    }
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1000), form=st.sampled_from(["entries", "omitted", "masks", "shares"]), cut=st.integers(1, 900)
+)
+def test_every_form_sums_to_the_float64_reference(seed, form, cut):
+    """In memory, block by block whatever the cuts, and through what prediction uses for both."""
+    weights, n = forms(seed)[form], 1500
+    rng = np.random.default_rng(seed)
+    values_NC = (rng.standard_normal((n, 6)) * 10.0 ** rng.integers(-3, 4, 6) + 1.0).astype(np.float32)
+    matrix = as_csr(weights).toarray()
+    want, bound = matrix @ values_NC.astype(float), 2e-6 * (abs(matrix) @ abs(values_NC.astype(float)) + 1.0)
+    if form == "omitted":  # what is taken off the total is rounded as the total is
+        bound = 2e-6 * (abs(values_NC.astype(float)).sum(axis=0) + 0 * want)
+    edges = [0, cut, min(cut + 13, n), n]
+    blocks = [(start, values_NC[start:stop]) for start, stop in itertools.pairwise(edges) if stop > start]
+    streamed = RowSums(lambda: iter(blocks), n, 6, held_NC=None)
+    streamed._sweep = None
+    parts = BlockSums(weights)
+    found = [
+        Sweep(values_NC).sums(weights),
+        sum(parts.product(start, block) for start, block in blocks),
+        RowSums.over(values_NC).sums(weights),
+        streamed.sums(weights),
+        streamed.sums(weights),  # slices: what the first call kept
+    ]
+    for got in found:
+        assert got.dtype == np.float64
+        assert (abs(got - want) <= bound).all()
+
+
+def test_long_subsets_keep_their_digits():
+    """A float32 sum of a million equal numbers would be off by a tenth of a percent."""
+    values_NC = np.full((1 << 20, 1), 0.1, dtype=np.float32)
+    weights_BN = csr_array(np.ones((2, 1 << 20)))
+    weights_BN[[0], : (1 << 19)] = 0.0
+    weights_BN.eliminate_zeros()
+    got = Sweep(values_NC, "torch").sums(weights_BN)
+    np.testing.assert_allclose(got[:, 0], weights_BN.sum(axis=1) * np.float64(np.float32(0.1)), rtol=2e-6)
+
+
+def test_unions_of_slices_read_the_values_once():
+    values_NC, codes = np.ones((60, 2), dtype=np.float32), np.arange(60) % 3
+    passes = []
+
+    def blocks():
+        passes.append(1)
+        return iter([(0, values_NC)])
+
+    sums = RowSums(blocks, 60, 2)
+    sums._sweep = None
+    passes.clear()
+    for _ in range(4):
+        np.testing.assert_array_equal(sums.sums(SliceShares(np.eye(3), codes)), np.full((3, 2), 20.0))
+    assert len(passes) == 1
+    sums.sums(SliceShares(np.eye(3), codes.copy()))
+    assert len(passes) == 2

@@ -22,6 +22,7 @@ from grasp.errors import SubsetError
 from grasp.seeds import stream
 from grasp.subsets.blocks import SubsetBlock, WeightedRows, in_blocks
 from grasp.subsets.labels import Label, LabelColumn
+from grasp.subsets.weights import SliceShares
 
 FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups"]
 MAX_REDRAWS = 10_000
@@ -61,7 +62,23 @@ class Family:
         if n_rows < 1:
             raise SubsetError(f"family {self}: the corpus has {n_rows} rows; there is nothing to draw from")
         column = self._column(labels, n_rows)
+        if self.kind == "groups" and column is not None:
+            return self._unions(n_subsets, column, seed, purpose, block)
         return in_blocks(self._subsets(n_subsets, n_rows, column, seed, purpose), n_rows, block)
+
+    def _unions(
+        self, n_subsets: int, column: LabelColumn, seed: int, purpose: str, block: int
+    ) -> Iterator[SubsetBlock]:
+        """Whole values kept or dropped: a number for each value is all that a subset takes."""
+        for first in range(0, n_subsets, block):
+            names, shares, redrawn = [], [], 0
+            for b in range(first, min(first + block, n_subsets)):
+                rng = stream(seed, "family", purpose, b)
+                while (keep := rng.random(len(column.values)) < 0.5).all() or not keep.any():
+                    redrawn += 1
+                names.append(_name(purpose, b))
+                shares.append(keep.astype(np.float64))
+            yield SubsetBlock(tuple(names), SliceShares(np.stack(shares), column.codes_N), redrawn)
 
     def _subsets(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
@@ -77,21 +94,16 @@ class Family:
                         f"family {self}: {MAX_REDRAWS} draws in a row left none of the {n_rows} rows; "
                         "ask for a larger fraction"
                     )
-            yield WeightedRows(f"{purpose}-{b:06d}", rows, None, redrawn)
+            yield WeightedRows(_name(purpose, b), rows, None, redrawn)
 
     def _rows(self, rng: np.random.Generator, n_rows: int, groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
         if self.kind == "uniform":
             return _choose(rng, n_rows, max(1, round(_fraction(self) * n_rows)))
         if self.kind == "bernoulli":
             return np.flatnonzero(rng.random(n_rows) < _fraction(self))
-        if self.kind == "mixture":
-            fractions = rng.beta(0.5, 0.5, size=len(groups))
-            picks = [g[_choose(rng, len(g), round(f * len(g)))] for g, f in zip(groups, fractions, strict=True)]
-            return np.sort(np.concatenate(picks))
-        keep = rng.random(len(groups)) < 0.5
-        if keep.all():
-            return np.empty(0, dtype=np.int64)
-        return np.sort(np.concatenate([np.empty(0, np.int64), *(g for g, k in zip(groups, keep, strict=True) if k)]))
+        fractions = rng.beta(0.5, 0.5, size=len(groups))
+        picks = [g[_choose(rng, len(g), round(f * len(g)))] for g, f in zip(groups, fractions, strict=True)]
+        return np.sort(np.concatenate(picks))
 
     def _column(self, labels: LabelColumn | Sequence[Label] | None, n_rows: int) -> LabelColumn | None:
         if self.label is None:
@@ -132,6 +144,10 @@ def _parse_fraction(text: str, argument: str) -> float:
     if not 0.0 < fraction < 1.0:
         raise SubsetError(f"family {text!r}: got {argument!r}, expected a fraction between 0 and 1, both excluded")
     return fraction
+
+
+def _name(purpose: str, b: int) -> str:
+    return f"{purpose}-{b:06d}"
 
 
 def _fraction(family: Family) -> float:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
-from grasp.subsets.blocks import Side, SubsetBlock, WeightedRows, in_blocks
+from grasp.subsets.blocks import MissingRows, Side, SubsetBlock, WeightedRows, in_blocks
 
 MEMORY_LIMIT = "512MB"
 BATCH = 1 << 16
@@ -143,7 +143,7 @@ def _entries(path: Path, has_weight: bool) -> Iterator[pa.RecordBatch]:
         raise SubsetError(f"{path}: cannot be read as subsets: {' '.join(str(err).split())}") from err
 
 
-def _subsets(path: Path, index: RowIndex, has_weight: bool, side: Side) -> Iterator[WeightedRows]:
+def _subsets(path: Path, index: RowIndex, has_weight: bool, side: Side) -> Iterator[WeightedRows | MissingRows]:
     with tempfile.TemporaryDirectory(prefix="grasp-subsets-") as spill, duckdb.connect(":memory:") as db:
         db.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         db.execute(f"SET temp_directory = '{spill}'")
@@ -153,8 +153,7 @@ def _subsets(path: Path, index: RowIndex, has_weight: bool, side: Side) -> Itera
             if side == "retained":
                 yield WeightedRows(item.subset_id, item.row_index, item.weights if has_weight else None)
             else:
-                kept = np.delete(np.arange(index.n_rows), item.row_index)
-                yield WeightedRows(item.subset_id, kept)
+                yield MissingRows(item.subset_id, item.row_index)
 
 
 def _join(db: duckdb.DuckDBPyConnection, path: Path, index: RowIndex, has_weight: bool) -> None:

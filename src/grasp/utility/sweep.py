@@ -1,11 +1,13 @@
 """Gather-sum over rows in memory: sum_i w_i x_i for many subsets, by whichever way the shape favours.
 
-Three ways give the same numbers: a dense product (subsets that hold a good part of the corpus), scipy's sparse
-product (small jobs; float64), and `sweep_torch` (large jobs, where torch is installed; float32 accumulation).
-Shape letters: B subsets, N rows, C value columns.
+Few rows of each subset are gathered: by scipy's sparse product (small jobs; float64) or by `sweep_torch` (large jobs,
+where torch is installed). Many rows are a dense product, of bits where weights come packed. Of nearly all rows what is
+missing is gathered and taken off the total. Whole slices are summed once, for whatever number of subsets.
+Shape letters: B subsets, N rows, G slices, C value columns.
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +15,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
-from grasp.utility.geometry import DENSE_SHARE
+from grasp.subsets.weights import OmittedRows, SliceShares, Weights
+from grasp.utility.geometry import DENSE_SHARE, MASK_ROWS, BlockSums
 
 F64 = NDArray[np.float64]
 F = NDArray[np.floating[Any]]
@@ -21,7 +24,6 @@ Way = Literal["dense", "sparse", "torch"]
 
 # Multiply-adds of one block from which the other backend repays its packing.
 LARGE = 50_000_000
-DENSE_ROWS = 4096
 
 
 def plan(entries: int, n_subsets: int, n_rows: int, width: int, *, torch_installed: bool) -> Way:
@@ -34,32 +36,41 @@ def plan(entries: int, n_subsets: int, n_rows: int, width: int, *, torch_install
 class Sweep:
     """Values of N rows in memory, ready to be summed over blocks of subsets.
 
-    Results are float64; the torch way accumulates in float32 and is within 2e-6 of sum_i |w_i x_i| of them.
+    Results are float64; where rows are added up in float32 (the torch way, and masks) it is a few thousand of them at
+    most, and sums are within 2e-6 of sum_i |w_i x_i|.
     """
 
     def __init__(self, values_NC: NDArray[np.float32], way: Way | None = None) -> None:
         self._values_NC = values_NC
         self._way = way
         self._packed: Any = None  # a sweep_torch.PackedValues, once one is needed
+        self._total_C: F64 | None = None
 
-    def sums(self, weights_BN: csr_array) -> F64:
+    def sums(self, weights: Weights) -> F64:
         """(B, C) sums of one block of subsets."""
         n_rows, width = self._values_NC.shape
-        if weights_BN.shape[1] != n_rows:
-            raise ShapeError(f"sweep: weights of shape {weights_BN.shape} for values of {n_rows} rows")
-        way = self._way or plan(weights_BN.nnz, weights_BN.shape[0], n_rows, width, torch_installed=torch_installed())
+        if weights.shape[1] != n_rows:
+            raise ShapeError(f"sweep: weights of shape {weights.shape} for values of {n_rows} rows")
+        if isinstance(weights, OmittedRows):
+            return self._total() - self.sums(weights.omitted_BN)
+        if not isinstance(weights, csr_array):
+            return BlockSums(weights).product(0, self._values_NC)
+        way = self._way or plan(weights.nnz, weights.shape[0], n_rows, width, torch_installed=torch_installed())
         if way == "dense":
-            return self._dense(weights_BN)
+            return self._dense(weights)
         if way == "sparse":
-            return np.asarray(weights_BN @ self._values_NC, dtype=np.float64)
-        return self._by_torch(weights_BN)
+            return np.asarray(weights @ self._values_NC, dtype=np.float64)
+        return self._by_torch(weights)
+
+    def _total(self) -> F64:
+        if self._total_C is None:
+            self._total_C = self._values_NC.sum(axis=0, dtype=np.float64)
+        return self._total_C
 
     def _dense(self, weights_BN: csr_array) -> F64:
-        by_row = weights_BN.tocsc()
-        out_BC = np.zeros((weights_BN.shape[0], self._values_NC.shape[1]))
-        for start in range(0, len(self._values_NC), DENSE_ROWS):
-            values = self._values_NC[start : start + DENSE_ROWS].astype(np.float64)
-            out_BC += by_row[:, start : start + DENSE_ROWS].toarray() @ values
+        block, out_BC = BlockSums(weights_BN), np.zeros((weights_BN.shape[0], self._values_NC.shape[1]))
+        for start in range(0, len(self._values_NC), MASK_ROWS):
+            out_BC += block.product(start, self._values_NC[start : start + MASK_ROWS])
         return out_BC
 
     def _by_torch(self, weights_BN: csr_array) -> F64:
@@ -68,6 +79,21 @@ class Sweep:
         if self._packed is None:
             self._packed = sweep_torch.PackedValues.pack(self._values_NC)
         return sweep_torch.sums(self._packed, weights_BN)
+
+
+class SliceSums:
+    """Sums over slices, kept from one block of subsets to the next: a union of slices costs O(G), not O(N)."""
+
+    def __init__(self) -> None:
+        self._codes_N: NDArray[np.integer[Any]] | None = None
+        self._sums_GC: F64 = np.empty((0, 0))
+
+    def of(self, weights: SliceShares, over: Callable[[csr_array], F64]) -> F64:
+        """(B, C) sums; `over` gives those of the slices themselves, once for each array of codes."""
+        if self._codes_N is not weights.codes_N:
+            self._sums_GC = over(weights.indicators())
+            self._codes_N = weights.codes_N
+        return np.asarray(weights.share_BG @ self._sums_GC)
 
 
 def torch_installed() -> bool:
