@@ -27,6 +27,7 @@ METHODS: dict[str, Entry] = {
     entry.name: entry
     for entry in (
         Entry("bm25", "words that row and unit share, weighed by rarity", "bm25:Bm25"),
+        Entry("overlap", "share of the unit's words that the row has", "overlap:Overlap"),
         Entry("inrun", "Shapley values of each training step's batch, added up over one replay", "inrun:InRun"),
         Entry(
             "activation_similarity",

@@ -111,7 +111,7 @@ def top_rows(
     if k < 1:
         raise ProtocolError(f"top_rows: got k={k}, expected at least 1")
     units = UnitSelection.of(source, checked_targets(source, [target]))
-    name = f"relevance_{kernel}" if kernel else _kernel_array(source)
+    name = f"relevance_{kernel}" if kernel else kernel_array(source)
     if name not in source.array_names:
         built = [array.removeprefix("relevance_") for array in source.array_names if array.startswith("relevance_")]
         raise ProtocolError(f"kernel: got {kernel!r}, the artifact has {' and '.join(built)}")
@@ -126,7 +126,8 @@ def top_rows(
     return RankedRows(index, sign * key)
 
 
-def _kernel_array(source: FeatureSource) -> str:
+def kernel_array(source: FeatureSource) -> str:
+    """The relevance that ranks where none is named: token, or pooled where there is no token."""
     return "relevance_token" if "relevance_token" in source.array_names else "relevance_pooled"
 
 

@@ -1,0 +1,121 @@
+"""grasp retrieve on a small world: what it prints is what it writes, domains that are planted are found."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.artifact.reader import Artifact
+from tests.build.world import TOPICS
+from tests.cli.grasp_command import cells, refused, succeed
+
+
+@pytest.fixture(scope="module")
+def queries(art, tmp_path_factory):
+    """Labels of the artifact's units, as JSONL."""
+    path = tmp_path_factory.mktemp("retrieve") / "queries.jsonl"
+    names = Artifact.open(art).units["unit_id"].to_pylist()
+    lines = [{"unit_id": name, "topic": TOPICS[i % 3], "prompt": "p"} for i, name in enumerate(names)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def lift(art, unit_id, topic, k, array="relevance_token"):
+    """Recall among the best k rows of one unit by that of chance, sorted by hand."""
+    artifact = Artifact.open(art)
+    column = artifact.units["unit_id"].to_pylist().index(unit_id)
+    score = np.concatenate([block[:, column] for _, block in artifact.array_blocks(array)])
+    first_out, last_in = np.sort(score)[::-1][[k, k - 1]]
+    assert first_out < last_in
+    topics = np.array(pq.read_table(artifact.rows_path).column("topic").to_pylist())
+    best = np.argsort(-score)[:k]
+    return (topics[best] == topic).sum() / (topics == topic).sum() / (k / len(score))
+
+
+def test_what_is_printed_is_the_mean_of_what_is_written(art, queries, tmp_path):
+    out = tmp_path / "lifts.parquet"
+    shown = succeed("retrieve", art, "--queries", queries, "--by", "topic", "--k", "5,9", "--quiet", "--out", out)
+    table = pq.read_table(out).to_pylist()
+    assert {line["score"] for line in table} == {
+        "grasp", "bm25", "overlap", "grasp+bm25 (rrf)", "grasp+bm25 (z)", "grasp+overlap (rrf)", "grasp+overlap (z)"
+    }  # fmt: skip
+    for line in table:
+        if line["score"] == "grasp":
+            assert line["lift"] == pytest.approx(lift(art, line["unit_id"], line["value"], line["k"]))
+    mean = np.mean([line["lift"] for line in table if (line["score"], line["k"]) == ("bm25", 9)])
+    assert "topic: normalised recall among the best 9 of" in shown.out
+    printed = [cells(line) for line in shown.lines if line.startswith("bm25")]
+    assert float(printed[1][1]) == pytest.approx(mean, abs=6e-4)
+
+
+def test_a_parquet_of_labels_says_the_same(art, queries, tmp_path):
+    lines = [json.loads(line) for line in queries.read_text().splitlines()]
+    table = pa.table({name: [line[name] for line in lines] for name in ("unit_id", "topic")})
+    pq.write_table(table, tmp_path / "queries.parquet")
+    asked = ("--by", "topic", "--k", "5", "--methods", "token,pooled", "--quiet")
+    first = succeed("retrieve", art, "--queries", queries, *asked)
+    assert succeed("retrieve", art, "--queries", tmp_path / "queries.parquet", *asked).out == first.out
+
+
+def test_rows_that_an_expression_selects(art, tmp_path):
+    out = tmp_path / "lifts.parquet"
+    asked = ("--target", "facts", "--related", "topic = 'sky'", "--k", "4", "--methods", "grasp", "--out", out)
+    succeed("retrieve", art, *asked, "--quiet")
+    for line in pq.read_table(out).to_pylist():
+        assert line["lift"] == pytest.approx(lift(art, line["unit_id"], "sky", 4))
+
+
+def test_queries_without_rows_of_their_value_are_counted(art, queries, tmp_path):
+    lines = [json.loads(line) for line in queries.read_text().splitlines()]
+    lines[0]["topic"] = "nowhere"
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = succeed("retrieve", art, "--queries", path, "--by", "topic", "--k", "5", "--methods", "grasp", "--quiet")
+    assert "1 queries are left out: no row has their value of topic" in shown.out
+    assert f"{len(lines) - 1} queries of" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "retrieve: got none of them; expected --queries and --by, or --target and --related"),
+        (("--queries", "q.jsonl"), "retrieve: got --queries; expected --queries and --by"),
+        (("--target", "facts", "--related", "true", "--by", "topic"), "retrieve: got --by, --target, --related"),
+        (("--queries", "none.jsonl", "--by", "topic"), "none.jsonl: no such file; expected unit_id and topic"),
+        (("--queries", "{queries}", "--by", "format"), "lacks ['format']"),
+        (("--queries", "{queries}", "--by", "prompt"), "prompt"),
+        (("--queries", "{queries}", "--by", "topic", "--k", "0"), "--k: got 0, expected numbers from 1 to the"),
+        (("--queries", "{queries}", "--by", "topic", "--k", "many"), "--k: got 'many', expected numbers of rows"),
+        (("--queries", "{queries}", "--by", "topic", "--k", "9999"), "--k: got 9999, expected numbers from 1 to the"),
+        (("--queries", "{queries}", "--by", "topic", "--methods", "bm26"), "method: got 'bm26'; did you mean bm25?"),
+        (("--target", "facts", "--related", "topic = 'x'"), "--related: topic = 'x' selects no row"),
+        (("--target", "facts", "--related", "topic != 'x'"), "--related: topic != 'x' selects every row"),
+        (("--target", "fact", "--related", "topic = 'sky'"), "has no target 'fact'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_in_one_line(arguments, said, art, queries):
+    assert said in refused("retrieve", art, *(one.format(queries=queries) for one in arguments), "--quiet")
+
+
+def test_units_of_another_artifact_are_refused(art, tmp_path):
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"unit_id": "elsewhere", "topic": "sky"}\n')
+    said = refused("retrieve", art, "--queries", path, "--by", "topic", "--quiet")
+    assert "none of its units is one of" in said
+    assert "expected names like 'facts-" in said
+
+
+def test_a_unit_named_twice_is_refused(art, queries, tmp_path):
+    path = tmp_path / "twice.jsonl"
+    path.write_text(queries.read_text() * 2)
+    assert "occur more than once, expected each once" in refused(
+        "retrieve", art, "--queries", path, "--by", "topic", "--quiet"
+    )
+
+
+def test_a_file_that_is_no_table_is_refused(art, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("unit_id,topic\n")
+    assert "bad.jsonl: cannot be read:" in refused("retrieve", art, "--queries", path, "--by", "topic", "--quiet")
