@@ -83,8 +83,7 @@ class World:
         """Rows that may be chosen: all but those of the held-out documents."""
         doc_ids = pa.chunked_array([batch.column(0) for batch in self.artifact.row_batches(["doc_id"])])
         codes_N = doc_ids.combine_chunks().dictionary_encode().indices.to_numpy()
-        order = stream(0, "curation", "held-out").permutation(int(codes_N.max()) + 1)
-        return ~np.isin(codes_N, order[: self.settings.held_out])
+        return ~np.isin(codes_N, held_out_documents(int(codes_N.max()) + 1, self.settings.held_out))
 
     def budget(self, share: float) -> int:
         """Rows of a selection."""
@@ -206,6 +205,11 @@ class World:
             if len(self.material.tokenizer.encode([text])[0]) <= most:
                 return text
         return ""
+
+
+def held_out_documents(n_documents: int, count: int) -> NDArray[np.int64]:
+    """Positions of documents that are kept apart, the same for the same corpus; more of them hold fewer of them."""
+    return stream(0, "curation", "held-out").permutation(n_documents)[:count]
 
 
 def choice_id(unit_id: str, k: int) -> str:

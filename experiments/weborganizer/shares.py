@@ -1,0 +1,92 @@
+"""Category shares over checkpoints: which topics and formats a model asks for as it learns.
+
+    python -m experiments.weborganizer.shares art-40 art-120 art-200 art-280 art --target sciq \
+        --out experiments/weborganizer/shares.json
+
+The artifacts are of checkpoints of one training run, oldest first, on one corpus.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import GraspError
+from grasp.extras import require
+from grasp.fidelity.files import write_whole
+from grasp.protocol.checkpoints import LabelTrend, label_trends
+from grasp.protocol.label_slices import label_slices
+from grasp.protocol.tables import row_tokens
+from grasp.subsets import LabelTable
+
+SHOWN = 5  # of the categories that gain most and lose most
+
+
+def measured(paths: Sequence[Path], labels: Sequence[str], target: str) -> tuple[list[LabelTrend], list[list[str]]]:
+    """Shares of every category at every checkpoint, and the names of the categories."""
+    artifacts = [Artifact.open(path) for path in paths]
+    rows, tokens_N = LabelTable(artifacts[-1].rows_path), row_tokens(artifacts[-1])
+    slices = [label_slices(rows.column(label), tokens_N) for label in labels]
+    return list(label_trends(artifacts, slices, [target])), [[one.name for one in own.slices] for own in slices]
+
+
+def described(trend: LabelTrend, names: Sequence[str]) -> dict[str, Any]:
+    """Shares by category, checkpoint after checkpoint."""
+    return {
+        "label": trend.label,
+        "kernel": trend.kernel,
+        "checkpoints": list(trend.checkpoints),
+        "share": {name: trend.share_CGT[:, g, 0].round(5).tolist() for g, name in enumerate(names)},
+        "mean_relevance": {name: trend.mean_CGT[:, g, 0].tolist() for g, name in enumerate(names)},
+    }
+
+
+def draw(trends: Sequence[LabelTrend], names: Sequence[Sequence[str]], target: str, path: Path) -> None:
+    """One panel a label: the categories that help most and hurt most at the last checkpoint."""
+    pyplot = require("matplotlib.pyplot", extra="experiments", feature="the figure")
+    figure, axes = pyplot.subplots(1, len(trends), figsize=(6.5 * len(trends), 4), squeeze=False, layout="constrained")
+    for axis, trend, own in zip(axes[0], trends, names, strict=True):
+        share_CG = trend.share_CGT[:, :, 0]
+        order = np.argsort(-share_CG[-1])
+        chosen = dict.fromkeys([*order[:SHOWN].tolist(), *order[-SHOWN:].tolist()])
+        for g in chosen:
+            line = axis.plot(trend.checkpoints, share_CG[:, g], marker="o", markersize=3)[0]
+            where = (len(trend.checkpoints) - 1, share_CG[-1, g])
+            axis.annotate(own[g], where, (4, 0), textcoords="offset points", color=line.get_color(), fontsize=7)
+        axis.axhline(0.0, color="0.5", linewidth=0.8)
+        axis.margins(x=0.35)
+        axis.set_title(f"{trend.label}, {target}")
+        axis.set_ylabel("share of positive (negative) mean relevance")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, say what went wrong in one line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.weborganizer.shares", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("artifacts", type=Path, nargs="+", help="Artifacts of the checkpoints, oldest first.")
+    parser.add_argument("--target", default="sciq", help="Whose relevance is shared out.")
+    parser.add_argument("--by", default="topic,format", help="Labels, separated by commas.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write; the figure goes beside it as SVG.")
+    given = parser.parse_args(arguments)
+    try:
+        trends, names = measured(given.artifacts, given.by.split(","), given.target)
+        draw(trends, names, given.target, given.out.with_suffix(".svg"))
+    except GraspError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    result = {"target": given.target, "labels": [described(*one) for one in zip(trends, names, strict=True)]}
+    write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
+    print(f"{given.out}, {given.out.with_suffix('.svg')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
