@@ -6,7 +6,11 @@ Every way is timed on the same blocks of subsets, in turns, so that a busy machi
 given for all subsets (scaled up from the blocks), the median and the best over the rounds. The one that the package
 uses (`Sweep`) is then run over all subsets. The limit is what reading every gathered number once would take at the
 speed of a streaming read of memory, measured in the same run; a table that fits in the cache can beat it.
-Shape letters: B subsets, N rows, C columns.
+
+Then the other shapes, each through `RowSums`, which is what prediction calls: subsets of half the corpus as bits
+(limit: a float32 product of that size), of nearly all of it, unions of slices, and the same gather-sum at 640 floats a
+row, TRAK's cached width, plain and through `Sweep`.
+Shape letters: B subsets, N rows, G slices, C columns.
 """
 
 import argparse
@@ -21,11 +25,14 @@ import numpy as np
 import torch
 from scipy.sparse import csr_array
 
+from grasp.protocol.source import RowSums
+from grasp.subsets.weights import OmittedRows, PackedMasks, SliceShares, Weights
 from grasp.utility import sweep_torch
 from grasp.utility.sweep import Sweep
 
 STREAM_BYTES = 512 << 20
-WARM_UP, PLAIN_SUBSETS = 1, 200
+PLAIN_SUBSETS = 200
+TRAK_WIDTH, SLICES, FEW = 640, 100, 64
 
 
 def draw_blocks(rng: np.random.Generator, args: argparse.Namespace) -> list[csr_array]:
@@ -105,6 +112,64 @@ def run_all(values_NC: np.ndarray, blocks: list[csr_array], n_subsets: int) -> t
     return seconds, float((np.abs(sweep.sums(blocks[0]) - exact) / bound).max())
 
 
+def shapes(rng: np.random.Generator, args: argparse.Namespace) -> dict[str, Weights]:
+    """One block of every other shape; the numbers of rows are those of the corpus."""
+    dense = rng.integers(0, 256, (args.block, -(-args.rows // 8)), dtype=np.uint8)
+    dense[:, -1] &= 0xFF << (-args.rows % 8) & 0xFF
+    few = np.sort(rng.integers(0, args.rows, (args.block, args.size)), axis=1)
+    entries = csr_array(
+        (np.ones(few.size), few.ravel(), np.arange(args.block + 1) * args.size), shape=(args.block, args.rows)
+    )
+    entries.sum_duplicates()
+    entries.data[:] = 1.0
+    share = (rng.random((args.block, SLICES)) < 0.5).astype(np.float64)
+    return {
+        "half of the rows, bits": PackedMasks(dense, args.rows),
+        f"all but {args.size:,} rows": OmittedRows(entries),
+        f"unions of {SLICES} slices": SliceShares(share, rng.integers(0, SLICES, args.rows)),
+    }
+
+
+def time_shapes(
+    rng: np.random.Generator, values_NC: np.ndarray, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Seconds for all subsets and the largest error against float64, over the first FEW subsets of each shape."""
+    table: dict[str, dict[str, float]] = {}
+    for name, weights in shapes(rng, args).items():
+        sums = RowSums.over(values_NC)
+        got = sums.sums(weights)
+        seconds = min(timed(sums.sums, weights) for _ in range(3)) * args.subsets / args.block
+        plain = _head(weights, FEW).csr()
+        exact, bound = plain @ values_NC.astype(np.float64), abs(plain) @ np.abs(values_NC.astype(np.float64))
+        table[name] = {"seconds": seconds, "error": float((np.abs(got[:FEW] - exact) / bound).max())}
+    return table
+
+
+def _head(weights: Any, n: int) -> Any:
+    if isinstance(weights, PackedMasks):
+        return PackedMasks(weights.bits_BN[:n], weights.n_rows)
+    if isinstance(weights, OmittedRows):
+        return OmittedRows(weights.omitted_BN[:n])
+    return SliceShares(weights.share_BG[:n], weights.codes_N)
+
+
+def matmul_flops(args: argparse.Namespace) -> float:
+    """Multiply-adds a second of a float32 product of the shape that bits are multiplied in, best of 5."""
+    left = np.ones((args.block, 4096), dtype=np.float32)
+    right = np.ones((4096, args.width), dtype=np.float32)
+    return args.block * 4096 * args.width / min(timed(lambda _: left @ right, None) for _ in range(5))
+
+
+def at_trak_width(rng: np.random.Generator, blocks: list[csr_array], args: argparse.Namespace) -> dict[str, float]:
+    """Seconds for all subsets at 640 floats a row: as a plain NumPy loop, and through `Sweep`."""
+    values = rng.standard_normal((args.rows, TRAK_WIDTH), dtype=np.float32)
+    sweep = Sweep(values)
+    sweep.sums(blocks[0])
+    plain = min(timed(lambda block: numpy_loop(values, block), block) for block in blocks[:3])
+    own = min(timed(sweep.sums, block) for block in blocks[:3])
+    return {"numpy_s": plain * args.subsets / PLAIN_SUBSETS, "sweep_s": own * args.subsets / args.block}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of the corpus")
@@ -126,7 +191,9 @@ def main() -> None:
     own_s, error = run_all(values_NC, blocks, args.subsets)
     bandwidth = stream_bandwidth()
     gathered = args.subsets * args.size * args.width * 4
-    report(args, seconds, own_s, error, bandwidth, gathered)
+    others = {"shapes": time_shapes(rng, values_NC, args), "matmul_per_s": matmul_flops(args)}
+    others["trak_640"] = at_trak_width(rng, blocks, args)
+    report(args, seconds, own_s, error, bandwidth, gathered, others)
 
 
 def report(
@@ -136,6 +203,7 @@ def report(
     error: float,
     bandwidth: float,
     gathered: int,
+    others: dict[str, Any],
 ) -> None:
     """Print the table, and write it where asked."""
     plain = seconds["numpy loop"]
@@ -151,6 +219,14 @@ def report(
         f"limit of a streaming read: {limit_s:.2f} s ({gathered / 1e9:.1f} GB at {bandwidth / 1e9:.1f} GB/s); "
         f"Sweep reaches {limit_s / own_s:.0%} of it; largest error {error:.1e} of sum |x|"
     )
+    trak, product_s = others["trak_640"], args.subsets * args.rows * args.width / others["matmul_per_s"]
+    for name, row in others["shapes"].items():
+        limit = f"; a float32 product alone {product_s:.2f} s" if "bits" in name else ""
+        print(f"{name:34}{row['seconds']:>10.2f} s, largest error {row['error']:.1e} of sum |w x|{limit}")
+    print(
+        f"{TRAK_WIDTH} floats a row: NumPy loop {trak['numpy_s']:.2f} s ({trak['numpy_s'] / own_s:.1f} x Sweep at "
+        f"{args.width}), Sweep {trak['sweep_s']:.2f} s ({trak['sweep_s'] / own_s:.1f} x)"
+    )
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         sizes = {key: value for key, value in vars(args).items() if key != "out"}
@@ -163,6 +239,7 @@ def report(
             "stream_bytes_per_s": bandwidth,
             "limit_s": limit_s,
             "share_of_limit": limit_s / own_s,
+            **others,
         }
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
