@@ -67,10 +67,11 @@ def test_mistakes_are_told(names, file, said):
         asked_methods(names, file, "file")
 
 
-def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bm25s", None)
+@pytest.mark.parametrize(("name", "module"), [("bm25", "bm25s"), ("datamodels", "sklearn")])
+def test_a_missing_extra_is_named(name, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
         MissingExtraError,
-        match=r"method bm25 needs `bm25s`, which is not installed: pip install 'grasp-attribution\[baselines\]'",
+        match=rf"method {name} needs `{module}`, which is not installed: pip install 'grasp-attribution\[baselines\]'",
     ):
-        asked_methods(["bm25"])
+        asked_methods([name])

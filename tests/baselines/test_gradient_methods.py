@@ -199,6 +199,15 @@ def test_trak_of_one_checkpoint_by_the_loss_without_doubt(world, tmp_path, gradi
 
 
 @pytest.mark.parametrize(
+    ("settings", "floats"),
+    [({"dimension": 16}, 48), ({"dimension": 32, "checkpoints": "last"}, 32), ({"dimension": 8}, 24)],
+)
+def test_trak_stores_its_width_at_every_checkpoint(settings, floats, world, tmp_path):
+    """The paper's storage control, 512 x 1 beside 128 x 5, and its sweep over widths are settings."""
+    assert account(world, tmp_path, "trak", **settings).features == floats
+
+
+@pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
         ({}, SettingsError, r"trak.dimension: got 128 for 40 rows: .* set trak.ridge above 0"),

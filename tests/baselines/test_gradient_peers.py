@@ -125,19 +125,53 @@ def test_trak_equals_traker_up_to_its_scale(model, tmp_path):
     assert np.abs(scores - scale * theirs).max() < 1e-3 * np.abs(scores).max()
 
 
+def dattri_loss(model):
+    """Mean loss of one row as dattri calls it."""
+
+    def loss(parameters, data):
+        ids = data[0].view(-1, LENGTH)
+        return -log_p(torch.func.functional_call(model.model, parameters, (ids,)).logits, ids).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_tracin_without_projection_equals_dattri(model, normalise):
+    pytest.importorskip("dattri")
+    from dattri.algorithm.tracin import TracInAttributor  # noqa: PLC0415
+    from dattri.task import AttributionTask  # noqa: PLC0415
+
+    rows, units, weights = tokens(12, 0), tokens(4, 1), (0.7, 0.3)
+    states = [{name: scale * value for name, value in model.model.state_dict().items()} for scale in (1.0, 1.1)]
+    model.model.requires_grad_(True)
+    task = AttributionTask(loss_func=dattri_loss(model), model=model.model, checkpoints=states)
+    attributor = TracInAttributor(task, torch.tensor(weights), normalise, layer_name=NAMES)
+    attributor.projector_kwargs = None  # given to the constructor, None means its default of 512
+    loaders = [DataLoader(TensorDataset(ids), batch_size=4, shuffle=False) for ids in (rows, units)]
+    theirs = attributor.attribute(*loaders).detach().numpy()
+
+    ours = np.zeros_like(theirs)
+    for state, weight in zip(states, weights, strict=True):
+        copied = GPTNeoXForCausalLM(model.model.config).requires_grad_(False)
+        copied.load_state_dict(state)
+        here = ReferenceModel(copied, NoTokenizer(), batch_tokens=300)
+        engine = PerExample(here, choose_layers(here, LAYERS))
+        queries = Queries.collect(engine, examples(units), [True] * len(engine.layers.blocks))
+        product_NE, square_N = exact_products(queries, examples(rows), norms=True)
+        scale_NE = np.sqrt(np.outer(square_N, queries.squared_norms())) if normalise else 1.0
+        ours += weight * product_NE / scale_NE
+    model.model.requires_grad_(False)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=1e-4 * np.abs(theirs).max())
+
+
 def test_datainf_equals_dattri(model):
     pytest.importorskip("dattri")
     from dattri.algorithm.influence_function import IFAttributorDataInf  # noqa: PLC0415
     from dattri.task import AttributionTask  # noqa: PLC0415
 
-    def loss(parameters, data):
-        (ids,) = data
-        logits = torch.func.functional_call(model.model, parameters, (ids[None] if ids.ndim == 1 else ids,)).logits
-        return -log_p(logits, ids).mean()
-
     rows, units, level = tokens(12, 0), tokens(4, 1), 0.05
     model.model.requires_grad_(True)
-    task = AttributionTask(loss_func=loss, model=model.model, checkpoints=model.model.state_dict())
+    task = AttributionTask(loss_func=dattri_loss(model), model=model.model, checkpoints=model.model.state_dict())
     attributor = IFAttributorDataInf(task=task, device="cpu", regularization=level, layer_name=NAMES[:1])
     loaders = [DataLoader(TensorDataset(ids), batch_size=4, shuffle=False) for ids in (rows, units)]
     attributor.cache(loaders[0])

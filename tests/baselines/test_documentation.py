@@ -1,0 +1,42 @@
+"""docs/baselines.md tells every method and every setting; the settings of the experiment are valid."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grasp.baselines.asked import asked_methods
+from grasp.baselines.registry import METHODS, entry_of
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, flags=re.MULTILINE | re.DOTALL))
+
+
+def test_every_method_has_a_section_and_every_section_is_a_method():
+    assert set(METHODS) <= set(SECTIONS)
+    assert [name for name in SECTIONS if name.islower() and name not in METHODS] == []
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_setting_and_the_floats_a_row_are_told(name):
+    told = SECTIONS[name]
+    fields = entry_of(name).load().settings_type.model_fields
+    assert [field for field in fields if not re.search(rf"`[^`]*\b{field}\b[^`]*`", told)] == []
+    assert "loats a row" in " ".join(told.split()) or name == "datamodels"
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "experiments" / "baselines").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_settings_of_the_experiment_are_what_methods_take(file):
+    configured = yaml.safe_load(file.read_text(encoding="utf-8"))
+    asked = asked_methods(None, configured, file.name)
+    assert [one.label for one in asked] == list(configured)
+
+
+def test_the_experiment_has_every_method_that_needs_no_retraining():
+    configured = yaml.safe_load((ROOT / "experiments" / "baselines" / "methods.yaml").read_text(encoding="utf-8"))
+    used = {one.name for one in asked_methods(None, configured)}
+    assert set(METHODS) - used == {"retraining_shapley"}
