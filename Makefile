@@ -1,10 +1,10 @@
-# make venv | demo | test | check
+# make venv | demo | test | check | docs
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: venv demo test check clean
+.PHONY: venv demo test check docs clean
 
 venv: $(STAMP)
 
@@ -25,9 +25,13 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
 
 test: check
 	$(BIN)/pytest -m "not slow and not gpu"
 
 clean:
-	rm -rf $(VENV) demo-out bench-out
+	rm -rf $(VENV) demo-out bench-out build-out

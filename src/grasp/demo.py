@@ -1,6 +1,7 @@
 """A whole run on real text, small: passages, a reference model trained on the spot, an artifact.
 
-Every step is kept in the output directory, and a second run reuses what is there.
+Every step is kept in the output directory, and a second run reuses what is there. The passages, the tokenizer and so
+the rows come out the same everywhere, so retrained subsets of them can be shipped; where they do not, this is noticed.
 """
 
 from dataclasses import dataclass
@@ -8,9 +9,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from grasp.artifact.reader import Artifact
 from grasp.build.local import build
 from grasp.build.progress import Progress, Silent
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
+from grasp.errors import EnvironmentDataError
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.evaluate import artifact_targets
 from grasp.models.recipe import named_recipe, train
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
@@ -24,8 +29,12 @@ TASKS = (
     "basic_skills_logical_reasoning",
 )
 PASSAGES_PER_SOURCE = 900
+UNITS_PER_TARGET = 128
 ROWS_PER_PASSAGE = 1  # the first 128 tokens: enough for a model of this size
 SEED = 0
+LABEL = "source"
+SHIPPED = Path(__file__).with_name("demo_environment")  # written by `grasp retrain` with the flags of `retrain_flags`
+RETRAININGS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,35 @@ class Demo:
         return self.out / "predictions.parquet"
 
     @property
+    def kept_path(self) -> Path:
+        return self.out / "kept.parquet"
+
+    @property
+    def mixture_path(self) -> Path:
+        return self.out / "mixture.parquet"
+
+    @property
+    def environment_path(self) -> Path:
+        """Where an environment of the user's own is looked for."""
+        return self.out / "environment"
+
+    @property
+    def report_path(self) -> Path:
+        return self.out / "report.html"
+
+    @property
+    def retrain_flags(self) -> tuple[str, ...]:
+        """Arguments of `grasp retrain` that give an environment of the rows and units of the demo."""
+        lengths = (f"corpus.max_rows_per_document={ROWS_PER_PASSAGE}", f"targets.units_per_target={UNITS_PER_TARGET}")
+        settings = [part for assignment in lengths for part in ("--set", assignment)]
+        asked = ["--corpus", str(self.corpus_path), "--targets", ",".join(TASKS), *settings]
+        return (*asked, "--family", f"mixture:{LABEL}", "-B", str(RETRAININGS), "--seeds", "1")
+
+    @property
     def targets(self) -> TargetSettings:
-        return TargetSettings(names=TASKS, units_per_target=128, max_length=named_recipe("tiny").shape.context)
+        return TargetSettings(
+            names=TASKS, units_per_target=UNITS_PER_TARGET, max_length=named_recipe("tiny").shape.context
+        )
 
     @property
     def corpus(self) -> CorpusSettings:
@@ -77,6 +113,20 @@ def make(out: Path, progress: Progress | None = None) -> Demo:
     make_model(demo, progress)
     build(demo.settings, demo.artifact_path, resume=True, progress=progress)
     return demo
+
+
+def retrained(demo: Demo, artifact: Artifact) -> Environment:
+    """Retrained subsets of the rows of `artifact`: the user's own, else those that ship.
+
+    Raises:
+        EnvironmentDataError: neither is of these rows and units; the message says in what they differ.
+    """
+    own = demo.environment_path
+    environment = Environment.open(own if own.exists() else SHIPPED)
+    artifact_targets(environment, artifact)
+    if environment.pending():
+        raise EnvironmentDataError(f"{environment.path}: is unfinished; grasp retrain --out {own} --resume goes on")
+    return environment
 
 
 def make_corpus(demo: Demo) -> None:

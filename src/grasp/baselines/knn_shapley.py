@@ -48,8 +48,8 @@ def knn_shapley(
     nearest that have its label (of K, where there are fewer points than K).
 
     Args:
-        embedding_NH, test_EH: compared by squared Euclidean distance, in float64.
-        label_N, test_label_E: anything that can be compared.
+        embedding_NH: compared with `test_EH` by squared Euclidean distance, in float64.
+        label_N: compared with `test_label_E`; anything that can be.
         k: neighbours that vote, at least 1.
     Raises:
         ShapeError: points and labels, or widths, differ.

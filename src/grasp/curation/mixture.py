@@ -274,8 +274,8 @@ def _notes(scorer: Scorer, request: MixRequest, programme: Programme, solution: 
         )
     if not programme.quadratic_GG.any():
         notes.append(
-            "the protocol is additive: V is linear and its best mixture a corner; --floor, --cap, --distance or "
-            "--diversity keep it from one"
+            "the protocol is additive: V is linear and its best mixture a corner of what --floor, --cap and "
+            "--distance allow; --diversity keeps it from one"
         )
     often = [
         f"{one.name} {factor:.1f} times"

@@ -1,0 +1,281 @@
+"""The page in a real browser: sliders say what `grasp predict` says, hostile text stays text, phone, keyboard, paper.
+
+Needs playwright and a Chromium that is installed already (Debian: `apt install chromium`); none is downloaded.
+"""
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.cli.grasp_command import succeed
+from tests.report.world import HOSTILE
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PROGRAM = next((path for name in NAMES if (path := shutil.which(name))), None)
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+READABLE = 4.5  # WCAG AA: contrast of text
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=f"no browser: none of {', '.join(NAMES)} is on the PATH")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@contextmanager
+def opened(browser, url: str, *, faults: bool = False, **options) -> Iterator:
+    """A page that complains about nothing and asks nobody for anything, unless `faults` are looked for."""
+    context = browser.new_context(**{"viewport": DESKTOP} | options)
+    view, said, asked = context.new_page(), [], []
+    view.on("pageerror", lambda error: said.append(str(error)))
+    view.on("console", lambda message: said.append(message.text))
+    view.on("request", lambda request: asked.append(request.url))
+    view.goto(url)
+    try:
+        yield view
+        if not faults:
+            assert said == []
+        assert [one for one in asked if not one.startswith(("file:", "blob:"))] == []
+    finally:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def url(page) -> str:
+    return page.as_uri()
+
+
+@pytest.fixture
+def view(browser, url):
+    with opened(browser, url) as view:
+        yield view
+
+
+def shown(view) -> dict[str, dict[str, float]]:
+    """Numbers of the page, unrounded: by target its change against the whole corpus, and its utility."""
+    rows = view.locator("#whatif-results tr").all()
+    return {
+        row.get_attribute("data-target"): {
+            "change": float(row.get_attribute("data-change")),
+            "utility": float(row.get_attribute("data-utility")),
+        }
+        for row in rows
+    }
+
+
+def predicted(view, tmp_path) -> dict[str, dict[str, float]]:
+    """What the command line that the page shows says."""
+    program, *arguments = shlex.split(view.locator("#whatif-command").text_content())
+    assert program == "grasp"
+    succeed(*arguments, "--out", tmp_path / "p.parquet")
+    lines = pq.read_table(tmp_path / "p.parquet").to_pylist()
+    return {line["target"]: {name: line[name] for name in ("change", "utility")} for line in lines}
+
+
+def assert_same(view, tmp_path) -> None:
+    found, expected = shown(view), predicted(view, tmp_path)
+    assert found.keys() == expected.keys()
+    for target, numbers in expected.items():
+        assert found[target] == pytest.approx(numbers, abs=1e-6), target
+
+
+def boxes(view):
+    return view.locator("#whatif-sliders input[type=checkbox]")
+
+
+def sliders(view):
+    return view.locator("#whatif-sliders input[type=range]")
+
+
+# what if
+
+
+def test_nothing_changes_while_everything_is_kept(view):
+    assert {target: numbers["change"] for target, numbers in shown(view).items()} == {"sciq": 0, "boolq": 0}
+    assert "--keep true" in view.locator("#whatif-command").text_content()
+
+
+def test_switches_say_what_predict_says(view, tmp_path):
+    assert boxes(view).count() == len(HOSTILE)
+    for place in (0, 3, 7):
+        boxes(view).nth(place).uncheck()
+    assert " --drop " in view.locator("#whatif-command").text_content()
+    assert min(abs(numbers["change"]) for numbers in shown(view).values()) > 1e-3
+    assert_same(view, tmp_path)
+
+
+def test_sliders_moved_by_keyboard_and_mouse_say_what_predict_says(view, tmp_path):
+    sliders(view).nth(1).focus()
+    for _ in range(37):
+        view.keyboard.press("ArrowLeft")
+    assert sliders(view).nth(1).input_value() == "63"
+    box = sliders(view).nth(5).bounding_box()
+    view.mouse.click(box["x"] + 0.3 * box["width"], box["y"] + box["height"] / 2)
+    assert 20 < int(sliders(view).nth(5).input_value()) < 40
+    boxes(view).nth(8).uncheck()
+    assert view.locator("#whatif-command").text_content().count("--weight") == 3
+    assert_same(view, tmp_path)
+
+
+def test_few_slices_kept_of_another_label_say_what_predict_says(view, tmp_path):
+    view.locator("#whatif-label").select_option(label="format")
+    view.locator("#whatif-none").click()
+    assert "no prediction" in view.locator("#whatif-kept").text_content()
+    boxes(view).nth(1).check()
+    assert_same(view, tmp_path)
+
+
+def test_a_switch_goes_back_to_where_its_slider_was(view):
+    sliders(view).nth(2).fill("40")
+    boxes(view).nth(2).uncheck()
+    assert sliders(view).nth(2).input_value() == "0"
+    boxes(view).nth(2).check()
+    assert sliders(view).nth(2).input_value() == "40"
+
+
+def test_the_address_holds_the_state(browser, view):
+    sliders(view).nth(0).fill("15")
+    boxes(view).nth(4).uncheck()
+    view.wait_for_function("location.hash.length > 5")
+    with opened(browser, view.url) as other:
+        assert shown(other) == shown(view)
+        assert sliders(other).nth(0).input_value() == "15"
+        assert not boxes(other).nth(4).is_checked()
+
+
+def test_buttons_copy_the_command_and_a_link(browser, url):
+    with opened(browser, url, permissions=["clipboard-read", "clipboard-write"]) as view:
+        boxes(view).nth(1).uncheck()
+        view.locator("#whatif-more summary").click()
+        view.locator("#whatif-copy").click()
+        view.get_by_text("Copied", exact=True).wait_for()
+        command = view.locator("#whatif-command").text_content()
+        assert view.evaluate("navigator.clipboard.readText()") == command
+        view.locator("#whatif-link").click()
+        view.wait_for_function("navigator.clipboard.readText().then((text) => text.startsWith('file:'))")
+        assert view.evaluate("navigator.clipboard.readText()").startswith(url + "#by=topic&")
+
+
+def test_an_environment_gives_intervals_and_a_warning(view):
+    boxes(view).nth(0).uncheck()
+    assert view.locator("#whatif-results .nats").count() == 2
+    view.locator("#whatif-none").click()
+    boxes(view).nth(0).check()
+    assert view.locator("#whatif-warning").is_visible()
+    assert "Outside of what was retrained" in view.locator("#whatif-warning").text_content()
+    view.locator("#whatif-all").click()
+    assert view.locator("#whatif-warning").is_hidden()
+
+
+# untrusted text, no network
+
+
+def test_nothing_of_the_corpus_runs(view):
+    view.wait_for_function("window.Plotly !== undefined")
+    draw_everything(view)
+    assert view.evaluate("window.hacked") is None
+    assert view.locator("img, iframe, object, form").count() == 0
+    assert view.evaluate("document.querySelectorAll('a').length") == view.locator("a[href^='#']").count()
+
+
+def test_the_policy_keeps_scripts_and_requests_away(browser, url):
+    """The same attacks as above, had the text been let through."""
+    attack = """async () => {
+        const script = document.createElement("script");
+        script.textContent = "window.hacked = 8";
+        document.body.append(script);
+        const image = document.createElement("div");
+        image.innerHTML = "<img src=x onerror='window.hacked = 9'>";
+        document.body.append(image);
+        const link = document.createElement("a");
+        link.href = "javascript:window.hacked = 10";
+        link.click();
+        const asked = await fetch("https://example.org/").then(() => "answered", () => "refused");
+        await new Promise((done) => setTimeout(done, 200));
+        return [window.hacked ?? "not hacked", asked];
+    }"""
+    with opened(browser, url, faults=True) as view:
+        assert view.evaluate(attack) == ["not hacked", "refused"]
+
+
+# what it looks like
+
+
+def draw_everything(view) -> int:
+    """Scroll through the page until every figure is there; how many there are."""
+    view.wait_for_function("window.Plotly !== undefined")
+    view.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    plots = view.locator(".plot[data-figure]")
+    for place in range(plots.count()):
+        plots.nth(place).scroll_into_view_if_needed()
+        plots.nth(place).locator("svg.main-svg").first.wait_for()
+    return plots.count()
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_nothing_is_wider_than_the_screen_and_every_figure_is_drawn(browser, url, size):
+    with opened(browser, url, viewport=size) as view:
+        assert draw_everything(view) > 10
+        assert view.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        for section in view.locator("main > section").all():
+            box = section.bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= size["width"]
+
+
+CONTRAST = """([front, back]) => {
+    const light = (colour) => {
+        const [r, g, b] = colour.match(/[0-9.]+/g).slice(0, 3).map((x) => x / 255)
+            .map((x) => (x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const colour = (selector, name) => getComputedStyle(document.querySelector(selector))[name];
+    const [a, b] = [light(colour(front, "color")), light(colour(back, "backgroundColor"))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+}"""
+
+
+def test_light_and_dark_are_different_and_readable(browser, url):
+    grounds = set()
+    for scheme in ("light", "dark"):
+        with opened(browser, url, color_scheme=scheme) as view:
+            grounds.add(view.evaluate("getComputedStyle(document.body).backgroundColor"))
+            for front, back in ((".note", "section"), ("nav a", "nav"), ("summary", "section"), (".helps", "section")):
+                assert view.evaluate(CONTRAST, [front, back]) > READABLE, (scheme, front)
+    assert len(grounds) == 2
+
+
+def test_the_keyboard_reaches_sections_and_sliders(view):
+    view.keyboard.press("Tab")
+    assert view.evaluate("document.activeElement.textContent") == "Skip to the content"
+    reached = set()
+    for _ in range(40):
+        view.keyboard.press("Tab")
+        reached.add(view.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"A", "whatif-label", "whatif-all", "slice-0"} <= reached
+    assert view.locator("input[type=range]:not([aria-label])").count() == 0
+
+
+def test_it_prints_with_its_figures(browser, url):
+    with opened(browser, url, color_scheme="dark") as view:
+        view.wait_for_function("window.Plotly !== undefined")
+        view.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        plots = view.locator(".plot[data-figure]").count()
+        assert view.evaluate("document.querySelectorAll('.plot > .plot-container svg.main-svg').length") >= plots
+        assert view.pdf(format="A4").startswith(b"%PDF-")
+
+
+def test_without_javascript_words_and_tables_are_there(browser, url):
+    with opened(browser, url, java_script_enabled=False) as view:
+        assert view.get_by_text("The sliders need JavaScript").is_visible()
+        assert view.locator("#slices table").count() == 4

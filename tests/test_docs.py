@@ -1,0 +1,52 @@
+"""The pages of the site: every command that they show is one that grasp takes, every page has a place."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from grasp.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+WRITTEN = [page for page in PAGES if page.name != "paper_map.md"]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Lines of code blocks that begin with grasp, fenced or indented, as argv."""
+    text = page.read_text(encoding="utf-8")
+    fenced = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^    (grasp .*)$", text, re.MULTILINE)
+    lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
+    return [argv for line in lines if (argv := shlex.split(line, comments=True)) and argv[0] == "grasp"]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_every_command_is_one_that_grasp_takes(page):
+    group = typer.main.get_command(app)
+    for argv in commands(page):
+        group.commands[argv[1]].make_context(argv[1], argv[2:])  # or it says what it does not know
+
+
+def test_the_tutorial_goes_the_whole_way():
+    shown = [argv[1] for argv in commands(ROOT / "docs" / "tutorial.md")]
+    assert list(dict.fromkeys(shown)) == ["build", "info", "verify", "score", "predict", "select", "report"]
+
+
+def test_every_page_has_a_place_and_every_place_a_page():
+    pytest.importorskip("mkdocs")
+    from mkdocs.config import load_config  # noqa: PLC0415 - optional
+
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    config = config.plugins.on_config(config)
+    named = re.findall(r"[\w/-]+\.md", yaml.safe_dump(config.nav))
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES}
+    made = {name for name in named if name.startswith("reference/")}
+    assert set(named) - made == written
+    assert len(named) == len(set(named))
+    assert "reference/commands.md" in made
+    packages = {path.parent.name for path in (ROOT / "src" / "grasp").glob("*/__init__.py")} - {"cli"}
+    assert made - {"reference/commands.md"} == {f"reference/{name}.md" for name in packages}
