@@ -2,14 +2,19 @@
 
     python benchmarks/baselines.py                              # about a minute on one core
     python benchmarks/baselines.py --hidden 192 --layers 6 --vocab 6144 --rows 64
+    python benchmarks/baselines.py --peers --rows 64            # and traker and dattri, pip install -e '.[peers]'
 
 The model is a Llama of the `tiny` recipe's size with random weights, rows are Zipf tokens, all of one length, in
 batches of 8,192 tokens; everything runs on one thread and is timed in CPU seconds. "prepare" is what comes before the
 first row: gradients of the units, Fisher rows. "backward" is the usual one: gradients of all weights, summed over the
 batch, which is what training costs. The methods compute gradients of activations and reduce them row by row.
+The peers project the gradients of the same parameters of the same rows to the same width: traker's `featurize` with its
+projector for CPUs, dattri's TracIn for four units, whose gradients it forms again for every batch of rows.
 """
 
 import argparse
+import logging
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -159,6 +164,93 @@ CASES: dict[str, Callable[[World], Score]] = {
 }
 
 
+# ------------------------------------------------------------------------------------------- peers
+
+
+def covered_names(world: World, *layers: str) -> list[str]:
+    return [name for block in choose_layers(world.model, layers).blocks for name in block.parameters]
+
+
+def ids_of(rows: Rows) -> torch.Tensor:
+    return torch.from_numpy(np.stack([row.input_ids for row in rows]).astype(np.int64))
+
+
+def log_p(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def traker(world: World, width: int, *layers: str) -> Score:
+    from trak import TRAKer  # noqa: PLC0415
+    from trak.modelout_functions import AbstractModelOutput  # noqa: PLC0415
+
+    class MeanMargin(AbstractModelOutput):
+        """The mean log odds of the labels, and 1 - p."""
+
+        def __init__(self) -> None:
+            super().__init__()
+
+        @staticmethod
+        def get_output(net, weights, buffers, ids):
+            logits = torch.func.functional_call(net, (weights, buffers), (ids[None],)).logits
+            own = log_p(logits, ids[None])
+            return (own - torch.log1p(-own.exp())).mean()
+
+        @staticmethod
+        def get_out_to_loss_grad(net, weights, buffers, batch):
+            logits = torch.func.functional_call(net, (weights, buffers), (batch[0],)).logits
+            return (1 - log_p(logits, batch[0]).exp().mean(1)).clone().detach().unsqueeze(-1)
+
+    def score(rows: Rows) -> None:
+        net = world.model.model.requires_grad_(True)
+        with tempfile.TemporaryDirectory() as place:
+            made = TRAKer(
+                model=net,
+                task=MeanMargin(),
+                train_set_size=len(rows),
+                save_dir=place,
+                device="cpu",
+                proj_dim=width,
+                use_half_precision=False,
+                grad_wrt=covered_names(world, *layers),
+                logging_level=logging.ERROR,
+            )
+            made.load_checkpoint(net.state_dict(), model_id=0)
+            for ids in torch.split(ids_of(rows), PEER_BATCH):
+                made.featurize(batch=[ids], num_samples=len(ids))
+        net.requires_grad_(False)
+
+    return score
+
+
+def dattri(world: World, width: int, *layers: str) -> Score:
+    from dattri.algorithm.tracin import TracInAttributor  # noqa: PLC0415
+    from dattri.task import AttributionTask  # noqa: PLC0415
+    from torch.utils.data import DataLoader, TensorDataset  # noqa: PLC0415
+
+    def loss(parameters, data):
+        ids = data[0].view(-1, len(world.rows[0].input_ids))
+        return -log_p(torch.func.functional_call(world.model.model, parameters, (ids,)).logits, ids).mean()
+
+    def score(rows: Rows) -> None:
+        net = world.model.model.requires_grad_(True)
+        task = AttributionTask(loss_func=loss, model=net, checkpoints=net.state_dict())
+        how = {"proj_dim": width, "device": "cpu", "proj_max_batch_size": 32}
+        made = TracInAttributor(task, torch.ones(1), True, how, covered_names(world, *layers))
+        sets = (ids_of(rows), ids_of(rows[:4]))
+        made.attribute(*(DataLoader(TensorDataset(ids), batch_size=PEER_BATCH) for ids in sets))
+        net.requires_grad_(False)
+
+    return score
+
+
+PEER_BATCH = 32
+PEERS: dict[str, Callable[[World], Score]] = {
+    "traker: 128, last block + norm": lambda world: traker(world, 128, *PAPER_LAYERS),
+    "traker: 128, all": lambda world: traker(world, 128, "all"),
+    "dattri tracin: 128, last block + norm": lambda world: dattri(world, 128, *PAPER_LAYERS),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
@@ -170,6 +262,8 @@ def main() -> None:
         ("layers", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--peers", action="store_true", help="time traker and dattri as well")
+    parser.add_argument("--only", default="", help="cases that have this in their names, beside forward and backward")
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = make_world(options)
@@ -177,7 +271,10 @@ def main() -> None:
     print(f"{size:,} parameters, {options.rows} rows of {options.length} tokens, {options.units} units, one thread")
     print(f"{'':46s} {'prepare s':>10s} {'ms a row':>9s} {'of forward and backward':>24s}")
     base = 0.0
-    for name, make in CASES.items():
+    cases = CASES | (PEERS if options.peers else {})
+    for name, make in cases.items():
+        if not (name.startswith("forward") or options.only in name):
+            continue
         begun = time.process_time()
         score = make(world)
         prepared = time.process_time()
