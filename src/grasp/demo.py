@@ -122,6 +122,8 @@ def retrained(demo: Demo, artifact: Artifact) -> Environment:
         EnvironmentDataError: neither is of these rows and units; the message says in what they differ.
     """
     own = demo.environment_path
+    if not own.exists() and not SHIPPED.exists():
+        raise EnvironmentDataError("no retrained subsets ship with this version")
     environment = Environment.open(own if own.exists() else SHIPPED)
     artifact_targets(environment, artifact)
     if environment.pending():
