@@ -38,6 +38,7 @@ SURFACE = {
         "--out",
     ],
     "demo": ["--out", "--quiet"],
+    "diagnose": ["ART", "--environment", "--protocol", "--rows", "--subsets", "--seed", "--json"],
     "evaluate": [
         "ART",
         "--environment",

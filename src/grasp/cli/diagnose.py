@@ -1,0 +1,53 @@
+"""grasp diagnose"""
+
+import json
+from pathlib import Path
+
+import typer
+
+from grasp.cli.app import app
+from grasp.cli.options import output_file
+from grasp.cli.tables import plain
+
+EXAMPLES = """\b
+Examples:
+  grasp diagnose art
+  grasp diagnose art --environment dev --protocol protocol.json --json findings.json
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def diagnose(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    environment: Path | None = typer.Option(None, "--environment", help="Retrained subsets: how stable is a ranking?"),
+    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the default protocol."),
+    rows: int = typer.Option(256, "--rows", help="Rows of the sample."),
+    subsets: int = typer.Option(64, "--subsets", help="Halves of the sample on which K is compared."),
+    seed: int = typer.Option(0, "--seed", min=0, help="Seed of the sample."),
+    json_file: Path | None = typer.Option(None, "--json", help="Findings with their numbers, as JSON."),
+) -> None:
+    """Check the approximations of an artifact on its own rows.
+
+    Every line says what a healthy value is, and what to change when it is not. Features that were not kept are computed
+    again with the model, where it is still there.
+    """
+    output_file("--json", json_file)
+    from grasp.artifact.reader import Artifact
+    from grasp.audit.diagnose import diagnose as examine
+    from grasp.fidelity.environment import Environment
+    from grasp.protocol.scoring import load_protocol
+
+    found = examine(
+        Artifact.open(path),
+        rows=rows,
+        subsets=subsets,
+        seed=seed,
+        environment=None if environment is None else Environment.open(environment),
+        protocol=None if protocol is None else load_protocol(protocol),
+    )
+    print(f"{path}: {found.n_rows} rows, {found.n_subsets} subsets of half of them, full features from {found.source}")
+    for one in found.findings:
+        print(plain(f"[{one.verdict}] {one.name}: {one.value}"))
+        print("    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}"))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
