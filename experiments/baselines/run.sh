@@ -1,0 +1,18 @@
+#!/bin/bash
+# From the root of a checkout, after experiments/lds_main/run.sh has made the environments and the artifact. Every
+# method's scores are kept in the artifact: a kill costs the block in flight, and what was scored is not scored again.
+# About an hour of one core, cheapest first; most of it are the forms over all layers and the second order of inrun.
+set -e
+ARTIFACT=bench-out/cc-completion
+REFERENCE=bench-out/environments/cc-topic/reference/seed-0
+HERE=experiments/baselines
+for name in cc-topic cc-format; do
+  grasp evaluate $ARTIFACT --environment experiments/environments/$name \
+    --protocol experiments/lds_main/protocol.yaml --method-settings $HERE/methods.yaml \
+    --checkpoints $REFERENCE --oracle ridge --json $HERE/$name.json --csv bench-out/baselines-$name.csv --quiet
+done
+# Oracle-selected, on the development environment and its first target alone, as the paper's appendix does.
+grasp evaluate $ARTIFACT --environment experiments/environments/cc-topic --targets sciq \
+  --method-settings $HERE/search.yaml --checkpoints $REFERENCE --json $HERE/search.json --quiet
+python -m experiments.baselines.table $HERE/cc-topic.json $HERE/cc-format.json $HERE/search.json \
+  --rows 10482 --out $HERE

@@ -1,0 +1,55 @@
+"""The table of all methods: oracles stand apart, what is not known is a dash, sweeps are measured."""
+
+import pytest
+
+from experiments.baselines.table import HEADINGS, cells, sweep_seconds, table, widths
+
+METRICS = ("task_rho", "positive", "mean_lds", "pairwise")
+
+
+def record(method, standing="predictor", features=0, scores=640):
+    about = {"feature_floats": features, "score_floats": scores, "build_cpu_seconds": 12.34, "standing": standing}
+    figures = {name: value for m in METRICS for name, value in ((m, 0.5), (f"{m}_low", 0.25), (f"{m}_high", 0.75))}
+    return {"method": method, "target": "sciq"} | figures | about
+
+
+def report(*results):
+    head = {"environment": "cc", "family": "mixture:topic", "n_subsets": 64, "seeds": [0, 1], "notes": ["said"]}
+    return head | {"results": list(results)}
+
+
+def test_a_line_has_intervals_floats_and_the_sweep_of_each():
+    line = cells(record("trak", features=128), {640: 3.0, 128: 1.5})
+    assert len(line) == len(HEADINGS)
+    assert line[2] == "0.500 [0.250, 0.750]"
+    assert line[-4:] == ["128 + 640", "12.3", "3.00", "1.50"]
+
+
+def test_what_is_not_known_is_a_dash():
+    unknown = record("theirs", scores=None) | {"feature_floats": None, "build_cpu_seconds": None, "task_rho": None}
+    line = cells(unknown, {})
+    assert line[2] == "-"
+    assert line[-4:] == ["-", "-", "-", "-"]
+
+
+def test_oracles_come_after_predictors_under_their_own_headings():
+    found = table(
+        report(record("ridge", "supervised oracle"), record("best", "oracle-selected"), record("bm25")),
+        {1: 0.1, 640: 3.0},
+    )
+    order = [found.index(text) for text in ("| bm25", "### oracle-selected", "| best", "### supervised", "| ridge")]
+    assert order == sorted(order)
+    assert found.endswith("- said\n")
+
+
+def test_every_kept_width_is_swept_and_more_floats_take_longer():
+    assert widths([record("a", features=128), record("b", scores=1), record("c", scores=None)]) == {1, 128, 640}
+    one, many = (sweep_seconds(width, 2000) for width in (1, 256))
+    assert 0 < one < many
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_the_time_is_of_100_000_subsets(width, monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("experiments.baselines.table.time.process_time", lambda: next(clock))
+    assert sweep_seconds(width, 50) == pytest.approx(100_000 / 128)
