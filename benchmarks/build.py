@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from grasp.build.forward import PositionAccumulators, PositionBatch, TokenKernel, forward_units
+from grasp.build.forward import PositionBatch, PositionSums, TokenKernel, forward_units
 from grasp.build.local import build
 from grasp.corpus.store import RowStore
 from grasp.features.extract import extract
@@ -198,11 +198,11 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         return extract(model, ids, torch.zeros_like(length), length, ("tail:32", "all"), features.top_k)
 
     batch = PositionBatch.of(forward(), len(lines))
-    accumulators = PositionAccumulators.empty(model, features)
-    accumulators.add(forward())
+    sums = PositionSums.empty(model, features)
+    sums.add(forward(), model.head)
     names = [str(e) for e in range(len(units))]
     unit_features = forward_units(model, units, names, features)
-    kernel = TokenKernel.prepare(unit_features, accumulators.moments(), features, model)
+    kernel = TokenKernel.prepare(unit_features, sums.moments(), features, model)
     residual, rows = batch.residual, (batch.row_P, batch.n_rows)
     steps: dict[str, Callable[[], Any]] = {
         "body": lambda: model.hidden(ids),

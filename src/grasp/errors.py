@@ -41,6 +41,10 @@ class ProtocolLeakError(ProtocolError):
     """Held-out results were handed to something that selects."""
 
 
+class EngineError(GraspError):
+    """The cluster cannot be reached, has no room, or its workers keep dying."""
+
+
 class MissingExtraError(GraspError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

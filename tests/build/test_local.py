@@ -17,6 +17,7 @@ from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import Artifact
 from grasp.build import forward
+from grasp.build.engine import InProcess
 from grasp.build.extend import add_target
 from grasp.build.forward import ShardForward
 from grasp.build.local import build, build_token_kernel, prepare, relevance_scale
@@ -192,7 +193,7 @@ def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, 
 def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
     settings = world(root)
     inputs = prepare(settings, ReferenceModel.load(settings.model), tmp_path / "tokens", Silent())
-    kernel = build_token_kernel(inputs, tmp_path, Silent())
+    kernel = build_token_kernel(inputs, InProcess(inputs.model, settings.features), tmp_path, Silent())
     own = kernel.unit_relevance(inputs.units)
     whole = kernel.relevance(inputs.units.block(0, 6))
     assert own.keys() == whole.keys() == {"relevance_token", "relevance_input"}

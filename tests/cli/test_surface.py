@@ -25,6 +25,9 @@ SURFACE = {
         "--add-target",
         "--keep-features",
         "--no-keep-features",
+        "--engine",
+        "--workers",
+        "--address",
         "--quiet",
     ],
     "calibrate": [
@@ -131,6 +134,8 @@ SURFACE = {
         "--set",
         "--workers",
         "--stack",
+        "--engine",
+        "--address",
         "--resume",
         "--quiet",
     ],

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grasp.build.cluster import ClusterSpec
 from grasp.corpus import RowStore
 from grasp.errors import EnvironmentDataError, GraspError, ModelError, SettingsError, SubsetError
 from grasp.fidelity import retrain as module
@@ -296,3 +297,19 @@ def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole
     retrain(plain, out)
     for name in ("utilities.parquet", "reference.parquet", "subsets.parquet", "environment.json"):
         assert (out / name).read_bytes() == (whole.path / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # ray leaves sockets to the interpreter's end
+def test_a_cluster_fills_an_environment_with_the_same_numbers(inputs, whole, tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+    seen = []
+    spread = retrain(
+        settings(inputs, workers=2),
+        tmp_path / "env",
+        lambda status: seen.append(status.done),
+        cluster=ClusterSpec(workers=2),
+    )
+    np.testing.assert_array_equal(spread.utilities().values_BSE, whole.utilities().values_BSE)
+    np.testing.assert_array_equal(spread.reference_utilities(), whole.reference_utilities())
+    assert seen[-1] == 8

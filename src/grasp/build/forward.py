@@ -68,6 +68,14 @@ class UnitFeatures:
     def n_units(self) -> int:
         return len(self.loss_E)
 
+    def to(self, device: torch.device | str) -> Self:
+        """The same, with its tensors on another device."""
+        residual = SparseResidual(
+            self.residual.index_PK.to(device), self.residual.value_PK.to(device), self.residual.loss_P.to(device)
+        )
+        moved = {name: getattr(self, name).to(device) for name in ("hidden_SH", "unit_S", "input_S")}
+        return replace(self, residual=residual, **moved)
+
     def block(self, start: int, stop: int) -> PositionBatch:
         """Some of the units as if they were rows."""
         mask_S = (self.unit_S >= start) & (self.unit_S < stop)
@@ -268,23 +276,28 @@ def forward_shard(
 
 
 @dataclass(frozen=True, slots=True)
-class PositionAccumulators:
-    """Token-level moments while rows are added; `input` where the input kernel is built."""
+class PositionSums:
+    """Token-level moments while rows are added; `input` where the input kernel is built. Parts merge."""
 
-    head: OutputHead
     token: MomentAccumulator
     input: MomentAccumulator | None
 
     @classmethod
     def empty(cls, model: Reference, settings: FeatureSettings) -> Self:
         size = model.hidden_size, model.vocab_size
-        return cls(model.head, MomentAccumulator(*size), MomentAccumulator(*size) if settings.input else None)
+        return cls(MomentAccumulator(*size), MomentAccumulator(*size) if settings.input else None)
 
-    def add(self, batch: BatchFeatures) -> None:
+    def add(self, batch: BatchFeatures, head: OutputHead) -> None:
         """Add all positions of a forward pass."""
         _add(self.token, batch.hidden_PH, batch.residual)
         if self.input is not None:
-            _add(self.input, hidden_gradient(self.head, batch.residual), input_tokens(batch.input_P))
+            _add(self.input, hidden_gradient(head, batch.residual), input_tokens(batch.input_P))
+
+    def merge(self, other: "PositionSums") -> None:
+        """Add what another part has. The order of merges decides the last digits: keep it."""
+        self.token.merge(other.token)
+        if self.input is not None and other.input is not None:
+            self.input.merge(other.input)
 
     def moments(self) -> PositionMoments:
         """The moments so far; at least one position."""
@@ -295,12 +308,14 @@ def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> N
     into.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
 
 
-def token_moments(model: Reference, rows: Rows, settings: FeatureSettings, into: PositionAccumulators) -> None:
-    """Add the used positions of `rows` to the token-level moments."""
+def position_sums(model: Reference, rows: Rows, settings: FeatureSettings) -> PositionSums:
+    """Sums for the token-level moments over the used positions of `rows`."""
+    sums = PositionSums.empty(model, settings)
     names = rows.table.column("row_id")
     for index, batch in row_passes(model, rows, (settings.token_positions,), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
-        into.add(batch)
+        sums.add(batch, model.head)
+    return sums
 
 
 def _positions(batch: PositionBatch, index: NDArray[np.int64]) -> Positions:

@@ -1,11 +1,15 @@
-"""The build engine of one process: rows, moments, shards, artifact. Killed at any moment, it goes on where it was."""
+"""The build: rows, moments, shards, artifact. Killed at any moment, it goes on where it was, with any engine.
+
+One process, the one that is called, reads the corpus, merges the moments and writes; where the model runs is the
+engine's business. So a worker that dies takes nothing with it but the shard that it had.
+"""
 
 import hashlib
 import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,9 @@ from grasp.artifact.layout import BUILD, MANIFEST
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
+from grasp.build.engine import Engine, LocalEngine, Workers
 from grasp.build.finish import PooledKernel
-from grasp.build.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard, forward_units
+from grasp.build.forward import ShardForward, TokenKernel, UnitFeatures, forward_units
 from grasp.build.moments import (
     Store,
     build_token_moments,
@@ -61,9 +66,18 @@ class Inputs:
         return len(self.unit_set.units)
 
 
-def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress: Progress | None = None) -> Path:
+def build(
+    settings: BuildSettings,
+    out: Path,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+    engine: Engine | None = None,
+) -> Path:
     """Build the artifact `out`, or go on with one that was begun with the same settings.
 
+    Args:
+        engine: where the model runs; none: in this process. It is no setting: a build may go on with another one.
     Raises:
         GraspError: bad input, named; nothing that was finished is lost.
     """
@@ -76,21 +90,21 @@ def build(settings: BuildSettings, out: Path, *, resume: bool = False, progress:
             return out
         inputs = prepare(settings, load_reference(settings.model), out / "tokens", progress)
         work = out / "work" / _digest(identity(inputs))
-        token = build_token_kernel(inputs, work, progress)
-        shards, pooled = run_model(inputs, token, out, work, progress)
-        kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
-        writer = ArtifactWriter.open(
-            out,
-            identity=identity(inputs),
-            n_rows=inputs.store.n_rows,
-            shard_rows=settings.shard_rows,
-            arrays=array_specs(inputs, token, kernel),
-            dtype=settings.array_dtype,
-            lock=lock,
-        )
-        for k in range(writer.n_shards):
-            if k not in writer.finished:
-                finish_shard(inputs, kernel, writer, k, shards(k))
+        with (engine or LocalEngine()).start(inputs.model, settings.model, settings.features, inputs.units) as workers:
+            token = build_token_kernel(inputs, workers, work, progress)
+            shards, pooled = run_model(inputs, token, workers, out, work, progress)
+            kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
+            writer = ArtifactWriter.open(
+                out,
+                identity=identity(inputs),
+                n_rows=inputs.store.n_rows,
+                shard_rows=settings.shard_rows,
+                arrays=array_specs(inputs, token, kernel),
+                dtype=settings.array_dtype,
+                lock=lock,
+            )
+            for k, shard in shards([k for k in range(writer.n_shards) if k not in writer.finished]):
+                finish_shard(inputs, kernel, writer, k, shard)
         close(inputs, token, pooled, writer, None if gone_on else began)
         clean(settings, out)
     return out
@@ -195,20 +209,23 @@ def refuse_longer(model: ReferenceModel, length: int, what: str) -> None:
         )
 
 
-def build_token_kernel(inputs: Inputs, work: Path, progress: Progress) -> TokenKernel | None:
+def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: Progress) -> TokenKernel | None:
     """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
     features = inputs.settings.features
     if not features.token and not features.product_width:
         return None
     spool = FeatureSpool(work / "token-moments")
-    moments = build_token_moments(inputs.model, inputs.store, features, spool, progress)
+    moments = build_token_moments(inputs.model, inputs.store, features, spool, workers, progress)
     return TokenKernel.prepare(inputs.units, moments, features, inputs.model)
 
 
+Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]
+
+
 def run_model(
-    inputs: Inputs, token: TokenKernel | None, out: Path, work: Path, progress: Progress
-) -> tuple[Callable[[int], ShardForward], Moments]:
-    """What gives the forward half of shard k, and the pooled moments.
+    inputs: Inputs, token: TokenKernel | None, workers: Workers, out: Path, work: Path, progress: Progress
+) -> tuple[Shards, Moments]:
+    """What gives the forward halves of the shards that are asked for, in any order, and the pooled moments.
 
     A corpus no larger than the moment sample goes through the model at once: its features are spooled, its moments
     are exact, and shards are read back. Of a larger one only the sample is spooled, and shards run when asked for.
@@ -218,27 +235,29 @@ def run_model(
     exact = store.n_rows <= features.moment_rows
     spool = FeatureSpool(work / "features") if exact else None
 
-    def run(k: int) -> ShardForward:
-        if spool is not None and spool.has(k):
-            return ShardForward.unspool(spool.read(k), model.vocab_size)
-        rows = store.shard(k)
-        shard = forward_shard(model, rows, features, token, keep_positions=kept is not None and features.token)
-        if kept is not None:
-            kept.write(k, shard.kept())
-        if spool is not None:
-            spool.write(k, shard.spool())
-        progress.advance(len(rows), rows.n_tokens)
-        return shard
+    def run(wanted: Sequence[int]) -> Iterator[tuple[int, ShardForward]]:
+        there = [k for k in wanted if spool is not None and spool.has(k)]
+        for k in there:
+            assert spool is not None
+            yield k, ShardForward.unspool(spool.read(k), model.vocab_size)
+        left = sorted(set(wanted) - set(there))
+        if left:
+            announce(progress, store, len(left))
+        keep = kept is not None and features.token
+        for k, shard in workers.forward(((k, store.shard(k)) for k in left), token, keep_positions=keep):
+            if kept is not None:
+                kept.write(k, shard.kept())
+            if spool is not None:
+                spool.write(k, shard.spool())
+            progress.advance(len(shard.loss_N), round(store.n_tokens * len(shard.loss_N) / store.n_rows))
+            yield k, shard
 
     if spool is not None:
-        left = [k for k in range(store.n_shards) if not spool.has(k)]
-        announce(progress, store, len(left))
-        for k in left:
-            run(k)
+        for _ in run([k for k in range(store.n_shards) if not spool.has(k)]):
+            pass
         return run, pooled_moments(spool, store.n_shards, model.hidden_size, model.vocab_size)
     sample = FeatureSpool(work / "pooled-sample")
-    parts = spool_pooled_sample(model, store, features, sample, progress)
-    announce(progress, store, store.n_shards)
+    parts = spool_pooled_sample(store, features, sample, workers, progress)
     return run, pooled_moments(sample, parts, model.hidden_size, model.vocab_size)
 
 

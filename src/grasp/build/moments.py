@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.features import FeatureSpool
-from grasp.build.forward import PositionAccumulators, ShardForward, forward_shard, token_moments
+from grasp.build.engine import Workers
+from grasp.build.forward import PositionSums, ShardForward
 from grasp.build.progress import Progress
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
@@ -21,6 +22,8 @@ from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
 Store = RowStore | ImageStore
+
+PART_ROWS = 256
 
 
 def sample_rows(supervised_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
@@ -47,38 +50,43 @@ def row_lengths(store: Store) -> NDArray[np.int64]:
 
 
 def build_token_moments(
-    model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, progress: Progress
+    model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
 ) -> PositionMoments:
-    """Token-level moments over the sample; computed once, kept in the work area for a resumed build."""
+    """Token-level moments over the sample; computed once, kept in the work area for a resumed build.
+
+    Each part of PART_ROWS rows has its own sums, which are merged in the order of the rows: the same digits, however
+    many workers there are.
+    """
     if work.has(0):
         return unspool_position_moments(work.read(0))
     length_N = row_lengths(store)
     index = sample_rows(length_N - store.unpredicted, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
-    accumulators = PositionAccumulators.empty(model, settings)
-    for start in range(0, len(index), 256):
-        rows = store.rows(index[start : start + 256])
-        token_moments(model, rows, settings, accumulators)
-        progress.advance(len(rows), rows.n_tokens)
-    moments = accumulators.moments()
+    parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]
+    sums = PositionSums.empty(model, settings)
+    found = workers.position_sums(store.rows(part) for part in parts)
+    for part, own in zip(parts, found, strict=True):
+        sums.merge(own)
+        progress.advance(len(part), int(length_N[part].sum()))
+    moments = sums.moments()
     work.write(0, spool_position_moments(moments))
     return moments
 
 
 def spool_pooled_sample(
-    model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, progress: Progress
+    store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
 ) -> int:
     """Run the model over the sample for the pooled moments; returns the number of parts in the work area."""
     index = pooled_sample(store.n_rows, settings.moment_rows, settings.seed)
     size = store.shard_rows
-    parts = -(-len(index) // size)
+    parts = {k: index[start : start + size] for k, start in enumerate(range(0, len(index), size))}
     progress.stage("pooled moments", rows=len(index), tokens=None)
-    for k in range(parts):
-        rows = store.rows(index[k * size : (k + 1) * size])
-        if not work.has(k):
-            work.write(k, forward_shard(model, rows, settings, None).spool())
-        progress.advance(len(rows), rows.n_tokens)
-    return parts
+    left = [k for k in parts if not work.has(k)]
+    progress.advance(sum(len(parts[k]) for k in parts.keys() - set(left)), 0)
+    for k, shard in workers.forward(((k, store.rows(parts[k])) for k in left), None):
+        work.write(k, shard.spool())
+        progress.advance(len(parts[k]), 0)
+    return len(parts)
 
 
 def pooled_moments(work: FeatureSpool, parts: int, hidden_size: int, vocab: int) -> Moments:

@@ -1,16 +1,19 @@
 """grasp build"""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import merged, names, require
+from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
 from grasp.cli.tables import size_text, skipped_text
 from grasp.errors import SettingsError
 from grasp.settings import BuildSettings, build_settings, target_settings
+
+if TYPE_CHECKING:
+    from grasp.build.cluster import ClusterSpec
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -19,7 +22,15 @@ REQUIRED = {
 }
 
 
-@app.command(epilog="Example: grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art")
+# \b keeps the lines of the epilog as they are.
+EXAMPLES = """\b
+Examples:
+  grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art
+  grasp build --out art --resume --engine ray --workers 8
+"""
+
+
+@app.command(epilog=EXAMPLES)
 def build(
     out: Path = typer.Option(..., "--out", help="Directory of the artifact."),
     model: str | None = typer.Option(None, "--model", help="Hugging Face checkpoint (directory, GGUF file or name)."),
@@ -35,9 +46,19 @@ def build(
     keep_features: bool | None = typer.Option(
         None, "--keep-features/--no-keep-features", help="Keep features, so that targets can be added without a pass."
     ),
+    engine: str = typer.Option("local", "--engine", help="local: this process; ray: workers of a Ray cluster."),
+    workers: int | None = typer.Option(
+        None, "--workers", min=1, help="Workers of the cluster; none: one for each GPU, or each core where it has none."
+    ),
+    address: str | None = typer.Option(
+        None, "--address", help="Ray cluster, e.g. auto or head:6379; none: one is started on this machine."
+    ),
     quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
 ) -> None:
-    """Run the model once over a corpus and write an artifact."""
+    """Run the model once over a corpus and write an artifact.
+
+    A build that was cut off goes on with --resume, on one machine or on a cluster, whatever it was begun on.
+    """
     flags = {
         "model.path": model,
         "model.dtype": dtype,
@@ -48,6 +69,8 @@ def build(
         "keep_features": keep_features,
     }
     if add_target is not None:
+        if engine != "local":
+            raise SettingsError(f"--engine: got {engine} with --add-target, which runs in this process; leave it out")
         _add(out, add_target, merged(config, assign, flags), quiet)
         return
     replay = out / "run.yaml"
@@ -55,16 +78,21 @@ def build(
         config = replay
     data = merged(config, assign, flags)
     require(data, REQUIRED, f"build --resume: there is no {replay}" if resume and config is None else "build")
-    _run(build_settings(data), out, resume, quiet)
+    settings = build_settings(data)
+    if engine == "local" and workers is not None:
+        raise SettingsError(f"--workers: got {workers}, which has no meaning without --engine ray; leave it out")
+    _run(settings, out, resume, quiet, cluster(engine, workers, address, settings.model.threads))
 
 
-def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool) -> None:
+def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool, spec: "ClusterSpec | None") -> None:
     from grasp.artifact.inspection import info
     from grasp.build.local import build as build_artifact
+    from grasp.build.ray_engine import RayEngine
 
+    engine = None if spec is None else RayEngine(spec)
     complete = resume and (out / "manifest.json").exists()
     with Watch(quiet=quiet) as watch:
-        build_artifact(settings, out, resume=resume, progress=watch)
+        build_artifact(settings, out, resume=resume, progress=watch, engine=engine)
     if complete:
         print(f"{out}: was complete already; corpus and model were not read again")
     done = info(out)

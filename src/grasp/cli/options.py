@@ -11,6 +11,7 @@ from grasp.settings import read_yaml
 
 if TYPE_CHECKING:
     from grasp.baselines.asked import AskedMethod
+    from grasp.build.cluster import ClusterSpec
     from grasp.protocol.scoring import ScoringProtocol
 
 
@@ -96,6 +97,23 @@ def with_calibration(protocol: "ScoringProtocol", text: str | None) -> "ScoringP
         return protocol
     changed = protocol.calibration.model_copy(update={"family": str(parse_family(text))})
     return protocol.model_copy(update={"calibration": changed})
+
+
+def cluster(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":
+    """The cluster to work on; none for `local`.
+
+    Raises:
+        SettingsError: no such engine, or an address without a cluster.
+    """
+    if engine not in ("local", "ray"):
+        raise SettingsError(f"--engine: got {engine!r}, expected local or ray")
+    if engine == "local":
+        if address is not None:
+            raise SettingsError(f"--address: got {address!r}, which has no meaning without --engine ray; leave it out")
+        return None
+    from grasp.build.cluster import ClusterSpec
+
+    return ClusterSpec(address, workers, threads or 1)
 
 
 def put(data: dict[str, Any], name: str, value: Any) -> None:

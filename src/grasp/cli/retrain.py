@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import merged, names, require
+from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
 from grasp.settings import RetrainSettings, Settings, retrain_settings
 
@@ -21,6 +21,7 @@ EXAMPLES = """\b
 Examples:
   grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic -B 64 --seeds 2 --out env
   grasp retrain --out env --resume
+  grasp retrain --out env --resume --engine ray --workers 16 --address auto
 """
 
 
@@ -38,6 +39,12 @@ def retrain(
     assign: list[str] = typer.Option([], "--set", help="One setting, e.g. --set overrides.steps=500; repeatable."),
     workers: int | None = typer.Option(None, "--workers", min=1, help="Processes that fill the environment."),
     stack: int | None = typer.Option(None, "--stack", min=1, help="Models that a worker trains as one program."),
+    engine: str = typer.Option(
+        "local", "--engine", help="local: processes here; ray: of a Ray cluster whose nodes all reach --out."
+    ),
+    address: str | None = typer.Option(
+        None, "--address", help="Ray cluster, e.g. auto or head:6379; none: one is started on this machine."
+    ),
     resume: bool = typer.Option(False, "--resume", help="Go on with the settings of the run.yaml that is there."),
     quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
 ) -> None:
@@ -67,8 +74,9 @@ def retrain(
     from grasp.fidelity.retrain import retrain as run
 
     settings = fitted_lengths(settings)
+    spec = cluster(engine, settings.workers, address, settings.threads)
     with Watch(quiet=quiet) as watch:
-        environment = run(settings, out, watch.runs)
+        environment = run(settings, out, watch.runs, cluster=spec)
     _print_done(environment, settings)
 
 

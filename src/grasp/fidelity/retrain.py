@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 import grasp
+from grasp.build.cluster import ClusterSpec, connected
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError, EnvironmentDataError, ModelError, SettingsError, SubsetError
 from grasp.fidelity.environment import ALL_SUFFIX, Environment, EnvironmentInfo, FamilyInfo, TargetInfo
@@ -66,7 +67,9 @@ class RetrainStatus:
 Progress = Callable[[RetrainStatus], None]
 
 
-def retrain(settings: RetrainSettings, out: Path, progress: Progress | None = None) -> Environment:
+def retrain(
+    settings: RetrainSettings, out: Path, progress: Progress | None = None, *, cluster: ClusterSpec | None = None
+) -> Environment:
     """Make an environment, or go on with one, until all of its runs are there.
 
     Several calls, from several machines that share `out`, fill it together. Seeds and subsets may be added to what was
@@ -74,6 +77,7 @@ def retrain(settings: RetrainSettings, out: Path, progress: Progress | None = No
 
     Args:
         progress: told of every stage, and of every step of the runs of this process.
+        cluster: spread the runs over a Ray cluster, whose nodes must all reach `out`; none: over processes here.
     Raises:
         GraspError: bad input, named, before anything is trained; a run that diverged; another environment in `out`.
             No finished run is lost.
@@ -81,7 +85,9 @@ def retrain(settings: RetrainSettings, out: Path, progress: Progress | None = No
     report = progress or _silent
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, report)
-    if settings.workers == 1:
+    if cluster is not None:
+        _fill_on_cluster(settings, environment, cluster, report)
+    elif settings.workers == 1:
         fill(settings, out, report)
     else:
         _fill_with_workers(settings, environment, report)
@@ -422,6 +428,19 @@ def _fill_with_workers(settings: RetrainSettings, environment: Environment, prog
             time.sleep(POLL_SECONDS)
         for future in futures:
             future.result()
+
+
+def _fill_on_cluster(
+    settings: RetrainSettings, environment: Environment, spec: ClusterSpec, progress: Progress
+) -> None:
+    """Fill from the workers of a cluster. The runs of one that dies are taken over when their leases end."""
+    clock = _Clock(environment)
+    own_threads = settings.model_copy(update={"threads": spec.threads})
+    with connected(spec) as cluster:
+        tasks = cluster.tasks(fill, own_threads, environment.path.resolve(), _silent)
+        while not cluster.done(tasks, POLL_SECONDS):
+            progress(clock.status(len(environment.pending()), (), 0, 0))
+    progress(clock.status(len(environment.pending()), (), 0, 0))
 
 
 class _Clock:

@@ -1,0 +1,163 @@
+"""A Ray cluster as GRASP uses it: connected to by address or started here, stateful workers, jobs that survive them.
+
+Only this module imports ray, and only when it is asked for.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from grasp.errors import EngineError, GraspError
+from grasp.extras import require
+
+JOBS_A_WORKER = 2  # one that runs, one that waits: no worker is idle while its next shard travels
+RETRIES = 3  # of one job whose worker died: a shard that kills every worker it meets must end the run
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """Which cluster, and how many workers on it.
+
+    Attributes:
+        address: as `ray.init` takes it, e.g. `auto`, `head:6379`, `ray://head:10001`; none: one is started here, on
+            this machine alone, and ends with the run.
+        workers: none: one for each GPU of the cluster, or where it has none one for each CPU core.
+        threads: CPU cores that one worker is given.
+    """
+
+    address: str | None = None
+    workers: int | None = None
+    threads: int = 1
+
+
+class Cluster:
+    """A connection, for as long as its `with` block lasts."""
+
+    def __init__(self, ray: ModuleType, spec: ClusterSpec) -> None:
+        self._ray = ray
+        self._threads = spec.threads
+        resources: dict[str, float] = ray.cluster_resources()
+        self._gpus = int(resources.get("GPU", 0))
+        cores = int(resources.get("CPU", 1))
+        self.workers = spec.workers or self._gpus or max(1, cores // spec.threads)
+        room = self._gpus or cores // spec.threads
+        if self.workers > room:
+            raise EngineError(
+                f"--workers: got {self.workers}, but the cluster has {self._gpus} GPUs and {cores} CPU cores, room for "
+                f"{room} of {spec.threads} threads; ask for {room} or fewer"
+            )
+
+    def put(self, value: Any) -> Any:
+        """A reference to a value that every worker may read."""
+        return self._ray.put(value)
+
+    def actors(self, kind: type, *arguments: Any) -> list[Any]:
+        """One actor a worker; a dead one is started again, with the same arguments."""
+        options = {"num_cpus": self._threads, "max_restarts": -1, "max_task_retries": RETRIES}
+        if self._gpus:
+            options["num_gpus"] = 1
+        remote = self._ray.remote(kind).options(**options)
+        return [remote.remote(*arguments) for _ in range(self.workers)]
+
+    def tasks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The same call once a worker, as references; a call whose worker dies is made again."""
+        options: dict[str, Any] = {"num_cpus": self._threads, "max_retries": RETRIES}
+        if self._gpus:
+            options["num_gpus"] = 1
+        remote = self._ray.remote(function).options(**options)
+        return [remote.remote(*arguments) for _ in range(self.workers)]
+
+    def done(self, references: Sequence[Any], seconds: float) -> bool:
+        """Wait so long for all of them; whether they have ended. The first error of any of them is raised here."""
+        ended, left = self._ray.wait(list(references), num_returns=len(references), timeout=seconds)
+        for reference in ended:
+            self.result(reference)
+        return not left
+
+    def result(self, reference: Any) -> Any:
+        """What a job gave.
+
+        Raises:
+            GraspError: what the job itself raised.
+            EngineError: its worker died, again and again.
+        """
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except errors.RayTaskError as err:
+            if isinstance(err.cause, GraspError):
+                raise err.cause from None
+            raise
+        except (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError) as err:
+            reason = " ".join(str(err).split())[:300]
+            raise EngineError(
+                f"--engine ray: a worker died {RETRIES + 1} times on the same job: {reason}; if memory ran out, lower "
+                "model.batch_tokens or shard_rows, then run again with --resume: what is finished is kept"
+            ) from err
+
+    def spread(
+        self, actors: Sequence[Any], jobs: Iterable[tuple[int, Any]], call: Callable[[Any, Any], Any]
+    ) -> Iterator[tuple[int, Any]]:
+        """Results of numbered jobs as they come; few are under way at a time, whatever their number.
+
+        Args:
+            call: makes a reference of an actor and a job.
+        """
+        queue = _Queue(deque(actor for _ in range(JOBS_A_WORKER) for actor in actors))
+        for k, job in jobs:
+            if not queue.free:
+                yield self._next(queue)
+            actor = queue.free.popleft()
+            queue.running[call(actor, job)] = (k, actor)
+        while queue.running:
+            yield self._next(queue)
+
+    def _next(self, queue: "_Queue") -> tuple[int, Any]:
+        (reference, *_), _ = self._ray.wait(list(queue.running), num_returns=1)
+        k, actor = queue.running.pop(reference)
+        queue.free.append(actor)
+        return k, self.result(reference)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """Places at actors that are free, and what the others are at."""
+
+    free: deque[Any]
+    running: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+
+
+@contextmanager
+def connected(spec: ClusterSpec) -> Iterator[Cluster]:
+    """Connect to the cluster of `spec`, or start one; what was started is stopped at the end.
+
+    Raises:
+        MissingExtraError: ray is not installed.
+        EngineError: nothing answers at the address, or there is no room for the workers.
+    """
+    ray = require("ray", extra="ray", feature="--engine ray")
+    own = not ray.is_initialized()
+    if own:
+        try:
+            ray.init(address=spec.address, log_to_driver=False, logging_level="error", **_local_only(spec))
+        except (ConnectionError, ValueError, RuntimeError) as err:
+            raise EngineError(
+                f"--address: no Ray cluster answers at {spec.address!r}: {' '.join(str(err).split())[:200]}; start one "
+                "with `ray start --head`, or leave the flag out to use this machine"
+            ) from err
+    try:
+        yield Cluster(ray, spec)
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _local_only(spec: ClusterSpec) -> dict[str, Any]:
+    """What only a cluster that is started here may be told."""
+    if spec.address is not None:
+        return {}
+    cores = None if spec.workers is None else spec.workers * spec.threads
+    return {"include_dashboard": False, "num_cpus": cores, "configure_logging": False}
