@@ -160,8 +160,8 @@ class World:
         for target in self.artifact.targets:
             own = [unit for unit in drawn if unit.target == target]
             fresh = [unit for unit in own if unit.unit_id not in selected][: self.settings.fresh_units]
-            found += [_with_choices(unit, False) for unit in own if unit.unit_id in selected]
-            found += [_with_choices(unit, True) for unit in fresh]
+            found += [with_choices(unit, False) for unit in own if unit.unit_id in selected]
+            found += [with_choices(unit, True) for unit in fresh]
         return tuple(found)
 
     def units_file(self) -> Path:
@@ -217,7 +217,12 @@ def choice_id(unit_id: str, k: int) -> str:
     return f"{unit_id}/{k}"
 
 
-def _with_choices(unit: Unit, is_fresh: bool) -> ScoredUnit:
+def with_choices(unit: Unit, is_fresh: bool) -> ScoredUnit:
+    """A unit with its choices.
+
+    Raises:
+        SettingsError: it has none that follow its prompt.
+    """
     if unit.gold is None or len(unit.choices) < 2 or unit.choices[unit.gold] != unit.completion:
         raise SettingsError(
             f"unit {unit.unit_id!r} of {unit.target}: has no choices that follow its prompt, so no accuracy; name "

@@ -1,8 +1,9 @@
 """From realized utilities to the table: losses and accuracy of every selection, and how far from random choice.
 
 Intervals are of a mean over training seeds and units, both drawn at random: the variances of the two means add up (an
-upper bound, since each holds a share of the noise of single runs), with Satterthwaite's degrees of freedom. Differences
-from random choice are taken seed by seed and unit by unit, and the spread of the random selections is a third part.
+upper bound, since each holds a share of the noise of single runs), with Satterthwaite's degrees of freedom, which with
+three seeds is an approximation: nine in ten of them or a little more hold the truth. Differences from random choice are
+taken seed by seed and unit by unit, and the spread of the random selections is a third part.
 
 Shape letters: D draws of a random selection, S seeds, U units or documents, E units of the environment.
 """

@@ -1,0 +1,316 @@
+"""Curation by training, on a small world: who is chosen, who is never trained on, what the table says."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.curation import run as running
+from experiments.curation.choices import Asked, best_rows, drawn, in_whole_rows, sampled
+from experiments.curation.gpt2 import train_gpt2
+from experiments.curation.run import Experiment
+from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, held_out_documents, with_choices
+from experiments.curation.table import estimate
+from grasp.build.local import build
+from grasp.errors import SettingsError
+from grasp.fidelity.environment import Environment
+from grasp.models.llama import LlamaShape
+from grasp.models.recipe import named_recipe
+from grasp.models.rows import InMemoryRows
+from grasp.protocol.scoring import default_protocol, save_protocol
+from grasp.settings import build_settings
+from grasp.targets import Unit
+from tests.build.world import WORDS, write_checkpoint, write_corpus
+
+SHAPE = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 48}
+RECIPE = {"shape": SHAPE, "steps": 3, "warmup_steps": 1, "batch_rows": 4}
+
+
+def write_choices(path, task, n_units=7):
+    """Units with three choices each."""
+    generator = np.random.default_rng(len(task))
+    with path.open("w") as file:
+        for i in range(n_units):
+            choices = [" " + word for word in generator.choice(WORDS, size=3, replace=False)]
+            line = {"task": task, "unit_id": f"{task}-{i}", "prompt": f"What is {WORDS[i]}?"}
+            file.write(json.dumps(line | {"completion": choices[i % 3], "choices": choices, "gold": i % 3}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def art(tmp_path_factory):
+    place = tmp_path_factory.mktemp("curation")
+    settings = build_settings(
+        {
+            "model": {"path": str(write_checkpoint(place / "model"))},
+            "corpus": {
+                "path": str(write_corpus(place / "corpus.jsonl", 60)),
+                "max_length": 48,
+                "max_rows_per_document": 1,
+            },
+            "targets": {
+                "names": [str(write_choices(place / f"{task}.jsonl", task)) for task in ("facts", "sky")],
+                "units_per_target": 4,
+                "max_length": 48,
+            },
+        }
+    )
+    return build(settings, place / "art")
+
+
+def small(art, **changed):
+    given = {
+        "first_target": "facts",
+        "seeds": (0, 1),
+        "draws": 2,
+        "budgets": (0.2,),
+        "held_out": 10,
+        "overrides": RECIPE,
+    }
+    return Settings(art, **given | changed)
+
+
+@pytest.fixture(scope="module")
+def experiment(art, tmp_path_factory):
+    """The whole of it, with the crossing of architectures."""
+    place = tmp_path_factory.mktemp("run")
+    one = Experiment(small(art), place / "work", place / "result.json")
+    one.run(cross=True)
+    return one
+
+
+def subsets(world):
+    table = pq.read_table(world.work / "subsets.parquet").to_pylist()
+    found = {}
+    for line in table:
+        found.setdefault(line["subset_id"], []).append(line["row_id"])
+    return found
+
+
+def result(experiment):
+    return json.loads(experiment.out.read_text())
+
+
+def test_held_out_documents_are_never_chosen_nor_trained_on(experiment):
+    world = experiment.world
+    pool = set(np.array(world.row_ids.to_pylist())[world.pool_N])
+    assert (~world.pool_N).sum() == 10
+    assert all(set(rows) <= pool for rows in subsets(world).values())
+    trained = Environment.open(world.work / "llama")
+    assert trained.info.n_rows == 50
+    corpus = pq.read_table(world.work / "pool").column("row_id").to_pylist()
+    assert set(corpus) == pool
+    held_out = [unit_id for target, unit_id in trained.units if target == HELD_OUT]
+    assert {unit_id.removeprefix(f"{HELD_OUT}:") for unit_id in held_out} == set(world.row_ids.to_pylist()) - pool
+
+
+def test_every_selection_is_of_the_budget_and_names_a_row_once(experiment):
+    rows = subsets(experiment.world)
+    for choice in experiment.chosen["llama"]:
+        assert len(rows[choice.subset_id]) == choice.rows == round(choice.asked.share * 50)
+        assert len(set(rows[choice.subset_id])) == choice.rows
+
+
+def test_what_methods_choose_alike_is_trained_on_once(experiment):
+    by_method = {one.asked.method: one.subset_id for one in experiment.chosen["llama"][:5]}
+    assert set(by_method) == {"random", "bm25", "additive", "grasp", "mixture"}
+    assert by_method["additive"] == by_method["grasp"]  # the protocol that ships has no geometry
+    assert len(set(by_method.values())) == 4
+    trained = Environment.open(experiment.work / "llama").subset_ids
+    assert len(trained) == len(set(trained))
+
+
+def test_additive_choice_is_the_greatest_relevance(experiment):
+    world, (choice,) = (
+        experiment.world,
+        [one for one in experiment.chosen["llama"] if one.asked == Asked("additive", "all", 0.2)],
+    )
+    artifact = world.artifact
+    mean_N = np.concatenate(
+        [block.mean(axis=1, dtype=np.float64) for _, block in artifact.array_blocks("relevance_token")]
+    )
+    expected = np.array(world.row_ids.to_pylist())[best_rows(mean_N, world.pool_N, 10)]
+    assert set(subsets(world)[choice.subset_id]) == set(expected)
+
+
+def test_the_table_is_what_the_environment_holds(experiment):
+    world, environment = experiment.world, Environment.open(experiment.work / "llama")
+    known = environment.utilities()
+    place = {unit_id: e for e, unit_id in enumerate(known.unit_ids)}
+    (line,) = [
+        one for one in result(experiment)["trained"]["llama"]
+        if (one["method"], one["targets"], one["share"]) == ("bm25", "facts", 0.2)
+    ]  # fmt: skip
+    utility_SE = known.values_BSE[known.subset_ids.index(line["subset_id"])]
+    units = [unit for unit in world.scored_units if unit.target == "facts"]
+    assert sum(unit.is_fresh for unit in units) == 3
+    gold = {
+        fresh: [place[choice_id(u.unit_id, u.gold)] for u in units if u.is_fresh == fresh] for fresh in (True, False)
+    }
+    assert line["selected_loss"]["mean"] == pytest.approx(-utility_SE[:, gold[False]].mean())
+    assert line["fresh_loss"]["mean"] == pytest.approx(-utility_SE[:, gold[True]].mean())
+    held_out = [e for e, target in enumerate(known.targets) if target == HELD_OUT]
+    assert line["held_out_loss"]["mean"] == pytest.approx(-utility_SE[:, held_out].mean())
+    right = []
+    for unit in units:
+        tokens = [len(ids) for ids in world.material.tokenizer.encode(list(unit.choices))]
+        sums = [
+            [-utility_SE[s, place[choice_id(unit.unit_id, k)]] * tokens[k] / len(unit.choices[k]) for k in range(3)]
+            for s in range(2)
+        ]
+        right += [min(range(3), key=own.__getitem__) == unit.gold for own in sums]
+    assert line["accuracy"]["mean"] == pytest.approx(np.mean(right))
+    draws = [
+        one.subset_id for one in experiment.chosen["llama"] if (one.asked.method, one.asked.share) == ("random", 0.2)
+    ]
+    random_DSE = known.values_BSE[[known.subset_ids.index(name) for name in dict.fromkeys(draws)]]
+    assert len(random_DSE) == 2
+    difference = -utility_SE[:, gold[True]].mean() + random_DSE[:, :, gold[True]].mean()
+    assert line["fresh_loss_minus_random"]["mean"] == pytest.approx(difference)
+
+
+def test_both_architectures_are_trained_on_what_either_chose(experiment):
+    tables = result(experiment)["trained"]
+    scored = {
+        name: {one["scored_by"] for one in lines if one["method"] == "grasp" and one["share"] == 0.2}
+        for name, lines in tables.items()
+    }
+    assert scored == {"llama": {"llama", "gpt2"}, "gpt2": {"llama", "gpt2"}}
+    info = Environment.open(experiment.work / "gpt2").info
+    assert info.recipe == "tiny-gpt2"
+    assert info.recipe_settings["architecture"]["n_embd"] == SHAPE["hidden"]
+    assert not info.reference
+
+
+def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, monkeypatch):
+    first = experiment.out.read_bytes()
+    monkeypatch.setattr("grasp.fidelity.retrain.train_stacked", None)
+    monkeypatch.setattr("experiments.curation.gpt2.train_gpt2", None)
+    monkeypatch.setattr("experiments.curation.choices.select", None)
+    Experiment(experiment.settings, experiment.work, experiment.out).run(cross=True)
+    assert experiment.out.read_bytes() == first
+
+
+def test_another_protocol_adds_its_own_and_keeps_the_rest(experiment, tmp_path, monkeypatch):
+    protocol = default_protocol().model_copy(update={"name": "other", "components": {"joint.raw": -5.0}})
+    save_protocol(protocol, tmp_path / "protocol.yaml")
+    before = Environment.open(experiment.work / "llama").subset_ids
+    trained = []
+    original = running.retrain
+    monkeypatch.setattr(running, "retrain", lambda *given: trained.append(1) or original(*given))
+    settings = replace(experiment.settings, protocol=tmp_path / "protocol.yaml")
+    again = Experiment(settings, experiment.work, tmp_path / "result.json")
+    again.run(cross=False)
+    by_method = {one.asked.method: one.subset_id for one in again.chosen["llama"][:5]}
+    assert by_method["grasp"] != by_method["additive"]
+    assert by_method["additive"] in before
+    after = Environment.open(experiment.work / "llama").subset_ids
+    assert after[: len(before)] == before
+    assert by_method["grasp"] in after
+    assert trained
+
+
+def test_bad_settings_are_refused(art, tmp_path, capsys):
+    with pytest.raises(SettingsError, match=r"--target: got 'fact', .*art has facts, sky"):
+        World(small(art, first_target="fact"), tmp_path)
+    with pytest.raises(SettingsError, match="--held-out: got 60, the corpus has 60 rows"):
+        World(small(art, held_out=60), tmp_path)
+    arguments = ["--artifact", str(art), "--work", str(tmp_path / "w"), "--out", str(tmp_path / "no" / "r.json")]
+    assert running.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: --out: there is no directory {tmp_path / 'no'}")
+
+
+def test_units_without_choices_are_refused(art, tmp_path):
+    world = World(small(art), tmp_path)
+    assert world.scored_units
+    unit = Unit("facts-0", "facts", "What?", " water")
+    with pytest.raises(SettingsError, match="unit 'facts-0' of facts: has no choices that follow its prompt"):
+        with_choices(unit, False)
+
+
+# ------------------------------------------------------------------------------------------------- kernels
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 40)), min_size=1, max_size=8))
+def test_whole_rows_keep_the_sum_and_what_there_is(pairs):
+    held_G = np.array([max(held, int(np.ceil(wanted))) for wanted, held in pairs])
+    wanted_G = np.array([wanted for wanted, _ in pairs])
+    found = in_whole_rows(wanted_G.copy(), held_G)
+    assert found.sum() == round(wanted_G.sum())
+    assert (found <= held_G).all()
+    assert (np.abs(found - wanted_G) <= 1 + 1e-6).all()
+
+
+def test_sampled_rows_are_of_their_values_and_of_the_pool():
+    codes_N = np.arange(30, dtype=np.int32) % 3
+    pool_N = np.arange(30) >= 6
+    rows = sampled(codes_N, pool_N, np.array([4, 0, 2]), ("facts", "6"))
+    assert sorted(codes_N[rows]) == [0, 0, 0, 0, 2, 2]
+    assert len(set(rows)) == 6
+    assert pool_N[rows].all()
+
+
+def test_random_draws_differ_and_are_of_the_pool():
+    pool_N = np.arange(40) % 4 > 0
+    first, second = drawn(pool_N, 10, 0), drawn(pool_N, 10, 1)
+    assert pool_N[first].all()
+    assert len(set(first)) == 10
+    assert set(first) != set(second)
+    np.testing.assert_array_equal(first, drawn(pool_N, 10, 0))
+
+
+def test_more_held_out_documents_hold_fewer():
+    assert set(held_out_documents(50, 5)) < set(held_out_documents(50, 20))
+
+
+def test_intervals_cover_the_mean_where_seeds_and_units_are_drawn():
+    rng = np.random.default_rng(0)
+    covered = []
+    for _ in range(400):
+        values_SU = rng.normal(size=(3, 1)) * 0.3 + rng.normal(size=(1, 40)) + 0.5 * rng.normal(size=(3, 40))
+        found = estimate(values_SU[None])
+        covered.append(found.low <= 0.0 <= found.high)
+    assert 0.9 <= np.mean(covered) <= 0.98
+
+
+def test_an_interval_of_units_alone_is_students():
+    values_U = np.random.default_rng(1).normal(size=20)
+    found = estimate(np.broadcast_to(values_U, (1, 2, 20)))
+    half = 2.093024 * values_U.std(ddof=1) / 20**0.5  # Student's t, 19 degrees of freedom
+    assert (found.low, found.high) == pytest.approx((values_U.mean() - half, values_U.mean() + half), rel=1e-5)
+    assert estimate(values_U[None, None]).low is None
+
+
+def gpt2_rows(seed=0, last=None):
+    rows = [np.random.default_rng(seed + i).integers(0, 50, size=12) for i in range(9)]
+    return InMemoryRows.of([*rows, rows[0] if last is None else last])
+
+
+def gpt2_recipe(**changed):
+    shape = LlamaShape(vocab_size=50, hidden=8, intermediate=12, layers=1, heads=2, context=16)
+    given = {"shape": shape, "steps": 6, "warmup_steps": 1, "batch_rows": 4}
+    return named_recipe("tiny").model_copy(update=given | changed)
+
+
+def test_a_gpt2_is_trained_on_the_rows_that_are_retained_and_no_others():
+    retained = np.arange(10) < 9
+    first = train_gpt2(gpt2_recipe(), gpt2_rows(), seed=0, retained=retained).state_dict()
+    other = train_gpt2(gpt2_recipe(), gpt2_rows(last=np.arange(12)), seed=0, retained=retained).state_dict()
+    assert all(torch.equal(one, other[name]) for name, one in first.items())
+    everything = train_gpt2(gpt2_recipe(), gpt2_rows(last=np.arange(12)), seed=0, retained=None).state_dict()
+    assert any(not torch.equal(one, everything[name]) for name, one in first.items())
+
+
+def test_a_gpt2_learns_its_rows():
+    rows = InMemoryRows.of([np.arange(12) for _ in range(10)])
+    ids = torch.arange(12)[None]
+    losses = []
+    for steps in (2, 80):
+        model = train_gpt2(gpt2_recipe(steps=steps, learning_rate=2e-2), rows, seed=0, retained=None)
+        losses.append(float(model(input_ids=ids, labels=ids).loss.detach()))
+    assert losses[1] < 0.5 < 3.0 < losses[0]
