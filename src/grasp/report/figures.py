@@ -323,12 +323,8 @@ def _figure(height: int) -> Any:
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
         dragmode=False,
     )
-    figure.update_xaxes(
-        title_font_size=13, automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True
-    )
-    figure.update_yaxes(
-        title_font_size=13, automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True
-    )
+    figure.update_xaxes(automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True)
+    figure.update_yaxes(automargin=True, gridcolor=GRID, linecolor=GRID, zeroline=False, fixedrange=True)
     return figure
 
 
@@ -355,4 +351,7 @@ def _numbers(values: Any) -> list[float | None]:
 def _plain(figure: Any) -> Figure:
     plain: Figure = json.loads(figure.to_json())
     plain["layout"].pop("template", None)
+    for axis in ("xaxis", "yaxis"):
+        if "title" in plain["layout"][axis]:
+            plain["layout"][axis]["title"]["font"] = {"size": 13}  # plotly's own is larger than our text
     return plain

@@ -33,6 +33,7 @@ offline = require("plotly.offline", extra="report", feature="a report")
 
 View = dict[str, Any]
 
+SHARES_SHOWN = 30  # values of a label in a selection
 SCRIPTS = ("figures.js", "whatif.js")
 SKIPPED = {"empty": "empty", "whitespace": "only white space", "one_token": "of one token", "cut": "ends of documents"}
 
@@ -410,16 +411,21 @@ def _selection(found: SelectionSummary, plots: dict[str, draw.Figure]) -> View:
         "facts": facts,
         "targets": _target_lines(found.targets, found.utility_of_the_corpus, found.utility, found.trust),
         "trust": _trust(found.trust),
-        "labels": [
-            {
-                "name": one_name,
-                "pool": _percent(one.pool, sum(other.pool for other in found.labels)),
-                "taken": _percent(one.taken, sum(other.taken for other in found.labels)),
-            }
-            for one_name, one in zip(unique_names([one.value for one in found.labels]), found.labels, strict=True)
-        ],
+        "labels": _shares(found),
         "notes": [plain(note) for note in found.notes],
     }
+
+
+def _shares(found: SelectionSummary) -> list[View]:
+    """What is taken of each value, the most first, the tail as one."""
+    pool, taken = sum(one.pool for one in found.labels), sum(one.taken for one in found.labels)
+    named = list(zip(unique_names([one.value for one in found.labels]), found.labels, strict=True))
+    named.sort(key=lambda pair: -pair[1].taken)
+    lines = [(one_name, one.pool, one.taken) for one_name, one in named[:SHARES_SHOWN]]
+    rest = [one for _, one in named[SHARES_SHOWN:]]
+    if rest:
+        lines.append((f"{len(rest):,} other values", sum(one.pool for one in rest), sum(one.taken for one in rest)))
+    return [{"name": line[0], "pool": _percent(line[1], pool), "taken": _percent(line[2], taken)} for line in lines]
 
 
 def _mixture(found: MixtureSummary, plots: dict[str, draw.Figure]) -> View:
