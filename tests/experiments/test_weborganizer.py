@@ -1,0 +1,105 @@
+"""Retrieval and category shares on small worlds: pages that ask are never ranked, shares are those of a double loop."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from experiments.curation.setting import held_out_documents
+from experiments.weborganizer import related, shares
+from grasp.artifact.reader import Artifact
+from grasp.build.local import build
+from grasp.errors import ArtifactError, SettingsError
+from tests.build.world import TOPICS, texts, world, write_checkpoint
+
+N = 40
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Each topic has words of its own, so that words find topics."""
+    place = tmp_path_factory.mktemp("pages")
+    table = {
+        "doc_id": [f"page-{i}" for i in range(N)],
+        "text": [f"{text} {' '.join([TOPICS[i % 3]] * 9)} and more" for i, text in enumerate(texts(N))],
+        "topic": [TOPICS[i % 3] for i in range(N)],
+        "format": ["list" if i % 2 else "essay" for i in range(N)],
+    }
+    pq.write_table(pa.table(table), place / "corpus.parquet")
+    model = write_checkpoint(place / "model")
+    return related.Pages(place / "corpus.parquet", place / "work", held_out=12, queries=9, model=model)
+
+
+@pytest.fixture(scope="module")
+def found(pages):
+    return related.run(pages, [6], "bm25,grasp,grasp+bm25", pages.work / "related.json")
+
+
+def test_pages_that_ask_are_not_ranked_and_carry_their_labels(pages, found):
+    ranked = set(pq.read_table(pages.artifact().rows_path).column("doc_id").to_pylist())
+    apart = [f"page-{i}" for i in held_out_documents(N, 12)]
+    assert ranked == {f"page-{i}" for i in range(N)} - set(apart)
+    lines = [json.loads(line) for line in pages.queries().read_text().splitlines()]
+    assert {line["unit_id"] for line in lines} <= set(apart[:9])
+    for line in lines:
+        assert line["topic"] == TOPICS[int(line["unit_id"].removeprefix("page-")) % 3]
+    assert {one.related.name for one in found} == {"topic", "format"}
+
+
+def test_words_that_only_one_topic_has_find_it(pages, found):
+    (bm25,) = [one for one in found if (one.score, one.related.name) == ("bm25", "topic")]
+    assert bm25.mean.mean > 2.0
+    written = json.loads((pages.work / "related.json").read_text())
+    (line,) = [one for one in written["found"] if (one["score"], one["label"]) == ("bm25", "topic")]
+    assert line["lift"]["mean"] == bm25.mean.mean
+    assert f"{bm25.mean.mean:.2f} ({bm25.mean.low:.2f} to" in (pages.work / "related.md").read_text()
+
+
+def test_a_corpus_without_labels_is_refused(pages, tmp_path):
+    pq.write_table(pa.table({"doc_id": ["a"], "text": ["b"], "topic": ["c"]}), tmp_path / "c.parquet")
+    with pytest.raises(SettingsError, match=r"--corpus: .*c\.parquet: lacks \['format'\]"):
+        related.Pages(tmp_path / "c.parquet", tmp_path, held_out=1, queries=1, model=None)
+    with pytest.raises(SettingsError, match="--queries: got 3, expected at most the 2 pages of --held-out"):
+        related.Pages(pages.corpus, tmp_path, held_out=2, queries=3, model=None)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two artifacts of one corpus: exact and cut residuals stand for two checkpoints."""
+    place = tmp_path_factory.mktemp("shares")
+    first = build(world(place), place / "art-1")
+    return [first, build(world(place, features={"top_k": 2}), place / "art-2")]
+
+
+def test_shares_are_those_of_the_double_loop(checkpoints):
+    (trend,), (names,) = shares.measured(checkpoints, ["topic"], "facts")
+    for c, path in enumerate(checkpoints):
+        artifact = Artifact.open(path)
+        topics = pq.read_table(artifact.rows_path).column("topic").to_pylist()
+        values_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
+        mean = {t: np.mean([row.mean() for row, own in zip(values_NE, topics, strict=True) if own == t]) for t in names}
+        up, down = sum(max(one, 0) for one in mean.values()), -sum(min(one, 0) for one in mean.values())
+        expected = [mean[t] / up if mean[t] > 0 else mean[t] / down for t in names]
+        np.testing.assert_allclose(trend.share_CGT[c, :, 0], expected, rtol=1e-4)
+        np.testing.assert_allclose(trend.mean_CGT[c, :, 0], [mean[t] for t in names], rtol=1e-4)
+
+
+def test_the_command_writes_shares_and_figure(checkpoints, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "shares.json"
+    arguments = [*map(str, checkpoints), "--target", "facts", "--by", "topic", "--out", str(out)]
+    assert shares.main(arguments) == 0
+    (label,) = json.loads(out.read_text())["labels"]
+    assert label["checkpoints"] == ["art-1", "art-2"]
+    assert set(label["share"]) == set(TOPICS)
+    assert out.with_suffix(".svg").stat().st_size > 1000
+    assert shares.main([*arguments[:2], "--target", "sky", "--out", str(out)]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_another_corpus_is_refused(checkpoints, tmp_path):
+    other = build(world(tmp_path, n_rows=20), tmp_path / "art")
+    with pytest.raises(ArtifactError, match="was built on another corpus"):
+        shares.measured([other, checkpoints[0]], ["topic"], "facts")
