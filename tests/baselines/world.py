@@ -19,8 +19,8 @@ from grasp.build.local import build
 from grasp.fidelity.environment import Environment
 from grasp.fidelity.retrain import retrain
 from grasp.models.tokenizer import train_tokenizer
-from grasp.protocol.methods import retrained
 from grasp.protocol.development import Scored
+from grasp.protocol.methods import retrained
 from grasp.settings import build_settings, retrain_settings
 from tests.build.world import TOPICS, texts, write_targets
 
