@@ -1,7 +1,7 @@
 """What is in an artifact, and whether it is still what was written."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from grasp.artifact.manifest import (
     read_record,
 )
 from grasp.artifact.reader import why_not_open
+from grasp.artifact.remote import RemoteFiles, remote_url
 from grasp.errors import ArtifactError
 
 
@@ -36,7 +37,7 @@ class Problem:
 class VerifyReport:
     """Outcome of a verification: what was checked, and everything that is broken."""
 
-    path: Path
+    path: str
     complete: bool  # False: a build in progress, of which the finished shards were checked
     n_files: int
     n_bytes: int
@@ -92,29 +93,45 @@ class ArtifactInfo:
 def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Compare every file with the size and checksum that were noted when it was written.
 
-    Of an unfinished artifact, and of one whose manifest is damaged, the finished shards are checked.
+    Of an unfinished artifact, and of one whose manifest is damaged, the finished shards are checked. Files behind a URL
+    are read where they lie; nothing of them is kept.
 
     Args:
         progress: called after each file with the bytes read so far, and the bytes to read.
     Raises:
         ArtifactError: there is no artifact, or one of another format version.
     """
+    if (url := remote_url(path)) is not None:
+        remote, manifest = RemoteFiles.open(url)
+        problems, total = _compared(manifest.files, remote.fault, progress)
+        return VerifyReport(url, True, len(manifest.files), total, tuple(problems))
     path = Path(path)
     complete = (path / MANIFEST).exists()
     if not complete and not (path / BUILD).exists():
         raise ArtifactError(why_not_open(path))
+    before: list[Problem] = []
+    there = _manifest_or_problem(path, before) if complete else None
+    expected = dict(there.files) if there else dict(_marked(path, before))
+    problems, total = _compared(expected, lambda name, entry: _fault(path / name, entry), progress)
+    return VerifyReport(str(path), complete, len(expected), total, (*before, *problems))
+
+
+def _compared(
+    expected: Mapping[str, FileEntry],
+    fault: Callable[[str, FileEntry], str | None],
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[Problem], int]:
+    """What is wrong with each file, and the bytes of all."""
     problems: list[Problem] = []
-    manifest = _manifest_or_problem(path, problems) if complete else None
-    expected = dict(manifest.files) if manifest else dict(_marked(path, problems))
     total, done = sum(entry.bytes for entry in expected.values()), 0
     for name in sorted(expected):
-        found = _fault(path / name, expected[name])
+        found = fault(name, expected[name])
         if found:
             problems.append(Problem(name, found))
         done += expected[name].bytes
         if progress is not None:
             progress(done, total)
-    return VerifyReport(path, complete, len(expected), total, tuple(problems))
+    return problems, total
 
 
 def info(path: Path | str) -> ArtifactInfo:
@@ -123,6 +140,9 @@ def info(path: Path | str) -> ArtifactInfo:
     Raises:
         ArtifactError: there is no artifact, its manifest is damaged, or it is of another format version.
     """
+    if (url := remote_url(path)) is not None:
+        remote, manifest = RemoteFiles.open(url)
+        return replace(_describe(remote.cache, manifest), path=url)
     path = Path(path)
     if (path / MANIFEST).exists():
         return _describe(path, parse_manifest(path / MANIFEST, (path / MANIFEST).read_bytes()))

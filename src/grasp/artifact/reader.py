@@ -23,6 +23,7 @@ from grasp.artifact.manifest import (
     parse_manifest,
     read_record,
 )
+from grasp.artifact.remote import RemoteFiles, remote_url
 from grasp.errors import ArtifactError
 
 RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token", "input": "relevance_input"}
@@ -39,19 +40,23 @@ Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
 class Artifact:
     """A complete artifact. Opening reads the manifest only; arrays are read block by block."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
+    def __init__(self, path: Path, manifest: Manifest, remote: RemoteFiles | None = None) -> None:
+        self.path = path  # of a remote artifact the directory that keeps what was fetched of it
         self.manifest = manifest
+        self._remote = remote
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open a complete artifact.
+        """Open a complete artifact: a directory, or a URL whose files are fetched as they are needed.
 
         Raises:
             ArtifactError: nothing there, not finished (how far it is, and how to go on), damaged, or of
                 another format version (both versions named).
         """
+        if (url := remote_url(path)) is not None:
+            remote, manifest = RemoteFiles.open(url)
+            return cls(remote.cache, manifest, remote)
         path = Path(path)
         try:
             data = (path / MANIFEST).read_bytes()
@@ -79,7 +84,7 @@ class Artifact:
     @property
     def rows_path(self) -> Path:
         """rows.parquet: row_index, row_id, doc_id, n_tokens, loss, snippet, labels; in row order."""
-        return self.path / ROWS
+        return self._file(ROWS)
 
     @property
     def features(self) -> FeatureSpool:
@@ -89,18 +94,18 @@ class Artifact:
     @cached_property
     def units(self) -> pa.Table:
         """Units in the order of the columns of the relevance arrays."""
-        tables = [_table(self.path / name) for name in self.manifest.units]
+        tables = [_table(self._file(name)) for name in self.manifest.units]
         return pa.concat_tables(tables, promote_options="default").combine_chunks()
 
     @cached_property
     def moments(self) -> "Moments":
         """What the build kept beside the arrays; each is read when it is asked for."""
-        return Moments([self.path / name for name in self.manifest.moments], sums=False)
+        return Moments([self._file(name) for name in self.manifest.moments], sums=False)
 
     @cached_property
     def sums(self) -> "Moments":
         """float64 totals over all rows, by name, as the build gave them: before the gain of an array."""
-        return Moments([self.path / name for name in self.manifest.moments], sums=True)
+        return Moments([self._file(name) for name in self.manifest.moments], sums=True)
 
     def relevance_name(self, match: str) -> str:
         """Array that holds the relevance of a kernel: `pooled`, `token` or `input`."""
@@ -169,11 +174,15 @@ class Artifact:
             schema = pq.read_schema(self.rows_path)
         tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
         for k, where in self._by_shard(rows):
-            table = _table(self.path / part_dir(0) / "shards" / f"{k:05d}.parquet")
+            table = _table(self._file(part_dir(0) / "shards" / f"{k:05d}.parquet"))
             tables.append(table.take(rows[where] - k * self.grid.shard_rows))
             places.append(where)
         found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
         return found.take(np.argsort(np.concatenate(places))).combine_chunks()
+
+    def _file(self, name: Path | str) -> Path:
+        """Where a file of the artifact lies on this machine."""
+        return self.path / name if self._remote is None else self._remote.fetched(Path(name).as_posix())
 
     def _entry(self, name: str) -> Any:
         try:
@@ -197,7 +206,7 @@ class Artifact:
         return picks, len(chosen)
 
     def _scale(self, group: ColumnGroup) -> NDArray[np.float32]:
-        path = self.path / array_dir(group.name + ".scale") / "c.0"
+        path = self._file(array_dir(group.name + ".scale") / "c.0")
         _check_size(path, 4 * (group.stop - group.start))
         return np.fromfile(path, dtype="<f4").astype(np.float32)
 
@@ -229,7 +238,7 @@ class Artifact:
                 out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
 
     def _chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
-        path = self.path / chunk_file(group.name, k)
+        path = self._file(chunk_file(group.name, k))
         dtype = np.dtype(group.dtype).newbyteorder("<")
         shape = (self.grid.chunk_rows, group.stop - group.start)
         _check_size(path, dtype.itemsize * shape[0] * shape[1])

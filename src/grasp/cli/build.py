@@ -27,12 +27,13 @@ EXAMPLES = """\b
 Examples:
   grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art
   grasp build --out art --resume --engine ray --workers 8
+  grasp build --config run.yaml --out s3://bucket/art
 """
 
 
 @app.command(epilog=EXAMPLES)
 def build(
-    out: Path = typer.Option(..., "--out", help="Directory of the artifact."),
+    out: Path = typer.Option(..., "--out", help="Directory of the artifact, or a URL such as s3://bucket/art."),
     model: str | None = typer.Option(None, "--model", help="Hugging Face checkpoint (directory, GGUF file or name)."),
     corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL(.gz/.zst), a directory, or a URL."),
     targets: str | None = typer.Option(None, "--targets", help="Tasks or JSONL files, separated by commas."),
@@ -68,12 +69,17 @@ def build(
         "features.match": match,
         "keep_features": keep_features,
     }
+    from grasp.artifact.remote import remote_url, staging_directory
+
     if add_target is not None:
         if engine != "local":
             raise SettingsError(f"--engine: got {engine} with --add-target, which runs in this process; leave it out")
+        if remote_url(out) is not None:
+            raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
         _add(out, add_target, merged(config, assign, flags), quiet)
         return
-    replay = out / "run.yaml"
+    url = remote_url(out)
+    replay = (out if url is None else staging_directory(url)) / "run.yaml"
     if config is None and resume and replay.exists():
         config = replay
     data = merged(config, assign, flags)
@@ -81,7 +87,27 @@ def build(
     settings = build_settings(data)
     if engine == "local" and workers is not None:
         raise SettingsError(f"--workers: got {workers}, which has no meaning without --engine ray; leave it out")
-    _run(settings, out, resume, quiet, cluster(engine, workers, address, settings.model.threads))
+    spec = cluster(engine, workers, address, settings.model.threads)
+    if url is None:
+        _run(settings, out, resume, quiet, spec)
+    else:
+        _run_remote(settings, url, resume, quiet, spec)
+
+
+def _run_remote(settings: BuildSettings, url: str, resume: bool, quiet: bool, spec: "ClusterSpec | None") -> None:
+    """Build on this machine's disk, then publish: who reads the URL sees a whole artifact or none."""
+    from grasp.artifact.remote import discard_staging, is_published, publish_artifact, staging_directory
+
+    if is_published(url):
+        if not resume:
+            raise SettingsError(f"--out: a complete artifact lies at {url}; choose another place, or delete it")
+        print(f"{url}: was complete already; corpus and model were not read again")
+        return
+    local = staging_directory(url)
+    _run(settings, local, resume, quiet, spec)
+    publish_artifact(local, url)
+    discard_staging(url)
+    print(f"{url}: published")
 
 
 def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool, spec: "ClusterSpec | None") -> None:

@@ -1,0 +1,192 @@
+"""An artifact behind an fsspec URL: `s3://bucket/art`, `gs://...`, `memory://...`.
+
+Reading fetches whole files, each when it is first needed, into a cache on this machine, and checks them against the
+manifest: from there on they are mapped into memory and queried like those of a local artifact. A prediction that needs
+two arrays fetches two arrays. Writing builds on the local disk and publishes: every file, the manifest last, so that
+who reads the URL sees a whole artifact or none.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import fsspec
+
+from grasp.artifact.files import FileEntry, entry_of, part_of, publish, write_whole
+from grasp.artifact.layout import MANIFEST
+from grasp.artifact.manifest import Manifest, parse_manifest
+from grasp.errors import ArtifactError, MissingExtraError
+
+CACHE_VARIABLE = "GRASP_CACHE"
+LOCAL = ("file", "local")
+_URL = re.compile(r"([a-z][a-z0-9+]*):/+(.*)")
+_READ_BYTES = 1 << 20
+
+
+def remote_url(path: Path | str) -> str | None:
+    """The URL that `path` means, or None where it is a path on this machine.
+
+    `Path("s3://bucket/art")` has lost a slash on its way; it is put back.
+    """
+    found = _URL.fullmatch(str(path))
+    if found is None or found[1] in LOCAL or found[1] not in fsspec.available_protocols() or Path(path).exists():
+        return None
+    return f"{found[1]}://{found[2].rstrip('/')}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFiles:
+    """The files of one artifact behind a URL, and the directory that keeps what was fetched of them."""
+
+    url: str
+    filesystem: Any
+    root: str  # path of the artifact within the filesystem
+    cache: Path
+    files: Mapping[str, FileEntry]
+
+    @classmethod
+    def open(cls, url: str) -> tuple[Self, Manifest]:
+        """Read the manifest.
+
+        Raises:
+            ArtifactError: no complete artifact there, damaged, or the place cannot be reached.
+            MissingExtraError: what speaks this protocol is not installed.
+        """
+        filesystem, root = _connect(url)
+        with _reached(url):
+            try:
+                data: bytes = filesystem.cat_file(f"{root}/{MANIFEST}")
+            except FileNotFoundError as err:
+                raise ArtifactError(
+                    f"{url}: no complete artifact here; make one with `grasp build --out {url}`, or see that the URL "
+                    "is right"
+                ) from err
+        manifest = parse_manifest(Path(f"{url}/{MANIFEST}"), data)
+        cache = cache_directory("fetched", f"{url} {manifest.checksum}")
+        cache.mkdir(parents=True, exist_ok=True)
+        write_whole(cache / MANIFEST, data)
+        return cls(url, filesystem, root, cache, manifest.files), manifest
+
+    def fetched(self, name: str) -> Path:
+        """The file on this machine; fetched and checked if it is not here yet.
+
+        Raises:
+            ArtifactError: it is not there, or not what the manifest says.
+        """
+        path = self.cache / name
+        expected = self.files.get(name)
+        if expected is None or (path.exists() and path.stat().st_size == expected.bytes):
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _reached(f"{self.url}/{name}"):
+            self.filesystem.get_file(f"{self.root}/{name}", str(part_of(path)))
+        found = entry_of(part_of(path))
+        if found != expected:
+            part_of(path).unlink()
+            raise ArtifactError(
+                f"{self.url}/{name}: {found.bytes} bytes with checksum {found.blake2b}, expected {expected.bytes} with "
+                f"{expected.blake2b}; `grasp verify {self.url}` names everything that is broken"
+            )
+        publish(path)
+        return path
+
+    def fault(self, name: str, expected: FileEntry) -> str | None:
+        """What is wrong with a file where it lies, read as a stream; None: nothing."""
+        digest, size = hashlib.blake2b(digest_size=16), 0
+        try:
+            with _reached(f"{self.url}/{name}"), self.filesystem.open(f"{self.root}/{name}", "rb") as handle:
+                while data := handle.read(_READ_BYTES):
+                    digest.update(data)
+                    size += len(data)
+        except ArtifactError as err:
+            return "missing" if isinstance(err.__cause__, FileNotFoundError) else str(err)
+        if size != expected.bytes:
+            return f"{'truncated' if size < expected.bytes else 'too long'}: {size} of {expected.bytes} bytes"
+        found = digest.hexdigest()
+        return None if found == expected.blake2b else f"damaged: checksum {found}, expected {expected.blake2b}"
+
+
+def staging_directory(url: str) -> Path:
+    """Where the artifact of a URL is built; the same for every build that goes there from this machine."""
+    return cache_directory("building", url)
+
+
+def cache_directory(kind: str, name: str) -> Path:
+    """A directory of our own under $GRASP_CACHE, or the user's cache."""
+    base = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grasp"
+    return Path(base) / kind / hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+
+
+def is_published(url: str) -> bool:
+    """Whether a complete artifact lies at the URL."""
+    filesystem, root = _connect(url)
+    with _reached(url):
+        return bool(filesystem.exists(f"{root}/{MANIFEST}"))
+
+
+def publish_artifact(local: Path, url: str, progress: Callable[[int, int], None] | None = None) -> None:
+    """Copy a complete artifact to a URL, the manifest last. Cut off, the same call goes on with what is missing.
+
+    Args:
+        progress: called after each file with the bytes copied so far, and the bytes to copy.
+    Raises:
+        ArtifactError: another artifact lies there; the place cannot be reached or written to.
+    """
+    data = (local / MANIFEST).read_bytes()
+    manifest = parse_manifest(local / MANIFEST, data)
+    filesystem, root = _connect(url)
+    with _reached(url):
+        if filesystem.exists(f"{root}/{MANIFEST}"):
+            if filesystem.cat_file(f"{root}/{MANIFEST}") == data:
+                return
+            raise ArtifactError(f"{url}: another artifact lies here; delete it, or choose another URL")
+    journal = local / f"published-{hashlib.blake2b(url.encode(), digest_size=8).hexdigest()}"
+    done = set(journal.read_text(encoding="utf-8").splitlines()) if journal.exists() else set()
+    total, sent = sum(entry.bytes for entry in manifest.files.values()), 0
+    with journal.open("a", encoding="utf-8") as note:
+        for name, entry in manifest.files.items():
+            line = f"{entry.blake2b} {name}"
+            if line not in done:
+                with _reached(f"{url}/{name}"):
+                    filesystem.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+                    filesystem.put_file(str(local / name), f"{root}/{name}")
+                note.write(line + "\n")
+                note.flush()
+            sent += entry.bytes
+            if progress is not None:
+                progress(sent, total)
+    with _reached(f"{url}/{MANIFEST}"):
+        filesystem.pipe_file(f"{root}/{MANIFEST}", data)
+
+
+def discard_staging(url: str) -> None:
+    """Remove what a published artifact was built from."""
+    shutil.rmtree(staging_directory(url), ignore_errors=True)
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url)
+    except ImportError as err:
+        protocol = url.partition(":")[0]
+        extra = "pip install 'grasp-attribution[s3]'" if protocol in ("s3", "s3a") else f"{err}"
+        raise MissingExtraError(f"{url}: needs an fsspec filesystem for {protocol!r}: {extra}") from err
+    return filesystem, root.rstrip("/")
+
+
+@contextmanager
+def _reached(where: str) -> Iterator[None]:
+    """Turn what a filesystem says into one line; libraries of object stores have error trees of their own."""
+    own = getattr(sys.modules.get("botocore.exceptions"), "BotoCoreError", OSError)
+    try:
+        yield
+    except (OSError, own) as err:
+        what = " ".join(str(err).split()) or type(err).__name__
+        raise ArtifactError(f"{where}: cannot be reached: {what}; check URL, credentials and network") from err

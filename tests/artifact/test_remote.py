@@ -1,0 +1,197 @@
+"""An artifact behind a URL is the artifact: memory, and S3 as a real server speaks it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from artifact_world import World
+
+from grasp.artifact import remote as module
+from grasp.artifact.inspection import info, verify
+from grasp.artifact.reader import Artifact
+from grasp.artifact.remote import is_published, publish_artifact, remote_url, staging_directory
+from grasp.errors import ArtifactError, MissingExtraError
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Path:
+    return World().write(tmp_path_factory.mktemp("local") / "art")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A bucket on an S3 server of its own, for as long as the tests run."""
+    pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'grasp-attribution[s3]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    endpoint = f"http://127.0.0.1:{port}"
+    settings = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        _wait_for(endpoint)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    finally:
+        server.terminate()
+        server.wait()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _wait_for(endpoint: str) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(endpoint, timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.filterwarnings("default"))])
+def place(request):
+    """A URL under which nothing lies yet."""
+    base = "memory:/" if request.param == "memory" else request.getfixturevalue("s3")
+    url = f"{base}/{request.node.name.partition('[')[0]}"
+    yield url
+    filesystem, root = fsspec.core.url_to_fs(url)
+    if filesystem.exists(root):
+        filesystem.rm(root, recursive=True)
+
+
+def assert_same(found: Artifact, expected: Artifact) -> None:
+    assert found.array_names == expected.array_names
+    for name in expected.array_names:
+        ours = np.concatenate([block for _, block in found.array_blocks(name)])
+        np.testing.assert_array_equal(ours, np.concatenate([block for _, block in expected.array_blocks(name)]))
+    some = np.array([7, 0, 3])
+    assert found.rows(some).equals(expected.rows(some))
+    assert found.units.equals(expected.units)
+    for name, array in expected.moments.items():
+        np.testing.assert_array_equal(found.moments[name], array)
+
+
+def test_what_is_read_from_a_url_is_what_was_written(local, place):
+    assert not is_published(place)
+    with pytest.raises(ArtifactError, match=f"^{place}: no complete artifact here; make one with `grasp build --out"):
+        Artifact.open(place)
+    seen = []
+    publish_artifact(local, place, lambda done, total: seen.append((done, total)))
+    assert is_published(place)
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert_same(Artifact.open(place), Artifact.open(local))
+    assert_same(Artifact.open(Path(place)), Artifact.open(local))
+    report = verify(place)
+    assert (report.ok, report.path, report.n_files) == (True, place, len(Artifact.open(local).manifest.files))
+    assert info(place).bytes_total == info(local).bytes_total
+    assert info(place).path == place
+
+
+def test_only_what_is_read_is_fetched(local, place, cache):
+    publish_artifact(local, place)
+    artifact = Artifact.open(place)
+    next(artifact.array_blocks("hidden_sketch"))
+    fetched = {path.relative_to(artifact.path).as_posix() for path in artifact.path.rglob("*") if path.is_file()}
+    assert fetched == {"manifest.json", "arrays/hidden_sketch.scale/c.0", "arrays/hidden_sketch/c.0.0"}
+    assert artifact.path.is_relative_to(cache)
+
+
+def test_a_flipped_byte_is_found_where_it_lies_and_on_its_way(local, place):
+    publish_artifact(local, place)
+    filesystem, root = fsspec.core.url_to_fs(place)
+    chunk = f"{root}/arrays/hidden_sketch/c.1.0"
+    data = bytearray(filesystem.cat_file(chunk))
+    data[5] ^= 1
+    filesystem.pipe_file(chunk, bytes(data))
+    filesystem.rm(f"{root}/rows.parquet")
+    problems = {problem.file: problem.what for problem in verify(place).problems}
+    assert problems.keys() == {"arrays/hidden_sketch/c.1.0", "rows.parquet"}
+    assert problems["rows.parquet"] == "missing"
+    assert problems["arrays/hidden_sketch/c.1.0"].startswith("damaged: checksum")
+    with pytest.raises(ArtifactError, match=rf"^{place}/arrays/hidden_sketch/c.1.0: \d+ bytes .*, expected .*verify"):
+        list(Artifact.open(place).array_blocks("hidden_sketch"))
+    with pytest.raises(ArtifactError, match=r"rows.parquet: cannot be reached"):
+        _ = Artifact.open(place).rows_path
+
+
+class Cut(BaseException):
+    """Stands for a kill."""
+
+
+def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
+    filesystem, _ = fsspec.core.url_to_fs(place)  # fsspec gives the same one to whoever asks
+    sent, again, real = [], [], filesystem.put_file
+
+    def put(source, target):
+        if len(sent) == 4:
+            raise Cut
+        sent.append(target)
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem, "put_file", put)
+        with pytest.raises(Cut):
+            publish_artifact(local, place)
+    assert not is_published(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem, "put_file", lambda source, target: (again.append(target), real(source, target)))
+        publish_artifact(local, place)
+    assert again
+    assert not set(again) & set(sent)
+    assert_same(Artifact.open(place), Artifact.open(local))
+    publish_artifact(local, place)
+    for journal in local.glob("published-*"):
+        journal.unlink()
+
+
+def test_another_artifact_is_not_written_over(local, place, tmp_path):
+    publish_artifact(local, place)
+    other = World(n_rows=9).write(tmp_path / "other")
+    with pytest.raises(ArtifactError, match=f"^{place}: another artifact lies here; delete it, or choose another URL$"):
+        publish_artifact(other, place)
+
+
+def test_what_is_a_url():
+    assert remote_url("s3://bucket/a/b/") == remote_url(Path("s3://bucket/a/b")) == "s3://bucket/a/b"
+    assert remote_url(Path("memory://x/y")) == "memory://x/y"
+    for path in ("art", "/tmp/art", "C:/art", "file:///tmp/art", "topic:games"):
+        assert remote_url(path) is None
+    assert staging_directory("s3://a/b") != staging_directory("s3://a/c")
+
+
+def test_a_filesystem_that_is_not_installed_names_the_extra(monkeypatch):
+    def missing(url):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(module.fsspec.core, "url_to_fs", missing)
+    with pytest.raises(
+        MissingExtraError, match=r"^s3://b/x: needs an fsspec filesystem for 's3': pip install .*\[s3\]"
+    ):
+        Artifact.open("s3://b/x")
