@@ -37,7 +37,7 @@ LABELS = ("topic", "format")
 TASK = "pages"
 RECIPE = "tiny"
 PROMPT, COMPLETION = 63, 64  # tokens of a query that are context, and that carry loss
-SCORES = "grasp,input,random,bm25,overlap,grasp+bm25,grasp+overlap,grasp+input,grasp+input+bm25"
+SCORES = "bm25,grasp,input,random,overlap,grasp+bm25,grasp+overlap,grasp+input,grasp+input+bm25"
 
 
 class Pages:
@@ -122,17 +122,21 @@ def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Found,
     artifact = pages.artifact()
     asked = parse_scores(scores, ["rrf", "z"])
     related = related_by_label(artifact, pages.queries(), LABELS)
-    found = retrieve(artifact, related, ks, asked, asked_methods(method_names(asked)))
+    methods = asked_methods(method_names(asked))
+    found = retrieve(artifact, related, ks, asked, methods)
+    together = retrieve(artifact, [one.together() for one in related], ks, asked, methods)
     result = {
         "corpus": pages.corpus.name,
         "rows": artifact.n_rows,
         "queries": {one.name: len(one.unit_ids) for one in related},
         "values": {one.name: len(set(one.values)) for one in related},
         "loss": f"on the {COMPLETION} tokens after the first {PROMPT} of a page",
-        "found": [described(one) for one in found],
+        "every_page_a_query": [described(one) for one in found],
+        "pages_of_one_value_together": [described(one) for one in together],
     }
     write_whole(out, (json.dumps(result, indent=1) + "\n").encode())
-    write_whole(out.with_suffix(".md"), as_text(found).encode())
+    text = f"Every page a query\n\n{as_text(found)}\nPages of one value together\n\n{as_text(together)}"
+    write_whole(out.with_suffix(".md"), text.encode())
     return found
 
 
@@ -177,11 +181,11 @@ def main(arguments: list[str] | None = None) -> int:
     hf_logging.disable_progress_bar()
     try:
         pages = Pages(given.corpus, given.work, held_out=given.held_out, queries=given.queries, model=given.model)
-        found = run(pages, given.k, given.scores, given.out)
+        run(pages, given.k, given.scores, given.out)
     except GraspError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
-    print(as_text(found))
+    print(given.out.with_suffix(".md").read_text(encoding="utf-8"))
     return 0
 
 

@@ -67,6 +67,22 @@ def test_rows_that_an_expression_selects(art, tmp_path):
         assert line["lift"] == pytest.approx(lift(art, line["unit_id"], "sky", 4))
 
 
+def test_units_of_one_value_are_one_query_by_their_mean(art, queries, tmp_path):
+    out = tmp_path / "lifts.parquet"
+    asked = ("--by", "topic", "--together", "--k", "7", "--methods", "token", "--out", out, "--quiet")
+    succeed("retrieve", art, "--queries", queries, *asked)
+    artifact = Artifact.open(art)
+    score_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
+    topics = np.array(pq.read_table(artifact.rows_path).column("topic").to_pylist())
+    table = {line["value"]: line for line in pq.read_table(out).to_pylist()}
+    assert set(table) == set(TOPICS)
+    for g, topic in enumerate(TOPICS):
+        best = np.argsort(-score_NE[:, g::3].mean(axis=1))[:7]
+        share = (topics[best] == topic).sum() / (topics == topic).sum()
+        assert table[topic]["lift"] == pytest.approx(share / (7 / len(topics)))
+        assert table[topic]["unit_id"] == topic
+
+
 def test_queries_without_rows_of_their_value_are_counted(art, queries, tmp_path):
     lines = [json.loads(line) for line in queries.read_text().splitlines()]
     lines[0]["topic"] = "nowhere"

@@ -145,6 +145,7 @@ SURFACE = {
         "--by",
         "--target",
         "--related",
+        "--together",
         "--k",
         "--methods",
         "--fusion",

@@ -52,8 +52,12 @@ def test_words_that_only_one_topic_has_find_it(pages, found):
     (bm25,) = [one for one in found if (one.score, one.related.name) == ("bm25", "topic")]
     assert bm25.mean.mean > 2.0
     written = json.loads((pages.work / "related.json").read_text())
-    (line,) = [one for one in written["found"] if (one["score"], one["label"]) == ("bm25", "topic")]
-    assert line["lift"]["mean"] == bm25.mean.mean
+    lines = {
+        key: next(one for one in written[key] if (one["score"], one["label"]) == ("bm25", "topic"))
+        for key in ("every_page_a_query", "pages_of_one_value_together")
+    }
+    assert lines["every_page_a_query"]["lift"]["mean"] == bm25.mean.mean
+    assert lines["pages_of_one_value_together"]["lift"]["mean"] > 2.0
     assert f"{bm25.mean.mean:.2f} ({bm25.mean.low:.2f} to" in (pages.work / "related.md").read_text()
 
 

@@ -38,6 +38,9 @@ def retrieve(
     related: str | None = typer.Option(
         None, "--related", metavar="EXPR", help="Label expression that selects the rows related to a target."
     ),
+    together: bool = typer.Option(
+        False, "--together", help="Units of one value are one query, by their mean score; none: every unit is one."
+    ),
     k: str = typer.Option("1000", "--k", help="Rows at the top that count, e.g. 100,1000."),
     methods: str = typer.Option(
         "grasp,bm25,overlap,grasp+bm25,grasp+overlap",
@@ -69,6 +72,8 @@ def retrieve(
     published = published_methods(method_names(asked), method_settings, {})
     artifact = Artifact.open(path)
     questions = _related(artifact, queries, by, target, related)
+    if together:
+        questions = [one.together() for one in questions]
     with Watch(quiet=quiet) as watch:
         found = run(artifact, questions, places, asked, published, cache=cache, progress=watch)
     _print(artifact, found)

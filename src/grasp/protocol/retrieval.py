@@ -1,13 +1,13 @@
 """Related-domain retrieval: do the rows that score highest for a unit come from its own domain?
 
-Every unit is a query. Related are the rows that share the value of a label with it, or those that an expression
-selects. Scores are kernels of relevance, published methods, and fusions of them.
+Every unit is a query, or all units of one value together are. Related are the rows that share the value of a label with
+it, or those that an expression selects. Scores are kernels of relevance, published methods, and fusions of them.
 
 Shape letters: N rows, E units of the artifact, Q queries, G values of a label.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ METHODS = "grasp,bm25,overlap,grasp+bm25,grasp+overlap"
 HELD_BYTES = 256 << 20
 RESAMPLES = 2000
 EXAMPLES = 3
+Question = tuple[NDArray[np.int64], list[tuple[int, int]]]  # units that rank together; places of label and query
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Related:
 
     name: str  # of the label, or the expression
     unit_ids: tuple[str, ...]  # (Q,)
-    columns_Q: NDArray[np.int64]  # of the artifact's units
+    columns: tuple[NDArray[np.int64], ...]  # Q times the artifact's units whose mean score ranks: one, or some together
     wanted_Q: NDArray[np.int32]  # the query's value
     values: tuple[str, ...]  # (Q,) the same in words
     codes_N: NDArray[np.int32] = field(repr=False)  # value of every row
@@ -49,6 +50,19 @@ class Related:
     def rows_of(self, query: int) -> NDArray[np.bool_]:
         """(N,) rows related to a query."""
         return np.asarray(self.codes_N == self.wanted_Q[query])
+
+    def together(self) -> "Related":
+        """Units of one value as one query, which is named by the value."""
+        first = {int(code): q for q, code in reversed(list(enumerate(self.wanted_Q)))}
+        codes = sorted(first, key=first.__getitem__)
+        members = [np.flatnonzero(self.wanted_Q == code) for code in codes]
+        return replace(
+            self,
+            unit_ids=tuple(self.values[first[code]] for code in codes),
+            columns=tuple(np.concatenate([self.columns[q] for q in own]) for own in members),
+            wanted_Q=np.array(codes, dtype=np.int32),
+            values=tuple(self.values[first[code]] for code in codes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +153,14 @@ def related_by_expression(artifact: Artifact, target: str, expression: str) -> R
         raise SettingsError(f"--related: {expression} selects {some} of {artifact.path}; expected some of them")
     unit_ids = tuple(artifact.units["unit_id"].take(pa.array(columns_Q)).to_pylist())
     wanted_Q = np.ones(len(columns_Q), dtype=np.int32)
-    return Related(expression, unit_ids, columns_Q, wanted_Q, (expression,) * len(columns_Q), mask_N.astype(np.int32))
+    return Related(
+        expression,
+        unit_ids,
+        tuple(columns_Q[:, None]),
+        wanted_Q,
+        (expression,) * len(columns_Q),
+        mask_N.astype(np.int32),
+    )
 
 
 def retrieve(
@@ -161,7 +182,7 @@ def retrieve(
     Raises:
         SettingsError: more rows asked for than there are.
         GraspError: a kernel or what a method needs is not there.
-    Memory: the scores of some queries for all rows, 256 MB, or one query's where that is more.
+    Memory: the scores of some units for all rows, 256 MB, or one query's where that is more.
     """
     beyond = [k for k in ks if not 1 <= k <= artifact.n_rows]
     if beyond or not ks:
@@ -170,17 +191,18 @@ def retrieve(
             f"--k: got {got}, expected numbers from 1 to the {artifact.n_rows:,} rows of {artifact.path}"
         )
     sources = _sources(artifact, asked, methods, cache, progress)
-    lifts = {(one.name, r, k): np.empty(len(on.columns_Q)) for one in asked for r, on in enumerate(related) for k in ks}
-    places = _places(related)
-    for columns in _few(np.array(sorted(places)), artifact.n_rows * len(sources)):
+    lifts = {(one.name, r, k): np.empty(len(on.unit_ids)) for one in asked for r, on in enumerate(related) for k in ks}
+    for batch in _few(_questions(related), artifact.n_rows * len(sources)):
+        columns = np.unique(np.concatenate([columns for columns, _ in batch]))
         held = {name: _scores(source, array, columns) for name, (source, array) in sources.items()}
-        for at, column in enumerate(columns.tolist()):
-            own = {name: scores_NQ[:, at] for name, scores_NQ in held.items()}
+        for of_units, places in batch:
+            at = np.searchsorted(columns, of_units)
+            own = {name: scores_NQ[:, at].mean(axis=1) for name, scores_NQ in held.items()}
             for one in asked:
                 score_N = _score(one, own)
                 for k in ks:
                     top = TopRows.of(score_N, k)
-                    for r, q in places[column]:
+                    for r, q in places:
                         lifts[one.name, r, k][q] = top.lift(related[r].rows_of(q))
     return tuple(
         _found(one, on, k, lifts, r, asked[0], resamples) for r, on in enumerate(related) for k in ks for one in asked
@@ -239,7 +261,7 @@ def _related(
     return Related(
         label,
         tuple(line["unit_id"] for line in kept),
-        np.array([place[line["unit_id"]] for line in kept], dtype=np.int64),
+        tuple(np.array([place[line["unit_id"]]], dtype=np.int64) for line in kept),
         np.array([code_of[line[label]] for line in kept], dtype=np.int32),
         tuple(str(line[label]) for line in kept),
         column.codes_N,
@@ -266,20 +288,26 @@ def _sources(
     return found
 
 
-def _places(related: Sequence[Related]) -> dict[int, list[tuple[int, int]]]:
-    """Column of a unit -> the label's and the query's places that it has."""
-    places: dict[int, list[tuple[int, int]]] = {}
+def _questions(related: Sequence[Related]) -> list[Question]:
+    """Every set of units that is ranked by, once, with the label's and the query's places that it has."""
+    places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for r, one in enumerate(related):
-        for q, column in enumerate(one.columns_Q.tolist()):
-            places.setdefault(column, []).append((r, q))
-    return places
+        for q, columns in enumerate(one.columns):
+            places.setdefault(tuple(columns.tolist()), []).append((r, q))
+    return [(np.array(columns), of) for columns, of in sorted(places.items())]
 
 
-def _few(columns: NDArray[np.int64], floats_each: int) -> Iterator[NDArray[np.int64]]:
-    """As many columns at a time as fit in memory."""
-    size = max(1, HELD_BYTES // (4 * floats_each))
-    for start in range(0, len(columns), size):
-        yield columns[start : start + size]
+def _few(questions: Sequence[Question], floats_each: int) -> Iterator[list[Question]]:
+    """As many questions at a time as have units that fit in memory, one at least."""
+    most = max(1, HELD_BYTES // (4 * floats_each))
+    batch: list[Question] = []
+    for question in questions:
+        if batch and sum(len(columns) for columns, _ in batch) + len(question[0]) > most:
+            yield batch
+            batch = []
+        batch.append(question)
+    if batch:
+        yield batch
 
 
 def _scores(source: FeatureSource, array: str, columns: NDArray[np.int64]) -> F32:
