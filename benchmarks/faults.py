@@ -1,0 +1,333 @@
+"""Faults: builds and retrains that are killed, starved of disk, or handed broken files; what is lost is counted.
+
+    nice -n 5 python benchmarks/faults.py --faults 200 --out bench-out/faults.json
+
+Each fault is one child process and one check. Kinds:
+
+    kill build      SIGKILL at a random moment of a build; then --resume; arrays equal, bit for bit
+    kill retrain    SIGKILL at a random moment of a retrain; then the same call; utilities equal, bit for bit
+    kill worker     SIGKILL of an actor of the Ray engine at a random moment (only with --ray)
+    full disk       no file may grow beyond a random size (RLIMIT_FSIZE: the error comes in the middle of a write);
+                    the build ends with one line, leaves no half shard, and goes on without the limit
+    flip            one random bit of one random file of an artifact; `verify` names that file and no other
+    cut             one random file of an artifact is cut at a random byte; `verify` names it
+    slow read       every read of the corpus waits; the arrays are the same
+    failing read    the n-th read of a chunk fails; the reader says which file, and the next read is right
+
+After every kill what was finished before it must still be there: finished shards keep their bytes and their times.
+The numbers of each kind, and every fault that was not mended, are written as JSON after each fault, so that the
+harness itself may be killed.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grasp.artifact.inspection import verify
+from grasp.artifact.reader import Artifact
+from grasp.build.local import build
+from grasp.errors import ArtifactError, GraspError
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.retrain import retrain
+from grasp.settings import build_settings, read_yaml, retrain_settings, write_yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.build.world import world
+
+STEPS = {"steps": 4, "warmup_steps": 1, "batch_rows": 8}
+SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 64}
+LONGEST = 300.0
+
+
+class FaultError(Exception):
+    """A fault that was not mended; the message says how."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A world, what it gives undisturbed, and the time that takes."""
+
+    root: Path
+    artifact: Path
+    environment: Path
+    build_s: float
+    retrain_s: float
+    draw: random.Random
+
+    def fresh(self, name: str) -> Path:
+        path = self.root / name
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+
+def prepare(root: Path, seed: int) -> Bench:
+    """Build and retrain once without a fault."""
+    write_yaml(world(root, 64).model_dump(mode="json"), root / "build.yaml")
+    retraining = {
+        "overrides": {**STEPS, "shape": SHAPE},
+        "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48},
+        "targets": {"names": [str(root / "facts.jsonl")], "max_length": 64},
+        "family": "mixture:topic",
+        "n_subsets": 4,
+        "seeds": [0],
+        "threads": 1,
+        "device": "cpu",
+        "lease_seconds": 0.5,
+    }
+    write_yaml(retraining, root / "retrain.yaml")
+    seconds = []
+    for verb in ("build", "retrain"):
+        begun = time.monotonic()
+        child(verb, root, root / f"whole-{verb}").wait()
+        seconds.append(time.monotonic() - begun)
+    return Bench(root, root / "whole-build", root / "whole-retrain", *seconds, random.Random(seed))
+
+
+def child(verb: str, root: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--child", verb, str(root), str(out), *more]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def run_child(verb: str, root: Path, out: Path, limit: str = "") -> None:
+    """What a fault happens to, in a process of its own."""
+    if limit:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG instead of ending the process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    try:
+        if verb == "build":
+            build(build_settings(read_yaml(root / "build.yaml")), out, resume=True)
+        elif verb == "ray":
+            from grasp.build.cluster import ClusterSpec  # noqa: PLC0415
+            from grasp.build.ray_engine import RayEngine  # noqa: PLC0415
+
+            engine = RayEngine(ClusterSpec(workers=2))
+            build(build_settings(read_yaml(root / "build.yaml")), out, resume=True, engine=engine)
+        else:
+            retrain(retrain_settings(read_yaml(root / "retrain.yaml")), out)
+    except GraspError as err:
+        sys.exit(f"grasp: {err}")
+
+
+def arrays_of(path: Path) -> dict[str, bytes]:
+    artifact = Artifact.open(path)
+    found = {name: b"".join(b.tobytes() for _, b in artifact.array_blocks(name)) for name in artifact.array_names}
+    return found | {f"moments {name}": array.tobytes() for name, array in artifact.moments.items()}
+
+
+def same_artifact(bench: Bench, path: Path) -> None:
+    if arrays_of(path) != arrays_of(bench.artifact):
+        raise FaultError("the arrays are not those of the undisturbed build")
+    if problems := verify(path).problems:
+        raise FaultError(f"verify names {problems[0]}")
+
+
+def same_environment(bench: Bench, path: Path) -> None:
+    ours, theirs = Environment.open(path), Environment.open(bench.environment)
+    if not np.array_equal(ours.utilities().values_BSE, theirs.utilities().values_BSE):
+        raise FaultError("the utilities are not those of the undisturbed retrain")
+
+
+def finished(path: Path) -> dict[str, tuple[int, int]]:
+    """Marks of finished shards and results of finished runs, with size and time of writing."""
+    patterns = ("tokens/shard-*.json", "shards/*.json", "work/*/features/*.json", "runs/*.parquet")
+    files = [file for pattern in patterns for file in path.glob(pattern)]
+    return {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+
+
+def killed(bench: Bench, verb: str, seconds: float, check: Callable[[Bench, Path], None]) -> None:
+    """Kill once at a random moment, go on, and see that what was finished was not made again."""
+    out = bench.fresh("killed")
+    process = child(verb, bench.root, out)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(bench.draw.uniform(0.2, 1.0) * seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = finished(out)
+    going_on(verb, bench.root, out)
+    after = finished(out)
+    redone = [name for name, stamp in before.items() if name in after and after[name] != stamp]
+    if redone:
+        raise FaultError(f"made again although it was finished: {redone[0]}")
+    check(bench, out)
+
+
+def going_on(verb: str, root: Path, out: Path) -> None:
+    process = child(verb, root, out)
+    _, error = process.communicate(timeout=LONGEST)
+    if process.returncode:
+        raise FaultError(f"going on failed: {error.decode()[-400:]}")
+
+
+def kill_build(bench: Bench) -> None:
+    killed(bench, "build", bench.build_s, same_artifact)
+
+
+def kill_retrain(bench: Bench) -> None:
+    killed(bench, "retrain", bench.retrain_s, same_environment)
+
+
+def kill_worker(bench: Bench) -> None:
+    """SIGKILL of one actor; the build itself goes on."""
+    out = bench.fresh("killed")
+    process = child("ray", bench.root, out)
+    deadline = time.monotonic() + LONGEST
+    while process.poll() is None and time.monotonic() < deadline:
+        found = subprocess.run(
+            ["pgrep", "-g", str(process.pid), "-f", "ray::ModelActor"], capture_output=True, check=False
+        )
+        pids = [int(pid) for pid in found.stdout.split()]
+        if pids:
+            time.sleep(bench.draw.uniform(0, 2))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(bench.draw.choice(pids), signal.SIGKILL)
+            break
+        time.sleep(0.05)
+    _, error = process.communicate(timeout=LONGEST)
+    if process.returncode:
+        raise FaultError(f"the build did not survive its worker: {error.decode()[-400:]}")
+    same_artifact(bench, out)
+
+
+def full_disk(bench: Bench) -> None:
+    out = bench.fresh("full")
+    process = child("build", bench.root, out, str(bench.draw.randrange(300, 20_000)))
+    _, error = process.communicate(timeout=LONGEST)
+    lines = error.decode().strip().splitlines()
+    if process.returncode and not lines[-1].startswith("grasp: ") and "File too large" not in lines[-1]:
+        raise FaultError(f"not one line about the disk: {lines[-1]}")
+    if (out / "build.json").exists() and not verify(out).ok:
+        raise FaultError("a half shard was left")
+    going_on("build", bench.root, out)
+    same_artifact(bench, out)
+
+
+def damaged(bench: Bench, harm: Callable[[bytearray], bytearray]) -> None:
+    path = bench.fresh("damaged")
+    shutil.copytree(bench.artifact, path)
+    name = bench.draw.choice(sorted(Artifact.open(path).manifest.files))
+    data = bytearray((path / name).read_bytes())
+    (path / name).write_bytes(harm(data))
+    named = [problem.file for problem in verify(path).problems]
+    if named != [name]:
+        raise FaultError(f"{name} was harmed, verify named {named}")
+
+
+def flip(bench: Bench) -> None:
+    def harm(data: bytearray) -> bytearray:
+        data[bench.draw.randrange(len(data))] ^= 1 << bench.draw.randrange(8)
+        return data
+
+    damaged(bench, harm)
+
+
+def cut(bench: Bench) -> None:
+    damaged(bench, lambda data: data[: bench.draw.randrange(len(data))])
+
+
+def slow_read(bench: Bench) -> None:
+    """The corpus behind a pipe-like file system: every read takes a while."""
+    real = io.open
+    waits: list[float] = []
+
+    def opened(file: object, *args: object, **options: object) -> object:
+        if str(file).startswith(str(bench.root)):
+            waits.append(bench.draw.uniform(0, 0.01))
+            time.sleep(waits[-1])
+        return real(file, *args, **options)  # type: ignore[call-overload]
+
+    io.open = opened  # type: ignore[assignment]
+    try:
+        out = build(build_settings(read_yaml(bench.root / "build.yaml")), bench.fresh("slow"))
+    finally:
+        io.open = real
+    if not waits:
+        raise FaultError("no read was slowed")
+    same_artifact(bench, out)
+
+
+def failing_read(bench: Bench) -> None:
+    """One chunk file fails once; the error has one line with its name, and reading again gives the numbers."""
+    artifact, real, calls = Artifact.open(bench.artifact), np.memmap, [0]
+    nth = bench.draw.randrange(1, 1 + artifact.grid.n_shards)
+
+    def mapped(path: Path, *args: object, **options: object) -> object:
+        calls[0] += 1
+        if calls[0] == nth:
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, *args, **options)  # type: ignore[call-overload]
+
+    np.memmap = mapped  # type: ignore[misc, assignment]
+    try:
+        list(artifact.array_blocks("hidden_sketch"))
+    except (ArtifactError, OSError) as err:
+        if "c." not in str(err) or "\n" in str(err):
+            raise FaultError(f"the error does not name the file in one line: {err}") from err
+    else:
+        raise FaultError("a failing read went unnoticed")
+    finally:
+        np.memmap = real  # type: ignore[misc]
+    same_artifact(bench, bench.artifact)
+
+
+KINDS: dict[str, tuple[Callable[[Bench], None], int]] = {  # and how often of 20
+    "kill build": (kill_build, 4),
+    "kill retrain": (kill_retrain, 3),
+    "full disk": (full_disk, 3),
+    "flip": (flip, 4),
+    "cut": (cut, 3),
+    "slow read": (slow_read, 1),
+    "failing read": (failing_read, 2),
+}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        run_child(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", action="store_true", help="kill workers of the Ray engine as well")
+    parser.add_argument("--out", type=Path, required=True, help="JSON of the counts")
+    args = parser.parse_args()
+    kinds = KINDS | ({"kill worker": (kill_worker, 2)} if args.ray else {})
+    wheel = [kind for kind, (_, often) in kinds.items() for _ in range(often)]
+    random.Random(args.seed).shuffle(wheel)
+    with tempfile.TemporaryDirectory() as directory:
+        bench = prepare(Path(directory), args.seed)
+        counts = {kind: {"faults": 0, "mended": 0} for kind in kinds}
+        failures: list[dict[str, object]] = []
+        for i in range(args.faults):
+            kind = wheel[i % len(wheel)]
+            counts[kind]["faults"] += 1
+            try:
+                kinds[kind][0](bench)
+                counts[kind]["mended"] += 1
+            except (FaultError, GraspError, subprocess.TimeoutExpired) as err:
+                failures.append({"fault": i, "kind": kind, "what": str(err)})
+            total = {"faults": i + 1, "mended": i + 1 - len(failures)}
+            report = {"seed": args.seed, **total, "kinds": counts, "failures": failures}
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(failures)} of {args.faults} faults were not mended; see {args.out}")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Time and memory of predict, slices and select as the corpus, the units and the subsets grow.
+
+    python benchmarks/growth.py --out bench-out/growth.json
+
+Synthetic artifacts are written through the package's own writer, float16 on disk, up to 5 M rows: numbers drawn at
+random, which cost what real ones cost. Each question is asked in a process of its own, so that its peak memory is its
+own; the process opens the artifact as the command line does. One of N, E, B grows at a time over two decades; the
+slope of log time against log size is fitted where the work outweighs the start (the largest decade).
+Shape letters: B subsets, N rows, E units.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from grasp.artifact.reader import Artifact
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
+from grasp.curation.amounts import parse_budget, parse_targets
+from grasp.curation.select import Request, select
+from grasp.protocol.predict import predict
+from grasp.protocol.scorer import CalibrationFamily
+from grasp.protocol.scoring import ScoringProtocol, default_protocol
+from grasp.protocol.tables import slice_table
+from grasp.subsets import LabelTable, parse_family
+
+SHARD_ROWS, LABELS, TARGETS = 16_384, 24, 5
+SUBSET_ROWS = 1_000
+
+
+def write_artifact(path: Path, n_rows: int, n_units: int) -> Path:
+    """An artifact of random numbers; the same shard of them over and over, which no reader can tell."""
+    rng = np.random.default_rng(0)
+    widths = {"hidden_sketch": 64, "residual_sketch": 64, "relevance_token": n_units}
+    shard = {name: (rng.standard_normal((SHARD_ROWS, width)) / 8).astype(np.float32) for name, width in widths.items()}
+    specs = {name: ArraySpec(width, "none", "none") for name, width in widths.items()}
+    with ArtifactWriter.open(
+        path, identity={"seed": 0}, n_rows=n_rows, shard_rows=SHARD_ROWS, arrays=specs, dtype="float16"
+    ) as writer:
+        for k in range(writer.n_shards):
+            start, stop = writer.bounds(k)
+            arrays = {name: values[: stop - start] for name, values in shard.items()}
+            sums = {f"{name}.total": values.sum(axis=0, dtype=np.float64) for name, values in arrays.items()}
+            writer.write_shard(k, arrays, rows_table(start, stop), sums)
+        units = pa.table(
+            {
+                "unit_id": [str(e) for e in range(n_units)],
+                "target": [f"task{e * TARGETS // n_units}" for e in range(n_units)],
+            }
+        )
+        settings = {"features": {"match": "token"}}
+        writer.finish(manifest={"settings": settings}, moments={}, units=units)
+    return path
+
+
+def rows_table(start: int, stop: int) -> pa.Table:
+    index = np.arange(start, stop)
+    return pa.table(
+        {
+            "row_id": [f"row-{i}" for i in index],
+            "doc_id": [f"doc-{i}" for i in index],
+            "n_tokens": pa.array(np.full(len(index), 2048), pa.int32()),
+            "loss": pa.array(np.zeros(len(index)), pa.float32()),
+            "snippet": [""] * len(index),
+            "topic": [f"topic {i % LABELS}" for i in index],
+        }
+    )
+
+
+def geometric() -> ScoringProtocol:
+    """The protocol that ships with a penalty on redundancy, so that sketches are read."""
+    return default_protocol().model_copy(update={"components": {"joint.pair": -0.1}})
+
+
+def ask_predict(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+    family = parse_family(f"uniform:{SUBSET_ROWS / artifact.n_rows}")
+    blocks = family.draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
+    for table in predict(artifact, protocol, blocks).tables:
+        assert table.num_rows
+
+
+def ask_halves(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+    blocks = parse_family("uniform:0.5").draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
+    for table in predict(artifact, protocol, blocks).tables:
+        assert table.num_rows
+
+
+def ask_slices(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+    labels = LabelTable(artifact.rows_path).column("topic")
+    calibration = CalibrationFamily.of(protocol)
+    slice_table(artifact, protocol, labels, calibration=calibration)
+    blocks = parse_family("groups:topic").draw(
+        n_subsets, n_rows=artifact.n_rows, labels=labels, seed=0, purpose="growth"
+    )
+    for table in predict(artifact, protocol, blocks).tables:
+        assert table.num_rows
+
+
+def ask_select(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+    select(artifact, protocol, Request(parse_budget("10%"), parse_targets("task0")))
+
+
+QUESTIONS: dict[str, Callable[[Artifact, int, ScoringProtocol], None]] = {
+    "predict": ask_predict,
+    "predict halves": ask_halves,
+    "slices": ask_slices,
+    "select": ask_select,
+}
+
+
+def _measured(question: str, path: Path, n_subsets: int, geometry: bool, queue: Any) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    begun, cpu = time.perf_counter(), time.process_time()
+    QUESTIONS[question](Artifact.open(path), n_subsets, geometric() if geometry else default_protocol())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    queue.put(
+        {
+            "wall_s": time.perf_counter() - begun,
+            "cpu_s": time.process_time() - cpu,
+            "peak_bytes": peak,
+            "start_bytes": before,
+        }
+    )
+
+
+def ask(question: str, path: Path, n_subsets: int, *, geometry: bool = False) -> dict[str, float]:
+    """Seconds and peak memory of one question, asked in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_measured, args=(question, path, n_subsets, geometry, queue))
+    process.start()
+    found: dict[str, float] = queue.get()
+    process.join()
+    return found
+
+
+def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Least-squares slope of log seconds against log size."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def sweep(
+    name: str, sizes: Sequence[int], question: str, point: Callable[[int], tuple[Path, int]], *, geometry: bool
+) -> dict[str, Any]:
+    rows = []
+    for size in sizes:
+        path, n_subsets = point(size)
+        rows.append({"size": size, **ask(question, path, n_subsets, geometry=geometry)})
+        print(
+            f"{name}, {question}: {size:>10,}  {rows[-1]['cpu_s']:8.2f} CPU s  {rows[-1]['peak_bytes'] / 1e6:8.0f} MB"
+        )
+    whole = slope(sizes, [row["cpu_s"] for row in rows])
+    last = slope(sizes[-2:], [row["cpu_s"] for row in rows[-2:]])
+    print(f"{name}, {question}: slope {whole:.2f}, over the largest decade {last:.2f}")
+    return {
+        "over": name,
+        "question": question,
+        "geometry": geometry,
+        "points": rows,
+        "slope": whole,
+        "slope_last": last,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[50_000, 500_000, 5_000_000])
+    parser.add_argument("--units", type=int, nargs="*", default=[64, 640, 6_400], help="at --few-rows rows")
+    parser.add_argument("--subsets", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="at --few-rows rows")
+    parser.add_argument("--few-rows", type=int, default=50_000)
+    parser.add_argument("--width", type=int, default=256, help="units while rows grow")
+    parser.add_argument("--few-subsets", type=int, default=256, help="subsets while rows and units grow")
+    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    parser.add_argument("--geometry", action="store_true", help="score by sketches as well")
+    parser.add_argument("--scratch", type=Path, help="where artifacts are written; none: a temporary directory")
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
+        result = measure(Path(directory), args)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows, then units, then subsets; one artifact on the disk at a time where it is large."""
+    found: list[dict[str, Any]] = []
+    few = {"geometry": args.geometry}
+    points: dict[str, list[dict[str, float]]] = {question: [] for question in args.questions}
+    for n_rows in args.rows:
+        path = write_artifact(root / "rows", n_rows, args.width)
+        for question in args.questions:
+            points[question].append(ask(question, path, args.few_subsets, geometry=args.geometry))
+            last = points[question][-1]
+            print(f"rows, {question}: {n_rows:>10,}  {last['cpu_s']:8.2f} CPU s  {last['peak_bytes'] / 1e6:8.0f} MB")
+        shutil.rmtree(path)
+    for question, rows in points.items():
+        seconds = [row["cpu_s"] for row in rows]
+        slopes = {"slope": slope(args.rows, seconds), "slope_last": slope(args.rows[-2:], seconds[-2:])}
+        listed = [{"size": size, **row} for size, row in zip(args.rows, rows, strict=True)]
+        print(f"rows, {question}: slope {slopes['slope']:.2f}, over the largest decade {slopes['slope_last']:.2f}")
+        found.append({"over": "rows", "question": question, **few, "points": listed, **slopes})
+    if args.units:
+
+        def by_units(size: int) -> tuple[Path, int]:
+            shutil.rmtree(root / "units", ignore_errors=True)
+            return write_artifact(root / "units", args.few_rows, size), args.few_subsets
+
+        found.append(sweep("units", args.units, "predict", by_units, **few))
+    if args.subsets:
+        path = write_artifact(root / "subsets", args.few_rows, args.width)
+        found.append(sweep("subsets", args.subsets, "predict", lambda size: (path, size), **few))
+        found.append(sweep("subsets", args.subsets, "slices", lambda size: (path, size), **few))
+    return found
+
+
+if __name__ == "__main__":
+    main()
