@@ -100,6 +100,12 @@ def test_select_without_geometry_is_optimal_and_says_so(art):
     assert next(cells(line)[1] for line in out.splitlines() if line.startswith("facts ")) == "1.00"
 
 
+def test_select_prints_the_largest_of_many_values_and_counts_the_rest(art):
+    out = succeed("select", art, "--budget", "10", "--target", "facts", "--by", "row_id").out
+    assert out.count("row-") == 30
+    assert "... and 35 more values with 0 rows in all" in out
+
+
 def test_select_keeps_floors_caps_and_exclusions(art, tmp_path):
     artifact = Artifact.open(art)
     names = artifact.rows(np.arange(5))["row_id"].to_pylist()

@@ -221,6 +221,15 @@ def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
     assert "Table: sciq by topic" not in said(artifact)
 
 
+def test_a_selection_by_a_label_of_many_values_shows_the_largest_shares(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    asked = ("--budget", "50", "--target", "sciq", "--by", "row_id", "--out", tmp_path / "kept.parquet")
+    succeed("select", artifact.path, *asked)
+    text = said(artifact, selection=tmp_path / "kept.json", by=("format",))
+    assert "50 of 200 rows" in text
+    assert re.search(r"170 other values ?85\.0% ?40\.0%", text)
+
+
 def test_figures_hold_what_was_found(parsed):
     figures = json.loads(parsed.data["figures"])
     assert {"overview-0", "effects-1-1", "interaction-0", "trend-0-0", "fidelity", "scatter-1"} <= figures.keys()
