@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
@@ -17,6 +17,7 @@ def features(seed, n=9, h=5, v=6):
     return generator.normal(size=(n, h)), residual
 
 
+@settings(deadline=None)
 @given(SEEDS)
 def test_subset_norms_are_the_norms_of_weighted_sums(seed):
     hidden, residual = features(seed)
@@ -28,6 +29,7 @@ def test_subset_norms_are_the_norms_of_weighted_sums(seed):
     np.testing.assert_allclose(found, ((weight @ product) ** 2).sum(1), rtol=1e-9, atol=1e-12)
 
 
+@settings(deadline=None)
 @given(SEEDS)
 def test_the_direct_sum_bound_holds_on_any_features_and_is_reached_by_two_rows(seed):
     hidden, residual = features(seed)
@@ -72,6 +74,7 @@ def test_negative_pairs():
     assert checks.negative_pairs(np.array([[1.0, -3.0, 1.0], [-3.0, 1.0, 2.0], [1.0, 2.0, 1.0]])) == (1 / 3, 0.5)
 
 
+@settings(deadline=None)
 @given(SEEDS)
 def test_rank_one_share_is_the_squared_cosine(seed):
     hidden, residual = features(seed)
@@ -88,6 +91,7 @@ def test_rank_one_share_is_the_squared_cosine(seed):
     assert checks.rank_one_share(hidden, csr_array(residual), row, 5) == pytest.approx(np.mean(shares))
 
 
+@settings(deadline=None)
 @given(SEEDS)
 def test_accuracy_is_never_below_what_the_bound_promises(seed):
     generator = np.random.default_rng(seed)
