@@ -1,0 +1,135 @@
+"""Values of training images under a linear head, by published methods, in closed form where a head has one.
+
+Each returns (N,): higher is better for the trusted images. Shape letters: N training and E trusted images, H features,
+V classes, D width of a projection.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from grasp.baselines.knn_shapley import knn_shapley
+from grasp.features.moments import MomentAccumulator
+from grasp.features.whitening import Whitener
+from grasp.seeds import stream
+from grasp.utility.relevance import pooled_relevance, prepare_units
+
+F64 = NDArray[np.float64]
+TAU, ALPHA, EPSILON = 10.0, 1.0, 0.3  # of `grasp build` where the model is a classifier
+NEIGHBOURS, PROJECTED, RATE, PASSES, BATCH = 10, 128, 0.05, 5, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A fitted head, and the images that it was fitted to and is judged by."""
+
+    weight_VH: F64
+    bias_V: F64
+    decay: float
+    hidden_NH: F64
+    label_N: NDArray[np.int64]
+    trusted_EH: F64
+    trusted_label_E: NDArray[np.int64]
+
+    def residual(
+        self, hidden: F64, label: NDArray[np.int64], weight: F64 | None = None, bias: F64 | None = None
+    ) -> F64:
+        logits = hidden @ (self.weight_VH if weight is None else weight).T + (self.bias_V if bias is None else bias)
+        exp = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return np.asarray(exp / exp.sum(axis=1, keepdims=True) - np.eye(len(self.bias_V))[label])
+
+
+def random(head: Head, seed: int) -> F64:
+    return stream(seed, "vision", "random").random(len(head.hidden_NH))
+
+
+def knn(head: Head, seed: int) -> F64:
+    del seed
+    found = knn_shapley(head.hidden_NH, head.label_N, head.trusted_EH, head.trusted_label_E, NEIGHBOURS)
+    return np.asarray(found.mean(axis=1))
+
+
+def influence(head: Head, seed: int) -> F64:
+    """Gradients through the exact inverse Hessian of the head's own objective."""
+    del seed
+    one_NH = np.column_stack([head.hidden_NH, np.ones(len(head.hidden_NH))])
+    probability = head.residual(head.hidden_NH, head.label_N) + np.eye(len(head.bias_V))[head.label_N]
+    width, n_classes = one_NH.shape[1], len(head.bias_V)
+    hessian = np.zeros((n_classes, width, n_classes, width))
+    for a in range(n_classes):
+        for b in range(n_classes):
+            curve = probability[:, a] * ((a == b) - probability[:, b])
+            hessian[a, :, b] = (one_NH * curve[:, None]).T @ one_NH / len(one_NH)
+    square = hessian.reshape(n_classes * width, -1) + head.decay * np.eye(n_classes * width)
+    target = _outer(head.residual(head.trusted_EH, head.trusted_label_E), head.trusted_EH).mean(axis=0)
+    own = _outer(head.residual(head.hidden_NH, head.label_N), head.hidden_NH)
+    return np.asarray(own @ np.linalg.solve(square, target))
+
+
+def trak(head: Head, seed: int) -> F64:
+    """One model, gradients of the margin projected to 128 numbers."""
+    draw = stream(seed, "vision", "trak")
+    xi_N = head.residual(head.hidden_NH, head.label_N)
+    xi_E = head.residual(head.trusted_EH, head.trusted_label_E)
+    miss_N = -xi_N[np.arange(len(xi_N)), head.label_N]  # 1 - p of the label
+    miss_E = -xi_E[np.arange(len(xi_E)), head.trusted_label_E]
+    width = (head.hidden_NH.shape[1] + 1) * len(head.bias_V)
+    project = draw.standard_normal((width, PROJECTED)) / np.sqrt(PROJECTED)
+    phi_ND = _outer(-xi_N / np.maximum(miss_N, 1e-6)[:, None], head.hidden_NH) @ project
+    phi_ED = _outer(-xi_E / np.maximum(miss_E, 1e-6)[:, None], head.trusted_EH) @ project
+    gram = phi_ND.T @ phi_ND
+    score_NE = phi_ND @ np.linalg.solve(gram + 1e-6 * np.trace(gram) / PROJECTED * np.eye(PROJECTED), phi_ED.T)
+    return np.asarray((score_NE * miss_N[:, None]).mean(axis=1))
+
+
+def in_run(head: Head, seed: int, order: int) -> F64:
+    """Shapley values of each step of SGD in the trusted loss, added up. Source: Wang et al. 2025."""
+    draw = stream(seed, "vision", "in-run")
+    n_rows, width = head.hidden_NH.shape
+    weight, bias = np.zeros((len(head.bias_V), width)), np.zeros(len(head.bias_V))
+    value_N = np.zeros(n_rows)
+    for _ in range(PASSES):
+        for batch in np.array_split(draw.permutation(n_rows), -(-n_rows // BATCH)):
+            own = _outer(head.residual(head.hidden_NH[batch], head.label_N[batch], weight, bias), head.hidden_NH[batch])
+            step = own.mean(axis=0)
+            slope = _target_slope(head, weight, bias)
+            if order == 2:
+                moved = step.reshape(len(bias), width + 1) * RATE
+                after = _target_slope(head, weight - moved[:, :-1], bias - moved[:, -1])
+                slope = 0.5 * (slope + after)  # the mean slope along the step carries the second order
+            value_N[batch] += RATE / len(batch) * (own @ slope)
+            taken = step.reshape(len(bias), width + 1) * RATE
+            weight, bias = weight - taken[:, :-1], bias - taken[:, -1]
+    return value_N
+
+
+def _target_slope(head: Head, weight: F64, bias: F64) -> F64:
+    xi = head.residual(head.trusted_EH, head.trusted_label_E, weight, bias)
+    return np.column_stack([xi.T @ head.trusted_EH, xi.sum(axis=0)]).ravel() / len(xi)
+
+
+def grasp_relevance(head: Head, seed: int, kernel: str) -> F64:
+    """Mean over trusted images of the pooled (paper) or token relevance: with one position R damp(H), or R H."""
+    del seed
+    xi_N = head.residual(head.hidden_NH, head.label_N)
+    xi_E = head.residual(head.trusted_EH, head.trusted_label_E)
+    moments = MomentAccumulator(head.hidden_NH.shape[1], len(head.bias_V))
+    moments.add(head.hidden_NH, np.tile(np.arange(len(head.bias_V)), (len(xi_N), 1)), xi_N)
+    white = Whitener.fit(moments.moments(), tau=TAU, alpha=ALPHA, epsilon=EPSILON)
+    of_N, of_E = ((h - white.mean_H) @ white.map_HH for h in (head.hidden_NH, head.trusted_EH))
+    if kernel == "token":
+        relevance_NE = (of_N @ of_E.T) * ((xi_N * white.precondition_V) @ xi_E.T)
+    else:
+        relevance_NE = pooled_relevance(
+            of_N, csr_array(xi_N), prepare_units(of_E, csr_array(xi_E), white.precondition_V)
+        )
+    spread_E = relevance_NE.std(axis=0)
+    return np.asarray(((relevance_NE - relevance_NE.mean(axis=0)) / np.where(spread_E > 0, spread_E, 1)).mean(axis=1))
+
+
+def _outer(xi: F64, hidden: F64) -> F64:
+    """Gradients of the head, (N, V (H + 1)), the bias last in each class."""
+    one = np.column_stack([hidden, np.ones(len(hidden))])
+    return np.asarray((xi[:, :, None] * one[:, None, :]).reshape(len(xi), -1))
