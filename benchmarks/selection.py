@@ -1,10 +1,10 @@
 """`grasp select` on a large synthetic pool: seconds and peak memory of the whole command, and what becomes of copies.
 
-    python benchmarks/selection.py --rows 1_000_000 --budget 20% --diversity 0 0.25 --out bench-out/selection.json
+    python benchmarks/selection.py --rows 1_000_000 --budget 20% --diversity 0 4 --out bench-out/selection.json
 
 The pool has clusters of unlike size and worth; a tenth of it are copies of one row that helps. The artifact is written
 first (and kept beside the result, for the next run); each selection is then a process of its own, so that its peak is
-not that of the writing. Without diversity every copy is worth taking; with it all but a few should be passed over.
+not that of the writing. Without diversity every copy is worth taking; the more of it, the fewer are taken.
 Shape letters: N rows of a shard, C clusters.
 """
 
@@ -26,7 +26,7 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter
 CLUSTERS, WIDTH, SHARD_ROWS = 200, 64, 16_384
 UNITS = {"unit_id": ["a", "b", "c", "d"], "target": ["sciq", "sciq", "boolq", "boolq"]}
 COPIES = 0.1
-COPY = "a copy"
+COPY, COPY_WORTH = "a copy", 1.5
 
 
 def write_pool(path: Path, n_rows: int) -> None:
@@ -56,7 +56,7 @@ def shard(
     sketch_ND = centres_CD[cluster_N] + 0.7 * rng.standard_normal((n_rows, 2 * WIDTH))
     relevance_NE = worth_CE[cluster_N] + rng.standard_normal((n_rows, worth_CE.shape[1]))
     copy_N = rng.random(n_rows) < COPIES
-    sketch_ND[copy_N], relevance_NE[copy_N] = centres_CD[0], 3.0
+    sketch_ND[copy_N], relevance_NE[copy_N] = centres_CD[0], COPY_WORTH
     arrays = {
         "hidden_sketch": sketch_ND[:, :WIDTH] / np.sqrt(WIDTH),
         "residual_sketch": sketch_ND[:, WIDTH:] / np.sqrt(WIDTH) + 0.05,
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--budget", default="20%")
-    parser.add_argument("--diversity", type=float, nargs="+", default=[0.0, 0.25])
+    parser.add_argument("--diversity", type=float, nargs="+", default=[0.0, 4.0])
     parser.add_argument("--out", type=Path, default=Path("bench-out/selection.json"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,48 @@
+"""The demo's retrained subsets: those of its own rows and units only, and what to run where there are none."""
+
+import pytest
+import typer
+
+import grasp.demo
+from grasp.cli import app
+from grasp.cli.options import merged, names
+from grasp.demo import Demo, retrained
+from grasp.errors import EnvironmentDataError
+from grasp.fidelity.retrain import fitted_lengths
+from grasp.settings import retrain_settings
+from tests.report.world import write_artifact, write_environment
+
+
+def test_the_command_that_it_proposes_retrains_on_its_own_rows_and_units(tmp_path):
+    demo = Demo(tmp_path)
+    command = typer.main.get_command(app).commands["retrain"]
+    asked = command.make_context("retrain", [*demo.retrain_flags, "--out", str(demo.environment_path)]).params
+    flags = {"corpus.path": asked["corpus"], "targets.names": names(asked["targets"]), "family": asked["family"]}
+    settings = fitted_lengths(retrain_settings(merged(None, asked["assign"], flags)))
+    assert settings.corpus == demo.corpus
+    assert settings.targets == demo.targets
+    assert settings.family == "mixture:source"
+    assert settings.recipe == "tiny"
+
+
+def test_own_retrainings_come_before_those_that_ship(tmp_path, monkeypatch):
+    artifact = write_artifact(tmp_path / "art")
+    monkeypatch.setattr(grasp.demo, "SHIPPED", write_environment(tmp_path / "shipped", artifact).path)
+    assert retrained(Demo(tmp_path), artifact).name == "shipped"
+    write_environment(tmp_path / "environment", artifact)
+    assert retrained(Demo(tmp_path), artifact).name == "environment"
+
+
+def test_retrainings_of_other_rows_unfinished_or_none_are_named(tmp_path, monkeypatch):
+    artifact, other = write_artifact(tmp_path / "art"), write_artifact(tmp_path / "other", corpus="0ther")
+    monkeypatch.setattr(grasp.demo, "SHIPPED", tmp_path / "nothing")
+    with pytest.raises(EnvironmentDataError, match="no retrained subsets ship with this version"):
+        retrained(Demo(tmp_path), artifact)
+    monkeypatch.setattr(grasp.demo, "SHIPPED", write_environment(tmp_path / "shipped", other).path)
+    with pytest.raises(EnvironmentDataError, match=r"corpus fingerprint c0ffee, but .*shipped was trained on 0ther"):
+        retrained(Demo(tmp_path), artifact)
+    write_environment(tmp_path / "environment", artifact, done=3)
+    with pytest.raises(
+        EnvironmentDataError, match=r"environment: is unfinished; grasp retrain --out .* --resume goes on"
+    ):
+        retrained(Demo(tmp_path), artifact)
