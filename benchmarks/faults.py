@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
@@ -188,10 +189,8 @@ def kill_worker(bench: Bench) -> None:
     process = child("ray", bench.root, out)
     deadline = time.monotonic() + LONGEST
     while process.poll() is None and time.monotonic() < deadline:
-        found = subprocess.run(
-            ["pgrep", "-g", str(process.pid), "-f", "ray::ModelActor"], capture_output=True, check=False
-        )
-        pids = [int(pid) for pid in found.stdout.split()]
+        below = psutil.Process(process.pid).children(recursive=True)
+        pids = [one.pid for one in below if " ".join(one.cmdline()).startswith("ray::ModelActor")]
         if pids:
             time.sleep(bench.draw.uniform(0, 2))
             with contextlib.suppress(ProcessLookupError):

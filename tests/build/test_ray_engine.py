@@ -18,6 +18,7 @@ from tests.build.test_local import arrays, assert_same
 from tests.build.world import world
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 # Ray leaves sockets and handles to the interpreter's end, in its own process and in ours.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -96,14 +97,14 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
 
         def advance(self, rows, tokens):
             if self.forward and not self.killed:
-                alive = ray.util.state.list_actors(filters=[("state", "=", "ALIVE")])
-                self.killed = [actor.pid for actor in alive]
+                below = psutil.Process().children(recursive=True)
+                self.killed = [one.pid for one in below if " ".join(one.cmdline()).startswith("ray::ModelActor")]
                 for pid in self.killed:
                     os.kill(pid, signal.SIGKILL)
 
     killer = Killer()
     found = build(world(root), tmp_path / "artifact", engine=RayEngine(spec), progress=killer)
-    assert len(killer.killed) == 2
+    assert len(killer.killed) >= 2  # those of the build before may not have ended yet
     assert_same(arrays(found), arrays(built))
 
 
