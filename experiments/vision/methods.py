@@ -18,6 +18,7 @@ from grasp.utility.relevance import pooled_relevance, prepare_units
 
 F64 = NDArray[np.float64]
 TAU, ALPHA, EPSILON = 10.0, 1.0, 0.3  # of `grasp build` where the model is a classifier
+BIAS_RIDGE = 1e-6  # one shift of all biases changes nothing: the Hessian has no inverse without it
 NEIGHBOURS, PROJECTED, RATE, PASSES, BATCH = 10, 128, 0.05, 5, 32
 
 
@@ -62,7 +63,8 @@ def influence(head: Head, seed: int) -> F64:
         for b in range(n_classes):
             curve = probability[:, a] * ((a == b) - probability[:, b])
             hessian[a, :, b] = (one_NH * curve[:, None]).T @ one_NH / len(one_NH)
-    square = hessian.reshape(n_classes * width, -1) + head.decay * np.eye(n_classes * width)
+    decay = np.tile(np.append(np.full(width - 1, head.decay), BIAS_RIDGE), n_classes)  # the bias is fitted without
+    square = hessian.reshape(n_classes * width, -1) + np.diag(decay)
     target = _outer(head.residual(head.trusted_EH, head.trusted_label_E), head.trusted_EH).mean(axis=0)
     own = _outer(head.residual(head.hidden_NH, head.label_N), head.hidden_NH)
     return np.asarray(own @ np.linalg.solve(square, target))
