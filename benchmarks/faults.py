@@ -83,7 +83,7 @@ def prepare(root: Path, seed: int) -> Bench:
         "overrides": {**STEPS, "shape": SHAPE},
         "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48},
         "targets": {"names": [str(root / "facts.jsonl")], "max_length": 64},
-        "family": "mixture:topic",
+        "family": "uniform:0.5",
         "n_subsets": 4,
         "seeds": [0],
         "threads": 1,
@@ -94,7 +94,7 @@ def prepare(root: Path, seed: int) -> Bench:
     seconds = []
     for verb in ("build", "retrain"):
         begun = time.monotonic()
-        child(verb, root, root / f"whole-{verb}").wait()
+        going_on(verb, root, root / f"whole-{verb}")
         seconds.append(time.monotonic() - begun)
     return Bench(root, root / "whole-build", root / "whole-retrain", *seconds, random.Random(seed))
 
