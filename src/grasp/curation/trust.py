@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.fidelity.environment import Environment
+from grasp.protocol.development import Development
 from grasp.protocol.predict import PredictionTable
 from grasp.protocol.scorer import Scorer, SubsetSums
-from grasp.protocol.development import Development
 from grasp.protocol.source import F64
 from grasp.subsets.blocks import SubsetBlock
 from grasp.utility.geometry import SketchSums
