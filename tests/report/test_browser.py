@@ -160,7 +160,7 @@ def test_a_switch_goes_back_to_where_its_slider_was(view):
 def test_the_address_holds_the_state(browser, view):
     sliders(view).nth(0).fill("15")
     boxes(view).nth(4).uncheck()
-    until(view, "location.hash.length > 5")
+    until(view, "[...new URLSearchParams(location.hash.slice(1))].length === 3")  # label, slider, switch
     with opened(browser, view.url) as other:
         assert shown(other) == shown(view)
         assert sliders(other).nth(0).input_value() == "15"
