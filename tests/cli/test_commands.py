@@ -247,26 +247,30 @@ def test_text_of_the_corpus_cannot_reach_the_terminal_unmasked(root, art, tmp_pa
 
 
 def test_a_kept_slice_is_predicted_by_its_mean_relevance(art, tmp_path):
-    mean_N, kept_N = relevance(art), topics(art) == "sky"
-    n, total = len(mean_N), 0.0
-    for i in range(n):
-        total += mean_N[i] if kept_N[i] else 0.0
-    additive, whole = total / kept_N.sum(), mean_N.sum() / n
-    # The shipped protocol: z over random halves. m of n rows are drawn without replacement.
-    m = round(0.5 * n)
-    spread = np.sqrt(((mean_N - whole) ** 2).sum() / (n - 1) / m * (1 - m / n))
+    kept_N = topics(art) == "sky"
+    n, additive, expected = len(kept_N), {}, 0.0
+    for kernel in ("token", "input"):
+        mean_N, total = relevance(art, kernel), 0.0
+        for i in range(n):
+            total += mean_N[i] if kept_N[i] else 0.0
+        additive[kernel], whole = total / kept_N.sum(), mean_N.sum() / n
+        # The shipped protocol: the sum of z over random halves. m of n rows are drawn without replacement.
+        m = round(0.5 * n)
+        spread = np.sqrt(((mean_N - whole) ** 2).sum() / (n - 1) / m * (1 - m / n))
+        expected += (additive[kernel] - whole) / spread
     out = succeed("predict", art, "--keep", "topic = 'sky'", "--out", tmp_path / "p.parquet").lines
     assert out == [
         f"keep topic = 'sky': {kept_N.sum()} of {n} rows stay",
-        "protocol additive-core: not selected on development environments: additive core",
+        f"protocol default: {default_protocol().provenance}",
         "in standard deviations over uniform:0.5, 256 subsets, seed 0",
         f"{tmp_path / 'p.parquet'}: 1 predictions",
     ]
     (line,) = lines_of(tmp_path / "p.parquet")
     assert (line["subset_id"], line["target"]) == ("keep topic = 'sky'", "facts")
-    assert line["additive_token"] == pytest.approx(additive, rel=1e-6)
-    assert line["utility"] == pytest.approx((additive - whole) / spread, rel=1e-5)
-    assert line["change"] == pytest.approx((additive - whole) / spread, rel=1e-5)
+    for kernel, value in additive.items():
+        assert line[f"additive_{kernel}"] == pytest.approx(value, rel=1e-6)
+    assert line["utility"] == pytest.approx(expected, rel=1e-5)
+    assert line["change"] == pytest.approx(expected, rel=1e-5)
     (shown,) = table(succeed("predict", art, "--keep", "topic = 'sky'").out, "predicted utility")
     assert shown["utility"] == f"{line['utility']:+.3f}"
     assert shown["additive_token"] == f"{line['additive_token']:+.3f}"

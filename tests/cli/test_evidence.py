@@ -26,7 +26,7 @@ from grasp.fidelity.environment import Environment
 from grasp.fidelity.retrain import RetrainStatus
 from grasp.protocol.development import Scored
 from grasp.protocol.family import candidate_of, default_family, load_family
-from grasp.protocol.scoring import load_protocol
+from grasp.protocol.scoring import default_protocol, load_protocol
 from grasp.settings import read_yaml, write_yaml
 from tests.build.world import write_targets
 from tests.cli.grasp_command import cells, refused, succeed
@@ -238,8 +238,8 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     out = succeed("evaluate", art, "--environment", env).out
     printed = lines_of(out)
     several = ["both additive", "token+input additive", "token+input+pooled additive"]
-    assert set(printed) == {"token additive", "pooled additive", "input additive", *several, "additive-core"}
-    assert "protocol additive-core: not selected on development environments: additive core" in out
+    assert set(printed) == {"token additive", "pooled additive", "input additive", *several, "default"}
+    assert f"protocol default: {default_protocol().provenance}" in out
     utilities = Environment.open(env).utilities()
     realized_B = utilities.values_BSE.mean(axis=(1, 2))
     artifact = Artifact.open(art)
@@ -252,7 +252,7 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
         predicted_B = masks_BN @ mean_N / masks_BN.sum(axis=1)
         rho = stats.spearmanr(predicted_B, realized_B).statistic
         assert printed[f"{kernel} additive"][3].startswith(f"{rho:.3f} [")
-    assert printed["additive-core"][3:] == printed["token additive"][3:]
+    assert printed["default"][3:] == printed["token+input additive"][3:]
 
 
 def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree(art, own_env, tmp_path):

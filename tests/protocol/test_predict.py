@@ -136,7 +136,7 @@ def test_arrays_that_do_not_fit_in_memory_are_streamed(monkeypatch):
 def test_the_additive_core_reads_no_sketch_and_relevance_once():
     source = FakeSource()
     predict(source, default_protocol(), subsets(20, block=2)).read()
-    assert source.passes == {name: int(name == "relevance_token") for name in source.arrays}
+    assert source.passes == {name: int(name in ("relevance_token", "relevance_input")) for name in source.arrays}
 
 
 def test_change_is_against_the_whole_corpus():
@@ -147,7 +147,7 @@ def test_change_is_against_the_whole_corpus():
 
 
 def test_the_order_of_subsets_is_that_of_their_additive_value_without_geometry():
-    table = predict(FakeSource(), default_protocol(), subsets(50), targets=["boolq"]).read()
+    table = predict(FakeSource(), ScoringProtocol(name="p", match={"token": 1.0}), subsets(50), targets=["boolq"]).read()
     assert spearmanr(table.column("utility"), table.column("additive_token")).statistic == pytest.approx(1.0)
     assert set(table.column("target").to_pylist()) == {"boolq"}
 

@@ -1,5 +1,8 @@
 """The protocol file: what it says is what is kept; everything that does not fit is named at once."""
 
+import json
+from importlib.resources import files
+
 import pytest
 from pydantic import ValidationError
 
@@ -21,12 +24,19 @@ FULL = ScoringProtocol(
 )
 
 
-def test_the_default_is_the_additive_core_and_says_so():
+def test_the_default_is_what_its_provenance_says_was_selected():
     protocol = default_protocol()
-    assert protocol.name == "additive-core"
+    record = json.loads(files("grasp.protocol").joinpath("default.provenance.json").read_text())
+    best = max(record["best"], key=lambda one: one["lcb"])
+    assert best["protocol"] == "retained | mean | input+token | no geometry | mean_relevance"
     assert protocol.components == {}
-    assert protocol.weighting == "mean"
-    assert protocol.provenance == "not selected on development environments: additive core"
+    assert (protocol.side, protocol.weighting, protocol.match) == ("retained", "mean", "auto")
+    assert protocol.selected_on == tuple(best["results"])
+    assert protocol.provenance == f"selected on {', '.join(protocol.selected_on)}"
+
+
+def test_a_protocol_says_whether_it_was_selected():
+    assert ScoringProtocol(name="p").provenance == "not selected on development environments: additive core"
     assert FULL.provenance == "selected on dev-1, dev-2"
     assert FULL.model_copy(update={"selected_on": None}).provenance == "not selected on development environments"
 
@@ -42,8 +52,10 @@ def test_a_protocol_is_frozen():
         FULL.side = "retained"
 
 
-def test_auto_takes_token_where_it_is_there():
-    protocol = default_protocol()
+def test_auto_takes_token_and_input_where_they_are_there():
+    protocol = ScoringProtocol(name="p")
+    every = ["relevance_token", "relevance_input", "relevance_pooled"]
+    assert protocol.fitted(every, {}).match == {"input": 1.0, "token": 1.0}
     assert protocol.fitted(["relevance_token", "relevance_pooled"], {}).match == {"token": 1.0}
     assert protocol.fitted(["relevance_pooled"], {}).match == {"pooled": 1.0}
 

@@ -73,7 +73,9 @@ class ScoringProtocol(Settings):
     side: Side = Field("retained", description="Rows that are scored; omitted flips the sign of A.")
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
     match: dict[Match, float] | Literal["auto"] = Field(
-        "auto", description="Weights of the kernels' z-scores; auto: token where the artifact has it, else pooled."
+        "auto",
+        description="Weights of the kernels' z-scores; auto: token and input where the artifact has both, else token "
+        "or pooled.",
     )
     components: dict[str, float] = Field(
         {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
@@ -115,7 +117,7 @@ class ScoringProtocol(Settings):
         return NOT_SELECTED_OTHER if self.components else NOT_SELECTED
 
     def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
-        """This protocol with `match: auto` resolved, if the artifact can serve it.
+        """This protocol with `match: auto` resolved and its kernels in the order of `Match`, if the artifact can serve it.
 
         Raises:
             ProtocolError: kernels or sketches that the artifact lacks, feature settings other than required;
@@ -140,8 +142,10 @@ class ScoringProtocol(Settings):
 
     def _resolved(self, array_names: Sequence[str]) -> dict[Match, float]:
         if self.match == "auto":
-            return {"token": 1.0} if "relevance_token" in array_names else {"pooled": 1.0}
-        return {kernel: weight for kernel, weight in self.match.items() if weight}
+            if "relevance_token" not in array_names:
+                return {"pooled": 1.0}
+            return {"token": 1.0, "input": 1.0} if "relevance_input" in array_names else {"token": 1.0}
+        return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
 
 
 def default_protocol() -> ScoringProtocol:
