@@ -3,6 +3,7 @@
 # one core (two processes on two cores share it; a kill costs the run in flight); the rest takes minutes.
 set -e
 ENVIRONMENTS=bench-out/environments
+OUT=experiments/lds_main
 for name in cc-topic cc-format; do
   grasp retrain --config experiments/environments/$name.yaml --out $ENVIRONMENTS/$name --quiet
   python experiments/keep.py $ENVIRONMENTS/$name experiments/environments/$name
@@ -10,12 +11,17 @@ done
 for loss in completion all; do
   grasp build --config experiments/artifacts/cc-$loss.yaml --out bench-out/cc-$loss --quiet
 done
-grasp calibrate bench-out/cc-completion --environment experiments/environments/cc-topic \
-  --out experiments/lds_main/protocol.yaml
+# Selection, on topic mixtures and two tasks. What ships is src/grasp/protocol/default.yaml, the first of additive.yaml.
+for family in additive family; do
+  grasp calibrate bench-out/cc-completion bench-out/cc-all --environment experiments/environments/cc-topic \
+    --family $OUT/$family.yaml --out bench-out/$family-protocol.yaml
+done
+cp bench-out/family-protocol.yaml $OUT/protocol.yaml
+cp bench-out/family-protocol.provenance.json $OUT/protocol.provenance.json
 for loss in completion all; do
   for name in cc-topic cc-format; do
-    grasp evaluate bench-out/cc-$loss --environment experiments/environments/$name \
-      --protocol experiments/lds_main/protocol.yaml --oracle ridge \
-      --json experiments/lds_main/$name-$loss.json --csv bench-out/$name-$loss.csv
+    grasp evaluate bench-out/cc-$loss --environment experiments/environments/$name --protocol $OUT/protocol.yaml \
+      --oracle ridge --methods bm25 --json $OUT/$name-$loss.json --csv bench-out/$name-$loss.csv
+    python $OUT/explain.py bench-out/cc-$loss experiments/environments/$name --out $OUT/explain-$name-$loss.json
   done
 done

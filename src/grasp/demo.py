@@ -34,7 +34,7 @@ ROWS_PER_PASSAGE = 1  # the first 128 tokens: enough for a model of this size
 SEED = 0
 LABEL = "source"
 SHIPPED = Path(__file__).with_name("demo_environment")  # written by `grasp retrain` with the flags of `retrain_flags`
-RETRAININGS = 12
+RETRAININGS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Demo:
         lengths = (f"corpus.max_rows_per_document={ROWS_PER_PASSAGE}", f"targets.units_per_target={UNITS_PER_TARGET}")
         settings = [part for assignment in lengths for part in ("--set", assignment)]
         asked = ["--corpus", str(self.corpus_path), "--targets", ",".join(TASKS), *settings]
-        return (*asked, "--family", f"mixture:{LABEL}", "-B", str(RETRAININGS), "--seeds", "1")
+        return (*asked, "--family", f"mixture:{LABEL}", "-B", str(RETRAININGS), "--seeds", "2")
 
     @property
     def targets(self) -> TargetSettings:

@@ -1,0 +1,80 @@
+"""Another seed for the first subsets of an environment: one environment of the subsets that both have, with all seeds.
+
+    python experiments/seeds/join.py experiments/environments/cc-format bench-out/environments/cc-seeds \
+        experiments/environments/cc-seeds
+
+Both must be of one corpus, recipe, targets and family; the second one's subsets are the first of the first one's.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from grasp.errors import EnvironmentDataError, GraspError
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.files import write_whole
+
+SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
+FILES = ("utilities.parquet", "reference.parquet")
+
+
+def joined(first: Environment, second: Environment, out: Path) -> None:
+    """Write the environment with the subsets of `second` and the seeds of both; it appears with its last file."""
+    _check(first, second)
+    out.mkdir(parents=True, exist_ok=True)
+    ids = pa.array([*second.subset_ids, "full"])
+    for name in FILES:
+        tables = [pq.read_table(one.path / name) for one in (first, second)]
+        kept = [table.filter(pc.is_in(table["subset_id"], value_set=ids)) for table in tables]
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.concat_tables(kept), sink, compression="zstd")
+        write_whole(out / name, sink.getvalue().to_pybytes())
+    write_whole(out / "subsets.parquet", (second.path / "subsets.parquet").read_bytes())
+    info = second.info.model_copy(
+        update={"seeds": (*first.info.seeds, *second.info.seeds), "checkpoint": first.info.checkpoint}
+    )
+    write_whole(out / "environment.json", (info.model_dump_json(indent=1) + "\n").encode())
+
+
+def _check(first: Environment, second: Environment) -> None:
+    other = [name for name in SAME if getattr(first.info, name) != getattr(second.info, name)]
+    if other or first.subset_ids[: len(second.subset_ids)] != second.subset_ids:
+        raise EnvironmentDataError(
+            f"{second.path}: differs from {first.path} in {', '.join(other) or 'its subsets'}; expected the same"
+        )
+    if set(first.info.seeds) & set(second.info.seeds):
+        raise EnvironmentDataError(f"{second.path}: seeds {second.info.seeds}, {first.path} has some of them already")
+    rows = [_rows_of(one, second.subset_ids) for one in (first, second)]
+    if not rows[0].equals(rows[1]):
+        raise EnvironmentDataError(f"{second.path}: subsets of the same name keep other rows than in {first.path}")
+
+
+def _rows_of(environment: Environment, ids: tuple[str, ...]) -> pa.Table:
+    table = pq.read_table(environment.path / "subsets.parquet")
+    kept = table.filter(pc.is_in(table["subset_id"], value_set=pa.array(ids)))
+    return kept.sort_by([("subset_id", "ascending"), ("row_id", "ascending")]).combine_chunks()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    try:
+        second = Environment.open(args.second)
+        second.compact()
+        joined(Environment.open(args.first), second, args.out)
+    except GraspError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {len(second.subset_ids)} subsets")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
