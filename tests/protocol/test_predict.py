@@ -147,7 +147,8 @@ def test_change_is_against_the_whole_corpus():
 
 
 def test_the_order_of_subsets_is_that_of_their_additive_value_without_geometry():
-    table = predict(FakeSource(), ScoringProtocol(name="p", match={"token": 1.0}), subsets(50), targets=["boolq"]).read()
+    additive = ScoringProtocol(name="p", match={"token": 1.0})
+    table = predict(FakeSource(), additive, subsets(50), targets=["boolq"]).read()
     assert spearmanr(table.column("utility"), table.column("additive_token")).statistic == pytest.approx(1.0)
     assert set(table.column("target").to_pylist()) == {"boolq"}
 

@@ -117,7 +117,7 @@ class ScoringProtocol(Settings):
         return NOT_SELECTED_OTHER if self.components else NOT_SELECTED
 
     def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
-        """This protocol with `match: auto` resolved and its kernels in the order of `Match`, if the artifact can serve it.
+        """This protocol with `match: auto` resolved, kernels in the order of `Match`, if the artifact can serve it.
 
         Raises:
             ProtocolError: kernels or sketches that the artifact lacks, feature settings other than required;
