@@ -18,10 +18,16 @@ for family in additive family; do
 done
 cp bench-out/family-protocol.yaml $OUT/protocol.yaml
 cp bench-out/family-protocol.provenance.json $OUT/protocol.provenance.json
+# Test, on format mixtures, and on the tasks of the topic mixtures that nothing was selected on.
+HELD=commonsense_qa,basic_skills_common_knowledge,basic_skills_logical_reasoning
 for loss in completion all; do
-  for name in cc-topic cc-format; do
-    grasp evaluate bench-out/cc-$loss --environment experiments/environments/$name --protocol $OUT/protocol.yaml \
-      --oracle ridge --methods bm25 --json $OUT/$name-$loss.json --csv bench-out/$name-$loss.csv
-    python $OUT/explain.py bench-out/cc-$loss experiments/environments/$name --out $OUT/explain-$name-$loss.json
-  done
+  test() {
+    grasp evaluate bench-out/cc-$loss --environment experiments/environments/$1 --protocol $OUT/protocol.yaml \
+      --oracle ridge --methods bm25 --json $OUT/$1-$loss.json --csv bench-out/$1-$loss.csv "${@:2}"
+    python $OUT/explain.py bench-out/cc-$loss experiments/environments/$1 --out $OUT/explain-$1-$loss.json
+  }
+  test cc-format
+  if [ $loss = all ]; then HELD=${HELD//,/@all,}@all; fi
+  test cc-topic --targets $HELD
 done
+python experiments/table.py $OUT/cc-{format,topic}-{completion,all}.json --title "Agreement with retraining" --out $OUT/table.md
