@@ -1,9 +1,14 @@
 #!/bin/bash
 # From the root of a checkout, after experiments/lds_main/run.sh; minutes. Weights of every control are selected on the
-# development environment, all of them are tested on the held-out one.
+# development environment, all of them are tested on the held-out one. Once over what ships, once over the paper's relevance.
 set -e
-for loss in completion all; do
-  grasp evaluate bench-out/cc-$loss --environment experiments/environments/cc-format \
-    --controls --development experiments/environments/cc-topic --family experiments/lds_main/family.yaml \
-    --json experiments/controls/$loss.json --csv bench-out/controls-$loss.csv
+HERE=experiments/controls
+for family in family pooled; do
+  grasp evaluate bench-out/cc-completion --environment experiments/environments/cc-format \
+    --controls --development experiments/environments/cc-topic --family $HERE/$family.yaml \
+    --json $HERE/$family.json --csv bench-out/controls-$family.csv
 done
+grasp evaluate bench-out/cc-all --environment experiments/environments/cc-format \
+  --controls --development experiments/environments/cc-topic --family $HERE/family.yaml \
+  --json $HERE/family-all.json --csv bench-out/controls-all.csv
+python experiments/table.py $HERE/{family,pooled,family-all}.json --title "Controls and ablations" --out $HERE/table.md

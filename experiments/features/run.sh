@@ -1,0 +1,22 @@
+#!/bin/bash
+# From the root of a checkout, after experiments/lds_main/run.sh; two minutes of one core a line. What else the one
+# forward pass can give, on the development environment and its two development tasks alone.
+set -e
+HERE=experiments/features
+REFERENCE=bench-out/environments/cc-topic/reference
+TASKS=sciq,openbookqa
+try() { # name, then flags of grasp build
+  local art=bench-out/features-$1
+  grasp build --config experiments/artifacts/cc-completion.yaml --targets $TASKS --set features.match=token \
+    --out $art --quiet "${@:2}"
+  grasp evaluate $art --environment experiments/environments/cc-topic --targets $TASKS --json $HERE/$1.json
+}
+try base
+try tail32 --set features.token_positions=tail:32
+try stride4 --set features.token_positions=stride:4
+try alpha05 --set features.alpha=0.5
+try eps1 --set features.epsilon=1
+try checkpoint-200 --model $REFERENCE/seed-0/checkpoint-200
+try seed-1 --model $REFERENCE/seed-1
+python experiments/table.py $HERE/{base,tail32,stride4,alpha05,eps1,checkpoint-200,seed-1}.json \
+  --title "Feature settings, on development results" --out $HERE/table.md
