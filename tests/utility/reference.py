@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from grasp.utility.geometry import SketchSums, SketchTotals, SubsetMass
+
 
 def dot(a, b):
     return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
@@ -42,3 +44,12 @@ def side_weights(weights, side, weighting):
     chosen = list(weights) if side == "retained" else [1.0 - w for w in weights]
     mass = sum(abs(w) for w in chosen)
     return [w / mass if mass else 0.0 for w in chosen] if weighting == "mean" else chosen
+
+
+def summed(weights_BN, sketch_ND):
+    """Sums of B subsets, totals of the corpus and masses, of dense or sparse weights with everything in memory."""
+    dense_BN = weights_BN.toarray() if hasattr(weights_BN, "toarray") else np.asarray(weights_BN)
+    norm_N = (sketch_ND**2).sum(axis=1)
+    sums = SketchSums(dense_BN @ sketch_ND, dense_BN @ norm_N, dense_BN**2 @ norm_N)
+    totals = SketchTotals(sketch_ND.sum(axis=0), norm_N.sum(), len(sketch_ND))
+    return sums, totals, SubsetMass(dense_BN.sum(axis=1), np.abs(1 - dense_BN).sum(axis=1), len(sketch_ND))

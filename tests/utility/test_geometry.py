@@ -8,7 +8,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
 from grasp.utility import geometry as geo
-from grasp.utility.geometry import GeometryAccumulator, SubsetMass, TotalsAccumulator, geometry, subset_relevance
+from grasp.utility.geometry import BlockSums, SubsetMass, geometry, subset_relevance
 from grasp.utility.predictor import additive, interaction_surrogate
 from tests.utility import reference
 
@@ -21,14 +21,6 @@ def world(seed, n=12, d=4, b=5, *, plain=False):
     weights_BN = (rng.random((b, n)) < 0.5) * (1.0 if plain else rng.random((b, n)) * 3)
     weights_BN[np.arange(b), rng.integers(0, n, b)] = 1.0
     return csr_array(weights_BN), rng.standard_normal((n, d)) + 0.5, rng
-
-
-def accumulate(weights_BN, sketch_ND, block):
-    sums, totals = GeometryAccumulator(weights_BN, sketch_ND.shape[1]), TotalsAccumulator(sketch_ND.shape[1])
-    for start in range(0, len(sketch_ND), block):
-        sums.add(start, sketch_ND[start : start + block])
-        totals.add(sketch_ND[start : start + block])
-    return sums, totals.totals()
 
 
 @settings(max_examples=25, deadline=None)
@@ -45,17 +37,16 @@ def test_components_are_the_double_loops(seed):
 @settings(max_examples=25, deadline=None)
 @given(
     seed=seeds,
-    block=st.integers(1, 12),
     side=st.sampled_from(["retained", "omitted"]),
     weighting=st.sampled_from(["count", "mean"]),
     plain=st.booleans(),
 )
-def test_sides_and_weightings_need_no_complement(seed, block, side, weighting, plain):
+def test_sides_and_weightings_need_no_complement(seed, side, weighting, plain):
     weights_BN, sketch_ND, rng = world(seed, plain=plain)
     relevance_NE = rng.standard_normal((12, 3))
-    sums, corpus = accumulate(weights_BN, sketch_ND, block)
-    got = sums.sums().geometry(sums.mass, corpus, side, weighting)
-    a = subset_relevance(weights_BN @ relevance_NE, relevance_NE.sum(axis=0), sums.mass, side, weighting)
+    sums, corpus, mass = reference.summed(weights_BN, sketch_ND)
+    got = sums.geometry(mass, corpus, side, weighting)
+    a = subset_relevance(weights_BN @ relevance_NE, relevance_NE.sum(axis=0), mass, side, weighting)
     for b, weights in enumerate(weights_BN.toarray()):
         effective = reference.side_weights(weights, side, weighting)
         for kind, value in reference.geometry(effective, sketch_ND, corpus.mean_D).items():
@@ -69,15 +60,9 @@ def test_sides_and_weightings_need_no_complement(seed, block, side, weighting, p
 @given(seed=seeds, block=st.integers(1, 13))
 def test_blocks_of_rows_change_nothing(seed, block):
     weights_BN, sketch_ND, _ = world(seed)
-    one, corpus = accumulate(weights_BN, sketch_ND, 100)
-    many, corpus_again = accumulate(weights_BN, sketch_ND, block)
-    np.testing.assert_allclose(many.sums().total_BD, one.sums().total_BD, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(many.sums().square_norm_B, one.sums().square_norm_B, rtol=1e-12)
-    np.testing.assert_allclose(corpus_again.total_D, corpus.total_D, rtol=1e-12, atol=1e-12)
-    direct = geometry(weights_BN, sketch_ND, corpus.mean_D)
-    split = many.sums().geometry(many.mass, corpus, "retained", "count")
-    for kind in KINDS:
-        np.testing.assert_allclose(split[kind], direct[kind], rtol=1e-10, atol=1e-10)
+    sums = BlockSums(weights_BN)
+    parts = [sums.product(start, sketch_ND[start : start + block]) for start in range(0, len(sketch_ND), block)]
+    np.testing.assert_allclose(sum(parts), weights_BN @ sketch_ND, rtol=1e-12, atol=1e-12)
 
 
 @given(seed=seeds)
@@ -245,8 +230,8 @@ def test_additive_retained_is_a_constant_minus_omitted(seed):
 
 def test_an_empty_omitted_side_is_zero_not_nan():
     weights_BN, sketch_ND = csr_array(np.ones((1, 4))), np.eye(4)
-    sums, corpus = accumulate(weights_BN, sketch_ND, 4)
-    got = sums.sums().geometry(sums.mass, corpus, "omitted", "mean")
+    sums, corpus, mass = reference.summed(weights_BN, sketch_ND)
+    got = sums.geometry(mass, corpus, "omitted", "mean")
     assert [float(got[kind][0]) for kind in KINDS] == [0.0] * 4
 
 
@@ -262,7 +247,7 @@ def test_float32_sketches_are_summed_in_float64():
 
 def test_rows_beyond_the_corpus_are_refused():
     with pytest.raises(ShapeError, match="rows 3 to 5 were given for a corpus of 4 rows"):
-        GeometryAccumulator(csr_array(np.ones((1, 4))), 2).add(3, np.zeros((2, 2)))
+        BlockSums(csr_array(np.ones((1, 4)))).product(3, np.zeros((2, 2)))
 
 
 def test_halves_needed():

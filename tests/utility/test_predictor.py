@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse import csr_array
 from scipy.stats import spearmanr
 
 from grasp.subsets.families import parse_family
-from grasp.utility.geometry import GeometryAccumulator, SubsetMass, TotalsAccumulator, geometry, subset_relevance
+from grasp.utility.geometry import SubsetMass, geometry, subset_relevance
 from grasp.utility.predictor import (
     ComponentTable,
     combine,
@@ -18,6 +17,7 @@ from grasp.utility.predictor import (
     marginal_relevance,
 )
 from grasp.utility.standardize import ComponentMoments, MomentsAccumulator
+from tests.utility.reference import summed
 
 seeds = st.integers(0, 10_000)
 
@@ -61,12 +61,9 @@ def test_marginal_gain_is_the_difference_of_two_subsets(seed, weighting):
     mask[rng.choice(8, 3, replace=False)] = 1.0
     candidates = np.flatnonzero(mask == 0)
     rows = np.concatenate([mask[None], mask + np.eye(9)[candidates]])
-    sums, totals = GeometryAccumulator(csr_array(rows), 3), TotalsAccumulator(3)
-    sums.add(0, sketch_ND)
-    totals.add(sketch_ND)
-    corpus = totals.totals()
-    a_BE = subset_relevance(rows @ relevance_NE, relevance_NE.sum(axis=0), sums.mass, "retained", weighting)
-    k = sums.sums().geometry(sums.mass, corpus, "retained", weighting)
+    sums, corpus, mass = summed(rows, sketch_ND)
+    a_BE = subset_relevance(rows @ relevance_NE, relevance_NE.sum(axis=0), mass, "retained", weighting)
+    k = sums.geometry(mass, corpus, "retained", weighting)
     omega = {f"hidden.{kind}": w for kind, w in [("raw", -0.3), ("self", 0.2), ("pair", 0.1), ("cent", -0.7)]}
     moments = {name: ComponentMoments(np.zeros(1), np.full(1, 2.0)) for name in omega}
     moments["token"] = ComponentMoments(np.zeros(2), np.array([1.0, 3.0]))
@@ -76,15 +73,13 @@ def test_marginal_gain_is_the_difference_of_two_subsets(seed, weighting):
         return combine(table, moments, match_weights={"token": 1.0}, omega=omega)
 
     whole = value(a_BE, k).utility_BE
-    one = GeometryAccumulator(csr_array(mask[None]), 3)
-    one.add(0, sketch_ND)
-    state = one.sums()
+    state, _, one = summed(mask[None], sketch_ND)
     with_row = value(
-        marginal_relevance(mask @ relevance_NE, one.mass, relevance_NE[candidates], weighting),
-        marginal_geometry(state, one.mass, corpus, sketch_ND[candidates], weighting),
+        marginal_relevance(mask @ relevance_NE, one, relevance_NE[candidates], weighting),
+        marginal_geometry(state, one, corpus, sketch_ND[candidates], weighting),
     )
-    a_one = subset_relevance((mask @ relevance_NE)[None], relevance_NE.sum(axis=0), one.mass, "retained", weighting)
-    without = value(a_one, state.geometry(one.mass, corpus, "retained", weighting))
+    a_one = subset_relevance((mask @ relevance_NE)[None], relevance_NE.sum(axis=0), one, "retained", weighting)
+    without = value(a_one, state.geometry(one, corpus, "retained", weighting))
     np.testing.assert_allclose(marginal_gain(with_row, without), whole[1:] - whole[0], atol=1e-9)
 
 
@@ -166,15 +161,13 @@ def test_omitted_scores_rank_as_retained_ones_only_without_geometry():
     rng = np.random.default_rng(3)
     relevance_NE, sketch_ND = rng.standard_normal((40, 1)), rng.standard_normal((40, 3)) + 2
     (block,) = parse_family("bernoulli:0.5").draw(50, n_rows=40, seed=0, purpose="t")
-    sums, totals = GeometryAccumulator(block.weights_BN, 3), TotalsAccumulator(3)
-    sums.add(0, sketch_ND)
-    totals.add(sketch_ND)
+    sums, totals, mass = summed(block.weights_BN, sketch_ND)
     a = {
         side: subset_relevance(
             block.weights_BN @ relevance_NE, relevance_NE.sum(axis=0), SubsetMass.of(block.weights_BN), side, "count"
         )[:, 0]
         for side in ("retained", "omitted")
     }
-    k = {side: sums.sums().geometry(sums.mass, totals.totals(), side, "count").raw_B for side in a}
+    k = {side: sums.geometry(mass, totals, side, "count").raw_B for side in a}
     assert spearmanr(a["retained"], a["omitted"]).statistic == pytest.approx(1.0)
     assert spearmanr(k["retained"], k["omitted"]).statistic < 0

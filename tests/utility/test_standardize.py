@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
 from grasp.subsets.families import Family, parse_family
-from grasp.utility.geometry import GeometryAccumulator, TotalsAccumulator, geometry, subset_relevance
+from grasp.utility.geometry import geometry, subset_relevance
 from grasp.utility.standardize import (
     ComponentMoments,
     MomentsAccumulator,
@@ -22,6 +22,7 @@ from grasp.utility.standardize import (
     relevance_moments,
     self_moments,
 )
+from tests.utility.reference import summed
 
 N = 6
 
@@ -50,11 +51,9 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     rng = np.random.default_rng(0)
     relevance_NE, sketch_ND = rng.standard_normal((N, 2)) + 1, rng.standard_normal((N, 3)) + 1
     masks, chance = every_subset(family)
-    sums, totals = GeometryAccumulator(csr_array(masks), 3), TotalsAccumulator(3)
-    sums.add(0, sketch_ND)
-    totals.add(sketch_ND)
-    a_BE = subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), sums.mass, side, weighting)
-    k_B = sums.sums().geometry(sums.mass, totals.totals(), side, weighting).self_B
+    sums, totals, mass = summed(masks, sketch_ND)
+    a_BE = subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), mass, side, weighting)
+    k_B = sums.geometry(mass, totals, side, weighting).self_B
     got_a = relevance_moments(RowMoments.of(relevance_NE), family, side, weighting)
     got_k = self_moments(RowMoments.of((sketch_ND**2).sum(axis=1)[:, None]), family, side, weighting)
     for e in range(2):
@@ -73,10 +72,8 @@ def test_closed_forms_of_pairs_are_the_moments_over_every_subset(family, side, w
     family = parse_family(family)
     sketch_ND = np.random.default_rng(0).standard_normal((N, 3)) + np.array([1.0, 0.0, -0.5])
     masks, chance = every_subset(family)
-    sums, totals = GeometryAccumulator(csr_array(masks), 3), TotalsAccumulator(3)
-    sums.add(0, sketch_ND)
-    totals.add(sketch_ND)
-    every = sums.sums().geometry(sums.mass, totals.totals(), side, weighting)
+    sums, totals, mass = summed(masks, sketch_ND)
+    every = sums.geometry(mass, totals, side, weighting)
     pairs = PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND[:2]).plus(sketch_ND[2:])
     for kind in ("raw", "self", "pair", "cent"):
         got = pair_moments(pairs, kind, family, side, weighting)

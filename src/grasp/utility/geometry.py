@@ -22,7 +22,6 @@ from grasp.subsets.weights import (
     PackedMasks,
     SliceShares,
     Weights,
-    squared,
     weight_sums,
 )
 
@@ -199,52 +198,6 @@ def _slice_sums(weights: SliceShares, start: int, values_nC: F64) -> F64:
     shape = (weights.share_BG.shape[1], len(values_nC))
     member = csr_array((np.ones(len(codes_n)), (codes_n, np.arange(len(codes_n)))), shape=shape)
     return np.asarray(member @ values_nC)
-
-
-class GeometryAccumulator:
-    """Sums for the geometry of B subsets, over blocks of rows: float64, memory independent of N."""
-
-    def __init__(self, weights: Weights, width: int) -> None:
-        self.mass = SubsetMass.of(weights)
-        self._sums = BlockSums(weights)
-        self._squares = BlockSums(squared(weights))
-        n_subsets = weights.shape[0]
-        self._total_BD = np.zeros((n_subsets, width))
-        self._norm_B = np.zeros(n_subsets)
-        self._square_norm_B = np.zeros(n_subsets)
-
-    def add(self, start: int, sketch_nD: F) -> None:
-        """Add rows [start, start + n)."""
-        sketch_nD = np.asarray(sketch_nD, dtype=np.float64)
-        norm_n = np.einsum("nd,nd->n", sketch_nD, sketch_nD)
-        both_BC = self._sums.product(start, np.column_stack([sketch_nD, norm_n]))
-        self._total_BD += both_BC[:, :-1]
-        self._norm_B += both_BC[:, -1]
-        self._square_norm_B += self._squares.product(start, norm_n[:, None])[:, 0]
-
-    def sums(self) -> SketchSums:
-        """Sums of the rows so far."""
-        return SketchSums(self._total_BD, self._norm_B, self._square_norm_B)
-
-
-class TotalsAccumulator:
-    """Totals of one sketch over the corpus, from blocks of rows."""
-
-    def __init__(self, width: int) -> None:
-        self._total_D = np.zeros(width)
-        self._norm = 0.0
-        self._n_rows = 0
-
-    def add(self, sketch_nD: F) -> None:
-        """Add a block of rows."""
-        sketch_nD = np.asarray(sketch_nD, dtype=np.float64)
-        self._total_D += sketch_nD.sum(axis=0)
-        self._norm += float(np.einsum("nd,nd->", sketch_nD, sketch_nD))
-        self._n_rows += len(sketch_nD)
-
-    def totals(self) -> SketchTotals:
-        """Totals of the rows so far."""
-        return SketchTotals(self._total_D, self._norm, self._n_rows)
 
 
 def subset_relevance(sum_BE: F64, total_E: F64, mass: SubsetMass, side: Side, weighting: Weighting) -> F64:
