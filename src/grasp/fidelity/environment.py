@@ -12,23 +12,20 @@ Every file is written aside and renamed, so what exists is whole. A run is one s
 whole corpus is called `full`. Readers see arrays (B, S, E): subsets, seeds, units.
 """
 
-import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.files import PART, aside, remove_stale, write_whole
+from grasp.fidelity.files import PART, remove_stale, write_whole
 from grasp.fidelity.leases import TTL_SECONDS, Lease, take
 from grasp.fidelity.runs import EXAMPLES, FULL, Run, read_runs, run_bytes, runs_in
+from grasp.fidelity.subset_table import MaskDigest, SubsetTable
 from grasp.settings import describe
 from grasp.subsets import LabelColumn, RowIndex, SubsetBlock, parse_family, read_subsets
 
@@ -148,7 +145,7 @@ class Environment:
                 subsets are none, unnamed, repeated or weighted.
         """
         path.mkdir(parents=True, exist_ok=True)
-        table = _SubsetTable(path, rows)
+        table = SubsetTable(path / SUBSETS, rows)
         try:
             ids, checksums = table.write(blocks)
             info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
@@ -461,7 +458,7 @@ class Environment:
         )
 
     def _checked_blocks(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
-        digest = _MaskDigest()
+        digest = MaskDigest()
         for block in blocks:
             digest.add(block)
             yield block
@@ -470,65 +467,6 @@ class Environment:
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
                 f"{len(self.subset_ids)} with {self.info.masks_checksum}; these are not the subsets trained on"
             )
-
-
-# --------------------------------------------------------------------------------------------- subsets
-
-
-class _SubsetTable:
-    """Writes subsets.parquet aside while the ids and the running checksum are taken."""
-
-    def __init__(self, path: Path, rows: RowIndex) -> None:
-        self._path = path / SUBSETS
-        self._part = aside(self._path)
-        self._row_ids = rows.ids()
-
-    def write(self, blocks: Iterable[SubsetBlock]) -> tuple[tuple[str, ...], list[str]]:
-        """Ids, and the checksum after each subset."""
-        digest = _MaskDigest()
-        schema = pa.schema([("subset_id", pa.string()), ("row_id", pa.string())])
-        with pq.ParquetWriter(self._part, schema, compression="zstd", compression_level=19) as writer:
-            for block in blocks:
-                if (block.weights_BN.data != 1.0).any():
-                    raise EnvironmentDataError(f"{self._path}: weighted subsets cannot be retrained; drop the weights")
-                digest.add(block)
-                names = pa.array(block.subset_ids, pa.string()).take(
-                    pa.array(np.repeat(np.arange(len(block.subset_ids)), block.sizes_B))
-                )
-                row_ids = self._row_ids.take(pa.array(block.weights_BN.indices)).combine_chunks()
-                writer.write_table(pa.table([names, row_ids], schema=schema))
-        ids = digest.ids
-        if not ids:
-            raise EnvironmentDataError(f"{self._path}: got no subsets, expected at least one")
-        wrong = sorted({name for name in ids if ids.count(name) > 1} | ({FULL} & set(ids)))
-        if wrong:
-            raise EnvironmentDataError(
-                f"{self._path}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
-            )
-        return tuple(ids), digest.checksums
-
-    def publish(self) -> None:
-        os.replace(self._part, self._path)
-
-    def remove_part(self) -> None:
-        self._part.unlink(missing_ok=True)
-
-
-class _MaskDigest:
-    """Running checksum over the ids and rows of subsets, in order."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.ids: list[str] = []
-        self.checksums: list[str] = []  # after each subset
-
-    def add(self, block: SubsetBlock) -> None:
-        matrix = block.weights_BN
-        for b, subset_id in enumerate(block.subset_ids):
-            rows = np.sort(matrix.indices[matrix.indptr[b] : matrix.indptr[b + 1]])
-            self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
-            self.ids.append(subset_id)
-            self.checksums.append(self._digest.hexdigest())
 
 
 def _check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, checksums: list[str]) -> None:
