@@ -1,6 +1,8 @@
 """grasp detect finds planted mistakes in images and in texts, and refuses what would make it look good."""
 
+import base64
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -8,9 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import Artifact
+from grasp.audit import detect as detecting
 from grasp.audit.detect import contamination, detect
 from grasp.build.fit_head import fit_head
 from grasp.build.local import build
+from grasp.corpus.image_store import ImageStore
+from grasp.corpus.images import decode_image
 from grasp.errors import ArtifactError, SettingsError
 from grasp.settings import build_settings
 from tests.build.world import texts, world, write_targets
@@ -51,6 +56,21 @@ def test_the_command_and_its_table(noisy, tmp_path):
     assert len(rows) == 60
     assert [row["rank"] for row in rows] == list(range(1, 61))
     assert [row["fused"] for row in rows] == sorted((row["fused"] for row in rows), reverse=True)
+
+
+def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
+    out, page = tmp_path / "suspects.parquet", tmp_path / "report.html"
+    succeed("detect", noisy, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 0)
+    succeed("report", noisy, "--detect", out, "--out", page)
+    section = page.read_text().partition('<section id="suspects"')[2].partition("</section>")[0]
+    encoded = re.findall(r'<img src="data:image/png;base64,([^"]+)"', section)
+    assert len(encoded) == 12
+    shown = [decode_image(base64.b64decode(one)) for one in encoded]
+    first = pq.read_table(out)["row_id"].to_pylist()[0]
+    index = detecting.column(Artifact.open(noisy), "row_id").index(first)
+    own = decode_image(ImageStore.open(noisy / "tokens").rows(np.array([index])).encoded[0])
+    assert shown[0].tobytes() == own.tobytes()
+    assert "6 rows planted" in section
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ SURFACE = {
         "--partial",
         "--selection",
         "--mixture",
+        "--detect",
         "--previous",
     ],
     "retrain": [

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity import environment as module
 from grasp.fidelity.environment import Environment, Run
+from grasp.fidelity.files import aside
 from grasp.subsets import LabelColumn, RowIndex, parse_family
 from tests.fidelity.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
 
@@ -325,6 +325,6 @@ def test_merging_clears_away_old_parts_and_leases_but_no_young_part(tmp_path):
 
 
 def test_two_writers_of_one_file_do_not_share_a_part(tmp_path):
-    first, second = module.aside(tmp_path / "x"), module.aside(tmp_path / "x")
+    first, second = aside(tmp_path / "x"), aside(tmp_path / "x")
     assert first != second
     assert first.parent == tmp_path

@@ -3,8 +3,9 @@
 Shape letters: N rows, E units, D sketch width.
 """
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import RELEVANCE, Artifact
 from grasp.audit.detection import Detection, Threshold, disagreement, fused, measure, threshold
+from grasp.curation.suspects import SAID
 from grasp.errors import ArtifactError, SettingsError
 
 if TYPE_CHECKING:
@@ -218,7 +220,10 @@ def _planted(values: list[Any], name: str) -> NDArray[np.bool_]:
 
 
 def table(artifact: Artifact, found: Suspects, target: str) -> pa.Table:
-    """Every row, the most suspicious first: rank, row_id, flagged, each score, and the unit that a row matches."""
+    """Every row, the most suspicious first: rank, row_id, flagged, each score, and the unit that a row matches.
+
+    The metadata of its schema has, as JSON, what decided the flags and how the scores compare with the truth.
+    """
     order_N = found.order_N
     names = column(artifact, "row_id")
     columns: dict[str, Any] = {
@@ -230,7 +235,20 @@ def table(artifact: Artifact, found: Suspects, target: str) -> pa.Table:
     if found.match_E is not None:
         units = artifact.units.take(pa.array(artifact.unit_columns(target)))["unit_id"].to_pylist()
         columns["unit_id"] = [units[e] for e in found.match_E[order_N]]
-    return pa.table(columns)
+    return pa.table(columns).replace_schema_metadata({SAID: json.dumps(_said(artifact, found, target))})
+
+
+def _said(artifact: Artifact, found: Suspects, target: str) -> dict[str, Any]:
+    """What the table alone does not say, for those who read it later."""
+    return {
+        "target": target,
+        "ranking": found.ranking,
+        "corpus": artifact.manifest.fingerprints.get("corpus", ""),
+        "rows": artifact.n_rows,
+        "threshold": asdict(found.threshold),
+        "detections": {name: asdict(one) for name, one in found.detections.items()},
+        "notes": list(found.notes),
+    }
 
 
 def write_table(artifact: Artifact, found: Suspects, target: str, path: Path) -> int:

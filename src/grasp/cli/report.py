@@ -15,6 +15,7 @@ EXAMPLES = """\b
 Examples:
   grasp report art --out report.html
   grasp report art --environment dev --selection kept.json --mixture mixture.json --out report.html
+  grasp report art --detect suspects.parquet --out report.html
   grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html
 """
 
@@ -34,6 +35,7 @@ def report(
     partial: bool = typer.Option(False, "--partial", help="Use what an unfinished environment has."),
     selection: Path | None = typer.Option(None, "--selection", help="JSON that grasp select wrote beside its --out."),
     mixture: Path | None = typer.Option(None, "--mixture", help="JSON that grasp mix wrote beside its --out."),
+    suspects: Path | None = typer.Option(None, "--detect", help="Parquet that grasp detect wrote with --out."),
     previous: list[Path] = typer.Option(
         [], "--previous", help="Artifact of an earlier checkpoint on the same corpus, oldest first; repeatable."
     ),
@@ -57,6 +59,7 @@ def report(
         partial=partial,
         selection=selection,
         mixture=mixture,
+        suspects=suspects,
         protocol_path=protocol,
         command=shlex.join(["grasp", *sys.argv[1:]]),
     )

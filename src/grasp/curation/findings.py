@@ -15,6 +15,7 @@ import numpy as np
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import Artifact
 from grasp.curation.summaries import MixtureSummary, SelectionSummary, read_mixture, read_selection
+from grasp.curation.suspects import SuspectSummary, read_suspects
 from grasp.curation.trust import Trust, UtilityLine, sketches_for
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.fidelity.environment import Environment
@@ -146,6 +147,7 @@ class Question:
     partial: bool = False
     selection: Path | None = None
     mixture: Path | None = None
+    suspects: Path | None = None
     protocol_path: Path | None = None  # as it was given; none: the one that ships
     command: str = ""  # that makes the report again
 
@@ -167,6 +169,7 @@ class Findings:
     retraining: Retraining | Missing
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
+    suspects: SuspectSummary | Missing
 
 
 def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) -> Findings:
@@ -178,7 +181,7 @@ def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) 
         EnvironmentDataError: environment and artifact do not belong together.
         ArtifactError: an earlier artifact of another corpus.
         SubsetError: no such label, or one with a single value.
-        SettingsError: a file that is no summary of a selection or a mixture of these rows.
+        SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
     targets = checked_targets(artifact, question.targets)
     tokens_N = row_tokens(artifact)
@@ -202,6 +205,7 @@ def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) 
         retraining=retraining,
         selection=NO_SELECTION if question.selection is None else read_selection(question.selection, artifact.n_rows),
         mixture=NO_MIXTURE if question.mixture is None else read_mixture(question.mixture, artifact.n_rows),
+        suspects=NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names),
     )
 
 
@@ -227,6 +231,9 @@ NO_SELECTION = Missing(
 )
 NO_MIXTURE = Missing(
     "No mixture was given.", "Choose weights with grasp mix, and name the .json beside its --out with --mixture."
+)
+NO_SUSPECTS = Missing(
+    "No detection was given.", "Look for suspicious rows with grasp detect, and name its --out with --detect."
 )
 NO_INTERACTION = Missing(
     "The artifact keeps no sketches, which interactions are measured by.",
