@@ -1,0 +1,62 @@
+"""A detection in the report: its figures, its rows, and nothing of their text that runs."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.audit.detect import contamination, detect, write_table
+from grasp.curation.suspects import SHOWN, read_suspects
+from tests.cli.grasp_command import refused, succeed
+from tests.report.test_page import Page
+from tests.report.world import HOSTILE, write_artifact
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("suspects")
+    artifact = write_artifact(place / "art", topics=HOSTILE, text=[text or "" for text in HOSTILE])
+    write_table(artifact, detect(artifact, "sciq", label="format"), "sciq", place / "suspects.parquet")
+    write_table(artifact, contamination(artifact, "sciq"), "sciq", place / "leaks.parquet")
+    return place, artifact
+
+
+def test_the_first_rows_are_those_of_the_table(place):
+    root, artifact = place
+    found = read_suspects(root / "suspects.parquet", artifact, ["topic"])
+    lines = pq.read_table(root / "suspects.parquet").slice(0, SHOWN).to_pylist()
+    assert [row.row_id for row in found.rows] == [line["row_id"] for line in lines]
+    assert [dict(row.scores)["fused"] for row in found.rows] == [line["fused"] for line in lines]
+    assert found.rows[0].scores[-1][0] == found.said.ranking == "fused"
+    texts = dict(zip(*(artifact.rows(range(200))[name].to_pylist() for name in ("row_id", "snippet")), strict=True))
+    assert [row.text for row in found.rows] == [texts[row.row_id] for row in found.rows]
+    assert all(row.unit_id.startswith("sciq-") for row in read_suspects(root / "leaks.parquet", artifact, []).rows)
+
+
+@pytest.mark.parametrize("table", ["suspects", "leaks"])
+def test_hostile_rows_are_text(place, table, tmp_path):
+    root, _ = place
+    succeed(
+        "report", root / "art", "--detect", root / f"{table}.parquet", "--by", "format", "--out", tmp_path / "r.html"
+    )
+    page = (tmp_path / "r.html").read_text()
+    section = page.partition('<section id="suspects"')[2].partition("</section>")[0]
+    assert section.count("<li class=") == SHOWN
+    assert "<img" not in section
+    assert "<script" not in section
+    assert "&lt;img src=x" in section  # in the names of the rows
+    assert "of 200 rows are flagged" in Page(page).text
+
+
+def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):
+    root, _ = place
+    write_artifact(tmp_path / "other", corpus="another")
+    pq.write_table(pa.table({"row_id": ["a"]}), tmp_path / "plain.parquet")
+    (tmp_path / "text.parquet").write_text("no")
+    for path, said in (
+        (tmp_path / "gone.parquet", "gone.parquet: no such file; expected the .parquet that grasp detect --out writes"),
+        (tmp_path / "text.parquet", "text.parquet is not Parquet"),
+        (tmp_path / "plain.parquet", "plain.parquet does not say what was detected"),
+    ):
+        assert said in refused("report", root / "art", "--detect", path, "--out", tmp_path / "r.html")
+    asked = ["report", tmp_path / "other", "--detect", root / "suspects.parquet", "--out", tmp_path / "r.html"]
+    assert "was made from corpus c0ffee of 200 rows, the artifact is of another with 200" in refused(*asked)
