@@ -1,0 +1,153 @@
+"""A benchmark's own text in a corpus: recall at 100 of `grasp detect --contamination`, BM25 and 13-gram overlap.
+
+    python -m experiments.contamination.run --pool ../shared/data/pool.parquet --work bench-out/contamination
+
+Makes passages, a reference model of the tiny recipe trained on them as they are, and an artifact, each unless it is
+there; a killed run goes on.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
+from grasp.artifact.reader import Artifact
+from grasp.audit.detect import column, contamination, method_scores
+from grasp.audit.detection import auroc
+from grasp.baselines.asked import asked_methods
+from grasp.build.local import build
+from grasp.corpus.store import RowStore
+from grasp.fidelity.files import write_whole
+from grasp.models.recipe import TrainingRecipe, named_recipe, train
+from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.protocol.ranking import rows_by_method
+from grasp.seeds import stream
+from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
+from grasp.targets import Unit, load_units
+
+F64 = NDArray[np.float64]
+K, GRAM, RESAMPLES = 100, 13, 1000
+ANSWER, WHOLE = "sciq", "sciq_text"  # the loss on the answer; on every token of the unit
+
+
+def make(
+    pool: Path, work: Path, recipe: TrainingRecipe, planted: int, clean: int
+) -> tuple[Artifact, list[Passage], list[Unit]]:
+    """Corpus, model and artifact, each unless it is there; the passages, and the units that are looked for."""
+    work.mkdir(parents=True, exist_ok=True)
+    all_units = load_units(TargetSettings(names=("sciq",), units_per_target=None)).units
+    rows, units = passages(pool, all_units, planted, clean)
+    corpus, asked = work / "corpus.parquet", work / "units.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus, rows)
+        write_whole(asked, "".join(_line(task, unit) for task in (ANSWER, WHOLE) for unit in units).encode())
+    settings = settings_of(corpus, asked, work / "model", recipe.shape.context)
+    if not (work / "model").exists():
+        _train(recipe, settings.corpus, [row.text for row in rows], work)
+    return Artifact.open(build(settings, work / "artifact", resume=True)), rows, units
+
+
+def settings_of(corpus: Path, units: Path, model: Path, context: int) -> BuildSettings:
+    """What `grasp build` is given: rows of the model's context, one a passage."""
+    return build_settings(
+        {
+            "model": {"path": str(model), "threads": 1},
+            "corpus": {"path": str(corpus), "max_length": context, "max_rows_per_document": 1},
+            "targets": {"names": [str(units)], "units_per_target": None, "max_length": context},
+        }
+    )
+
+
+def _line(task: str, unit: Unit) -> str:
+    line = {"task": task, "prompt": unit.prompt, "completion": unit.completion, "unit_id": f"{task}:{unit.unit_id}"}
+    return json.dumps(line | {"loss_on": "all" if task == WHOLE else "completion"}) + "\n"
+
+
+def _train(recipe: TrainingRecipe, corpus: CorpusSettings, texts: Sequence[str], work: Path) -> None:
+    if not (work / "tokenizer").exists():
+        part = work / "tokenizer.part"
+        train_tokenizer(texts, vocab_size=recipe.shape.vocab_size).save_pretrained(part)
+        part.replace(work / "tokenizer")
+    tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(work / "tokenizer"), vocab_size=recipe.shape.vocab_size)
+    rows = RowStore.write(work / "rows", corpus, tokenizer, shard_rows=4096)
+    train(recipe, rows, seed=0, tokenizer=tokenizer, out=work / "model", checkpoints=())
+
+
+def gram_overlap(texts: Sequence[str], units: Sequence[Unit]) -> F64:
+    """Largest share of a unit's 13-grams that a text holds, (N,); a shorter unit is one gram of all its words."""
+    words = [folded(own_text(unit)) for unit in units]
+    asked = [(n := min(GRAM, len(one)), grams(one, n)) for one in words]
+    out = np.zeros(len(texts))
+    for i, text in enumerate(texts):
+        plain = folded(text)
+        held = {n: grams(plain, n) for n in {n for n, _ in asked}}
+        out[i] = max(len(own & held[n]) / len(own) for n, own in asked)
+    return out
+
+
+def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str]) -> dict[str, F64]:
+    """Every method's score of every row: the largest over the units, as `grasp detect --contamination` takes it."""
+    out = {
+        f"GRASP ({kernel}, loss on {what})": contamination(artifact, target, match=kernel).scores["contamination"]
+        for target, what in ((ANSWER, "answer"), (WHOLE, "all"))
+        for kernel in ("token", "input", "pooled")
+    }
+    (asked,) = asked_methods(["bm25"])
+    bm25_NE = method_scores(rows_by_method(artifact, asked), ANSWER)
+    out["BM25"] = contamination(artifact, ANSWER, others={"bm25": bm25_NE}).scores["bm25"]
+    out["BM25 (as it is)"] = bm25_NE.max(axis=1)
+    out["13-gram overlap"] = gram_overlap(texts, units)
+    return out
+
+
+def recall(score_N: F64, kind_N: NDArray[np.str_], kind: str) -> dict[str, Any]:
+    """Of one kind among the clean rows: share that the first 100 hold, with an interval by bootstrap over its rows."""
+    there = (kind_N == kind) | (kind_N == CLEAN)
+    own_N, score_N = kind_N[there] == kind, score_N[there]
+    # ties are broken by a draw: most rows share no 13-gram with any unit
+    tie_N = stream(0, "contamination", "ties", kind).random(len(score_N))
+    first = np.lexsort((tie_N, -score_N))[:K]
+    hit = np.isin(np.flatnonzero(own_N), first)
+    draws = stream(0, "contamination", "bootstrap", kind).integers(len(hit), size=(RESAMPLES, len(hit)))
+    low, high = np.percentile(hit[draws].mean(axis=1), [2.5, 97.5])
+    found = {"recall": float(hit.mean()), "low": float(low), "high": float(high), "rows": len(hit)}
+    return found | {"auroc": auroc(score_N, own_N)}
+
+
+def table(found: Mapping[str, F64], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Recall of every method and kind."""
+    kind_N = np.array(kinds)
+    names = [kind for kind in dict.fromkeys(sorted(kinds)) if kind != CLEAN]
+    return {method: {kind: recall(score_N, kind_N, kind) for kind in names} for method, score_N in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pool", type=Path, required=True, help="Parquet of doc_id, text, eval_overlap.")
+    parser.add_argument("--work", type=Path, default=Path(__file__).with_name("work"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
+    parser.add_argument("--planted", type=int, default=60, help="Units planted in each way.")
+    parser.add_argument("--clean", type=int, default=4000, help="Passages without any.")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    began, recipe = time.process_time(), named_recipe("tiny")
+    artifact, rows, units = make(asked.pool, asked.work, recipe, asked.planted, asked.clean)
+    kinds = [str(kind) for kind in column(artifact, "kind")]
+    found = table(scores(artifact, units, [row.text for row in rows]), kinds)
+    counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    result = {"rows": counts, "units": len(units), "cpu_seconds": round(time.process_time() - began), "table": found}
+    write_whole(asked.out, (json.dumps(result, indent=1) + "\n").encode())
+    for method, kinds_found in found.items():
+        print(method, {kind: round(one["recall"], 3) for kind, one in kinds_found.items()})
+
+
+if __name__ == "__main__":
+    main()
