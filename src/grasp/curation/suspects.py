@@ -129,7 +129,9 @@ def _table(path: Path, artifact: Artifact, flag: str) -> tuple[Said, list[dict[s
 
 def _row_index(artifact: Artifact, names: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Positions of some rows by name; the corpus is the table's own, so that they are all there."""
-    wanted, found, start = pa.array(names, pa.string()), {}, 0
+    wanted = pa.array(names, pa.string())
+    found: dict[str, int] = {}
+    start = 0
     for batch in artifact.row_batches(["row_id"]):
         here = np.flatnonzero(pc.is_in(batch.column(0), value_set=wanted).to_numpy(zero_copy_only=False))
         found |= {batch.column(0)[int(i)].as_py(): start + int(i) for i in here}
