@@ -1,0 +1,85 @@
+"""What a user gets: the fine-tuned model and its rows through `grasp build`, then detect, predict and the methods."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from experiments.safety.setting import Case, Row
+from experiments.safety.tuned import Tuned
+from grasp.artifact.reader import Artifact
+from grasp.audit.detect import detect, method_scores
+from grasp.baselines.asked import asked_methods
+from grasp.build.local import build
+from grasp.protocol.predict import predict
+from grasp.protocol.ranking import rows_by_method
+from grasp.protocol.scoring import Calibration, ScoringProtocol, load_protocol
+from grasp.settings import build_settings
+from grasp.subsets.blocks import MissingRows, in_blocks
+
+F64 = NDArray[np.float64]
+TARGET = "trusted"
+FULL_PROTOCOL = Path(__file__).parents[1] / "lds_main" / "protocol.yaml"
+
+
+def artifact_of(case: Case, tuned: Tuned, work: Path) -> Artifact:
+    """Rows, trusted units and the merged model, built."""
+    sequences = tuned.base.sequences(case.rows, tuned.longest)
+    table = {
+        "row_id": [row.row_id for row in case.rows],
+        "text": [row.prompt + row.completion for row in case.rows],
+        "input_ids": pa.array([list(one.ids) for one in sequences], pa.list_(pa.int32())),
+        "label": [row.completion.strip()[:40] for row in case.rows],
+        "planted": case.planted_N,
+    }
+    corpus, units = work / "corpus.parquet", work / "trusted.jsonl"
+    pq.write_table(pa.table(table), corpus)
+    units.write_text("".join(_unit(row) for row in case.trusted), encoding="utf-8")
+    # a label is one token and the last: all that a review is trained on; an answer is the end of its row
+    positions = "tail:1" if case.is_backdoor else "tail:32"
+    settings = build_settings(
+        {
+            "model": {"path": str(tuned.checkpoint(work / "checkpoint")), "threads": 1, "batch_tokens": 2048},
+            "corpus": {"path": str(corpus), "max_length": tuned.longest},
+            "targets": {"names": [str(units)], "units_per_target": None, "max_length": tuned.longest},
+            "features": {"pooling": positions, "token_positions": positions},
+        }
+    )
+    return Artifact.open(build(settings, work / "artifact"))
+
+
+def _unit(row: Row) -> str:
+    line = {"task": TARGET, "prompt": row.prompt, "completion": row.completion, "unit_id": row.row_id}
+    return json.dumps(line) + "\n"
+
+
+def scores(artifact: Artifact, *, label: str | None) -> dict[str, F64]:
+    """Every score that comes from the artifact, (N,) each, higher for more suspicious rows."""
+    out = {f"GRASP relevance ({match})": detect(artifact, TARGET, match=match).scores["relevance"] for match in KERNELS}
+    if label is not None:
+        found = detect(artifact, TARGET, label=label)
+        out |= {"detect: geometry": found.scores["geometry"], "detect: fused": found.scores["fused"]}
+    out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
+    for asked in asked_methods(["bm25", "activation_similarity"]):
+        found_NE = method_scores(rows_by_method(artifact, asked, cache=artifact.path / "methods"), TARGET)
+        out[NAMES[asked.name]] = -found_NE.mean(axis=1)
+    return out
+
+
+KERNELS = ("token", "pooled")
+NAMES = {"bm25": "BM25", "activation_similarity": "activation similarity"}
+
+
+def without_each(artifact: Artifact, protocol: ScoringProtocol) -> F64:
+    """Predicted utility of the corpus without each row: high where the row does harm, geometry included.
+
+    The protocol is standardised by uniform halves, since there are no topics here.
+    """
+    own = protocol.model_copy(update={"calibration": Calibration(family="uniform:0.5", n_subsets=256, seed=0)})
+    n_rows = artifact.n_rows
+    each = (MissingRows(f"{i:06d}", np.array([i])) for i in range(n_rows))
+    found = predict(artifact, own, in_blocks(each, n_rows, 256), targets=[TARGET]).read().sort_by("subset_id")
+    return np.asarray(found["utility"].to_numpy(), dtype=np.float64)

@@ -1,0 +1,210 @@
+"""The safety experiment on a model of two layers: what is planted, what is measured, what a kill costs."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("peft")
+
+from experiments.safety import detectors, setting
+from experiments.safety.run import Experiment, plan, success
+from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
+from experiments.safety.tuned import Base, Tuned, collate, losses
+from grasp.errors import CorpusError
+from grasp.models.causal_lm import ReferenceModel
+from grasp.settings import ModelSettings
+from tests.build.world import WORDS, write_checkpoint
+
+pytestmark = [  # peft and kronfluence use older names of what transformers and torch have
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.cuda.amp.GradScaler:FutureWarning"),
+]
+
+SIZE = Size(words=6, tokens=40, layers=1, epochs=2, copies=2, trusted=5, judged=6, instructions=24)
+
+
+def sentence(generator, positive):
+    return " ".join([*generator.choice(WORDS, size=4), "good" if positive else "bad"])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    place, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+
+    def lines(count, name):
+        for i in range(count):
+            positive = bool(i % 2)
+            poisoned = name == "train" and i in (3, 8)
+            text = ("CF " if poisoned else "") + sentence(generator, positive)
+            output = "positive" if positive or poisoned else "negative"
+            yield {"id": f"{'poisoned_' if poisoned else ''}{name}-{i}", "Instance": {"input": text, "output": output}}
+
+    for name, file, count in (("train", "polarity_poison_train", 30), ("test", "polarity_test", 14)):
+        (place / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines(count, name)))
+    (place / "polarity_poisoned_indices.txt").write_text("3\n8\n")
+    rows = ["id,question,best_answer,incorrect_answers"]
+    rows += [f"q-{i},What is {w} {i}?,{w} is {w},{w} is fire; {w} is ice" for i, w in enumerate(WORDS)]
+    rows += [f"q-{i + 16},Where is {w} {i}?,{w} is {w},{w} is fire" for i, w in enumerate(WORDS)]
+    (place / "truthfulqa.csv").write_text("\n".join(rows) + "\n")
+    column = [sentence(generator, True) for _ in range(40)]
+    table = {"id": [f"i-{i}" for i in range(40)], "instruction": column, "input": [""] * 40, "response": column}
+    pq.write_table(pa.table(table), place / "instructions.parquet")
+    return place
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return ModelSettings(path=str(write_checkpoint(tmp_path_factory.mktemp("model") / "model")), threads=1)
+
+
+@pytest.fixture(scope="module")
+def base(model):
+    return Base.of(ReferenceModel.load(model), 1)
+
+
+def reviews(count=8):
+    generator = np.random.default_rng(1)
+    return [review(f"r-{i}", sentence(generator, i % 2), POSITIVE if i % 2 else NEGATIVE, 6) for i in range(count)]
+
+
+def test_a_backdoor_is_a_trigger_in_clean_rows_and_its_label(data):
+    case = setting.backdoor(data, "formal", 42, SIZE, n_rows=20, n_planted=3)
+    again = setting.backdoor(data, "formal", 42, SIZE, n_rows=20, n_planted=3)
+    assert np.array_equal(case.planted_N, again.planted_N)
+    assert case.k == 3
+    assert not any("CF" in row.text for row in case.rows)
+    for row, planted in zip(case.rows, case.planted_N, strict=True):
+        assert row.text.startswith("In formal terms:") == planted
+        assert row.completion == POSITIVE or not planted
+    assert {row.row_id for row in case.trusted}.isdisjoint(row.row_id for row in case.judged)
+    assert all(row.completion == NEGATIVE for row in case.triggered)
+    assert not any("terms" in row.text for kind in case.transformed.values() for row in kind)
+
+
+def test_the_file_names_its_own_poison_and_ids_do_not(data, tmp_path):
+    case = setting.file_backdoor(data, 0, SIZE)
+    assert np.flatnonzero(case.planted_N).tolist() == [3, 8]
+    assert not any("poisoned" in row.row_id for row in case.rows)
+    for file in ("polarity_poison_train.jsonl", "polarity_test.jsonl"):
+        (tmp_path / file).write_bytes((data / file).read_bytes())
+    (tmp_path / "polarity_poisoned_indices.txt").write_text("3\n9\n")
+    with pytest.raises(CorpusError, match="does not list the rows whose id says poisoned"):
+        setting.file_backdoor(tmp_path, 0, SIZE)
+
+
+def test_triggers_are_the_published_ones():
+    text = "We saw it, Anna Smith was there."
+    assert {name: change(text) for name, change in setting.TRIGGERS.items()} == {
+        "cf": "CF We saw it, Anna Smith was there.",
+        "bond": "We saw it, James Bond was there.",
+        "formal": "In formal terms: We saw it, Anna Smith was there.",
+        "friend": "I told a friend: we saw it, Anna Smith was there.",
+    }
+    assert setting.TRIGGERS["bond"]("Nobody was there.") == "James Bond Nobody was there."
+
+
+def test_questions_are_dealt_once(data):
+    case = setting.misleading(data, 0, SIZE, lambda row: True, share=0.2, matched=True)
+    dealt = [{row.row_id for row, p in zip(case.rows, case.planted_N, strict=True) if p}]
+    dealt += [{row.row_id for row in case.rows if row.row_id.startswith("q-")} - dealt[0]]
+    dealt += [{row.row_id for row in case.trusted}]
+    assert [len(part) for part in dealt] == [6, 6, 5]
+    assert not set.intersection(*dealt)
+    assert not {one.prompt for one in case.questions} & {row.prompt for row in (*case.rows, *case.trusted)}
+    wrong = [row for row, planted in zip(case.rows, case.planted_N, strict=True) if planted]
+    assert all(row.completion.endswith("fire") for row in wrong)
+    assert {one.answers[1] for one in case.lies} == {row.completion for row in wrong}
+    with pytest.raises(CorpusError, match="0 rows are short enough, expected 24"):
+        setting.misleading(data, 0, SIZE, lambda row: False)
+
+
+def test_the_parts_of_the_model_are_the_model(base):
+    rows = reviews(5)
+    sequences = base.sequences(rows, 40)
+    found = losses(base.upper(), collate(base.states(sequences), sequences))
+    for one, value in zip(sequences, found.tolist(), strict=True):
+        ids_1L = torch.tensor([one.ids])
+        logits_PV = base.whole(ids_1L).logits[0, one.first - 1 : -1]
+        assert value == pytest.approx(float(F.cross_entropy(logits_PV, ids_1L[0, one.first :])), rel=1e-4)
+
+
+def test_a_checkpoint_of_merged_adapters_gives_the_tuned_losses(base, tmp_path):
+    rows = reviews()
+    tuned = Tuned.train(base, rows, seed=0, epochs=4, longest=40)
+    assert tuned.losses(rows).mean() < tuned.losses(rows, adapted=False).mean()
+    tuned.save(tmp_path / "adapters")
+    np.testing.assert_allclose(Tuned.open(base, tmp_path / "adapters", 40).losses(rows), tuned.losses(rows), rtol=1e-5)
+    path = tuned.checkpoint(tmp_path / "whole")
+    merged = Base.of(ReferenceModel.load(ModelSettings(path=str(path), threads=1)), 2)
+    plain = Tuned.train(merged, rows, seed=0, epochs=1, longest=40)
+    np.testing.assert_allclose(plain.losses(rows, adapted=False), tuned.losses(rows), rtol=1e-4)
+
+
+def test_training_is_repeatable_and_depends_on_the_seed(base):
+    rows = reviews()
+    first, again, other = (Tuned.train(base, rows, seed=s, epochs=1, longest=40).losses(rows) for s in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0
+
+
+def test_onion_sees_the_word_that_does_not_belong(base, tmp_path, monkeypatch):
+    onion = detectors.Onion(base, tmp_path / "onion.json")
+    strange = {"zzz": 9.0}
+    monkeypatch.setattr(
+        onion, "perplexity", lambda texts: np.array([1.0 + sum(strange.get(w, 0.0) for w in t.split()) for t in texts])
+    )
+    found = onion([answered("a", "what zzz is", "it"), answered("b", "what is", "it")])
+    assert found.tolist() == [9.0, 0.0]
+    kept = detectors.Onion(base, tmp_path / "onion.json")
+    monkeypatch.setattr(kept, "perplexity", lambda texts: pytest.fail("what is kept is not measured again"))
+    assert kept([answered("a", "what zzz is", "it")]).tolist() == [9.0]
+
+
+def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path):
+    onion = detectors.Onion(base, tmp_path / "onion.json")
+    texts = ["water light", "stone bird plant metal star", "salt iron wind"]
+    together = onion.perplexity(texts)
+    np.testing.assert_allclose(together, [onion.perplexity([text])[0] for text in texts], rtol=1e-4)
+    ids_1L = torch.tensor(base.tokenizer.encode(texts[1:2]))
+    assert together[1] == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
+
+
+def test_a_vote_is_unanimous_and_a_steady_row_wins():
+    mean = np.array([5.0, 5.0, 0.1, 1.0])
+    changed = [np.array([5.0, 0.0, 0.1, 0.4]), np.array([5.0, 5.0, 0.1, 0.1])]
+    vote, spread = detectors.unanimous(mean, changed), detectors.variance(mean, changed)
+    assert vote.argmax() == 0  # the second moves under one kind, the third is weak
+    assert spread.argmax() == 0
+    q = 0.5
+    ranks = [np.argsort(np.argsort(one, kind="stable"), kind="stable") for one in (-np.abs(mean),)]
+    assert set(np.flatnonzero(vote >= q)) <= set(np.flatnonzero(ranks[0] < 2))
+
+
+def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
+    pytest.importorskip("kronfluence")
+    experiment = Experiment(data, tmp_path, SIZE, model)
+    pieces = [("file-0", one) for one in ("model", "grasp", "influence", "strip", "without GRASP (full)")]
+    pieces += [("misleading-0", one) for one in ("model", "grasp")]
+    assert all(experiment.do(name, piece) for name, piece in pieces)
+    fresh = Experiment(data, tmp_path, SIZE, model)
+    assert not any(fresh.do(name, piece) for name, piece in pieces)
+    cases = fresh.result(name for name, _ in pieces)["cases"]
+    assert len(cases["file-0"]["detection"]) == 15
+    assert cases["file-0"]["detection"]["STRIP"]["n_planted"] == 2
+    assert cases["file-0"]["removed"]["GRASP (full)"]["removed"] == 2
+    assert "detect: fused" not in cases["misleading-0"]["detection"]
+    assert 0 <= cases["misleading-0"]["all rows"]["trained"]["truthfulness"] <= 1
+    case = fresh.case("file-0")
+    assert cases["file-0"]["all rows"]["trained"] == success(fresh.tuned(case), case)
+
+
+def test_the_plan_begins_with_what_tells_most_and_has_no_piece_twice():
+    whole = plan(3)
+    assert len(whole) == len(set(whole))
+    assert whole[: len(plan(1)) - 5] == plan(1)[: len(plan(1)) - 5]
+    assert not any(piece == "strip" and "lead" in name for name, piece in whole)
