@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
@@ -24,7 +25,9 @@ from grasp.protocol.label_slices import label_slices
 from grasp.protocol.tables import row_tokens
 from grasp.subsets import LabelTable
 
+F64 = NDArray[np.float64]
 SHOWN = 5  # of the categories that gain most and lose most
+LABEL_GAP = 0.035  # between names, as a share of the range that is drawn
 
 
 def measured(paths: Sequence[Path], labels: Sequence[str], target: str) -> tuple[list[LabelTrend], list[list[str]]]:
@@ -46,22 +49,43 @@ def described(trend: LabelTrend, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def of_all(trend: LabelTrend) -> F64:
+    """Signed shares (C, G) whose absolute values add up to 1 at every checkpoint.
+
+    Deviation from the paper's figure, whose shares add up to 1 on either side of 0: where a single category is below
+    it, that category's share is -1 however small it is. Those shares are in the JSON.
+    """
+    mean_CG = trend.mean_CGT[:, :, 0]
+    return np.asarray(mean_CG / np.abs(mean_CG).sum(axis=1, keepdims=True))
+
+
+def spread(heights: F64, gap: float) -> F64:
+    """Heights, highest first, moved down until they are `gap` apart."""
+    out = np.array(heights)
+    for i in range(1, len(out)):
+        out[i] = min(out[i], out[i - 1] - gap)
+    return out
+
+
 def draw(trends: Sequence[LabelTrend], names: Sequence[Sequence[str]], target: str, path: Path) -> None:
     """One panel a label: the categories that help most and hurt most at the last checkpoint."""
     pyplot = require("matplotlib.pyplot", extra="experiments", feature="the figure")
     figure, axes = pyplot.subplots(1, len(trends), figsize=(6.5 * len(trends), 4), squeeze=False, layout="constrained")
     for axis, trend, own in zip(axes[0], trends, names, strict=True):
-        share_CG = trend.share_CGT[:, :, 0]
+        share_CG = of_all(trend)
         order = np.argsort(-share_CG[-1])
-        chosen = dict.fromkeys([*order[:SHOWN].tolist(), *order[-SHOWN:].tolist()])
-        for g in chosen:
-            line = axis.plot(trend.checkpoints, share_CG[:, g], marker="o", markersize=3)[0]
-            where = (len(trend.checkpoints) - 1, share_CG[-1, g])
-            axis.annotate(own[g], where, (4, 0), textcoords="offset points", color=line.get_color(), fontsize=7)
+        chosen = list(dict.fromkeys([*order[:SHOWN].tolist(), *order[-SHOWN:].tolist()]))
         axis.axhline(0.0, color="0.5", linewidth=0.8)
-        axis.margins(x=0.35)
+        heights = spread(share_CG[-1, chosen], LABEL_GAP * np.ptp(share_CG[:, chosen]))
+        for g, height in zip(chosen, heights, strict=True):
+            line = axis.plot(share_CG[:, g], marker="o", markersize=3)[0]
+            axis.annotate(own[g], (len(share_CG) - 0.9, height), color=line.get_color(), fontsize=7, va="center")
+        axis.set_xticks(range(len(share_CG)), trend.checkpoints, rotation=20, fontsize=8)
+        axis.set_xlim(-0.3, len(share_CG) + 1.2)
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, heights.min() - 0.03 * (high - low)), high)
         axis.set_title(f"{trend.label}, {target}")
-        axis.set_ylabel("share of positive (negative) mean relevance")
+        axis.set_ylabel("share of all mean relevance, signed")
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
