@@ -17,15 +17,17 @@ CEILINGS = {"task_ceiling": "task rho", "lds_ceiling": "mean LDS"}
 AVERAGE = "average"
 
 
-def table(report: dict[str, Any]) -> str:
+def table(name: str, report: dict[str, Any]) -> str:
     """A heading, the ceilings, and a line a method."""
     records = report["results"]
     targets = [name for name in dict.fromkeys(record["target"] for record in records) if name != AVERAGE]
     shown = [record for record in records if record["target"] == (AVERAGE if len(targets) > 1 else targets[0])]
     return "\n".join(
         [
-            f"## {report['environment']}: {report['family']}, {report['n_subsets']} subsets, seeds {report['seeds']}",
+            f"## {name}",
             "",
+            f"Environment {report['environment']}: {report['family']}, {report['n_subsets']} subsets, "
+            + f"seeds {', '.join(map(str, report['seeds']))}.",
             f"{len(targets)} targets: {', '.join(_named(name, report['roles']) for name in targets)}. "
             + f"Ceilings: {_ceilings(records, targets)}.",
             "",
@@ -72,8 +74,8 @@ def main() -> None:
     parser.add_argument("--title", default="Results")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
-    text = f"# {args.title}\n\n" + "\n".join(table(report) for report in reports)
+    reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in args.results}
+    text = f"# {args.title}\n\n" + "\n".join(table(*one) for one in reports.items())
     print(text, end="")
     if args.out is not None:
         args.out.write_text(text, encoding="utf-8")
