@@ -35,7 +35,7 @@ class Size:
     instructions: int = 200  # clean rows of the misleading part
 
 
-FULL = Size(words=128, tokens=128, layers=30, epochs=30, copies=100, trusted=100, judged=100, instructions=4000)
+FULL = Size(words=128, tokens=128, layers=30, epochs=30, copies=100, trusted=100, judged=100, instructions=1000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from grasp.seeds import stream
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANK, ALPHA, RATE, BATCH = 8, 16, 2e-3, 8
+ENOUGH = 0.02  # mean loss of an epoch, nats a token: what can be learned is learned
 RUN_AT_ONCE = 32  # sequences in one forward pass
 
 
@@ -165,7 +166,10 @@ class Tuned:
 
     @classmethod
     def train(cls, base: Base, rows: Sequence[Row], *, seed: int, epochs: int, longest: int) -> "Tuned":
-        """Fine-tune on the completions of the rows; the same arguments give the same weights."""
+        """Fine-tune on the completions of the rows; the same arguments give the same weights.
+
+        Ends before the last epoch where the mean loss of one is below `ENOUGH`.
+        """
         torch.manual_seed(seed)
         how = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, bias="none", target_modules=MODULES)
         model = get_peft_model(base.upper(), how).train()
@@ -179,6 +183,7 @@ class Tuned:
         )
         for epoch in range(epochs):
             order = stream(seed, "safety", "epoch", epoch).permutation(len(rows))
+            total = 0.0
             for start in range(0, len(rows), BATCH):
                 place = order[start : start + BATCH]
                 batch = collate([states[i] for i in place], [sequences[i] for i in place])
@@ -188,6 +193,9 @@ class Tuned:
                 nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()
                 schedule.step()
+                total += loss.item() * len(place)
+            if total / len(rows) < ENOUGH:
+                break
         return cls(base, model, longest)
 
     @classmethod

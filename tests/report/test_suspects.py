@@ -29,7 +29,9 @@ def test_the_first_rows_are_those_of_the_table(place):
     assert found.rows[0].scores[-1][0] == found.said.ranking == "fused"
     texts = dict(zip(*(artifact.rows(range(200))[name].to_pylist() for name in ("row_id", "snippet")), strict=True))
     assert [row.text for row in found.rows] == [texts[row.row_id] for row in found.rows]
-    assert all(row.unit_id.startswith("sciq-") for row in read_suspects(root / "leaks.parquet", artifact, []).rows)
+    leaks = read_suspects(root / "leaks.parquet", artifact, []).rows
+    asked = [line["unit_id"] for line in pq.read_table(root / "leaks.parquet").slice(0, SHOWN).to_pylist()]
+    assert [row.unit for row in leaks] == [(name, f"Question {name[-1]}:", " yes") for name in asked]
 
 
 @pytest.mark.parametrize("table", ["suspects", "leaks"])
@@ -45,6 +47,7 @@ def test_hostile_rows_are_text(place, table, tmp_path):
     assert "<script" not in section
     assert "&lt;img src=x" in section  # in the names of the rows
     assert "of 200 rows are flagged" in Page(page).text
+    assert ("looks like sciq-" in section) == (table == "leaks")
 
 
 def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):

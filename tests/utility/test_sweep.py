@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 from grasp.errors import ShapeError
 from grasp.protocol.source import RowSums
 from grasp.subsets.weights import OmittedRows, PackedMasks, SliceShares, as_csr
-from grasp.utility import sweep_torch
+from grasp.utility import accelerator, geometry, sweep_torch
 from grasp.utility.geometry import BlockSums
 from grasp.utility.sweep import LARGE, Sweep, plan
 
@@ -115,6 +115,40 @@ def test_every_form_sums_to_the_float64_reference(seed, form, cut):
     for got in found:
         assert got.dtype == np.float64
         assert (abs(got - want) <= bound).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), start=st.integers(0, 700), n=st.integers(1, 800), rows=st.sampled_from([7, 64, 4096]))
+def test_masks_unpacked_by_torch_sum_to_the_float64_reference(seed, start, n, rows):
+    """What a GPU does with masks, on the CPU: whatever the first row and the cuts."""
+    masks, values_nC = forms(seed)["masks"], np.random.default_rng(seed).standard_normal((n, 3)).astype(np.float32)
+    mask_Bn = as_csr(masks).toarray()[:, start : start + n]
+    got = sweep_torch.masked_sums(masks, start, values_nC, rows, "cpu")
+    assert (abs(got - mask_Bn @ values_nC.astype(float)) <= 2e-6 * (mask_Bn @ abs(values_nC.astype(float)))).all()
+
+
+def test_only_large_jobs_ask_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(sweep_torch, "device", lambda: "cuda")
+    assert accelerator.cuda_backend(accelerator.LARGE_DENSE) is sweep_torch
+    assert accelerator.cuda_backend(accelerator.LARGE_DENSE - 1) is None
+    monkeypatch.setattr(sweep_torch, "device", lambda: "cpu")
+    assert accelerator.cuda_backend(accelerator.LARGE_DENSE) is None
+
+
+def test_large_masks_go_to_the_gpu_where_there_is_one(monkeypatch):
+    """The same numbers through the backend, which here works on the CPU."""
+    masks, values = forms(3)["masks"], np.random.default_rng(3).standard_normal((1500, 2)).astype(np.float32)
+    want, asked = BlockSums(masks).product(0, values), []
+    real = sweep_torch.masked_sums
+
+    def on_cpu(masks, start, values_nC, rows, device):
+        asked.append(device)
+        return real(masks, start, values_nC, rows, "cpu")
+
+    monkeypatch.setattr(sweep_torch, "masked_sums", on_cpu)
+    monkeypatch.setattr(geometry, "cuda_backend", lambda work: sweep_torch)
+    np.testing.assert_allclose(BlockSums(masks).product(0, values), want, rtol=1e-5, atol=1e-5)
+    assert asked == ["cuda"]
 
 
 def test_long_subsets_keep_their_digits():

@@ -75,7 +75,7 @@ class SuspectRow:
     row_id: str
     flagged: bool
     scores: tuple[tuple[str, float], ...]  # the ranking one last
-    unit_id: str | None  # that it looks like, for contamination
+    unit: tuple[str, str, str] | None  # that it looks like, for contamination: unit_id, prompt, completion
     labels: tuple[tuple[str, str], ...]
     text: str
     picture: bytes | None
@@ -99,7 +99,8 @@ def read_suspects(path: Path, artifact: Artifact, labels: Sequence[str], flag: s
     index = _row_index(artifact, [line["row_id"] for line in lines])
     kept = artifact.rows(index).to_pylist()
     pictures = _pictures(artifact, index)
-    shown = (_row(*parts, said, labels) for parts in zip(lines, kept, pictures, strict=True))
+    units = {unit["unit_id"]: unit for unit in artifact.units.select(["unit_id", "prompt", "completion"]).to_pylist()}
+    shown = (_row(*parts, said, labels, units) for parts in zip(lines, kept, pictures, strict=True))
     return SuspectSummary(said, tuple(shown))
 
 
@@ -162,15 +163,21 @@ def _thumbnail(encoded: bytes) -> bytes | None:
 
 
 def _row(
-    line: Mapping[str, Any], row: Mapping[str, Any], picture: bytes | None, said: Said, labels: Sequence[str]
+    line: Mapping[str, Any],
+    row: Mapping[str, Any],
+    picture: bytes | None,
+    said: Said,
+    labels: Sequence[str],
+    units: Mapping[str, Mapping[str, str]],
 ) -> SuspectRow:
+    unit = units.get(line.get("unit_id", ""))
     others = [name for name in line if name not in ("rank", "row_id", "flagged", "unit_id", said.ranking)]
     return SuspectRow(
         rank=line["rank"],
         row_id=line["row_id"],
         flagged=line["flagged"],
         scores=tuple((name, float(line[name])) for name in (*others, said.ranking)),
-        unit_id=line.get("unit_id"),
+        unit=None if unit is None else (unit["unit_id"], unit["prompt"], unit["completion"]),
         labels=tuple((name, str(row[name])) for name in labels if row[name] is not None),
         text=row["snippet"] or "",
         picture=picture,

@@ -479,7 +479,7 @@ def _suspects(found: SuspectSummary) -> View:
                 "scores": [(name(score), signed(value)) for score, value in reversed(row.scores)],
                 "labels": [value for _, value in row.labels],
                 "row_id": row.row_id,
-                "unit": row.unit_id,
+                "unit": row.unit,
                 "text": row.text,
                 "picture": row.picture and f"data:image/png;base64,{base64.b64encode(row.picture).decode()}",
             }

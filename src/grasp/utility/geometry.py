@@ -24,6 +24,7 @@ from grasp.subsets.weights import (
     Weights,
     weight_sums,
 )
+from grasp.utility.accelerator import cuda_backend
 
 F64 = NDArray[np.float64]
 F = NDArray[np.floating[Any]]
@@ -160,8 +161,8 @@ class BlockSums:
     def product(self, start: int, values_nC: F) -> F64:
         """The part that rows [start, start + n) add.
 
-        Masks are multiplied in float32 and added up in float64 every MASK_ROWS rows: within 2e-6 of sum_i |x_i|. All
-        else is float64.
+        Masks are multiplied in float32, large ones on a GPU where there is one, and added up in float64 every MASK_ROWS
+        rows: within 2e-6 of sum_i |x_i|. All else is float64.
         """
         stop = start + len(values_nC)
         if stop > self.shape[1]:
@@ -184,6 +185,10 @@ class BlockSums:
 
 
 def _masked_sums(masks: PackedMasks, start: int, values_nC: F) -> F64:
+    backend = cuda_backend(masks.shape[0] * values_nC.size)
+    if backend is not None:
+        on_gpu: F64 = backend.masked_sums(masks, start, values_nC, MASK_ROWS, "cuda")
+        return on_gpu
     out_BC = np.zeros((masks.shape[0], values_nC.shape[1]))
     for first in range(0, len(values_nC), MASK_ROWS):
         values = np.asarray(values_nC[first : first + MASK_ROWS], dtype=np.float32)

@@ -1,12 +1,11 @@
 """Gather-sum over rows in memory: sum_i w_i x_i for many subsets, by whichever way the shape favours.
 
 Few rows of each subset are gathered: by scipy's sparse product (small jobs; float64) or by `sweep_torch` (large jobs,
-where torch is installed). Many rows are a dense product, of bits where weights come packed. Of nearly all rows what is
+where torch is installed, on a GPU if it sees one). Many rows are a dense product, of bits where weights come packed. Of nearly all rows what is
 missing is gathered and taken off the total. Whole slices are summed once, for whatever number of subsets.
 Shape letters: B subsets, N rows, G slices, C value columns.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
 from grasp.subsets.weights import OmittedRows, SliceShares, Weights
+from grasp.utility.accelerator import torch_installed
 from grasp.utility.geometry import DENSE_SHARE, MASK_ROWS, BlockSums
 
 F64 = NDArray[np.float64]
@@ -77,7 +77,7 @@ class Sweep:
         from grasp.utility import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
 
         if self._packed is None:
-            self._packed = sweep_torch.PackedValues.pack(self._values_NC)
+            self._packed = sweep_torch.PackedValues.pack(self._values_NC, sweep_torch.device())
         return sweep_torch.sums(self._packed, weights_BN)
 
 
@@ -94,8 +94,3 @@ class SliceSums:
             self._sums_GC = over(weights.indicators())
             self._codes_N = weights.codes_N
         return np.asarray(weights.share_BG @ self._sums_GC)
-
-
-def torch_installed() -> bool:
-    """Whether the fast way is there; loads nothing."""
-    return importlib.util.find_spec("torch") is not None

@@ -1,4 +1,6 @@
-"""The gather-sum through torch's embedding_bag; the only module of `utility` that loads torch.
+"""Sums through torch, on a GPU where it sees one; the only module of `utility` that loads torch.
+
+The gather-sum is embedding_bag; sums over masks are products of bits that are unpacked where they are multiplied.
 
 Reading rows is the limit. Columns are cut into panels that stay in the last-level cache while all subsets pass over
 them: at 100,000 rows of 129 columns that is worth 1.5 times a single panel. Where panels would become so narrow that
@@ -8,12 +10,14 @@ Shape letters: B subsets, N rows, C value columns.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+
+from grasp.subsets.weights import PackedMasks
 
 F64 = NDArray[np.float64]
 
@@ -29,30 +33,55 @@ class PackedValues:
     panels: tuple[torch.Tensor, ...]
 
     @classmethod
-    def pack(cls, values_NC: NDArray[np.float32]) -> Self:
-        """Cut the columns into panels of about equal width; one copy of the values."""
+    def pack(cls, values_NC: NDArray[np.float32], device: str = "cpu") -> Self:
+        """Cut the columns into panels of about equal width; one copy of the values. A GPU has them in one piece."""
         n_rows, width = values_NC.shape
         count = -(-n_rows * width * 4 // PANEL_BYTES)
-        if width < count * MIN_PANEL:
+        if device != "cpu" or width < count * MIN_PANEL:
             count = 1
         cuts = np.array_split(np.arange(width), count)
-        return cls(tuple(torch.from_numpy(np.ascontiguousarray(values_NC[:, cut[0] : cut[-1] + 1])) for cut in cuts))
+        parts = (np.ascontiguousarray(values_NC[:, cut[0] : cut[-1] + 1]) for cut in cuts)
+        return cls(tuple(torch.from_numpy(part).to(device) for part in parts))
 
 
 def sums(packed: PackedValues, weights_BN: csr_array) -> F64:
     """(B, C) sum_i w_i x_i of one block, within 2e-6 of sum_i |w_i x_i|: float32 within PIECE rows, float64 across."""
     offset, first_B = _pieces(weights_BN.indptr)
-    index = torch.from_numpy(weights_BN.indices)  # int32 or int64, as scipy chose for both
+    device = packed.panels[0].device
+    index = torch.from_numpy(weights_BN.indices).to(device)  # int32 or int64, as scipy chose for both
     plain = bool(np.all(weights_BN.data == 1.0))
-    weight = None if plain else torch.from_numpy(weights_BN.data.astype(np.float32))
+    weight = None if plain else torch.from_numpy(weights_BN.data.astype(np.float32)).to(device)
+    cuts = torch.from_numpy(offset).to(device)
     parts = [
         torch.nn.functional.embedding_bag(
-            index, panel, torch.from_numpy(offset), mode="sum", per_sample_weights=weight, include_last_offset=True
+            index, panel, cuts, mode="sum", per_sample_weights=weight, include_last_offset=True
         )
         for panel in packed.panels
     ]
-    pieces_PC = torch.cat(parts, dim=1).numpy().astype(np.float64)
+    pieces_PC = torch.cat(parts, dim=1).cpu().numpy().astype(np.float64)
     return pieces_PC if len(first_B) == len(pieces_PC) else np.add.reduceat(pieces_PC, first_B, axis=0)
+
+
+def device() -> str:
+    """Where sums are made: cuda where torch sees it, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def masked_sums(masks: PackedMasks, start: int, values_nC: NDArray[Any], rows: int, device: str) -> F64:
+    """(B, C) sums of the rows [start, start + n) whose bit is set: float32 within `rows` of them, float64 across."""
+    first, stop = start // 8, -(-(start + len(values_nC)) // 8)
+    bits_Bb = torch.from_numpy(np.ascontiguousarray(masks.bits_BN[:, first:stop])).to(device)
+    values = torch.from_numpy(np.ascontiguousarray(values_nC, dtype=np.float32)).to(device)
+    shift = torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
+    out_BC = torch.zeros((len(bits_Bb), values.shape[1]), dtype=torch.float64, device=device)
+    skip = start - 8 * first
+    for low in range(0, len(values), rows):
+        part = values[low : low + rows]
+        byte, lead = divmod(low + skip, 8)
+        packed_Bb = bits_Bb[:, byte : byte - (-(lead + len(part)) // 8)]
+        mask_Bn = (packed_Bb[:, :, None] >> shift & 1).reshape(len(bits_Bb), -1)[:, lead : lead + len(part)]
+        out_BC += mask_Bn.to(torch.float32) @ part
+    return np.asarray(out_BC.cpu().numpy())
 
 
 def _pieces(indptr: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
