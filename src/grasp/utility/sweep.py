@@ -1,8 +1,9 @@
 """Gather-sum over rows in memory: sum_i w_i x_i for many subsets, by whichever way the shape favours.
 
 Few rows of each subset are gathered: by scipy's sparse product (small jobs; float64) or by `sweep_torch` (large jobs,
-where torch is installed, on a GPU if it sees one). Many rows are a dense product, of bits where weights come packed. Of nearly all rows what is
-missing is gathered and taken off the total. Whole slices are summed once, for whatever number of subsets.
+where torch is installed; on a GPU if it sees one). Many rows are a dense product, of bits where weights come packed,
+on the GPU too. Of nearly all rows what is missing is gathered and taken off the total. Whole slices are summed once,
+for whatever number of subsets.
 Shape letters: B subsets, N rows, G slices, C value columns.
 """
 
