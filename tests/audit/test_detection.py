@@ -51,6 +51,17 @@ def test_the_threshold_flags_its_rate_of_clean_rows_and_finds_what_is_planted():
     assert cut.expected_false == pytest.approx(510)
 
 
+@pytest.mark.parametrize("draw", ["standard_normal", "standard_exponential"])
+def test_the_largest_of_many_leans_and_its_threshold_knows(draw):
+    clean_NE = getattr(np.random.default_rng(0), draw)((5_000, 128))
+    largest = ((clean_NE - clean_NE.mean(axis=0)) / clean_NE.std(axis=0)).max(axis=1)
+    assert (largest > threshold(largest, 0.01).value).mean() > 0.05
+    assert 0.01 < (largest > threshold(largest, 0.01, largest=True).value).mean() < 0.04
+    assert not (np.zeros(9) > threshold(np.zeros(9), 0.1, largest=True).value).any()
+    low = np.concatenate([np.full(5, -1.0), np.full(95, 2.0)])
+    assert threshold(low, 0.01, largest=True).value == pytest.approx(2_000)
+
+
 def test_equal_scores_flag_nothing_and_no_score_can_flag_more_than_half():
     assert threshold(np.ones(9), 0.01).n_flagged == 0
     assert threshold(np.ones(9), 0.01).all_alike

@@ -132,7 +132,7 @@ def _suspects(
     if truth is not None:
         planted_N = _planted(column(artifact, truth), truth)
         detections = {name: measure(score_N, planted_N, k) for name, score_N in scores.items()}
-    cut = threshold(list(scores.values())[-1], rate)
+    cut = threshold(list(scores.values())[-1], rate, largest=best_N is not None)
     if cut.all_alike:
         notes.append("most rows have one and the same score: the threshold says nothing")
     return Suspects(scores, best_N, cut, detections, tuple(notes))

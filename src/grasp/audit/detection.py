@@ -15,6 +15,7 @@ from grasp.seeds import stream
 F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 RESAMPLES = 1000
+LEAST_SHARE = 1e-3  # of the median: a score that is not positive has no logarithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +116,17 @@ class Threshold:
     all_alike: bool  # the score says nothing
 
 
-def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
+def threshold(score_N: F64, false_positive_rate: float, *, largest: bool = False) -> Threshold:
     """Cut by a null distribution: the lower half of the scores, mirrored at their median.
 
     It takes most rows to be clean, and clean scores to lie symmetrically about their middle: what is planted sits in
     the upper half and leaves the lower one as it was. With a share p of planted rows the median moves up a little, so
     that the cut is on the safe side.
 
+    Args:
+        largest: every score is the largest of many, whose distribution leans to the right: mirrored in logarithms,
+            where it is about symmetric. The less a row's numbers have to do with one another, the more are flagged:
+            up to about eight times the rate for heavy-tailed ones, hardly any where they go together.
     Raises:
         SettingsError: a rate outside (0, 0.5).
     """
@@ -129,7 +134,8 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
         raise SettingsError(f"false-positive rate: got {false_positive_rate}, expected more than 0 and less than 0.5")
     middle = float(np.median(score_N))
     low = float(np.quantile(score_N, false_positive_rate))
-    value = 2 * middle - low
+    leans = largest and middle > 0
+    value = middle**2 / max(low, middle * LEAST_SHARE) if leans else 2 * middle - low
     flagged = int((score_N > value).sum())
     return Threshold(value, false_positive_rate, flagged, false_positive_rate * len(score_N), low == middle)
 

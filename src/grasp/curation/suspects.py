@@ -178,7 +178,7 @@ def _row(
         flagged=line["flagged"],
         scores=tuple((name, float(line[name])) for name in (*others, said.ranking)),
         unit=None if unit is None else (unit["unit_id"], unit["prompt"], unit["completion"]),
-        labels=tuple((name, str(row[name])) for name in labels if row[name] is not None),
+        labels=tuple((name, str(row[name])) for name in labels if name != HASH_LABEL and row[name] is not None),
         text=row["snippet"] or "",
         picture=picture,
     )
