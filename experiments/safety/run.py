@@ -47,9 +47,8 @@ def plan(seeds: int) -> list[tuple[str, str]]:
     """Pieces in the order in which they are worth having: case, piece."""
     others = [f"{trigger}-{BACKDOOR_SEEDS[0]}" for trigger in TRIGGERS if trigger != "cf"]
     first = [*FIRST, f"matched-{MISLEADING_SEEDS[0]}"]
-    out = [(case, piece) for case in first for piece in DETECT]
-    out += [(case, f"without {name}") for case in FIRST for name in REMOVED]
-    out += [(case, piece) for case in others for piece in DETECT]
+    out = [(case, piece) for case in FIRST for piece in (*DETECT, *(f"without {name}" for name in REMOVED))]
+    out += [(case, piece) for case in (first[-1], *others) for piece in DETECT]
     out += [(case, "onion") for case in [*first, *others]]
     for at in range(1, seeds):
         names = [f"{trigger}-{BACKDOOR_SEEDS[at]}" for trigger in TRIGGERS]
@@ -73,6 +72,7 @@ class Experiment:
         self.onion = Onion(self.base, work / "onion.json")
         self._cases: dict[str, Case] = {}
         self._tuned: tuple[str, Tuned] | None = None
+        self._detections: dict[tuple[str, str], dict[str, Any]] = {}
 
     def case(self, name: str) -> Case:
         """What was planted, by name: trigger-seed, file-seed, misleading-seed or matched-seed."""
@@ -98,7 +98,10 @@ class Experiment:
         kept = self.place(name) / f"{piece}.json"
         if kept.exists():
             return False
-        case, began = self.case(name), time.process_time()
+        case = self.case(name)
+        if not piece.startswith("without "):
+            self.tuned(case)
+        began = time.process_time()
         if piece.startswith("without "):
             found: dict[str, Any] = self._without(case, piece.removeprefix("without "))
         else:
@@ -198,12 +201,14 @@ class Experiment:
         return out
 
     def _measured(self, case: Case, pieces: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        known = {key: np.array(value) for key, value in self._known(case.name).items()}
+        for key, value in self._known(case.name).items():
+            if (case.name, key) not in self._detections:
+                self._detections[case.name, key] = asdict(measure(np.array(value), case.planted_N))
         return {
             "rows": len(case.rows),
             "planted": case.k,
             "judged": {"rows": len(case.judged), "triggered": len(case.triggered), "questions": len(case.questions)},
-            "detection": {key: asdict(measure(score_N, case.planted_N)) for key, score_N in known.items()},
+            "detection": {key: self._detections[case.name, key] for key in self._known(case.name)},
             "all rows": pieces.get("all rows", {}).get("found"),
             "removed": {p.removeprefix("without "): v["found"] for p, v in pieces.items() if p.startswith("without ")},
             "seconds": {piece: round(value["seconds"], 1) for piece, value in pieces.items()},
