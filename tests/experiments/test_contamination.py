@@ -7,6 +7,7 @@ import pytest
 
 from experiments.contamination import plant
 from experiments.contamination.plant import CLEAN, NATURAL, folded, grams, own_text, passages
+from experiments.contamination.readme import lines
 from experiments.contamination.run import gram_overlap, make, recall, scores, table
 from grasp.audit.detect import column
 from grasp.models.llama import LlamaShape
@@ -87,3 +88,7 @@ def test_everything_from_a_pool_to_a_table(pool, tmp_path, monkeypatch):
     assert set(found["BM25"]) == {NATURAL, "verbatim", "shuffled", "masked"}
     assert found["13-gram overlap"]["verbatim"]["auroc"] == 1.0
     assert len(found) == 9
+    kinds = [row.kind for row in rows]
+    shown = lines({"rows": {kind: kinds.count(kind) for kind in kinds}, "table": found})
+    assert shown[0] == "| method | verbatim (2) | shuffled (2) | masked (2) | natural (1) |"
+    assert len(shown) == 2 + len(found)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 pytest.importorskip("peft")
 
 from experiments.safety import detectors, setting
+from experiments.safety.readme import lines
 from experiments.safety.run import Experiment, plan, success
 from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
 from experiments.safety.tuned import Base, Tuned, collate, losses
@@ -193,7 +194,11 @@ def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
     assert all(experiment.do(name, piece) for name, piece in pieces)
     fresh = Experiment(data, tmp_path, SIZE, model)
     assert not any(fresh.do(name, piece) for name, piece in pieces)
-    cases = fresh.result(name for name, _ in pieces)["cases"]
+    result = fresh.result(name for name, _ in pieces)
+    shown = "\n".join(lines(json.loads(json.dumps(result))))
+    assert all(f"| {name} | 1 |" in shown for name in ("STRIP", "GRASP (full)", "IFE (unanimous)"))
+    assert "| GRASP (full) | " in shown.partition("rows taken out by")[2]
+    cases = result["cases"]
     assert len(cases["file-0"]["detection"]) == 15
     assert cases["file-0"]["detection"]["STRIP"]["n_planted"] == 2
     assert cases["file-0"]["removed"]["GRASP (full)"]["removed"] == 2
