@@ -130,7 +130,8 @@ def timed_build(settings: Any, out: Path) -> dict[str, float]:
 @torch.inference_mode()
 def bare(model: ReferenceModel, store: RowStore, spec: str | None) -> float:
     """Seconds of the body over the build's own batches, and of the head at the positions of `spec`."""
-    buffer = torch.empty(LOGIT_ELEMENTS // model.vocab_size, model.vocab_size)
+    shape = (LOGIT_ELEMENTS // model.vocab_size, model.vocab_size)
+    buffer = torch.empty(shape, dtype=model.dtype, device=model.device)
     begun = time.perf_counter()
     for k in range(store.n_shards):
         rows = store.shard(k)
@@ -138,7 +139,7 @@ def bare(model: ReferenceModel, store: RowStore, spec: str | None) -> float:
             ids, length = pad_rows([rows.ids(int(i)) for i in index])
             hidden = model.hidden(ids)
             if spec is not None:
-                used = hidden[position_mask(spec, torch.zeros_like(length), length, ids.shape[1])]
+                used = hidden[position_mask(spec, torch.zeros_like(length), length, ids.shape[1]).to(model.device)]
                 for start in range(0, len(used), len(buffer)):
                     part = used[start : start + len(buffer)]
                     model.head.linear_logits(part, out=buffer[: len(part)])
