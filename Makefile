@@ -30,8 +30,9 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
+# A file is one worker's: its fixtures are made once. Models are tiny, so that more threads than workers only wait.
 test: check
-	$(BIN)/pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 clean:
 	rm -rf $(VENV) demo-out bench-out build-out
