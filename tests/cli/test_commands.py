@@ -437,3 +437,19 @@ def test_written_predictions_carry_what_they_are(art, tmp_path):
         metadata = pq.read_schema(tmp_path / "p.parquet").metadata
         assert metadata[b"grasp.protocol"] == load_protocol(tmp_path / "protocol.yaml").name.encode()
         assert b"higher is better" in metadata[b"grasp.unit.utility"]
+
+
+def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypatch):
+    """Not by the directory that it was built in or that keeps what was fetched."""
+    monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
+    url = "memory://cli/art"
+    made = succeed("build", "--config", root / "settings.yaml", "--out", url)
+    assert made.lines[0].startswith(f"{url}: ")
+    assert made.lines[-1] == f"next: grasp score {url} --target facts --top 10"
+    assert list((tmp_path / "cache/building").iterdir()) == []
+    assert "a complete artifact lies at" in refused("build", "--config", root / "settings.yaml", "--out", url)
+    assert succeed("info", url).lines[0].startswith(f"{url}: complete")
+    assert succeed("verify", url).lines[-1].startswith(f"{url}: artifact")
+    chosen = succeed("select", url, "--budget", "20%", "--target", "facts", "--out", tmp_path / "kept.parquet")
+    assert f"grasp predict {url} --subsets" in chosen.out
+    assert refused("score", url, "--target", "no").startswith(f"{url}: has no target 'no'")

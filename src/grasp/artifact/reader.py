@@ -65,6 +65,11 @@ class Artifact:
         return cls(path, parse_manifest(path / MANIFEST, data))
 
     @property
+    def where(self) -> str:
+        """What the user calls it: the path, or the URL; for messages."""
+        return str(self.path) if self._remote is None else self._remote.url
+
+    @property
     def n_rows(self) -> int:
         return self.manifest.n_rows
 
@@ -115,14 +120,14 @@ class Artifact:
         if name not in self.manifest.arrays:
             built = [kernel for kernel, array in RELEVANCE.items() if array in self.manifest.arrays]
             raise ArtifactError(
-                f"{self.path}: has no {match!r} relevance, only {built}; build it with {BUILT_WITH[match]}"
+                f"{self.where}: has no {match!r} relevance, only {built}; build it with {BUILT_WITH[match]}"
             )
         return name
 
     def unit_columns(self, target: str) -> NDArray[np.int64]:
         """Columns of the relevance arrays that are units of `target`."""
         if target not in self.manifest.targets:
-            raise ArtifactError(f"{self.path}: has no target {target!r}; it has {list(self.targets)}")
+            raise ArtifactError(f"{self.where}: has no target {target!r}; it has {list(self.targets)}")
         return np.flatnonzero(self.units["target"].to_numpy(zero_copy_only=False) == target).astype(np.int64)
 
     def array_shape(self, name: str) -> tuple[int, int]:
@@ -188,7 +193,7 @@ class Artifact:
         try:
             return self.manifest.arrays[name]
         except KeyError as err:
-            raise ArtifactError(f"{self.path}: has no array {name!r}; it has {list(self.array_names)}") from err
+            raise ArtifactError(f"{self.where}: has no array {name!r}; it has {list(self.array_names)}") from err
 
     def _picks(self, name: str, columns: Columns) -> tuple[list["_Pick"], int]:
         entry = self._entry(name)

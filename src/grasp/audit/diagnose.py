@@ -83,7 +83,7 @@ def diagnose(
         raise SettingsError(f"diagnose: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
-        raise ArtifactError(f"{artifact.path}: has {artifact.n_rows} rows, diagnostics need at least {MIN_ROWS}")
+        raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, diagnostics need at least {MIN_ROWS}")
     subject = _Subject.of(artifact, index, subsets, seed)
     findings = [*_of_features(subject), *_of_arrays(subject), _batches(subject)]
     if environment is None:

@@ -73,14 +73,14 @@ class Rerun:
         try:
             rows = kind.open(artifact.path / "tokens")
         except CorpusError as err:
-            raise ArtifactError(f"{artifact.path}: keeps no rows; {HOW_TO_KEEP}") from err
+            raise ArtifactError(f"{artifact.where}: keeps no rows; {HOW_TO_KEEP}") from err
         if not _is_at_hand(settings.model.path):
             raise ModelError(f"model.path: {settings.model.path}: not on this disk, seen from here; {HOW_TO_KEEP}")
         model = load_reference(settings.model.model_copy(update=resolved))
         found = {"model": model.fingerprint(), "corpus": rows.fingerprint}
         changed = [name for name, value in found.items() if expected.get(name) != value]
         if changed:
-            raise ModelError(f"{artifact.path}: {' and '.join(changed)} changed since it was built; {HOW_TO_KEEP}")
+            raise ModelError(f"{artifact.where}: {' and '.join(changed)} changed since it was built; {HOW_TO_KEEP}")
         return cls(model, rows, settings.features)
 
     def features(self, row_index: NDArray[np.int64]) -> SampleFeatures:

@@ -112,7 +112,7 @@ class Material:
             store = RowStore.open(self.artifact.path / "tokens")
         except CorpusError as err:
             raise ArtifactError(
-                f"{self.artifact.path}: keeps no tokens, and the method reads rows; build it with keep_tokens: true"
+                f"{self.artifact.where}: keeps no tokens, and the method reads rows; build it with keep_tokens: true"
             ) from err
         expected = self.artifact.manifest.fingerprints.get("corpus")
         if store.fingerprint != expected:
@@ -201,7 +201,7 @@ class Material:
         expected = self.artifact.manifest.fingerprints.get(what)
         if fingerprint != expected:
             raise ModelError(
-                f"{self.artifact.path}: the {what} at {self.settings.model.path} changed since it was built "
+                f"{self.artifact.where}: the {what} at {self.settings.model.path} changed since it was built "
                 f"({fingerprint}, was {expected}); restore it, or build a new artifact"
             )
 

@@ -13,6 +13,7 @@ from grasp.errors import SettingsError
 from grasp.settings import BuildSettings, build_settings, target_settings
 
 if TYPE_CHECKING:
+    from grasp.artifact.inspection import ArtifactInfo
     from grasp.build.cluster import ClusterSpec
 
 REQUIRED = {
@@ -89,7 +90,7 @@ def build(
         raise SettingsError(f"--workers: got {workers}, which has no meaning without --engine ray; leave it out")
     spec = cluster(engine, workers, address, settings.model.threads)
     if url is None:
-        _run(settings, out, resume, quiet, spec)
+        _say(_run(settings, out, resume, quiet, spec), str(out))
     else:
         _run_remote(settings, url, resume, quiet, spec)
 
@@ -104,13 +105,13 @@ def _run_remote(settings: BuildSettings, url: str, resume: bool, quiet: bool, sp
         print(f"{url}: was complete already; corpus and model were not read again")
         return
     local = staging_directory(url)
-    _run(settings, local, resume, quiet, spec)
+    done = _run(settings, local, resume, quiet, spec)
     publish_artifact(local, url)
     discard_staging(url)
-    print(f"{url}: published")
+    _say(done, url)
 
 
-def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool, spec: "ClusterSpec | None") -> None:
+def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool, spec: "ClusterSpec | None") -> "ArtifactInfo":
     from grasp.artifact.inspection import info
     from grasp.build.local import build as build_artifact
     from grasp.build.ray_engine import RayEngine
@@ -121,15 +122,19 @@ def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool, spec: "C
         build_artifact(settings, out, resume=resume, progress=watch, engine=engine)
     if complete:
         print(f"{out}: was complete already; corpus and model were not read again")
-    done = info(out)
+    return info(out)
+
+
+def _say(done: "ArtifactInfo", where: str) -> None:
+    """What was built and what to do with it; `where` is what the user calls it."""
     units = sum(done.targets.values())
     print(
-        f"{out}: {done.n_rows:,} rows x {units:,} units ({', '.join(done.targets)}), "
+        f"{where}: {done.n_rows:,} rows x {units:,} units ({', '.join(done.targets)}), "
         f"{size_text(done.bytes_total)}, {done.bytes_per_row:,.0f} bytes a row"
     )
     if done.skipped["rows"]["counts"]:
-        print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {out / 'manifest.json'})")
-    print(f"next: grasp score {out} --target {next(iter(done.targets))} --top 10")
+        print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {where}/manifest.json)")
+    print(f"next: grasp score {where} --target {next(iter(done.targets))} --top 10")
 
 
 def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:

@@ -22,7 +22,9 @@ def info(
         print(json.dumps(found.to_dict(), indent=1))
         return
     state = "complete" if found.complete else f"{found.finished_shards} of {found.n_shards} shards finished"
-    print(f"{path}: {state}, format {found.format_version}, {found.n_rows:,} rows, {size_text(found.bytes_total)}")
+    print(
+        f"{found.path}: {state}, format {found.format_version}, {found.n_rows:,} rows, {size_text(found.bytes_total)}"
+    )
     for name, value in {**found.made_by, **{f"{key} fingerprint": v for key, v in found.fingerprints.items()}}.items():
         print(f"  {name}: {value}")
     print("targets: " + ", ".join(f"{name} ({units} units)" for name, units in found.targets.items()))
@@ -55,6 +57,6 @@ def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory of th
         print(f"broken: {problem}")
     what = "artifact" if report.complete else "unfinished artifact"
     verdict = "all whole" if report.ok else f"{len(report.problems)} broken"
-    print(f"{path}: {what}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
+    print(f"{report.path}: {what}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
     if not report.ok:
         raise typer.Exit(code=1)

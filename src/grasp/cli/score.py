@@ -118,7 +118,7 @@ def _show(
     artifact, by = (source.artifact, source.label) if isinstance(source, MethodRows) else (source, "relevance")
     table = ranked_rows(source, target, k, bottom=worst, kernel=kernel, min_tokens=min_tokens)
     if not table.num_rows:
-        raise SettingsError(f"--min-tokens: got {min_tokens}, no row of {artifact.path} is as long")
+        raise SettingsError(f"--min-tokens: got {min_tokens}, no row of {artifact.where} is as long")
     shown = _columns(artifact, labels)
     show(
         f"most {'harmful' if worst else 'helpful'} rows for {target}, by {by}",

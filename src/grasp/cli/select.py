@@ -266,7 +266,7 @@ def _write(
     print(f"{out}: {len(selection.row_index):,} rows in order; {record}: the summary, for grasp report --selection")
     protocol = out.with_suffix(".protocol.yaml")
     save_protocol(selection.protocol, protocol)
-    print(f"the same numbers: grasp predict {artifact.path} --subsets {out} --protocol {protocol}")
+    print(f"the same numbers: grasp predict {artifact.where} --subsets {out} --protocol {protocol}")
 
 
 def _write_documents(

@@ -128,11 +128,11 @@ def corpus_settings(artifact: Artifact, path: str | None = None) -> CorpusSettin
     """
     recorded = artifact.manifest.settings.get("corpus")
     if not isinstance(recorded, dict):
-        raise SettingsError(f"{artifact.path}: does not record the corpus that it was built from; build it again")
+        raise SettingsError(f"{artifact.where}: does not record the corpus that it was built from; build it again")
     try:
         settings = CorpusSettings.model_validate(recorded)
     except ValidationError as err:
-        raise SettingsError(describe(err, f"{artifact.path}: settings.corpus", CorpusSettings)) from err
+        raise SettingsError(describe(err, f"{artifact.where}: settings.corpus", CorpusSettings)) from err
     return settings if path is None else settings.model_copy(update={"path": path})
 
 
@@ -161,7 +161,7 @@ def kept_documents(artifact: Artifact, settings: CorpusSettings, chosen_N: NDArr
         current = next(expected, None)
     if current is not None:
         raise CorpusError(
-            f"{settings.path}: has no document {current.name!r} where {artifact.path} has it; it is not the corpus "
+            f"{settings.path}: has no document {current.name!r} where {artifact.where} has it; it is not the corpus "
             "that was built from, or its order is another: name the right one with --corpus"
         )
     _check_number(artifact, settings, len(kept))
@@ -189,7 +189,7 @@ def _check_beginning(rows: DocumentRows, document: Document, settings: CorpusSet
     beginning = " ".join((document.text or "")[: 4 * settings.snippet_chars].split())[: settings.snippet_chars]
     if beginning != rows.snippet:
         raise CorpusError(
-            f"{document.where}: document {rows.name!r} begins with {beginning[:40]!r}, in {artifact.path} with "
+            f"{document.where}: document {rows.name!r} begins with {beginning[:40]!r}, in {artifact.where} with "
             f"{rows.snippet[:40]!r}; it is not the corpus that was built from: name the right one with --corpus"
         )
 
@@ -206,6 +206,6 @@ def _check_number(artifact: Artifact, settings: CorpusSettings, found: int) -> N
     built = artifact.manifest.details.get("n_documents")
     if built is not None and built != found:
         raise CorpusError(
-            f"{settings.path}: has {found:,} documents, {artifact.path} was built from {built:,}; name the right "
+            f"{settings.path}: has {found:,} documents, {artifact.where} was built from {built:,}; name the right "
             "corpus with --corpus"
         )

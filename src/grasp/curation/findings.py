@@ -194,7 +194,7 @@ def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) 
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
         question=question,
-        artifact_path=str(artifact.path),
+        artifact_path=artifact.where,
         targets=targets,
         kernel=artifact_kernel(artifact),
         labels=tuple(labels),
@@ -250,7 +250,7 @@ def artifact_kernel(artifact: Artifact) -> str:
 
 
 def _built(artifact: Artifact, targets: Sequence[str], n_tokens: int) -> Built:
-    manifest, found = artifact.manifest, info(artifact.path)
+    manifest, found = artifact.manifest, info(artifact.where)
     settings = manifest.settings
     units = artifact.units.select(["target", "prompt", "completion"]).to_pylist()
     first = {target: next(unit for unit in units if unit["target"] == target) for target in targets}
@@ -263,7 +263,7 @@ def _built(artifact: Artifact, targets: Sequence[str], n_tokens: int) -> Built:
         ("bytes on disk", f"{found.bytes_total:,} ({found.bytes_per_row:,.0f} a row)"),
     ]
     return Built(
-        name=artifact.path.resolve().name,
+        name=Path(artifact.where).resolve().name,
         n_rows=artifact.n_rows,
         n_tokens=n_tokens,
         targets={target: manifest.targets[target] for target in targets},

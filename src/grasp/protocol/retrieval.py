@@ -134,7 +134,7 @@ def related_by_label(artifact: Artifact, queries: Path, labels: Sequence[str]) -
     lines = [line for line in table.to_pylist() if line["unit_id"] in place]
     if not lines:
         example = next(iter(place))
-        raise SettingsError(f"{queries}: none of its units is one of {artifact.path}; expected names like {example!r}")
+        raise SettingsError(f"{queries}: none of its units is one of {artifact.where}; expected names like {example!r}")
     rows = LabelTable(artifact.rows_path)
     return tuple(_related(rows, label, lines, place, queries) for label in labels)
 
@@ -150,7 +150,7 @@ def related_by_expression(artifact: Artifact, target: str, expression: str) -> R
     mask_N = LabelTable(artifact.rows_path).select(expression)
     if mask_N.all() or not mask_N.any():
         some = "every row" if mask_N.all() else "no row"
-        raise SettingsError(f"--related: {expression} selects {some} of {artifact.path}; expected some of them")
+        raise SettingsError(f"--related: {expression} selects {some} of {artifact.where}; expected some of them")
     unit_ids = tuple(artifact.units["unit_id"].take(pa.array(columns_Q)).to_pylist())
     wanted_Q = np.ones(len(columns_Q), dtype=np.int32)
     return Related(
@@ -188,7 +188,7 @@ def retrieve(
     if beyond or not ks:
         got = beyond[0] if beyond else "none"
         raise SettingsError(
-            f"--k: got {got}, expected numbers from 1 to the {artifact.n_rows:,} rows of {artifact.path}"
+            f"--k: got {got}, expected numbers from 1 to the {artifact.n_rows:,} rows of {artifact.where}"
         )
     sources = _sources(artifact, asked, methods, cache, progress)
     lifts = {(one.name, r, k): np.empty(len(on.unit_ids)) for one in asked for r, on in enumerate(related) for k in ks}
