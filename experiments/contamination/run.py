@@ -50,7 +50,7 @@ def make(
         write_corpus(corpus, rows)
         write_whole(asked, "".join(_line(task, unit) for task in (ANSWER, WHOLE) for unit in units).encode())
     settings = settings_of(corpus, asked, work / "model", recipe.shape.context)
-    if not (work / "model").exists():
+    if not (work / "model" / "training.json").exists():  # written last
         _train(recipe, settings.corpus, [row.text for row in rows], work)
     return Artifact.open(build(settings, work / "artifact", resume=True)), rows, units
 
@@ -78,7 +78,7 @@ def _train(recipe: TrainingRecipe, corpus: CorpusSettings, texts: Sequence[str],
         part.replace(work / "tokenizer")
     tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(work / "tokenizer"), vocab_size=recipe.shape.vocab_size)
     rows = RowStore.write(work / "rows", corpus, tokenizer, shard_rows=4096)
-    train(recipe, rows, seed=0, tokenizer=tokenizer, out=work / "model", checkpoints=())
+    train(recipe, rows, seed=0, tokenizer=tokenizer, out=work / "model", checkpoints=(recipe.steps // 2,))
 
 
 def gram_overlap(texts: Sequence[str], units: Sequence[Unit]) -> F64:
