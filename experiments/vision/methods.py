@@ -4,11 +4,13 @@ Each returns (N,): higher is better for the trusted images. Shape letters: N tra
 V classes, D width of a projection.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+from sklearn.linear_model import RidgeCV
 
 from grasp.baselines.knn_shapley import knn_shapley
 from grasp.features.moments import MomentAccumulator
@@ -110,6 +112,18 @@ def in_run(head: Head, seed: int, order: int) -> F64:
 def _target_slope(head: Head, weight: F64, bias: F64) -> F64:
     xi = head.residual(head.trusted_EH, head.trusted_label_E, weight, bias)
     return np.column_stack([xi.T @ head.trusted_EH, xi.sum(axis=0)]).ravel() / len(xi)
+
+
+def datamodels(halves: Sequence[NDArray[np.int64]], realized_B: F64, n_rows: int) -> F64:
+    """Coefficients of a ridge on which rows a half holds, penalty by leave-one-out. A supervised oracle.
+
+    Source: Ilyas et al. 2022. Deviation: ridge in place of lasso.
+    """
+    mask_BN = np.zeros((len(halves), n_rows))
+    for b, rows in enumerate(halves):
+        mask_BN[b, rows] = 1.0
+    fitted = RidgeCV(alphas=np.geomspace(1.0, 1e5, 21)).fit(mask_BN, realized_B)
+    return np.asarray(fitted.coef_)
 
 
 def grasp_relevance(head: Head, seed: int, kernel: str) -> F64:

@@ -76,7 +76,30 @@ class World:
         return float((own - np.logaddexp.reduce(logits, axis=1)).mean())
 
 
-def one_seed(world: World, seed: int, kept: Path) -> dict[str, Any]:
+def retrained(world: World, label: NDArray[np.int64], halves: list[NDArray[np.int64]], kept: Path) -> F64:
+    """Utilities of heads trained on parts of the rows, (B,); each is kept when it is there."""
+    done: list[float] = json.loads(kept.read_text()) if kept.exists() else []
+    for rows in halves[len(done) :]:
+        done.append(world.utility(*world.fit(label, rows)))
+        part = kept.with_suffix(".part")
+        part.write_text(json.dumps(done))
+        part.replace(kept)
+    return np.array(done[: len(halves)])
+
+
+def random_halves(n_rows: int, n_subsets: int, *name: str | int) -> list[NDArray[np.int64]]:
+    return [stream(0, "vision", *name, b).permutation(n_rows)[: n_rows // 2] for b in range(n_subsets)]
+
+
+def datamodels(world: World, seed: int, n_subsets: int, work: Path) -> F64:
+    """Values (N,) fitted on retrained halves of their own, which neither AUROC nor LDS is measured on."""
+    label, _ = world.noisy(seed)
+    halves = random_halves(len(label), n_subsets, "datamodels", seed)
+    realized_B = retrained(world, label, halves, work / f"datamodels-{seed}.json")
+    return methods.datamodels(halves, realized_B, len(label))
+
+
+def one_seed(world: World, seed: int, kept: Path, n_subsets: int) -> dict[str, Any]:
     """AUROC and accuracies of every method; each method is kept when it is done."""
     out: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     label, changed = world.noisy(seed)
@@ -84,6 +107,7 @@ def one_seed(world: World, seed: int, kept: Path) -> dict[str, Any]:
     values = {name: make(head, seed) for name, make in METHODS.items()}
     share, _ = disagreement(head.hidden_NH, label, methods.NEIGHBOURS)
     values["detect: geometry"] = -share
+    values["datamodels"] = datamodels(world, seed, n_subsets, kept.parent)
     values["detect: fused"] = -fused([-values["GRASP (token)"], share])
     out["all rows"] = {"accuracy": world.accuracy(head.weight_VH, head.bias_V)}
     for name, value in values.items():
@@ -98,21 +122,16 @@ def one_seed(world: World, seed: int, kept: Path) -> dict[str, Any]:
     return out
 
 
-def lds(world: World, subsets: int, kept: Path) -> dict[str, float]:
+def lds(world: World, subsets: int, kept: Path, n_fitted: int) -> dict[str, float]:
     """Spearman of summed values and the trusted utility after retraining on random halves, noise seed 0."""
     label, _ = world.noisy(0)
-    done: list[float] = json.loads(kept.read_text()) if kept.exists() else []
-    halves = [stream(0, "vision", "half", b).permutation(len(label))[: len(label) // 2] for b in range(subsets)]
-    for rows in halves[len(done) :]:
-        done.append(world.utility(*world.fit(label, rows)))
-        part = kept.with_suffix(".part")
-        part.write_text(json.dumps(done))
-        part.replace(kept)
-    realized, head = np.array(done), world.head(label)
+    halves = random_halves(len(label), subsets, "half")
+    realized, head = retrained(world, label, halves, kept), world.head(label)
     draws = stream(0, "vision", "bootstrap").integers(subsets, size=(1000, subsets))
+    values = {name: make(head, 0) for name, make in METHODS.items()}
+    values["datamodels"] = datamodels(world, 0, n_fitted, kept.parent)
     out = {}
-    for name, make in METHODS.items():
-        value = make(head, 0)
+    for name, value in values.items():
         sums = np.array([value[rows].sum() for rows in halves])
         resampled = [float(spearman(sums[d, None], realized[d, None])[0]) for d in draws]
         low, high = np.nanpercentile(resampled, [2.5, 97.5])
@@ -141,17 +160,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
     parser.add_argument("--work", type=Path, default=Path(__file__).with_name("work"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--subsets", type=int, default=200)
+    parser.add_argument("--subsets", type=int, default=200, help="halves that LDS is measured on")
+    parser.add_argument("--fitted", type=int, default=500, help="halves that datamodels are fitted on, a noise seed")
     asked = parser.parse_args()
     world, began = World(asked.work), time.process_time()
     seeds = []
     for seed in range(asked.seeds):
-        seeds.append(one_seed(world, seed, asked.work / f"noise-{seed}.json"))
+        seeds.append(one_seed(world, seed, asked.work / f"noise-{seed}.json", asked.fitted))
         print(f"noise seed {seed}: {time.process_time() - began:.0f} CPU s", flush=True)
-    found = {"noise_seeds": asked.seeds, "table": summary(seeds)}
+    found = {"noise_seeds": asked.seeds, "datamodels_subsets": asked.fitted, "table": summary(seeds)}
     asked.out.write_text(json.dumps(found, indent=1))
     if asked.subsets:
-        found |= {"lds_subsets": asked.subsets, "lds": lds(world, asked.subsets, asked.work / "halves.json")}
+        found |= {
+            "lds_subsets": asked.subsets,
+            "lds": lds(world, asked.subsets, asked.work / "halves.json", asked.fitted),
+        }
         asked.out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found))
 

@@ -62,3 +62,11 @@ def test_values_of_a_run_add_up_to_what_the_run_gained():
 def test_wrong_labels_have_low_relevance(kernel):
     head, changed = world(noise=0.15, seed=3)
     assert auroc(-methods.grasp_relevance(head, 0, kernel), changed) > 0.9
+
+
+def test_datamodels_find_planted_values():
+    draw = np.random.default_rng(0)
+    value, halves = draw.standard_normal(40), [draw.permutation(40)[:20] for _ in range(200)]
+    realized = np.array([value[rows].sum() for rows in halves])
+    found = methods.datamodels(halves, realized, 40)
+    np.testing.assert_allclose(found - found.mean(), value - value.mean(), atol=0.1)
