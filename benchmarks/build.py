@@ -3,17 +3,21 @@
     python benchmarks/build.py                       # about 10 minutes on 2 cores
     python benchmarks/build.py --rows 256 --skip-memory
     python benchmarks/build.py --rows 2 --skip-memory --skip-speed        # the kernels alone, in a minute
+    python benchmarks/build.py --rows 64 --skip-memory --skip-speed --skip-kernels --profile     # where the time goes
 
 The model is a Phi of 18 M parameters, 2 M of them body and 8 M each embedding and head, with a vocabulary of 50,304
 and a head bias that follows Zipf's law, so that the largest probabilities fall on frequent tokens, as they do in
 trained models. Rows are Zipf tokens.
 "body" is the transformer without its head; "head" is the logits, in buffers as large as the build's. The kernels are
 also timed one by one, on one batch of Zipf tokens with units of Zipf tokens, so that many input tokens are shared.
+The profile is of a whole build, in CPU seconds, by stage and within a stage by what the work is for.
 """
 
 import argparse
+import cProfile
 import json
 import multiprocessing
+import pstats
 import resource
 import shutil
 import tempfile
@@ -227,6 +231,78 @@ def _seconds(step: Callable[[], Any], repeats: int) -> float:
     return min(found)
 
 
+# What the time of a stage is for, by the function that all of it passes through; none of them calls another.
+PROFILED = {
+    "body": ("models/causal_lm.py", "hidden"),
+    "head, products": ("models/head.py", "linear_logits"),
+    "probabilities, the largest of them": ("features/residuals.py", "sparse_residual"),
+    "sums for moments": ("build/forward.py", "add"),
+    "token kernel": ("features/token_match.py", "token_relevance"),
+    "input kernel": ("features/input_match.py", "input_relevance"),
+    "product sketch": ("features/product_sketch.py", "apply"),
+    "pooling": ("features/pooling.py", "pool"),
+    "whitening": ("build/finish.py", "whiten"),
+    "writing": ("artifact/writer.py", "write_shard"),
+}
+
+
+class Profiler(Clock):
+    """CPU seconds of each stage, and of what PROFILED names in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: dict[str, dict[str, float]] = {}
+        self._profile = cProfile.Profile(time.process_time)
+        self._profile.enable()
+
+    def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
+        self._profile.disable()
+        entries: Any = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
+        found = self.stages.setdefault(self._name, {})
+        for (file, _, function), (_, _, own, through, _) in entries.items():
+            found["all"] = found.get("all", 0.0) + own
+            for what, (place, called) in PROFILED.items():
+                if function == called and file.endswith(f"grasp/{place}"):
+                    found[what] = found.get(what, 0.0) + through
+        super().stage(name, rows=rows, tokens=tokens)
+        self._profile = cProfile.Profile(time.process_time)
+        self._profile.enable()
+
+    def stop(self) -> dict[str, float]:
+        super().stop()
+        self._profile.disable()
+        return self.seconds
+
+
+def profile(root: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds by stage and by what they are for, of builds that begin warm."""
+    found = {}
+    timed_build(settings_of(root, root / "corpus.parquet", args.length, "pooled", args.threads), root / "warm-up")
+    for match in args.match:
+        clock = Profiler()
+        build(
+            settings_of(root, root / "corpus.parquet", args.length, match, args.threads), root / match, progress=clock
+        )
+        clock.stop()
+        shutil.rmtree(root / match)
+        found[match] = clock.stages
+    return found
+
+
+def profile_table(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    lines = ["CPU seconds of a build, and the share of a stage that goes to what:"]
+    for match, stages in found.items():
+        for stage, parts in stages.items():
+            total = parts.get("all", 0.0)
+            if total < 0.01:
+                continue
+            lines.append(f"  match {match:<12} {stage:<16} {total:8.2f} s")
+            named = sorted(((seconds, what) for what, seconds in parts.items() if what != "all"), reverse=True)
+            rest = total - sum(seconds for seconds, _ in named)
+            lines += [f"    {what:<36} {seconds / total:6.1%}" for seconds, what in [*named, (rest, "everything else")]]
+    return lines
+
+
 def _peak(settings: Any, out: Path, queue: Any) -> None:
     build(settings, out)
     queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -264,6 +340,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"one batch, {found['units']} units of {found['unit_positions']} positions in all,")
         lines.append(f"{found['shared']:.0%} of the rows' input tokens are some unit's:")
         lines += [f"  {name:<40} {value:8.2f} us a position" for name, value in found["us"].items()]
+    if found := result.get("profile"):
+        lines += profile_table(found)
     if found := result.get("memory"):
         for rows, peak in found["peak_bytes"].items():
             lines.append(f"  peak memory at N = {rows:>6,}  {peak / 1e6:8.0f} MB")
@@ -285,11 +363,13 @@ def main() -> None:
     parser.add_argument("--skip-memory", action="store_true")
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--skip-kernels", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a build goes")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
     steps: dict[str, tuple[bool, Callable[..., Any]]] = {
         "speed": (args.skip_speed, speed),
         "kernels": (args.skip_kernels, kernels),
+        "profile": (not args.profile, profile),
         "memory": (args.skip_memory, memory),
     }
     with tempfile.TemporaryDirectory() as directory:

@@ -166,6 +166,7 @@ def prepare(settings: BuildSettings, model: Reference, tokens: Path, progress: P
         progress=_difference(progress),
     )
     names = [unit.unit_id for unit in unit_set.units]
+    progress.stage("units", rows=None, tokens=None)
     return Inputs(
         settings=settings,
         model=model,
@@ -190,6 +191,7 @@ def prepare_images(settings: BuildSettings, model: ImageClassifier, images: Path
         progress=_difference(progress),
     )
     names = [unit.unit_id for unit in unit_set.units]
+    progress.stage("units", rows=None, tokens=None)
     return Inputs(
         settings=settings,
         model=model,
