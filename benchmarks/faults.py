@@ -16,7 +16,8 @@ Each fault is one child process and one check. Kinds:
 
 After every kill what was finished before it must still be there: finished shards keep their bytes and their times.
 The numbers of each kind, and every fault that was not mended, are written as JSON after each fault, so that the
-harness itself may be killed.
+harness itself may be killed: the same command goes on after the last fault that it counted. What is drawn for a fault
+follows from the seed and its number.
 """
 
 import argparse
@@ -32,13 +33,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
+from grasp.artifact.files import write_whole
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
 from grasp.build.local import build
@@ -295,6 +298,17 @@ KINDS: dict[str, tuple[Callable[[Bench], None], int]] = {  # and how often of 20
 }
 
 
+def counted(out: Path, of: dict[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
+    """What --out has counted with the same seed and kinds, or nothing yet."""
+    if out.exists():
+        report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        if of.items() <= report.items():
+            return report
+        sys.exit(f"faults: {out} counts faults of another run; delete it, or name another file with --out")
+    empty = {kind: {"faults": 0, "mended": 0} for kind in kinds}
+    return {**of, "faults": 0, "mended": 0, "kinds": empty, "failures": []}
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         run_child(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])
@@ -308,22 +322,23 @@ def main() -> None:
     kinds = KINDS | ({"kill worker": (kill_worker, 2)} if args.ray else {})
     wheel = [kind for kind, (_, often) in kinds.items() for _ in range(often)]
     random.Random(args.seed).shuffle(wheel)
+    report = counted(args.out, {"seed": args.seed, "ray": args.ray}, kinds)
+    failures = report["failures"]
     with tempfile.TemporaryDirectory() as directory:
-        bench = prepare(Path(directory), args.seed)
-        counts = {kind: {"faults": 0, "mended": 0} for kind in kinds}
-        failures: list[dict[str, object]] = []
-        for i in range(args.faults):
+        bench = prepare(Path(directory), args.seed) if report["faults"] < args.faults else None
+        for i in range(report["faults"], args.faults):
+            assert bench is not None
             kind = wheel[i % len(wheel)]
-            counts[kind]["faults"] += 1
+            bench.draw.seed(f"{args.seed} {i}")
+            report["kinds"][kind]["faults"] += 1
             try:
                 kinds[kind][0](bench)
-                counts[kind]["mended"] += 1
+                report["kinds"][kind]["mended"] += 1
             except (FaultError, GraspError, subprocess.TimeoutExpired) as err:
                 failures.append({"fault": i, "kind": kind, "what": str(err)})
-            total = {"faults": i + 1, "mended": i + 1 - len(failures)}
-            report = {"seed": args.seed, **total, "kinds": counts, "failures": failures}
+            report |= {"faults": i + 1, "mended": i + 1 - len(failures)}
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_whole(args.out, (json.dumps(report, indent=1) + "\n").encode())
     print(f"{len(failures)} of {args.faults} faults were not mended; see {args.out}")
     sys.exit(bool(failures))
 
