@@ -38,10 +38,11 @@ def grams(words: Sequence[str], n: int) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
 
-def own_text(unit: Unit) -> str:
-    """Question and answer without the words of the prompt's template."""
-    question = unit.prompt.removeprefix("Question:").rsplit("\nAnswer:", 1)[0].strip()
-    return f"{question} {unit.completion.strip()}"
+def own_text(unit: Unit, *, whole: bool = False) -> str:
+    """Question and answer without the words of the prompt's template; the passage before them where `whole`."""
+    asked = unit.prompt.rsplit("\nAnswer:", 1)[0]
+    passage, _, question = asked.rpartition("Question:")
+    return " ".join([passage.strip() if whole else "", question.strip(), unit.completion.strip()]).strip()
 
 
 def verbatim(words: Sequence[str], unit_id: str) -> list[str]:
@@ -63,7 +64,9 @@ def masked(words: Sequence[str], unit_id: str) -> list[str]:
 CHANGES = {"verbatim": verbatim, "shuffled": shuffled, "masked": masked}
 
 
-def passages(pool: Path, units: Sequence[Unit], planted: int, clean: int) -> tuple[list[Passage], list[Unit]]:
+def passages(
+    pool: Path, units: Sequence[Unit], planted: int, clean: int, *, whole: bool = False
+) -> tuple[list[Passage], list[Unit]]:
     """Passages of equal length, planted and natural ones among them, and the units to look for.
 
     Natural ones are windows round a run of 8 words that a document of the pool shares with a question; the documents
@@ -72,6 +75,7 @@ def passages(pool: Path, units: Sequence[Unit], planted: int, clean: int) -> tup
 
     Args:
         planted: units of each way of planting.
+        whole: plant the passage that comes with a question as well; what is longer than a passage fills it.
         clean: passages without anything.
     Returns:
         Passages in an order that tells nothing, and the units: those found naturally, then those planted.
@@ -85,14 +89,14 @@ def passages(pool: Path, units: Sequence[Unit], planted: int, clean: int) -> tup
     hosts = iter(free[i] for i in stream(0, "contamination", "hosts").permutation(len(free)))
     out = list(natural)
     for place, change in enumerate(CHANGES):
-        out += [_host(next(hosts), change, unit) for unit in hidden[place * planted : (place + 1) * planted]]
+        out += [_host(next(hosts), change, unit, whole) for unit in hidden[place * planted : (place + 1) * planted]]
     out += [Passage(one["doc_id"], " ".join(_window(one)), CLEAN) for one in islice(hosts, clean)]
     mixed = stream(0, "contamination", "order").permutation(len(out))
     return [out[i] for i in mixed], [unit for unit in units if unit.unit_id in found] + hidden
 
 
 def _marked(document: dict[str, object]) -> bool:
-    return "SciQ" in str(document["eval_overlap"])
+    return "sciq" in str(document["eval_overlap"])
 
 
 def _natural(documents: Sequence[dict[str, str]], units: Sequence[Unit]) -> tuple[list[Passage], set[str]]:
@@ -100,11 +104,12 @@ def _natural(documents: Sequence[dict[str, str]], units: Sequence[Unit]) -> tupl
     out, found = [], set()
     for document in documents:
         words = document["text"].split()
-        plain = ["".join(folded(word)) for word in words]
-        for i in range(len(words) - SHARED + 1):
-            unit_id = asked.get(tuple(plain[i : i + SHARED]))
+        # a word with a hyphen is two: of each, the word of the document that it stands in
+        plain = [(part, place) for place, word in enumerate(words) for part in folded(word)]
+        for i in range(len(plain) - SHARED + 1):
+            unit_id = asked.get(tuple(part for part, _ in plain[i : i + SHARED]))
             if unit_id is not None:
-                start = max(0, min(i - (WORDS - SHARED) // 2, len(words) - WORDS))
+                start = max(0, min(plain[i][1] - (WORDS - SHARED) // 2, len(words) - WORDS))
                 out.append(Passage(document["doc_id"], " ".join(words[start : start + WORDS]), NATURAL))
                 found.add(unit_id)
                 break
@@ -118,8 +123,8 @@ def _window(document: dict[str, str]) -> list[str]:
     return words[start : start + WORDS]
 
 
-def _host(document: dict[str, str], change: str, unit: Unit) -> Passage:
-    text = CHANGES[change](own_text(unit).split(), unit.unit_id)
+def _host(document: dict[str, str], change: str, unit: Unit, whole: bool) -> Passage:
+    text = CHANGES[change](own_text(unit, whole=whole).split(), unit.unit_id)[:WORDS]
     around = _window(document)[: max(0, WORDS - len(text))]
     place = int(stream(0, "contamination", "place", unit.unit_id).integers(len(around) + 1))
     return Passage(document["doc_id"], " ".join([*around[:place], *text, *around[place:]]), change)

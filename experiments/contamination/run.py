@@ -39,12 +39,12 @@ ANSWER, WHOLE = "sciq", "sciq_text"  # the loss on the answer; on every token of
 
 
 def make(
-    pool: Path, work: Path, recipe: TrainingRecipe, planted: int, clean: int
+    pool: Path, work: Path, recipe: TrainingRecipe, planted: int, clean: int, *, whole: bool = False
 ) -> tuple[Artifact, list[Passage], list[Unit]]:
     """Corpus, model and artifact, each unless it is there; the passages, and the units that are looked for."""
     work.mkdir(parents=True, exist_ok=True)
     all_units = load_units(TargetSettings(names=("sciq",), units_per_target=None)).units
-    rows, units = passages(pool, all_units, planted, clean)
+    rows, units = passages(pool, all_units, planted, clean, whole=whole)
     corpus, asked = work / "corpus.parquet", work / "units.jsonl"
     if not corpus.exists():
         write_corpus(corpus, rows)
@@ -81,9 +81,9 @@ def _train(recipe: TrainingRecipe, corpus: CorpusSettings, texts: Sequence[str],
     train(recipe, rows, seed=0, tokenizer=tokenizer, out=work / "model", checkpoints=(recipe.steps // 2,))
 
 
-def gram_overlap(texts: Sequence[str], units: Sequence[Unit]) -> F64:
+def gram_overlap(texts: Sequence[str], units: Sequence[Unit], *, whole: bool = False) -> F64:
     """Largest share of a unit's 13-grams that a text holds, (N,); a shorter unit is one gram of all its words."""
-    words = [folded(own_text(unit)) for unit in units]
+    words = [folded(own_text(unit, whole=whole)) for unit in units]
     asked = [(n := min(GRAM, len(one)), grams(one, n)) for one in words]
     out = np.zeros(len(texts))
     for i, text in enumerate(texts):
@@ -93,7 +93,7 @@ def gram_overlap(texts: Sequence[str], units: Sequence[Unit]) -> F64:
     return out
 
 
-def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str]) -> dict[str, F64]:
+def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str], *, whole: bool = False) -> dict[str, F64]:
     """Every method's score of every row: the largest over the units, as `grasp detect --contamination` takes it."""
     out = {
         f"GRASP ({kernel}, loss on {what})": contamination(artifact, target, match=kernel).scores["contamination"]
@@ -104,7 +104,7 @@ def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str]) -> d
     bm25_NE = method_scores(rows_by_method(artifact, asked), ANSWER)
     out["BM25"] = contamination(artifact, ANSWER, others={"bm25": bm25_NE}).scores["bm25"]
     out["BM25 (as it is)"] = bm25_NE.max(axis=1)
-    out["13-gram overlap"] = gram_overlap(texts, units)
+    out["13-gram overlap"] = gram_overlap(texts, units, whole=whole)
     return out
 
 
@@ -136,12 +136,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
     parser.add_argument("--planted", type=int, default=60, help="Units planted in each way.")
     parser.add_argument("--clean", type=int, default=4000, help="Passages without any.")
+    parser.add_argument("--whole", action="store_true", help="Plant the passage of a question as well.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     began, recipe = time.process_time(), named_recipe("tiny")
-    artifact, rows, units = make(asked.pool, asked.work, recipe, asked.planted, asked.clean)
+    artifact, rows, units = make(asked.pool, asked.work, recipe, asked.planted, asked.clean, whole=asked.whole)
     kinds = [str(kind) for kind in column(artifact, "kind")]
-    found = table(scores(artifact, units, [row.text for row in rows]), kinds)
+    found = table(scores(artifact, units, [row.text for row in rows], whole=asked.whole), kinds)
     counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
     result = {"rows": counts, "units": len(units), "cpu_seconds": round(time.process_time() - began), "table": found}
     write_whole(asked.out, (json.dumps(result, indent=1) + "\n").encode())

@@ -20,7 +20,7 @@ def units(count=12):
     generator = np.random.default_rng(0)
     questions = [" ".join(generator.choice(WORDS, size=11)) for _ in range(count)]
     return [
-        Unit(f"sciq:{i}", "sciq", f"Question: What {q}?\nAnswer:", f" {q.split()[0]}", "completion")
+        Unit(f"sciq:{i}", "sciq", f"A passage.\nQuestion: What {q}?\nAnswer:", f" {q.split()[0]}", "completion")
         for i, q in enumerate(questions)
     ]
 
@@ -30,7 +30,7 @@ def pool(tmp_path):
     generator = np.random.default_rng(1)
     texts = [" ".join(generator.choice(WORDS, size=90)) for _ in range(60)]
     texts[4] = f"{texts[4]} {own_text(units()[2])} {texts[5]}"
-    marks = [["SciQ"] if i == 4 else [] for i in range(60)]
+    marks = [["basic_skills", "sciq"] if i == 4 else [] for i in range(60)]
     data = {"doc_id": [f"d{i}" for i in range(60)], "text": texts, "eval_overlap": [", ".join(m) for m in marks]}
     pq.write_table(pa.table(data), tmp_path / "pool.parquet")
     return tmp_path / "pool.parquet"
@@ -60,6 +60,7 @@ def test_gram_overlap_is_the_share_of_a_units_grams():
     (unit,) = units(1)
     words = own_text(unit).split()
     assert len(words) == 13
+    assert own_text(unit, whole=True).split() == ["A", "passage.", *words]
     long = Unit("u", "sciq", f"Question: a b {' '.join(words)}\nAnswer:", " c", "completion")
     found = gram_overlap([" ".join(words), f"x b {' '.join(words)}", "nothing"], [long])
     assert found.tolist() == [0.25, 0.5, 0.0]
