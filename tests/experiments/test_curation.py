@@ -22,6 +22,7 @@ from grasp.fidelity.environment import Environment
 from grasp.models.llama import LlamaShape
 from grasp.models.recipe import named_recipe
 from grasp.models.rows import InMemoryRows
+from grasp.protocol.held import UnitSelection
 from grasp.protocol.scoring import default_protocol, save_protocol
 from grasp.settings import build_settings
 from grasp.targets import Unit
@@ -131,10 +132,12 @@ def test_additive_choice_is_the_greatest_relevance(experiment):
         [one for one in experiment.chosen["llama"] if one.asked == Asked("additive", "all", 0.2)],
     )
     artifact = world.artifact
-    mean_N = np.concatenate(
-        [block.mean(axis=1, dtype=np.float64) for _, block in artifact.array_blocks("relevance_token")]
-    )
-    expected = np.array(world.row_ids.to_pylist())[best_rows(mean_N, world.pool_N, 10)]
+    value_N, units = np.zeros(artifact.n_rows), UnitSelection.of(artifact, artifact.targets)
+    for kernel in ("token", "input"):
+        blocks = artifact.array_blocks(f"relevance_{kernel}", columns=units.columns_E)
+        mean_NT = np.concatenate([units.mean_per_task(block) for _, block in blocks])
+        value_N += (mean_NT / mean_NT.std(axis=0)).sum(axis=1)
+    expected = np.array(world.row_ids.to_pylist())[best_rows(value_N, world.pool_N, 10)]
     assert set(subsets(world)[choice.subset_id]) == set(expected)
 
 
