@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 pytest.importorskip("peft")
+pytest.importorskip("kronfluence")
 
 from experiments.safety import detectors, setting
 from experiments.safety.readme import lines
