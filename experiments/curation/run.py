@@ -26,7 +26,8 @@ from experiments.curation.table import Reading, as_text, lines
 from grasp.artifact.reader import Artifact
 from grasp.build.local import build
 from grasp.errors import GraspError, SettingsError
-from grasp.fidelity.environment import INFO, Environment
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.environment_info import INFO
 from grasp.fidelity.files import write_whole
 from grasp.fidelity.retrain import RetrainStatus, fitted_lengths, resolved_recipe, retrain
 from grasp.settings import RetrainSettings, build_settings

@@ -1,6 +1,6 @@
 """Why the units of a task are predicted better than the task: how far noise between seeds is common to the units.
 
-    python experiments/lds_main/explain.py bench-out/cc-completion experiments/environments/cc-topic --targets sciq
+    python -m experiments.lds_main.explain bench-out/cc-completion experiments/environments/cc-topic --targets sciq
 
 With U = truth + noise and noise independent between seeds, the covariance of two seeds over subsets is the variance of
 the truth, and half the variance of their difference that of the noise. Both are taken of the mean over units (the
@@ -12,7 +12,8 @@ protocol's prediction of the task with each. Shape letters: B subsets, S seeds, 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from grasp.fidelity.environment import Environment
 from grasp.fidelity.files import write_whole
 from grasp.fidelity.metrics import spearman, unit_leverage
 from grasp.protocol.development import Scored
-from grasp.protocol.scoring import default_protocol, load_protocol
+from grasp.protocol.scoring import ScoringProtocol, default_protocol, load_protocol
 
 F64 = NDArray[np.float64]
 
@@ -91,21 +92,48 @@ def _of_task(values_BS: F64, predicted_B: F64) -> dict[str, float]:
     }
 
 
-def run(artifact: Artifact, environment: Environment, protocol: Path | None, targets: Sequence[str] | None) -> Any:
-    """Figures of every target that environment and artifact share."""
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One target: what was predicted, and what each seed gave."""
+
+    target: str
+    predicted_B: F64
+    predicted_BE: F64
+    values_BSE: F64
+
+
+def compared(
+    artifact: Artifact, environment: Environment, protocol: ScoringProtocol, targets: Sequence[str] | None = None
+) -> Iterator[Compared]:
+    """Every target that environment and artifact share, or those named."""
     scored = Scored.of(environment, artifact)
     names = list(targets or scored.renamed.values())
-    chosen = default_protocol() if protocol is None else load_protocol(protocol)
-    (predicted,) = scored.predict({chosen.name: chosen}, names)
+    (predicted,) = scored.predict({protocol.name: protocol}, names)
     utilities = environment.utilities()
-    found = {}
     for name in names:
         own = utilities.of(name)
         unit_BE, task_B = predicted.aligned(own.subset_ids, name, own.unit_ids)
         assert unit_BE is not None
         assert task_B is not None
-        found[name] = explain(own.values_BSE, task_B, unit_BE)
-    return {"environment": environment.name, "protocol": chosen.name, "targets": found}
+        yield Compared(name, task_B, unit_BE, own.values_BSE)
+
+
+def write_json(found: dict[str, Any], out: Path | None) -> None:
+    """Print, and keep."""
+    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+    print(text, end="")
+    if out is not None:
+        write_whole(out, text.encode())
+
+
+def run(artifact: Artifact, environment: Environment, path: Path | None, targets: Sequence[str] | None) -> Any:
+    """Figures of every target that environment and artifact share."""
+    protocol = default_protocol() if path is None else load_protocol(path)
+    found = {
+        one.target: explain(one.values_BSE, one.predicted_B, one.predicted_BE)
+        for one in compared(artifact, environment, protocol, targets)
+    }
+    return {"environment": environment.name, "protocol": protocol.name, "targets": found}
 
 
 def main() -> None:
@@ -120,10 +148,7 @@ def main() -> None:
         found = run(Artifact.open(args.artifact), Environment.open(args.environment), args.protocol, args.targets)
     except GraspError as err:
         sys.exit(f"error: {err}")
-    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
-    print(text, end="")
-    if args.out is not None:
-        write_whole(args.out, text.encode())
+    write_json(found, args.out)
 
 
 if __name__ == "__main__":

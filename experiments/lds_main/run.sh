@@ -11,23 +11,27 @@ done
 for loss in completion all; do
   grasp build --config experiments/artifacts/cc-$loss.yaml --out bench-out/cc-$loss --quiet
 done
-# Selection, on topic mixtures and two tasks. What ships is src/grasp/protocol/default.yaml, the first of additive.yaml.
-for family in additive family; do
+# Selection, on topic mixtures and two tasks: `default` is what ships (src/grasp/protocol/default.yaml), `selected` the
+# full predictor with penalties, `signed` the same with geometry of either sign.
+for pair in additive:default family:selected signed:signed; do
   grasp calibrate bench-out/cc-completion bench-out/cc-all --environment experiments/environments/cc-topic \
-    --family $OUT/$family.yaml --out bench-out/$family-protocol.yaml
+    --family $OUT/${pair%:*}.yaml --out bench-out/${pair#*:}.yaml
 done
-cp bench-out/family-protocol.yaml $OUT/protocol.yaml
-cp bench-out/family-protocol.provenance.json $OUT/protocol.provenance.json
+cp bench-out/selected.yaml $OUT/protocol.yaml
+cp bench-out/selected.provenance.json $OUT/protocol.provenance.json
+cp bench-out/signed.provenance.json $OUT/signed.provenance.json
 # Test, on format mixtures, and on the tasks of the topic mixtures that nothing was selected on.
 HELD=commonsense_qa,basic_skills_common_knowledge,basic_skills_logical_reasoning
 for loss in completion all; do
-  test() {
+  compare() {
     grasp evaluate bench-out/cc-$loss --environment experiments/environments/$1 --protocol $OUT/protocol.yaml \
       --oracle ridge --methods bm25 --json $OUT/$1-$loss.json --csv bench-out/$1-$loss.csv "${@:2}"
-    python $OUT/explain.py bench-out/cc-$loss experiments/environments/$1 --out $OUT/explain-$1-$loss.json
+    python -m experiments.lds_main.explain bench-out/cc-$loss experiments/environments/$1 --out $OUT/explain-$1-$loss.json
   }
-  test cc-format
+  compare cc-format
   if [ $loss = all ]; then HELD=${HELD//,/@all,}@all; fi
-  test cc-topic --targets $HELD
+  compare cc-topic --targets $HELD
+  grasp evaluate bench-out/cc-$loss --environment experiments/environments/cc-format --protocol bench-out/signed.yaml \
+    --json $OUT/signed-cc-format-$loss.json
 done
 python experiments/table.py $OUT/cc-{format,topic}-{completion,all}.json --title "Agreement with retraining" --out $OUT/table.md

@@ -1,6 +1,6 @@
 """What averaging more seeds does to the agreement with one and the same prediction.
 
-    python experiments/seeds/reliability.py bench-out/cc-completion experiments/environments/cc-seeds \
+    python -m experiments.seeds.reliability bench-out/cc-completion experiments/environments/cc-seeds \
         --out experiments/seeds/reliability.json
 
 The masks and the prediction (the shipped protocol's) stay; the realized utilities are means over every choice of k of
@@ -9,51 +9,44 @@ Shape letters: B subsets, S seeds, E units.
 """
 
 import argparse
-import json
 import sys
-from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.lds_main.explain import F64, Compared, compared, write_json
 from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
 from grasp.fidelity.environment import Environment
-from grasp.fidelity.files import write_whole
 from grasp.fidelity.metrics import spearman
-from grasp.protocol.development import Scored
 from grasp.protocol.scoring import default_protocol
 
 
 def run(artifact: Artifact, environment: Environment) -> dict[str, Any]:
     """By number of seeds and target: mean LDS, positive fraction and task rho, averaged over the choices of seeds."""
-    scored = Scored.of(environment, artifact)
-    names = list(scored.renamed.values())
     protocol = default_protocol()
-    (predicted,) = scored.predict({protocol.name: protocol}, names)
-    utilities = environment.utilities()
+    targets = list(compared(artifact, environment, protocol))
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for k in range(1, len(utilities.seeds) + 1):
-        figures: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-        for chosen in combinations(range(len(utilities.seeds)), k):
-            for name in names:
-                own = utilities.of(name)
-                unit_BE, task_B = predicted.aligned(own.subset_ids, name, own.unit_ids)
-                assert unit_BE is not None
-                assert task_B is not None
-                realized_BE = own.values_BSE[:, list(chosen)].mean(axis=1)
-                rho_E = spearman(unit_BE, realized_BE)
-                task = float(spearman(task_B[:, None], realized_BE.mean(axis=1, keepdims=True))[0])
-                figures[name].append((float(np.mean(rho_E)), float(np.mean(rho_E > 0)), task))
-        means = {name: np.mean(values, axis=0) for name, values in figures.items()}
+    for k in range(1, targets[0].values_BSE.shape[1] + 1):
+        means = {one.target: _mean_over_choices(one, k) for one in targets}
         means["average"] = np.mean(list(means.values()), axis=0)
         found[str(k)] = {
             name: dict(zip(("mean_lds", "positive", "task_rho"), map(float, row), strict=True))
             for name, row in means.items()
         }
     return {"environment": environment.name, "protocol": protocol.name, "by_number_of_seeds": found}
+
+
+def _mean_over_choices(one: Compared, k: int) -> F64:
+    figures = []
+    for chosen in combinations(range(one.values_BSE.shape[1]), k):
+        realized_BE = one.values_BSE[:, list(chosen)].mean(axis=1)
+        rho_E = spearman(one.predicted_BE, realized_BE)
+        task = spearman(one.predicted_B[:, None], realized_BE.mean(axis=1, keepdims=True))[0]
+        figures.append((rho_E.mean(), (rho_E > 0).mean(), task))
+    return np.mean(figures, axis=0)
 
 
 def main() -> None:
@@ -66,10 +59,7 @@ def main() -> None:
         found = run(Artifact.open(args.artifact), Environment.open(args.environment))
     except GraspError as err:
         sys.exit(f"error: {err}")
-    text = json.dumps(found, indent=1, allow_nan=False) + "\n"
-    print(text, end="")
-    if args.out is not None:
-        write_whole(args.out, text.encode())
+    write_json(found, args.out)
 
 
 if __name__ == "__main__":

@@ -8,5 +8,5 @@ grasp retrain --config experiments/environments/cc-seeds.yaml --out $ENVIRONMENT
 python experiments/seeds/join.py experiments/environments/cc-format $ENVIRONMENTS/cc-seeds experiments/environments/cc-seeds
 grasp evaluate bench-out/cc-completion --environment experiments/environments/cc-seeds \
   --json experiments/seeds/completion.json --csv bench-out/cc-seeds.csv
-python experiments/seeds/reliability.py bench-out/cc-completion experiments/environments/cc-seeds \
+python -m experiments.seeds.reliability bench-out/cc-completion experiments/environments/cc-seeds \
   --out experiments/seeds/reliability.json

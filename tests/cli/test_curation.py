@@ -10,7 +10,8 @@ import pytest
 
 from grasp.artifact.reader import Artifact
 from grasp.curation.summaries import read_mixture, read_selection
-from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.fidelity.evaluate import target_fingerprint
 from grasp.protocol.scoring import load_protocol
 from grasp.subsets import LabelTable, RowIndex, parse_family

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.subsets import RowIndex, parse_family
 
 ROWS = RowIndex.from_ids([f"row-{i}" for i in range(30)])

@@ -9,7 +9,8 @@ from scipy import stats
 
 from grasp.errors import ProtocolError, ProtocolLeakError
 from grasp.fidelity.controls import named_controls
-from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.fidelity.evaluate import evaluate
 from grasp.protocol.criteria import standard_errors
 from grasp.protocol.development import Development, Scored, variant_names

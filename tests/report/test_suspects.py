@@ -55,10 +55,16 @@ def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):
     write_artifact(tmp_path / "other", corpus="another")
     pq.write_table(pa.table({"row_id": ["a"]}), tmp_path / "plain.parquet")
     (tmp_path / "text.parquet").write_text("no")
+    table = pq.read_table(root / "suspects.parquet")
+    pq.write_table(table.drop_columns("rank"), tmp_path / "unranked.parquet")
+    renamed = table.set_column(1, "row_id", pa.array(["evil", *table["row_id"].to_pylist()[1:]]))
+    pq.write_table(renamed, tmp_path / "renamed.parquet")
     for path, said in (
         (tmp_path / "gone.parquet", "gone.parquet: no such file; expected the .parquet that grasp detect --out writes"),
         (tmp_path / "text.parquet", "text.parquet is not Parquet"),
         (tmp_path / "plain.parquet", "plain.parquet does not say what was detected"),
+        (tmp_path / "unranked.parquet", "unranked.parquet does not say what was detected"),
+        (tmp_path / "renamed.parquet", "renamed.parquet: 'evil' is no row of the artifact"),
     ):
         assert said in refused("report", root / "art", "--detect", path, "--out", tmp_path / "r.html")
     asked = ["report", tmp_path / "other", "--detect", root / "suspects.parquet", "--out", tmp_path / "r.html"]

@@ -8,7 +8,8 @@ import pyarrow as pa
 
 from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
-from grasp.fidelity.environment import Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.fidelity.evaluate import target_fingerprint
 from grasp.subsets import LabelTable, RowIndex, parse_family
 from grasp.targets import Unit

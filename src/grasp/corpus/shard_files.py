@@ -7,6 +7,7 @@ it, says that the shard is whole and where the next one begins, `store.json` say
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -70,7 +71,7 @@ class StoredRow(Protocol):
         """Columns of its document that cannot be labels."""
 
 
-class ShardStore(Generic[S]):
+class ShardStore(ABC, Generic[S]):
     """A complete store on disk; opens without reading its rows."""
 
     holds: ClassVar[str]
@@ -136,8 +137,9 @@ class ShardStore(Generic[S]):
         back = np.argsort(np.argsort(shard_of, kind="stable"), kind="stable")
         return type(parts[0]).joined(parts).take(back)
 
+    @abstractmethod
     def _shard(self, start: int, whole: pa.Table) -> S:
-        raise NotImplementedError
+        """The rows of a shard's table, of which the first is row `start` of the corpus."""
 
     def _whole(self, k: int) -> pa.Table:
         """All columns of shard k.

@@ -96,7 +96,7 @@ def read_suspects(path: Path, artifact: Artifact, labels: Sequence[str], flag: s
         SettingsError: no such file, not such a table, or one of another corpus.
     """
     said, lines = _table(path, artifact, flag)
-    index = _row_index(artifact, [line["row_id"] for line in lines])
+    index = _row_index(artifact, [line["row_id"] for line in lines], f"{flag}: {path}")
     kept = artifact.rows(index).to_pylist()
     pictures = _pictures(artifact, index)
     units = {unit["unit_id"]: unit for unit in artifact.units.select(["unit_id", "prompt", "completion"]).to_pylist()}
@@ -114,7 +114,7 @@ def _table(path: Path, artifact: Artifact, flag: str) -> tuple[Said, list[dict[s
         raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
     except (OSError, pa.ArrowException) as err:
         raise SettingsError(f"{flag}: {path} is not Parquet; {expected}") from err
-    if metadata is None or batch is None:
+    if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
         raise SettingsError(f"{flag}: {path} does not say what was detected; {expected}")
     try:
         said = Said.model_validate_json(metadata)
@@ -128,8 +128,8 @@ def _table(path: Path, artifact: Artifact, flag: str) -> tuple[Said, list[dict[s
     return said, batch.to_pylist()
 
 
-def _row_index(artifact: Artifact, names: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Positions of some rows by name; the corpus is the table's own, so that they are all there."""
+def _row_index(artifact: Artifact, names: Sequence[str], where: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Positions of some rows by name."""
     wanted = pa.array(names, pa.string())
     found: dict[str, int] = {}
     start = 0
@@ -137,6 +137,8 @@ def _row_index(artifact: Artifact, names: Sequence[str]) -> np.ndarray[Any, np.d
         here = np.flatnonzero(pc.is_in(batch.column(0), value_set=wanted).to_numpy(zero_copy_only=False))
         found |= {batch.column(0)[int(i)].as_py(): start + int(i) for i in here}
         start += batch.num_rows
+    if strange := [name for name in names if name not in found]:
+        raise SettingsError(f"{where}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
     return np.array([found[name] for name in names], dtype=np.int64)
 
 

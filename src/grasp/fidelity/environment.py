@@ -15,74 +15,25 @@ whole corpus is called `full`. Readers see arrays (B, S, E): subsets, seeds, uni
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grasp.errors import EnvironmentDataError
+from grasp.fidelity.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
 from grasp.fidelity.files import PART, remove_stale, write_whole
 from grasp.fidelity.leases import TTL_SECONDS, Lease, take
 from grasp.fidelity.runs import EXAMPLES, FULL, Run, read_runs, run_bytes, runs_in
 from grasp.fidelity.subset_table import MaskDigest, SubsetTable
-from grasp.settings import describe
 from grasp.subsets import LabelColumn, RowIndex, SubsetBlock, parse_family, read_subsets
 
 F64 = NDArray[np.float64]
-Role = Literal["dev", "held-out"]
-
-FORMAT_VERSION = 1
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
 ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
-INFO = "environment.json"
 SUBSETS = "subsets.parquet"
 UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
-
-
-class Record(BaseModel):
-    """Base of what is written as JSON: immutable, unknown fields refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TargetInfo(Record):
-    """One target as it was scored."""
-
-    fingerprint: str = Field(description="Of its units: ids, prompts, completions, tokens that carry loss.")
-    loss_on: Literal["completion", "all"]
-    unit_ids: tuple[str, ...]
-
-
-class FamilyInfo(Record):
-    """How the subsets were drawn, so that they can be drawn again."""
-
-    spec: str = Field(description="E.g. mixture:topic.")
-    seed: int
-    purpose: str
-
-
-class EnvironmentInfo(Record):
-    """environment.json."""
-
-    format: Literal["grasp-environment"] = "grasp-environment"
-    format_version: int = FORMAT_VERSION
-    role: Role = Field(description="Whether protocols may be selected on it.")
-    held_out_targets: tuple[str, ...] = Field((), description="Targets of a dev environment that are held out.")
-    recipe: str = Field(description="Name of the recipe.")
-    recipe_settings: dict[str, Any] = Field({}, description="The recipe in full.")
-    checkpoint: str = Field("reference/seed-0", description="The reference model, relative to the environment.")
-    seeds: tuple[int, ...]
-    corpus_fingerprint: str
-    n_rows: int
-    targets: dict[str, TargetInfo]
-    side: Literal["retained"] = "retained"
-    family: FamilyInfo | None = Field(None, description="None: the subsets were given as a table.")
-    subset_ids: tuple[str, ...]
-    masks_checksum: str = Field(description="Over subset ids, row positions and weights, in order.")
-    reference: bool = Field(True, description="Whether the whole corpus is trained on as well, once a seed.")
-    made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +80,7 @@ class Environment:
             EnvironmentDataError: not there, damaged, or of another format version.
         """
         path = Path(path)
-        return cls(path, _read_info(path / INFO))
+        return cls(path, read_info(path / INFO))
 
     @classmethod
     def create(cls, path: Path, info: EnvironmentInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
@@ -150,10 +101,10 @@ class Environment:
             ids, checksums = table.write(blocks)
             info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
             if (path / INFO).exists():
-                begun = _read_info(path / INFO)
+                begun = read_info(path / INFO)
                 if begun == info.model_copy(update={"made_by": begun.made_by}):
                     return cls(path, begun)
-                _check_growth(path, begun, info, checksums)
+                check_growth(path, begun, info, checksums)
             table.publish()
         finally:
             table.remove_part()
@@ -467,38 +418,3 @@ class Environment:
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
                 f"{len(self.subset_ids)} with {self.info.masks_checksum}; these are not the subsets trained on"
             )
-
-
-def _check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, checksums: list[str]) -> None:
-    """Allow more seeds and more subsets of the same family; name every other difference."""
-    fixed = set(EnvironmentInfo.model_fields) - {"seeds", "subset_ids", "masks_checksum", "made_by"}
-    differs = [
-        f"{name}: was {getattr(begun, name)!r}, is {getattr(now, name)!r}"
-        for name in sorted(fixed)
-        if getattr(begun, name) != getattr(now, name)
-    ]
-    if now.seeds[: len(begun.seeds)] != begun.seeds:
-        differs.append(f"seeds: was {begun.seeds}, is {now.seeds}")
-    n_begun = len(begun.subset_ids)
-    if len(checksums) < n_begun or checksums[n_begun - 1] != begun.masks_checksum:
-        differs.append(
-            f"subsets: was {n_begun} with checksum {begun.masks_checksum}, is {len(checksums)} with {checksums[-1]}"
-        )
-    if differs:
-        shortened = [text if len(text) < 400 else text[:400] + " ..." for text in differs]
-        raise EnvironmentDataError(
-            f"{path}: another environment was begun here: {'; '.join(shortened)}; "
-            "go on with the old settings, or choose another directory"
-        )
-
-
-def _read_info(path: Path) -> EnvironmentInfo:
-    try:
-        info = EnvironmentInfo.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as err:
-        raise EnvironmentDataError(f"{path}: no such file; {path.parent} is not an environment") from err
-    except ValidationError as err:
-        raise EnvironmentDataError(f"{describe(err, str(path))}; restore it from a copy") from err
-    if info.format_version != FORMAT_VERSION:
-        raise EnvironmentDataError(f"{path}: format version {info.format_version}, this program reads {FORMAT_VERSION}")
-    return info

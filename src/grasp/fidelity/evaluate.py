@@ -9,7 +9,8 @@ from typing import Any
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.environment import ALL_SUFFIX, Environment, Role
+from grasp.fidelity.environment import ALL_SUFFIX, Environment
+from grasp.fidelity.environment_info import Role
 from grasp.fidelity.metrics import (
     METRICS,
     RESAMPLES,

@@ -32,7 +32,8 @@ import grasp
 from grasp.build.cluster import ClusterSpec, connected
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError, EnvironmentDataError, ModelError, SettingsError, SubsetError
-from grasp.fidelity.environment import ALL_SUFFIX, Environment, EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.fidelity.environment import ALL_SUFFIX, Environment
+from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.fidelity.evaluate import target_fingerprint
 from grasp.fidelity.leases import held
 from grasp.fidelity.runs import FULL, Run

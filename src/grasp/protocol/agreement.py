@@ -10,7 +10,8 @@ import numpy as np
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.environment import Environment, Role, Utilities
+from grasp.fidelity.environment import Environment, Utilities
+from grasp.fidelity.environment_info import Role
 from grasp.fidelity.evaluate import EvaluationReport, artifact_targets
 from grasp.fidelity.metrics import MIN_SUBSETS
 from grasp.protocol.development import Scored

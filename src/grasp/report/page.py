@@ -16,7 +16,6 @@ import numpy as np
 import grasp
 from grasp.curation.findings import MIN_TOKENS, Findings, LabelFindings, Missing, Retraining, ScoredBy
 from grasp.curation.summaries import MixtureSummary, Realized, SelectionSummary, TrustSummary
-from grasp.curation.suspects import SuspectSummary
 from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.fidelity.evaluate import AVERAGE, MethodResult, estimate_of
@@ -25,6 +24,7 @@ from grasp.protocol.agreement import Agreement, TargetPoints
 from grasp.protocol.checkpoints import LabelTrend
 from grasp.protocol.interactions import Interactions, Pair
 from grasp.report import figures as draw
+from grasp.report.suspects import suspects_view
 from grasp.report.texts import ending, interval, name, number, plain, signed, unique_names
 from grasp.report.whatif import payload
 
@@ -151,7 +151,7 @@ def _context(found: Findings, plots: dict[str, draw.Figure]) -> View:
         "fidelity": fidelity,
         "selection": None if isinstance(found.selection, Missing) else _selection(found.selection, plots),
         "mixture": None if isinstance(found.mixture, Missing) else _mixture(found.mixture, plots),
-        "suspects": None if isinstance(found.suspects, Missing) else _suspects(found.suspects),
+        "suspects": None if isinstance(found.suspects, Missing) else suspects_view(found.suspects),
         "min_tokens": MIN_TOKENS,
         "skipped": ", ".join(f"{count:,} {SKIPPED.get(why, why)}" for why, count in found.built.skipped.items()),
         "commands": [plain(line, 4_000) for line in _commands(found)],
@@ -447,45 +447,6 @@ def _mixture(found: MixtureSummary, plots: dict[str, draw.Figure]) -> View:
             for one_name, one in sorted(slices, key=lambda pair: pair[1].current - pair[1].proposed)
         ],
         "notes": [plain(note) for note in found.notes],
-    }
-
-
-def _suspects(found: SuspectSummary) -> View:
-    said, cut = found.said, found.said.threshold
-    return {
-        "head": f"Held against {name(said.target)}: {cut.n_flagged:,} of {said.rows:,} rows are flagged, with a "
-        f"{name(said.ranking)} score above {number(cut.value)}; of clean rows alone about "
-        f"{number(cut.expected_false, 1)} would be.",
-        "ranking": name(said.ranking),
-        "measured": [
-            {
-                "name": name(score),
-                "auroc": {
-                    "value": number(one.auroc),
-                    "interval": f"[{number(one.auroc_low)}, {number(one.auroc_high)}]",
-                },
-                "precision": number(one.average_precision),
-                "at_k": [number(value) for value in (one.at_k.precision, one.at_k.recall, one.at_k.f1)],
-                "best": f"{number(one.best.f1)} at {one.best.k:,}",
-            }
-            for score, one in said.detections.items()
-        ],
-        "truth": next((f"{one.n_planted:,} rows" for one in said.detections.values()), ""),
-        "k": next((f"{one.at_k.k:,}" for one in said.detections.values()), ""),
-        "rows": [
-            {
-                "rank": row.rank,
-                "flagged": row.flagged,
-                "scores": [(name(score), signed(value)) for score, value in reversed(row.scores)],
-                "labels": [value for _, value in row.labels],
-                "row_id": row.row_id,
-                "unit": row.unit,
-                "text": row.text,
-                "picture": row.picture and f"data:image/png;base64,{base64.b64encode(row.picture).decode()}",
-            }
-            for row in found.rows
-        ],
-        "notes": [plain(note) for note in said.notes],
     }
 
 
