@@ -59,6 +59,7 @@ def test_subsets_without_rows_sum_to_zero():
 
 def test_plan_follows_the_shape():
     assert plan(50_000, 10, 10_000, 129, torch_installed=True) == "dense"
+    assert plan(100_000, 10, 10_000, 1, torch_installed=True) == "sparse"  # a column alone never repays a dense matrix
     assert plan(1000 * 1000, 1000, 100_000, 129, torch_installed=True) == "torch"
     assert plan(1000 * 1000, 1000, 100_000, 129, torch_installed=False) == "sparse"
     assert plan(LARGE // 129, 100, 10_000_000, 129, torch_installed=True) == "sparse"

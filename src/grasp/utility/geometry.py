@@ -32,8 +32,9 @@ Weighting = Literal["count", "mean"]
 Half = Literal["hidden", "residual", "joint", "product"]
 Kind = Literal["raw", "self", "pair", "cent"]
 
-# Past this share of nonzero weights a dense product beats the sparse one.
-DENSE_SHARE = 0.05
+# What a sum over weights costs in nanoseconds of one core: a column of a row that is gathered, by scipy; an entry that
+# is set in a dense matrix; a cell of that matrix, and its product with a column.
+GATHERED, SET, CELL, MULTIPLIED = 2.0, 40.0, 4.0, 0.2
 # Rows of masks that are unpacked and multiplied at once.
 MASK_ROWS = 4096
 
@@ -121,6 +122,11 @@ class SketchTotals:
         return SketchSums(self.total_D[None], norm_B, norm_B)
 
 
+def dense_pays(entries: int, cells: int, width: int, *, gathered: float = GATHERED) -> bool:
+    """Whether a dense product with `width` columns beats gathering the rows of `entries` nonzero weights."""
+    return entries * (gathered * width - SET) > cells * (CELL + MULTIPLIED * width)
+
+
 def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:
     """Geometry of the concatenated sketch: every component adds. Source: eq:feature-sketch."""
     return Geometry(
@@ -179,7 +185,7 @@ class BlockSums:
     def _entries(self, start: int, values_nC: F64) -> F64:
         assert self._by_row is not None
         part = self._by_row[:, start : start + len(values_nC)]
-        if part.nnz > DENSE_SHARE * self.shape[0] * len(values_nC):
+        if dense_pays(part.nnz, self.shape[0] * len(values_nC), values_nC.shape[1]):
             return np.asarray(part.toarray() @ values_nC)
         return np.asarray(part @ values_nC)
 

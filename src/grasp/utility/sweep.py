@@ -17,21 +17,23 @@ from scipy.sparse import csr_array
 from grasp.errors import ShapeError
 from grasp.subsets.weights import OmittedRows, SliceShares, Weights
 from grasp.utility.accelerator import torch_installed
-from grasp.utility.geometry import DENSE_SHARE, MASK_ROWS, BlockSums
+from grasp.utility.geometry import GATHERED, MASK_ROWS, BlockSums, dense_pays
 
 F64 = NDArray[np.float64]
 F = NDArray[np.floating[Any]]
 Way = Literal["dense", "sparse", "torch"]
 
-# Multiply-adds of one block from which the other backend repays its packing.
+# Multiply-adds of one block from which the other backend repays its packing; it gathers twice as fast.
 LARGE = 50_000_000
+GATHERED_BY_TORCH = GATHERED / 2
 
 
 def plan(entries: int, n_subsets: int, n_rows: int, width: int, *, torch_installed: bool) -> Way:
     """How to sweep a block with `entries` nonzero weights."""
-    if entries > DENSE_SHARE * n_subsets * n_rows:
+    by_torch = torch_installed and entries * width >= LARGE
+    if dense_pays(entries, n_subsets * n_rows, width, gathered=GATHERED_BY_TORCH if by_torch else GATHERED):
         return "dense"
-    return "torch" if torch_installed and entries * width >= LARGE else "sparse"
+    return "torch" if by_torch else "sparse"
 
 
 class Sweep:
