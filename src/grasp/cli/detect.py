@@ -25,7 +25,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def detect(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     target: str = typer.Option(..., "--target", help="Trusted target that rows are held against."),
     contamination: bool = typer.Option(False, "--contamination", help="Look for rows that hold the target's own text."),
     label: str | None = typer.Option(None, "--label", help="Column of labels; none: the class of images."),

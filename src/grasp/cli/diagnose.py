@@ -18,7 +18,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def diagnose(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     environment: Path | None = typer.Option(None, "--environment", help="Retrained subsets: how stable is a ranking?"),
     protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the default protocol."),
     rows: int = typer.Option(256, "--rows", help="Rows of the sample."),

@@ -29,7 +29,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def evaluate(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     environment: Path = typer.Option(..., "--environment", help="Directory of retrained subsets; see grasp retrain."),
     protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
     targets: str | None = typer.Option(None, "--targets", help="Targets, separated by commas; none: all in common."),

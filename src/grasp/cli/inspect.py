@@ -11,7 +11,7 @@ from grasp.cli.tables import show, size_text, skipped_text
 
 @app.command(epilog="Example: grasp info art")
 def info(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
 ) -> None:
     """Print what is in an artifact."""
@@ -45,7 +45,7 @@ def info(
 
 
 @app.command(epilog="Example: grasp verify art")
-def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact.")) -> None:
+def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact.")) -> None:
     """Compare every file of an artifact with its checksum.
 
     Exit code 1 if anything is broken; every broken file is named.

@@ -26,7 +26,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def mix(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     by: str = typer.Option(..., "--by", metavar="LABEL", help="Label whose values are mixed."),
     target: str = typer.Option(..., "--target", help="Target, or targets and their weights: sciq=2,openbookqa=1."),
     floor: list[str] = typer.Option(

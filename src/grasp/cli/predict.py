@@ -33,7 +33,7 @@ REALIZED = ("expected", "low", "high")
 
 @app.command(epilog=EXAMPLES)
 def predict(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     subsets: Path | None = typer.Option(None, "--subsets", help="Parquet: subset_id, row_id[, weight]."),
     drop: str | None = typer.Option(
         None, "--drop", metavar="EXPR", help="Drop the rows for which a label expression is true."

@@ -22,7 +22,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def report(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     out: Path = typer.Option(..., "--out", help="HTML file to write; it needs no network."),
     by: str | None = typer.Option(
         None, "--by", metavar="LABELS", help="Labels, separated by commas; none: text labels of 2 to 100 values."

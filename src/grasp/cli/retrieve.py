@@ -29,7 +29,7 @@ pages.jsonl is a target of the artifact whose lines have their labels as well:
 
 @app.command(epilog=EXAMPLES)
 def retrieve(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     queries: Path | None = typer.Option(
         None, "--queries", help="JSONL or Parquet of unit_id and labels: related rows share the unit's label."
     ),

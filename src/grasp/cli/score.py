@@ -25,7 +25,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def score(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     target: str = typer.Option(..., "--target", help="Target whose units the rows are scored for."),
     top: int = typer.Option(0, "--top", min=0, help="Show so many of the most helpful rows; 10 if nothing is asked."),
     bottom: int = typer.Option(0, "--bottom", min=0, help="Show so many of the most harmful rows."),

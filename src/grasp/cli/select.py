@@ -36,7 +36,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def select(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     budget: str = typer.Option(..., "--budget", help="20%, 5000 (rows), 2Mtokens or 20%tokens, of the whole corpus."),
     target: str = typer.Option(..., "--target", help="Target, or targets and their weights: sciq=2,openbookqa=1."),
     out: Path | None = typer.Option(
