@@ -33,6 +33,9 @@ def test_from_a_backbone_to_predictions(world):
     assert all(colour in dropped.out for colour in ("blue", "green", "red"))
     kept = succeed("select", art, "--budget", "50%", "--target", "trusted", "--out", world / "kept.parquet")
     assert "15" in kept.out
+    assert "rows are images, and the method reads tokens" in refused(
+        "score", art, "--target", "trusted", "--method", "bm25"
+    )
 
 
 def test_mistakes_are_told(world, tmp_path):

@@ -106,8 +106,13 @@ class Material:
         """All rows, as training reads them.
 
         Raises:
-            ArtifactError: the artifact did not keep its tokens, or they are not its own.
+            ArtifactError: rows are images; the artifact did not keep its tokens, or they are not its own.
         """
+        if self.settings.model.classifier is not None:
+            raise ArtifactError(
+                f"{self.artifact.where}: rows are images, and the method reads tokens; its scores can be handed to "
+                "`grasp evaluate --predictions`"
+            )
         try:
             store = RowStore.open(self.artifact.path / "tokens")
         except CorpusError as err:
