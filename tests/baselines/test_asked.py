@@ -21,11 +21,13 @@ def test_a_file_configures_methods_and_gives_them_labels():
     file = {
         "bm25": {"k1": 0.9},
         "short": {"method": "bm25", "query": "completion", "seed": 3, "oracle_selected": True, "weighting": "count"},
+        "taught": {"method": "random", "negative": 0.25},
     }
-    one, two = asked_methods(None, file)
+    one, two, three = asked_methods(None, file)
     assert one.method.settings.k1 == 0.9
     assert (two.name, two.method.settings.query, two.method.seed) == ("bm25", "completion", 3)
-    assert (two.oracle_selected, two.weighting) == (True, "count")
+    assert (two.oracle_selected, two.weighting, two.negative) == (True, "count", 1.0)
+    assert three.negative == 0.25
     (only,) = asked_methods(["short"], file)
     assert only.label == "short"
 
@@ -37,7 +39,7 @@ def test_every_entry_loads_and_says_what_it_is(name):
     assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or not kind.targeted
     assert all(field.description for field in kind.settings_type.model_fields.values())
     assert kind.settings_type.model_config["frozen"]
-    assert not {"method", "seed", "oracle_selected", "weighting"} & set(kind.settings_type.model_fields)
+    assert not {"method", "seed", "oracle_selected", "weighting", "negative"} & set(kind.settings_type.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,7 @@ def test_every_entry_loads_and_says_what_it_is(name):
         (None, {"bm25": {"seed": "one"}}, r"file: bm25: seed: .*, got 'one'"),
         (None, {"bm25": {"oracle_selected": "maybe"}}, r"file: bm25: oracle_selected: .*, got 'maybe'"),
         (["loss"], {"bm25": {"weighting": "sum"}}, r"file: bm25: weighting: .*'count' or 'mean', got 'sum'"),
+        (["loss"], {"bm25": {"negative": 1.5}}, r"file: bm25: negative: .*less than or equal to 1, got 1.5"),
         (["bm25", "bm25"], {}, r"methods: got bm25 twice; give one of them another label in a settings file"),
     ],
 )

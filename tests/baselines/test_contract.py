@@ -4,7 +4,7 @@ Shapes and finite numbers; sign; the same numbers for the same seed, for other b
 it keeps and what it took is said; predictions of subsets are sums of scores.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -173,3 +173,7 @@ def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
         np.testing.assert_allclose(predicted.values_BE[b], of_rows, rtol=1e-6, atol=1e-9)
     assert predicted.cost is not None
     assert predicted.cost.wall_seconds > 0
+    taught = predict(replace(one, negative=0.0), material, [block], kept).predictions
+    rows = block.weights_BN[[0]].indices
+    summed = np.maximum(found[rows], 0.0).sum(axis=0)
+    np.testing.assert_allclose(taught.values_BE[0] * (len(rows) if one.method.weighting == "mean" else 1), summed)

@@ -27,6 +27,7 @@ def test_the_quadratic_is_the_prediction(side, weighting, task):
         side=side,
         weighting=weighting,
         match={"token": 1.0, "pooled": 0.5},
+        negative=0.5,
         components=EVERY,
         standardize={"task": task},
     )

@@ -58,13 +58,22 @@ class FakeSource:
             yield start, values[start : start + size]
 
 
+def counted(relevance, protocol):
+    """Relevance as a protocol counts it, float64."""
+    exact = relevance.astype(float)
+    return np.maximum(exact, 0.0) + protocol.negative * np.minimum(exact, 0.0)
+
+
 def slow_components(source, protocol, weights, target, match):
     """A of the task, A of its units and K by name for one subset, row by row in float64."""
     effective = reference.side_weights(weights, protocol.side, protocol.weighting)
     sign = 1.0 if protocol.side == "retained" else -1.0
     columns = source.unit_columns(target)
     unit = {
-        kernel: [sign * reference.dot(effective, source.arrays[f"relevance_{kernel}"][:, e]) for e in columns]
+        kernel: [
+            sign * reference.dot(effective, counted(source.arrays[f"relevance_{kernel}"][:, e], protocol))
+            for e in columns
+        ]
         for kernel in match
     }
     geometry = {}

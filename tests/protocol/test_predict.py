@@ -11,7 +11,7 @@ from grasp.protocol.predict import predict
 from grasp.protocol.scorer import CalibrationFamily, Scorer
 from grasp.protocol.scoring import ScoringProtocol, default_protocol
 from grasp.subsets import LabelColumn, SubsetBlock, parse_family
-from tests.protocol.source import FakeSource, slow_components
+from tests.protocol.source import FakeSource, counted, slow_components
 
 TOPICS = LabelColumn.of([["a", "b", "c", None][i % 4] for i in range(40)])
 COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5, "product.raw": -0.1, "residual.self": 0.2}
@@ -19,6 +19,7 @@ COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5, "product.raw": -0.1, "res
 
 def protocol(**changes):
     settings = {"name": "p", "match": {"token": 1.0, "input": -0.3, "pooled": 0.5}, "components": COMPONENTS}
+    settings["negative"] = 0.5
     return ScoringProtocol(**(settings | {"calibration": {"family": "uniform:0.5", "n_subsets": 12}} | changes))
 
 
@@ -71,6 +72,15 @@ def test_predictions_are_the_equations_written_out(side, weighting, task):
             np.testing.assert_allclose(unit_lines, want_unit[:, e], rtol=1e-4, atol=1e-4)
 
 
+def test_what_lies_below_0_can_be_left_out():
+    """Unit by unit, before a task takes the mean of its units."""
+    source, block = FakeSource(), SubsetBlock(("s",), csr_array(np.ones((1, 40))))
+    table = predict(source, protocol(match={"token": 1.0}, components={}, negative=0.0), [block]).read().to_pylist()
+    for line in table:
+        relevance_NE = source.arrays["relevance_token"][:, source.unit_columns(line["target"])].astype(float)
+        assert line["additive_token"] == pytest.approx(np.maximum(relevance_NE, 0).mean(), rel=1e-6)
+
+
 @pytest.mark.parametrize("weighting", ["count", "mean"])
 def test_closed_forms_replace_the_sample(weighting):
     """A and K_self of a uniform family: the exact moments are close to those of a large sample."""
@@ -80,7 +90,7 @@ def test_closed_forms_replace_the_sample(weighting):
     sample = CalibrationFamily(parse_family("mixture:none"), 20, 0, labels)
     assert set(exact) == {"token", "input", "pooled", "hidden.self"}
     assert set(Scorer.prepare(source, chosen, calibration=sample).task.moments) == set(exact)
-    a_N = source.arrays["relevance_token"][:, source.unit_columns("sciq")].astype(float).mean(axis=1)
+    a_N = counted(source.arrays["relevance_token"][:, source.unit_columns("sciq")], chosen).mean(axis=1)
     scale = 1.0 if weighting == "count" else 1 / 20
     want = scale * np.sqrt(20 * 20 / 39 * a_N.var())  # k (n - k) / (n - 1) times the population variance
     assert exact["token"].std_E[0] == pytest.approx(want, rel=1e-6)

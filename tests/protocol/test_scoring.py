@@ -16,6 +16,7 @@ FULL = ScoringProtocol(
     side="omitted",
     weighting="count",
     match={"token": 1.0, "pooled": 0.5},
+    negative=0.25,
     components={"joint.pair": -0.25, "product.self": 0.1},
     standardize={"task": "mean_of_standardised"},
     calibration={"family": "mixture:topic", "n_subsets": 64, "seed": 3},
@@ -28,7 +29,8 @@ def test_the_default_is_what_its_provenance_says_was_selected():
     protocol = default_protocol()
     record = json.loads(files("grasp.protocol").joinpath("default.provenance.json").read_text())
     best = max(record["best"], key=lambda one: one["lcb"])
-    assert best["protocol"] == "retained | mean | input+token | no geometry | mean_relevance"
+    assert best["protocol"] == "retained | mean | input+token (negative x 0.25) | no geometry | mean_relevance"
+    assert protocol.negative == 0.25
     assert protocol.components == {}
     assert (protocol.side, protocol.weighting, protocol.match) == ("retained", "mean", "auto")
     assert protocol.selected_on == tuple(best["results"])
@@ -50,6 +52,13 @@ def test_a_protocol_survives_its_file(tmp_path):
 def test_a_protocol_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         FULL.side = "retained"
+
+
+@pytest.mark.parametrize("negative", [-0.1, 1.5, float("nan")])
+def test_a_weight_of_what_lies_below_0_is_between_0_and_1(negative, tmp_path):
+    (tmp_path / "p.yaml").write_text(json.dumps({"name": "p", "negative": negative}))
+    with pytest.raises(ProtocolError, match=r"negative: "):
+        load_protocol(tmp_path / "p.yaml")
 
 
 def test_auto_takes_token_and_input_where_they_are_there():

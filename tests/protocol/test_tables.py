@@ -9,7 +9,7 @@ from grasp.protocol.predict import predict
 from grasp.protocol.scoring import ScoringProtocol, default_protocol
 from grasp.protocol.tables import slice_table, top_rows
 from grasp.subsets import LabelColumn, SubsetBlock
-from tests.protocol.source import FakeSource
+from tests.protocol.source import FakeSource, counted
 
 LABELS = LabelColumn.of([["games", "law", None][i % 7 % 3] for i in range(40)])
 TOKENS = np.arange(40) + 2
@@ -17,6 +17,7 @@ TOKENS = np.arange(40) + 2
 
 def protocol(**changes):
     settings = {"name": "p", "match": {"token": 1.0}, "components": {"joint.pair": -0.5, "hidden.cent": 0.2}}
+    settings["negative"] = 0.25
     return ScoringProtocol(**(settings | changes))
 
 
@@ -36,7 +37,7 @@ def test_dropped_and_doubled_are_what_predict_says(side, weighting):
         assert line["rows"] == len(rows)
         assert line["tokens"] == TOKENS[rows].sum()
         columns = source.unit_columns(line["target"])
-        mean = source.arrays["relevance_token"][np.ix_(rows, columns)].astype(float).mean()
+        mean = counted(source.arrays["relevance_token"][np.ix_(rows, columns)], chosen).mean()
         assert line["relevance_token"] == pytest.approx(mean, rel=1e-5)
         both = np.concatenate([source.arrays["hidden_sketch"], source.arrays["residual_sketch"]], axis=1).astype(float)
         inside, rest = both[rows].sum(axis=0), np.delete(both, rows, axis=0).mean(axis=0)

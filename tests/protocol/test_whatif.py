@@ -17,7 +17,7 @@ from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.tables import slice_table
 from grasp.protocol.whatif import SliceModel
 from grasp.subsets import LabelColumn, SubsetBlock, parse_family
-from tests.protocol.source import FakeSource
+from tests.protocol.source import FakeSource, counted
 
 COLUMN = LabelColumn.of([["games", "law", None, "art", "games"][i * 7 % 13 % 5] for i in range(40)], "topic")
 TOKENS = np.arange(40) + 2
@@ -28,7 +28,7 @@ HALVES = ("hidden", "residual", "product")
 
 
 def protocol(**changes):
-    chosen = {"name": "p", "match": {"token": 1.0, "pooled": 0.5}, "components": COMPONENTS}
+    chosen = {"name": "p", "match": {"token": 1.0, "pooled": 0.5}, "components": COMPONENTS, "negative": 0.5}
     return ScoringProtocol.model_validate(chosen | changes)
 
 
@@ -80,7 +80,7 @@ def test_a_slider_gives_the_mean_relevance_of_random_parts_of_the_slice():
     weights_BN = np.zeros((len(picks), 40))
     for b, pick in enumerate(picks):
         weights_BN[b, pick] = 1.0
-    a_BE = weights_BN @ source.arrays["relevance_token"].astype(float) / weights_BN.sum(axis=1, keepdims=True)
+    a_BE = weights_BN @ counted(source.arrays["relevance_token"], chosen) / weights_BN.sum(axis=1, keepdims=True)
     ours_T = share_G @ model.relevance_GT["token"] / (share_G @ model.rows_G)
     sciq = source.unit_columns("sciq")
     assert ours_T[model.targets.index("sciq")] == pytest.approx(a_BE[:, sciq].mean(), rel=1e-6)
@@ -130,6 +130,7 @@ def test_intervals_are_as_wide_as_the_units_differ(seed):
     bound = scorer(source, chosen)
     model = SliceModel.of(bound, SLICES)
     effects = slice_effects(source, bound, model, SLICES)
+    relevance = counted(relevance, chosen)
     std = bound.task.moments["token"].std_E[0]
     for g in range(len(SLICES.slices)):
         kept = SLICES.codes_N != g

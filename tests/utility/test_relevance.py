@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array, vstack
 
 from grasp.errors import ShapeError
-from grasp.utility.relevance import damp, hidden_match, pooled_relevance, prepare_units, residual_match
+from grasp.utility.relevance import counted, damp, hidden_match, pooled_relevance, prepare_units, residual_match
 from tests.utility import reference
 
 finite = st.floats(-1e12, 1e12)
@@ -88,6 +88,15 @@ def test_damping_is_odd_and_strictly_increasing(x, y):
 def test_damping_never_grows_and_keeps_small_matches(x):
     assert abs(damp(np.array(x))) <= abs(x)
     assert damp(np.array(1e-12)) == pytest.approx(1e-12, rel=1e-9)
+
+
+@given(st.lists(finite, min_size=1), st.floats(0, 1))
+def test_what_is_counted_of_negative_relevance(values, negative):
+    relevance = np.array(values)
+    np.testing.assert_allclose(counted(relevance, negative), np.where(relevance < 0, negative * relevance, relevance))
+    assert (counted(relevance, 1.0) == relevance).all()
+    assert (counted(relevance, 0.0) >= 0).all()
+    assert counted(relevance.astype(np.float32), 0.5).dtype == np.float32
 
 
 def test_shapes_that_do_not_fit_are_named():

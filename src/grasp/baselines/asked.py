@@ -28,6 +28,7 @@ class _Beside(Settings):
     seed: int = Field(0, ge=0)
     oracle_selected: bool = False
     weighting: Weighting | None = None
+    negative: float = Field(1.0, ge=0, le=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class AskedMethod:
     method: Method[Any]
     oracle_selected: bool = False
     weighting: Weighting | None = None  # None: the method's own
+    negative: float = 1.0  # weight of a row's score below 0, where subsets are predicted
 
 
 def asked_methods(
@@ -48,7 +50,7 @@ def asked_methods(
 
     Args:
         names: None: every configuration of the file.
-        configured: by label: settings of the method, and `method`, `seed`, `oracle_selected`, `weighting`.
+        configured: by label: settings of the method, and `method`, `seed`, `oracle_selected`, `weighting`, `negative`.
         where: what a message about the configurations names.
     Raises:
         SettingsError: no such method (those there are are listed), settings that it does not have, or of a wrong kind.
@@ -80,7 +82,7 @@ def _asked(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> As
     except ValidationError as err:
         raise SettingsError(describe(err, f"{where}: {label}", kind.settings_type)) from err
     method = kind(settings, seed=beside.seed)
-    return AskedMethod(label, beside.method, method, beside.oracle_selected, beside.weighting)
+    return AskedMethod(label, beside.method, method, beside.oracle_selected, beside.weighting, beside.negative)
 
 
 def _split(label: str, values: Any, where: str) -> tuple[_Beside, dict[str, Any]]:

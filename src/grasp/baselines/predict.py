@@ -49,7 +49,7 @@ def predict(
     check(asked, material)
     if isinstance(method, RowMethod):
         found = stored_scores(asked.name, method, material, cache)
-        predictions = _summed(asked.label, found, material, subsets, asked.weighting or method.weighting, side)
+        predictions = _summed(asked, found, material, subsets, asked.weighting or method.weighting, side)
         cost, account = _cost(found), found.account
     else:
         assert isinstance(method, SubsetMethod)
@@ -96,7 +96,7 @@ def check(asked: AskedMethod, material: Material) -> None:
 
 
 def _summed(
-    label: str,
+    asked: AskedMethod,
     found: StoredScores,
     material: Material,
     subsets: Sequence[SubsetBlock],
@@ -106,7 +106,8 @@ def _summed(
     units = tuple((unit.target, unit.unit_id) for unit in material.units.units)
     broadcast = found.n_columns == 1 and len(units) != 1
     columns = (ANY,) if broadcast else units
-    summed = RowScores(label, columns, material.n_rows, found).sum_over(subsets, weighting=weighting, side=side)
+    by_row = RowScores(asked.label, columns, material.n_rows, found)
+    summed = by_row.sum_over(subsets, weighting=weighting, side=side, negative=asked.negative)
     if not broadcast:
         return summed
     return replace(summed, units=units, values_BE=np.repeat(summed.values_BE, len(units), axis=1))

@@ -69,6 +69,7 @@ class ScoredBy:
     provenance: str
     calibration: str
     match: str
+    negative: str
     components: str
     dropped: str
 
@@ -306,7 +307,7 @@ def _label(
     )
 
 
-_SAID = ("protocol", "provenance", "calibration", "match", "components", "dropped")
+_SAID = ("protocol", "provenance", "calibration", "match", "negative", "components", "dropped")
 
 
 def _calibration(protocol: ScoringProtocol, label: str, table: LabelTable, question: Question) -> CalibrationFamily:

@@ -25,6 +25,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import EnvironmentDataError
 from grasp.subsets import RowIndex, Side, SubsetBlock
+from grasp.utility.relevance import counted
 
 F64 = NDArray[np.float64]
 Unit = tuple[str, str]
@@ -96,13 +97,19 @@ class RowScores:
     blocks: Iterable[tuple[int, NDArray[Any]]]
 
     def sum_over(
-        self, subsets: Iterable[SubsetBlock], *, weighting: Weighting = "mean", side: Side = "retained"
+        self,
+        subsets: Iterable[SubsetBlock],
+        *,
+        weighting: Weighting = "mean",
+        side: Side = "retained",
+        negative: float = 1.0,
     ) -> Predictions:
         """Additive predictions: the sum (count) or the mean of the scores of the rows of each subset.
 
         Args:
             subsets: retained sides, over the same rows.
             side: `omitted` takes the rows that the subset leaves out, and flips the sign.
+            negative: weight of scores below 0.
         Raises:
             EnvironmentDataError: another number of rows, or a score that is not finite (row and unit named).
         Source: eq:grasp-subset-relevance, eq:additive-utility. Memory: the subsets and one block of rows.
@@ -118,7 +125,7 @@ class RowScores:
         weights_NB = weights_BN.T.tocsr()
         for start, scores_NE in self.blocks:
             self._check_block(start, scores_NE)
-            wide_NE = scores_NE.astype(np.float64)
+            wide_NE = counted(scores_NE.astype(np.float64), negative)
             retained_BE += weights_NB[start : start + len(scores_NE)].T @ wide_NE
             corpus_E += wide_NE.sum(axis=0)
         total_BE = retained_BE

@@ -15,7 +15,7 @@ import numpy as np
 from grasp.fidelity.metrics import bootstrap_weights
 from grasp.protocol.label_slices import LabelSlices
 from grasp.protocol.scorer import Scorer
-from grasp.protocol.source import F64, FeatureSource
+from grasp.protocol.source import F64, FeatureSource, relevance_blocks
 from grasp.protocol.whatif import SliceModel
 from grasp.utility.geometry import BlockSums, SubsetMass, subset_relevance
 
@@ -86,7 +86,7 @@ def _unit_changes(
     for kernel, component in model.kernels.items():
         sums = BlockSums(indicators)
         sum_GE = np.zeros((len(size_G), len(scorer.units.columns_E)))
-        for start, block in source.array_blocks(f"relevance_{kernel}", columns=scorer.units.columns_E):
+        for start, block in relevance_blocks(source, kernel, scorer.units.columns_E, scorer.protocol.negative):
             sum_GE += sums.product(start, block)
         sum_GE /= _divisor(scorer, kernel)
         total_E = sum_GE.sum(axis=0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -29,6 +29,7 @@ class Binding:
     side: Side
     weighting: Weighting
     task: TaskStandard
+    negative: float = 1.0
 
     def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> ScoringProtocol:
         """All weights 1: its parts are the z-scores themselves."""
@@ -37,6 +38,7 @@ class Binding:
             side=self.side,
             weighting=self.weighting,
             match=dict.fromkeys(kernels, 1.0),
+            negative=self.negative,
             components=dict.fromkeys(components, 1.0),
             standardize=Standardize(task=self.task),
         )
@@ -56,6 +58,8 @@ class Candidate:
     def name(self) -> str:
         """All that tells it from the others."""
         kernels = "+".join(f"{kernel}" if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in self.match)
+        if kernels and self.binding.negative != 1:
+            kernels += f" (negative x {self.binding.negative:g})"
         geometry = ", ".join(f"{omega:+g} {name}" for name, omega in self.omega) or "no geometry"
         parts = [self.binding.side, self.binding.weighting, kernels or "no relevance", geometry, self.binding.task]
         return " | ".join(parts + ["shuffled"] * self.shuffled + [self.variant] * bool(self.variant))
@@ -88,7 +92,7 @@ def candidate_of(protocol: ScoringProtocol, source: FeatureSource) -> Candidate:
     """
     fitted = protocol.fitted(source.array_names, source.feature_settings)
     assert isinstance(fitted.match, dict)
-    binding = Binding(fitted.side, fitted.weighting, fitted.standardize.task)
+    binding = Binding(fitted.side, fitted.weighting, fitted.standardize.task, fitted.negative)
     return Candidate(binding, tuple(fitted.match.items()), tuple(fitted.components.items()))
 
 
@@ -102,6 +106,9 @@ class ProtocolFamily(Settings):
     weightings: tuple[Weighting, ...] = Field(("mean",), min_length=1, description="count, mean.")
     matches: tuple[dict[Match, float], ...] = Field(
         ({"token": 1.0}, {"pooled": 1.0}, {"token": 1.0, "pooled": 1.0}), min_length=1, description="Kernels' weights."
+    )
+    negatives: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (1.0,), min_length=1, description="Weights of relevance below 0."
     )
     standardize: tuple[TaskStandard, ...] = Field(
         ("mean_relevance",), min_length=1, description="How a task's relevance is standardised."
@@ -141,12 +148,15 @@ class ProtocolFamily(Settings):
             for names in dict.fromkeys(self.components)
             for omegas in product([omega for omega in self.omegas if omega], repeat=len(names))
         ]
-        count = len(self.sides) * len(self.weightings) * len(self.standardize) * len(matches) * len(weighed)
+        bindings = [
+            Binding(*chosen) for chosen in product(self.sides, self.weightings, self.standardize, self.negatives)
+        ]
+        count = len(bindings) * len(matches) * len(weighed)
         if count > MAX_MEMBERS:
             raise ProtocolError(f"family: {count:,} protocols, expected at most {MAX_MEMBERS:,}; shorten its lists")
         listed = [
-            Candidate(Binding(side, weighting, task), match, omega, variant, self.shuffled)
-            for side, weighting, task in product(self.sides, self.weightings, self.standardize)
+            Candidate(binding, match, omega, variant, self.shuffled)
+            for binding in bindings
             for match in matches
             for omega in weighed
             if match or omega

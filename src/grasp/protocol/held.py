@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import ProtocolError
-from grasp.protocol.source import F32, F64, Blocks, FeatureSource, RowSums
+from grasp.protocol.source import F32, F64, Blocks, FeatureSource, RowSums, relevance_blocks
 from grasp.subsets.weights import Weights, is_plain, squared
 from grasp.utility.geometry import SketchSums, SketchTotals
 from grasp.utility.standardize import ComponentMoments, PairSums, RowMoments
@@ -58,27 +58,34 @@ class Kernel:
     held: RowSums
 
     @classmethod
-    def of_units(cls, source: FeatureSource, kernel: str, units: UnitSelection) -> Self:
-        """Every unit a column; one pass for the moments, and one to hold the matrix where it fits."""
+    def of_units(cls, source: FeatureSource, kernel: str, units: UnitSelection, negative: float) -> Self:
+        """Every unit a column; one pass for the moments, and one to hold the matrix where it fits.
+
+        Args:
+            negative: weight of relevance below 0.
+        """
 
         def blocks() -> Blocks:
-            return source.array_blocks(f"relevance_{kernel}", columns=units.columns_E)
+            return relevance_blocks(source, kernel, units.columns_E, negative)
 
         rows = merged(RowMoments.of(block) for _, block in blocks())
         return cls(rows, RowSums(blocks, source.n_rows, len(units.columns_E)))
 
     @classmethod
-    def of_tasks(cls, source: FeatureSource, kernel: str, units: UnitSelection, std: ComponentMoments | None) -> Self:
+    def of_tasks(
+        cls, source: FeatureSource, kernel: str, units: UnitSelection, negative: float, std: ComponentMoments | None
+    ) -> Self:
         """Every task a column, the mean over its units; one pass, always held: 4 bytes a row and task.
 
         Args:
+            negative: weight of relevance below 0, unit by unit.
             std: each unit is divided by its standard deviation first; one that does not vary counts for nothing.
         """
         divisor_E = 1.0 if std is None else np.where(std.varies_E, std.std_E, np.inf)
         task_NT = np.empty((source.n_rows, len(units.targets)), dtype=np.float32)
 
         def reduce() -> Iterator[RowMoments]:
-            for start, block in source.array_blocks(f"relevance_{kernel}", columns=units.columns_E):
+            for start, block in relevance_blocks(source, kernel, units.columns_E, negative):
                 part_nT = units.mean_per_task(block / divisor_E)
                 task_NT[start : start + len(block)] = part_nT
                 yield RowMoments.of(part_nT)

@@ -110,6 +110,7 @@ def describe(scorer: Scorer) -> dict[str, str]:
         "grasp.side": protocol.side,
         "grasp.weighting": protocol.weighting,
         "grasp.match": str(protocol.match),
+        "grasp.negative": f"{protocol.negative:g}",
         "grasp.components": str(protocol.components),
         "grasp.standardize": protocol.standardize.task,
         "grasp.calibration": scorer.calibration,

@@ -123,10 +123,10 @@ class Scorer:
         first = fitted.standardize.task == "mean_of_standardised"
         unit = None
         if per_unit or first:
-            kernels = {kernel: Kernel.of_units(source, kernel, units) for kernel in _kernels(fitted)}
+            kernels = {one: Kernel.of_units(source, one, units, fitted.negative) for one in _kernels(fitted)}
             unit = Level(kernels, level_moments(fitted, kernels, {}, family, source.n_rows))
         std = unit.moments if unit is not None and first else {}
-        kernels = {kernel: Kernel.of_tasks(source, kernel, units, std.get(kernel)) for kernel in _kernels(fitted)}
+        kernels = {one: Kernel.of_tasks(source, one, units, fitted.negative, std.get(one)) for one in _kernels(fitted)}
         task = Level(kernels, level_moments(fitted, kernels, sketches, family, source.n_rows))
         if unit is not None:
             unit = Level(unit.kernels, {**task.moments, **unit.moments}) if per_unit else None

@@ -77,6 +77,9 @@ class ScoringProtocol(Settings):
         description="Weights of the kernels' z-scores; auto: token and input where the artifact has both, else token "
         "or pooled.",
     )
+    negative: float = Field(
+        1.0, ge=0, le=1, description="Weight of a row's relevance to a unit below 0: 1 as computed, 0 leaves it out."
+    )
     components: dict[str, float] = Field(
         {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
     )

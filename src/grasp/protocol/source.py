@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from grasp.errors import ProtocolError
 from grasp.subsets.weights import SliceShares, Weights
 from grasp.utility.geometry import BlockSums
+from grasp.utility.relevance import counted
 from grasp.utility.sweep import SliceSums, Sweep
 
 F32 = NDArray[np.float32]
@@ -81,6 +82,12 @@ class RowSums:
         for start, block in self._blocks():
             out_BC += parts.product(start, block)
         return out_BC
+
+
+def relevance_blocks(source: FeatureSource, kernel: str, columns: NDArray[np.int64], negative: float = 1.0) -> Blocks:
+    """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
+    for start, block in source.array_blocks(f"relevance_{kernel}", columns=columns):
+        yield start, counted(block, negative)
 
 
 def checked_targets(source: FeatureSource, targets: Sequence[str] | None) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ Shape letters: N rows, E units, H hidden width, V vocabulary, C coordinates that
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from scipy.sparse import csr_array, diags_array
 from grasp.errors import ShapeError
 
 F = NDArray[np.floating[Any]]
+T = TypeVar("T", bound=np.floating[Any])
 
 # A coordinate that at least this share of the units has is kept dense: past it a dense row of E numbers costs less
 # than its scattered entries.
@@ -22,6 +23,16 @@ SHARED = 1 / 8
 def damp(match: F) -> F:
     """sgn(x) log(1 + |x|): odd, strictly increasing, unitless. Source: eq:grasp-score."""
     return np.asarray(np.copysign(np.log1p(np.abs(match)), match))
+
+
+def counted(relevance_NE: NDArray[T], negative: float) -> NDArray[T]:
+    """Relevance with what lies below 0 times `negative`: what a row seems to unteach counts less than what it teaches.
+
+    Source: ours; a sum over rows of eq:grasp-score counts both alike, which is negative = 1.
+    """
+    if negative == 1.0:
+        return relevance_NE
+    return np.where(relevance_NE < 0, relevance_NE.dtype.type(negative) * relevance_NE, relevance_NE)
 
 
 def hidden_match(hidden_NH: F, unit_hidden_EH: F) -> F:
