@@ -18,5 +18,10 @@ try alpha05 --set features.alpha=0.5
 try eps1 --set features.epsilon=1
 try checkpoint-200 --model $REFERENCE/seed-0/checkpoint-200
 try seed-1 --model $REFERENCE/seed-1
+for loss in completion all; do
+  suffix=${loss#completion}
+  python -m experiments.features.transforms bench-out/cc-$loss --environment experiments/environments/cc-topic \
+    --targets sciq${suffix:+@all},openbookqa${suffix:+@all} --out $HERE/transforms-$loss.json
+done
 python experiments/table.py $HERE/{base,tail32,stride4,alpha05,eps1,checkpoint-200,seed-1}.json \
   --title "Feature settings, on development results" --out $HERE/table.md

@@ -22,7 +22,7 @@ from grasp.subsets.blocks import MissingRows, in_blocks
 
 F64 = NDArray[np.float64]
 TARGET = "trusted"
-FULL_PROTOCOL = Path(__file__).parents[1] / "lds_main" / "protocol.yaml"
+FULL_PROTOCOL = Path(__file__).with_name("protocol.yaml")
 
 
 def artifact_of(case: Case, tuned: Tuned, work: Path) -> Artifact:

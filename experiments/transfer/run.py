@@ -42,6 +42,7 @@ def family_of(base: Candidate) -> ProtocolFamily:
             "matches": (dict(base.match),),
             "sides": (base.binding.side,),
             "weightings": (base.binding.weighting,),
+            "negatives": (base.binding.negative,),
             "standardize": (base.binding.task,),
         }
     )

@@ -31,7 +31,7 @@ Examples:
 def evaluate(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     environment: Path = typer.Option(..., "--environment", help="Directory of retrained subsets; see grasp retrain."),
-    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the one that ships."),
+    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file, compared beside the one that ships."),
     targets: str | None = typer.Option(None, "--targets", help="Targets, separated by commas; none: all in common."),
     controls: bool = typer.Option(False, "--controls", help="The paper's controls and ablations as well."),
     development: list[Path] = typer.Option(
@@ -76,15 +76,19 @@ def evaluate(
     from grasp.protocol.scoring import default_protocol, load_protocol
 
     artifact, found = Artifact.open(path), Environment.open(environment)
-    chosen = default_protocol() if protocol is None else load_protocol(protocol)
+    shipped = default_protocol()
+    protocols = {shipped.name: shipped}
+    if protocol is not None:
+        chosen = load_protocol(protocol)
+        protocols[chosen.name] = chosen
     restricted, notes = _controls(artifact, found, development, family, resamples) if controls else ({}, [])
     with Watch(quiet=quiet) as watch:
         asked = Asked(
-            protocols={chosen.name: chosen},
+            protocols=protocols,
             controls=restricted,
             files=predictions,
             oracles=oracle,
-            notes=[f"protocol {chosen.name}: {chosen.provenance}", *notes],
+            notes=[*(f"protocol {name}: {one.provenance}" for name, one in protocols.items()), *notes],
             methods=published,
             checkpoints=checkpoints,
             cache=cache,

@@ -1,0 +1,104 @@
+"""Mean LDS when a row's relevance to a unit is transformed before it is added up; development results only.
+
+    python -m experiments.features.transforms bench-out/cc-completion --environment experiments/environments/cc-topic \
+        --targets sciq,openbookqa --out experiments/features/transforms.json
+
+Token and input relevance are brought to standard deviation 1 a unit, transformed, and added; `--scores NAME=FILE` reads
+the matrix of another method beside them (rows x units, .npy). Shape letters: B subsets, N rows, E units.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import EnvironmentDataError
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.files import write_whole
+from grasp.fidelity.metrics import rank_correlations
+from grasp.protocol.development import Development
+from grasp.utility.relevance import counted
+
+F64 = NDArray[np.float64]
+
+TRANSFORMS: Mapping[str, Callable[[F64], F64]] = {
+    "as it is": lambda x: x,
+    "negative x 0.5": lambda x: counted(x, 0.5),
+    "negative x 0.25": lambda x: counted(x, 0.25),
+    "negative x 0": lambda x: counted(x, 0.0),
+    "negative alone": lambda x: np.minimum(x, 0.0),
+    "power 0.5": lambda x: np.sign(x) * np.sqrt(np.abs(x)),
+    "power 1.2": lambda x: np.sign(x) * np.abs(x) ** 1.2,
+    "clipped at 4 sd": lambda x: np.clip(x, -4.0, 4.0),
+    "clipped at 1 sd": lambda x: np.clip(x, -1.0, 1.0),
+    "ranks": lambda x: rankdata(x, axis=0) / len(x),
+}
+
+
+def mean_lds(predicted_BE: F64, realized_BE: F64) -> float:
+    """Mean over units of Spearman's rho over subsets."""
+    rho_E = rank_correlations([predicted_BE, realized_BE], [(0, 1)], np.ones((1, len(predicted_BE))))[0, :, 0]
+    return float(np.nanmean(rho_E))
+
+
+def matrices(artifact: Artifact, target: str, scores: Mapping[str, Path]) -> dict[str, list[F64]]:
+    """What is transformed and added up, by the name of the method: standard deviation 1 a unit."""
+    columns = artifact.unit_columns(target)
+    kernels = {name: _scaled(_read(artifact, name, columns)) for name in ("token", "input")}
+    found = {"token": [kernels["token"]], "input": [kernels["input"]], "token+input": list(kernels.values())}
+    found["pooled"] = [_scaled(_read(artifact, "pooled", columns))]
+    for name, path in scores.items():
+        whole = np.load(path, mmap_mode="r", allow_pickle=False)
+        if whole.shape != (artifact.n_rows, len(artifact.units)):
+            raise EnvironmentDataError(
+                f"{path}: scores {whole.shape}, expected {(artifact.n_rows, len(artifact.units))}"
+            )
+        found[name] = [_scaled(np.asarray(whole[:, columns], dtype=np.float64))]
+    return found
+
+
+def _read(artifact: Artifact, kernel: str, columns: NDArray[np.int64]) -> F64:
+    blocks = artifact.array_blocks(f"relevance_{kernel}", columns=columns)
+    return np.concatenate([block.astype(np.float64) for _, block in blocks])
+
+
+def _scaled(values_NE: F64) -> F64:
+    return values_NE / values_NE.std(axis=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--environment", type=Path, required=True, help="A development environment.")
+    parser.add_argument("--targets", required=True, help="Development targets, separated by commas.")
+    parser.add_argument("--scores", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    artifact, environment = Artifact.open(asked.artifact), Environment.open(asked.environment)
+    own = Development.of(environment, [artifact], targets=asked.targets.split(","))  # refuses what is held out
+    (scored,) = own.variants.values()
+    mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
+    mean_BN /= mean_BN.sum(axis=1, keepdims=True)
+    mine = {name: known for known, name in scored.renamed.items()}
+    scores = {name: Path(path) for name, _, path in (text.partition("=") for text in asked.scores)}
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for target in own.targets:
+        realized_BE = environment.utilities().of(target).values_BSE.mean(axis=1)
+        for method, parts in matrices(artifact, mine[target], scores).items():
+            for name, transform in TRANSFORMS.items():
+                predicted_BE = mean_BN @ np.sum([_scaled(transform(part)) for part in parts], axis=0)
+                table.setdefault(method, {}).setdefault(name, {})[target] = mean_lds(predicted_BE, realized_BE)
+    for method, lines in table.items():
+        for name, by_target in lines.items():
+            by_target["mean"] = float(np.mean(list(by_target.values())))
+            print(f"{method:12s} {name:18s} {by_target['mean']:.3f}")
+    write_whole(asked.out, (json.dumps({"environment": environment.name, "mean_lds": table}, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
