@@ -63,10 +63,9 @@ def agreement(
 
 
 def _mean_rho(predicted: Sequence[F64], realized_BE: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
-    """Mean over columns of each prediction's rho, (C, R)."""
-    columns = [np.concatenate(predicted, axis=1), np.tile(realized_BE, (1, len(predicted)))]
-    rho_KR = rank_correlations(columns, [(0, 1)], weights_RB)[0]
-    return mean_defined(rho_KR.reshape(len(predicted), -1, len(weights_RB)), axis=1)
+    """Mean over columns of each prediction's rho, (C, R); the ranks of what was realized are made once."""
+    pairs = [(0, 1 + c) for c in range(len(predicted))]
+    return mean_defined(rank_correlations([realized_BE, *predicted], pairs, weights_RB), axis=1)
 
 
 def _realized(utilities: Utilities, target: str, criterion: Criterion) -> F64:
