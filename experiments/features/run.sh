@@ -20,7 +20,9 @@ try checkpoint-200 --model $REFERENCE/seed-0/checkpoint-200
 try seed-1 --model $REFERENCE/seed-1
 for loss in completion all; do
   suffix=${loss#completion}
-  python -m experiments.features.transforms bench-out/cc-$loss --environment experiments/environments/cc-topic \
+  others="--beside bench-out/features-checkpoint-200 --beside bench-out/features-seed-1"
+  if [ $loss = all ]; then others=; fi
+  python -m experiments.features.transforms bench-out/cc-$loss --environment experiments/environments/cc-topic $others \
     --targets sciq${suffix:+@all},openbookqa${suffix:+@all} --out $HERE/transforms-$loss.json
 done
 python experiments/table.py $HERE/{base,tail32,stride4,alpha05,eps1,checkpoint-200,seed-1}.json \

@@ -3,13 +3,14 @@
     python -m experiments.features.transforms bench-out/cc-completion --environment experiments/environments/cc-topic \
         --targets sciq,openbookqa --out experiments/features/transforms.json
 
-Token and input relevance are brought to standard deviation 1 a unit, transformed, and added; `--scores NAME=FILE` reads
-the matrix of another method beside them (rows x units, .npy). Shape letters: B subsets, N rows, E units.
+Token and input relevance are brought to standard deviation 1 a unit, transformed, and added. `--scores NAME=FILE` reads
+the matrix of another method beside them (rows x units, .npy); `--beside ART` adds an artifact of the same rows and
+units by another reference model. Shape letters: B subsets, N rows, E units.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +47,20 @@ def mean_lds(predicted_BE: F64, realized_BE: F64) -> float:
     return float(np.nanmean(rho_E))
 
 
-def matrices(artifact: Artifact, target: str, scores: Mapping[str, Path]) -> dict[str, list[F64]]:
+def matrices(
+    artifact: Artifact, target: str, scores: Mapping[str, Path], beside: Sequence[Artifact]
+) -> dict[str, list[F64]]:
     """What is transformed and added up, by the name of the method: standard deviation 1 a unit."""
     columns = artifact.unit_columns(target)
     kernels = {name: _scaled(_read(artifact, name, columns)) for name in ("token", "input")}
     found = {"token": [kernels["token"]], "input": [kernels["input"]], "token+input": list(kernels.values())}
     found["pooled"] = [_scaled(_read(artifact, "pooled", columns))]
+    if beside:
+        own = [artifact, *beside]
+        checked_units(own, target)
+        found[f"{len(own)} references"] = [
+            _scaled(_read(one, name, one.unit_columns(target))) for one in own for name in ("token", "input")
+        ]
     for name, path in scores.items():
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
         if whole.shape != (artifact.n_rows, len(artifact.units)):
@@ -60,6 +69,20 @@ def matrices(artifact: Artifact, target: str, scores: Mapping[str, Path]) -> dic
             )
         found[name] = [_scaled(np.asarray(whole[:, columns], dtype=np.float64))]
     return found
+
+
+def checked_units(artifacts: Sequence[Artifact], target: str) -> None:
+    """See that artifacts have the same rows, and the same units of a target.
+
+    Raises:
+        EnvironmentDataError: they have not.
+    """
+    first = artifacts[0]
+    for one in artifacts:
+        corpora = {a.manifest.fingerprints.get("corpus") for a in (first, one)}
+        ids = [a.units.column("unit_id").take(a.unit_columns(target)).to_pylist() for a in (first, one)]
+        if len(corpora) > 1 or ids[0] != ids[1]:
+            raise EnvironmentDataError(f"{one.path}: rows or units of {target} are not those of {first.path}")
 
 
 def _read(artifact: Artifact, kernel: str, columns: NDArray[np.int64]) -> F64:
@@ -77,6 +100,7 @@ def main() -> None:
     parser.add_argument("--environment", type=Path, required=True, help="A development environment.")
     parser.add_argument("--targets", required=True, help="Development targets, separated by commas.")
     parser.add_argument("--scores", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--beside", type=Path, action="append", default=[], help="Artifact by another reference model.")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     artifact, environment = Artifact.open(asked.artifact), Environment.open(asked.environment)
@@ -86,10 +110,11 @@ def main() -> None:
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)
     mine = {name: known for known, name in scored.renamed.items()}
     scores = {name: Path(path) for name, _, path in (text.partition("=") for text in asked.scores)}
+    beside = [Artifact.open(path) for path in asked.beside]
     table: dict[str, dict[str, dict[str, float]]] = {}
     for target in own.targets:
         realized_BE = environment.utilities().of(target).values_BSE.mean(axis=1)
-        for method, parts in matrices(artifact, mine[target], scores).items():
+        for method, parts in matrices(artifact, mine[target], scores, beside).items():
             for name, transform in TRANSFORMS.items():
                 predicted_BE = mean_BN @ np.sum([_scaled(transform(part)) for part in parts], axis=0)
                 table.setdefault(method, {}).setdefault(name, {})[target] = mean_lds(predicted_BE, realized_BE)
