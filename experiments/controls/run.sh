@@ -1,6 +1,7 @@
 #!/bin/bash
 # From the root of a checkout, after experiments/lds_main/run.sh; minutes. Weights of every control are selected on the
-# development environment, all of them are tested on the held-out one. Once over what ships, once over the paper's relevance.
+# development environment, all of them are tested on the held-out one. Once over token+input, once over the paper's
+# relevance; negative relevance as it is.
 set -e
 HERE=experiments/controls
 for family in family pooled; do

@@ -62,6 +62,11 @@ def test_every_entry_loads_and_says_what_it_is(name):
         (None, {"bm25": {"oracle_selected": "maybe"}}, r"file: bm25: oracle_selected: .*, got 'maybe'"),
         (["loss"], {"bm25": {"weighting": "sum"}}, r"file: bm25: weighting: .*'count' or 'mean', got 'sum'"),
         (["loss"], {"bm25": {"negative": 1.5}}, r"file: bm25: negative: .*less than or equal to 1, got 1.5"),
+        (
+            None,
+            {"datamodels": {"negative": 0.5}},
+            r"file: datamodels: negative: datamodels predicts subsets and scores no",
+        ),
         (["bm25", "bm25"], {}, r"methods: got bm25 twice; give one of them another label in a settings file"),
     ],
 )

@@ -268,6 +268,7 @@ def test_a_kept_slice_is_predicted_by_its_mean_relevance(art, tmp_path):
     assert out == [
         f"keep topic = 'sky': {kept_N.sum()} of {n} rows stay",
         f"protocol default: {default_protocol().provenance}",
+        "negative relevance of a row to a unit times 0.25",
         "in standard deviations over uniform:0.5, 256 subsets, seed 0",
         f"{tmp_path / 'p.parquet'}: 1 predictions",
     ]
@@ -375,7 +376,7 @@ def test_calibration_is_a_flag_and_is_told(art, tmp_path):
     artifact, protocol, out = Artifact.open(art), default_protocol(), tmp_path / "p.parquet"
     asked = ["predict", art, "--keep", "topic = 'sky'", "--units", "--out", out]
     outcome = succeed(*asked, "--calibration", "mixture:topic")
-    assert outcome.lines[2] == "in standard deviations over mixture:topic, 256 subsets, seed 0"
+    assert outcome.lines[3] == "in standard deviations over mixture:topic, 256 subsets, seed 0"
     family = CalibrationFamily(parse_family("mixture:topic"), labels=LabelTable(artifact.rows_path).column("topic"))
     kept = one_subset("keep topic = 'sky'", topics(art) == "sky")
     expected = predict(artifact, protocol, [kept], per_unit=True, calibration=family).read()
@@ -406,7 +407,7 @@ def test_what_does_not_vary_over_the_calibration_family_is_left_out_and_said_so(
 
 
 def test_by_gives_every_value_its_worth(art, tmp_path):
-    artifact, mean_N, topic_N = Artifact.open(art), as_counted(art), topics(art)
+    artifact, mean_N, topic_N = Artifact.open(art), relevance(art), topics(art)
     printed = table(succeed("predict", art, "--by", "topic").out, "facts: what each topic is worth")
     labels = LabelTable(artifact.rows_path).column("topic")
     family = CalibrationFamily(parse_family("mixture:topic"), labels=labels)

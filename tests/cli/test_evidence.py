@@ -26,7 +26,7 @@ from grasp.fidelity.environment import Environment
 from grasp.fidelity.retrain import RetrainStatus
 from grasp.protocol.development import Scored
 from grasp.protocol.family import candidate_of, default_family, load_family
-from grasp.protocol.scoring import default_protocol, load_protocol
+from grasp.protocol.scoring import default_protocol, load_protocol, save_protocol
 from grasp.settings import read_yaml, write_yaml
 from tests.build.world import write_targets
 from tests.cli.grasp_command import cells, refused, succeed
@@ -433,6 +433,10 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     predicted = succeed("predict", art, "--keep", "topic = 'sky'", "--protocol", out).out
     assert "protocol chosen: selected on one/facts, two/facts" in predicted
     evaluated = succeed("evaluate", art, "--environment", places[0], "--protocol", out).out
+    save_protocol(protocol.model_copy(update={"name": "default"}), tmp_path / "mine.yaml")
+    both = lines_of(succeed("evaluate", art, "--environment", places[0], "--protocol", tmp_path / "mine.yaml").out)
+    assert both["default (mine.yaml)"][3:] == lines_of(evaluated)["chosen"][3:]
+    assert both["default"] == lines_of(evaluated)["default"]
     assert float(lines_of(evaluated)["chosen"][3].split()[0]) > 0.95
 
 

@@ -14,10 +14,10 @@ from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetI
 from grasp.fidelity.evaluate import evaluate
 from grasp.protocol.criteria import standard_errors
 from grasp.protocol.development import Development, Scored, variant_names
-from grasp.protocol.family import Binding, Candidate, ProtocolFamily, default_family, load_family
+from grasp.protocol.family import Binding, Candidate, ProtocolFamily, candidate_of, default_family, load_family
 from grasp.protocol.predict import predict
 from grasp.protocol.scorer import CalibrationFamily
-from grasp.protocol.scoring import load_protocol, save_protocol
+from grasp.protocol.scoring import default_protocol, load_protocol, save_protocol
 from grasp.protocol.selection import freeze, provenance, select, write_provenance
 from grasp.subsets import RowIndex, parse_family
 from tests.protocol.source import FakeSource
@@ -306,7 +306,9 @@ def test_controls_are_selected_but_never_frozen(development):
 def test_the_family_that_ships_is_finite_and_listed(tmp_path):
     members, skipped = default_family().members(FakeSource().array_names)
     assert skipped == 0
-    assert 2_000 < len(members) < 5_000
+    assert 5_000 < len(members) < 10_000
+    shipped = candidate_of(default_protocol(), FakeSource())
+    assert any(one.binding == shipped.binding and dict(one.match) == dict(shipped.match) for one in members)
     assert len({candidate.name for candidate in members}) == len(members)
     without = [name for name in FakeSource().array_names if name != "relevance_input"]
     left, skipped = default_family().members(without)

@@ -57,10 +57,10 @@ def test_sides_and_weightings_need_no_complement(seed, side, weighting, plain):
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=seeds, block=st.integers(1, 13))
-def test_blocks_of_rows_change_nothing(seed, block):
+@given(seed=seeds, block=st.integers(1, 13), dense=st.sampled_from([True, False, None]))
+def test_blocks_of_rows_change_nothing(seed, block, dense):
     weights_BN, sketch_ND, _ = world(seed)
-    sums = BlockSums(weights_BN)
+    sums = BlockSums(weights_BN, dense=dense)
     parts = [sums.product(start, sketch_ND[start : start + block]) for start in range(0, len(sketch_ND), block)]
     np.testing.assert_allclose(sum(parts), weights_BN @ sketch_ND, rtol=1e-12, atol=1e-12)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from grasp.baselines.base import Method
+from grasp.baselines.base import Method, SubsetMethod
 from grasp.baselines.registry import METHODS, entry_of
 from grasp.errors import SettingsError
 from grasp.extras import require
@@ -40,7 +40,7 @@ class AskedMethod:
     method: Method[Any]
     oracle_selected: bool = False
     weighting: Weighting | None = None  # None: the method's own
-    negative: float = 1.0  # weight of a row's score below 0, where subsets are predicted
+    negative: float = 1.0  # what negative scores of rows are multiplied by, where subsets are predicted
 
 
 def asked_methods(
@@ -82,6 +82,10 @@ def _asked(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> As
     except ValidationError as err:
         raise SettingsError(describe(err, f"{where}: {label}", kind.settings_type)) from err
     method = kind(settings, seed=beside.seed)
+    if beside.negative != 1.0 and isinstance(method, SubsetMethod):
+        raise SettingsError(
+            f"{where}: {label}: negative: {beside.method} predicts subsets and scores no rows; leave it out"
+        )
     return AskedMethod(label, beside.method, method, beside.oracle_selected, beside.weighting, beside.negative)
 
 

@@ -80,7 +80,8 @@ def evaluate(
     protocols = {shipped.name: shipped}
     if protocol is not None:
         chosen = load_protocol(protocol)
-        protocols[chosen.name] = chosen
+        name = chosen.name if chosen.name not in protocols else f"{chosen.name} ({protocol.name})"
+        protocols[name] = chosen
     restricted, notes = _controls(artifact, found, development, family, resamples) if controls else ({}, [])
     with Watch(quiet=quiet) as watch:
         asked = Asked(

@@ -16,7 +16,8 @@ A settings file for --method-settings, two configurations of one method:
   bm25: {query: completion}
   bm25-lucene: {method: bm25, variant: lucene}
 Beside its settings a configuration may have `seed`, `weighting` (mean or count
-over a subset's rows), and `oracle_selected: true` if it was chosen on the
+over a subset's rows), `negative` (what negative scores are multiplied by where
+subsets are predicted), and `oracle_selected: true` if it was chosen on the
 utilities it will be judged by: it is then kept apart.
 """
 

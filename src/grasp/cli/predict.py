@@ -239,6 +239,8 @@ def print_trust(title: str, notes: Sequence[str]) -> None:
 
 def print_protocol(metadata: Mapping[str, str]) -> None:
     print(f"protocol {metadata['grasp.protocol']}: {metadata['grasp.provenance']}")
+    if metadata["grasp.negative"] != "1":
+        print(f"negative relevance of a row to a unit times {metadata['grasp.negative']}")
     print(f"in standard deviations over {metadata['grasp.calibration']}")
     if constant := metadata["grasp.dropped"]:
         print(f"left out, since it does not vary over them: {constant}")

@@ -109,7 +109,7 @@ class RowScores:
         Args:
             subsets: retained sides, over the same rows.
             side: `omitted` takes the rows that the subset leaves out, and flips the sign.
-            negative: weight of scores below 0.
+            negative: what negative scores are multiplied by.
         Raises:
             EnvironmentDataError: another number of rows, or a score that is not finite (row and unit named).
         Source: eq:grasp-subset-relevance, eq:additive-utility. Memory: the subsets and one block of rows.

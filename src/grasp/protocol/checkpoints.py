@@ -11,10 +11,9 @@ import numpy as np
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import ArtifactError
-from grasp.protocol.held import UnitSelection
+from grasp.protocol.held import UnitSelection, relevance_sums
 from grasp.protocol.label_slices import LabelSlices
 from grasp.protocol.source import F64
-from grasp.utility.geometry import BlockSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,8 @@ def label_trends(
         _check_belongs(artifact, last, targets)
     kernel = _common_kernel(artifacts)
     names = checkpoint_names(artifacts)
-    sums = [_sums(artifact, f"relevance_{kernel}", labels, targets) for artifact in artifacts]
+    indicators = [one.indicators() for one in labels]
+    sums = [relevance_sums(one, kernel, UnitSelection.of(one, targets), indicators) for one in artifacts]
     trends = []
     for place, one in enumerate(labels):
         mean_CGT = np.stack([own[place] for own in sums]) / one.rows_G[:, None]
@@ -91,19 +91,6 @@ def _common_kernel(artifacts: Sequence[Artifact]) -> str:
         str(artifact.path): [n for n in artifact.array_names if n.startswith("relevance_")] for artifact in artifacts
     }
     raise ArtifactError(f"--previous: the artifacts have no kernel in common: {built}; build them with the same match")
-
-
-def _sums(artifact: Artifact, name: str, labels: Sequence[LabelSlices], targets: Sequence[str]) -> list[F64]:
-    """Sums over the rows of every slice of the mean over a target's units, (G, T) a label; one pass."""
-    units = UnitSelection.of(artifact, targets)
-    indicators = [one.indicators() for one in labels]
-    sums = [BlockSums(matrix) for matrix in indicators]
-    out = [np.zeros((matrix.shape[0], len(targets))) for matrix in indicators]
-    for start, block in artifact.array_blocks(name, columns=units.columns_E):
-        mean_nT = units.mean_per_task(block)
-        for place, one in enumerate(sums):
-            out[place] += one.product(start, mean_nT)
-    return out
 
 
 def _shares(mean_CGT: F64) -> F64:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grasp.fidelity.metrics import bootstrap_weights
+from grasp.protocol.held import relevance_sums
 from grasp.protocol.label_slices import LabelSlices
 from grasp.protocol.scorer import Scorer
 from grasp.protocol.source import F64, FeatureSource, relevance_blocks
@@ -42,18 +43,19 @@ def slice_effects(
 
     Args:
         scorer: the one that `model` was made of; with units, where tasks are means of standardised units.
-    Cost: one more pass over the relevance of every kernel.
+    Cost: one more pass over the relevance of every kernel, and one over the first.
     """
     identity_GG = np.eye(len(slices.slices))
     dropped_GG = 1.0 - identity_GG
     low_GT, high_GT = _intervals(source, scorer, model, slices, seed)
     kernel = next(iter(model.kernels))
+    (sum_GT,) = relevance_sums(source, kernel, scorer.units, [slices.indicators()])
     return SliceEffects(
         dropped_GT=model.changes(dropped_GG),
         low_GT=low_GT,
         high_GT=high_GT,
         doubled_GT=model.changes(1.0 + identity_GG),
-        relevance_GT=model.relevance_GT[kernel] / model.rows_G[:, None],
+        relevance_GT=sum_GT / model.rows_G[:, None],
         kernel=kernel,
     )
 

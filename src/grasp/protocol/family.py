@@ -108,7 +108,7 @@ class ProtocolFamily(Settings):
         ({"token": 1.0}, {"pooled": 1.0}, {"token": 1.0, "pooled": 1.0}), min_length=1, description="Kernels' weights."
     )
     negatives: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
-        (1.0,), min_length=1, description="Weights of relevance below 0."
+        (1.0,), min_length=1, description="What negative relevance is multiplied by."
     )
     standardize: tuple[TaskStandard, ...] = Field(
         ("mean_relevance",), min_length=1, description="How a task's relevance is standardised."
@@ -148,9 +148,8 @@ class ProtocolFamily(Settings):
             for names in dict.fromkeys(self.components)
             for omegas in product([omega for omega in self.omegas if omega], repeat=len(names))
         ]
-        bindings = [
-            Binding(*chosen) for chosen in product(self.sides, self.weightings, self.standardize, self.negatives)
-        ]
+        negatives = self.negatives if self.relevance else (1.0,)
+        bindings = [Binding(*chosen) for chosen in product(self.sides, self.weightings, self.standardize, negatives)]
         count = len(bindings) * len(matches) * len(weighed)
         if count > MAX_MEMBERS:
             raise ProtocolError(f"family: {count:,} protocols, expected at most {MAX_MEMBERS:,}; shorten its lists")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from grasp.errors import ProtocolError
 from grasp.protocol.source import F32, F64, Blocks, FeatureSource, RowSums, relevance_blocks
 from grasp.subsets.weights import Weights, is_plain, squared
-from grasp.utility.geometry import SketchSums, SketchTotals
+from grasp.utility.geometry import BlockSums, SketchSums, SketchTotals
 from grasp.utility.standardize import ComponentMoments, PairSums, RowMoments
 
 PAIR_ROWS = 8_192
@@ -62,7 +62,7 @@ class Kernel:
         """Every unit a column; one pass for the moments, and one to hold the matrix where it fits.
 
         Args:
-            negative: weight of relevance below 0.
+            negative: what negative relevance is multiplied by.
         """
 
         def blocks() -> Blocks:
@@ -78,7 +78,7 @@ class Kernel:
         """Every task a column, the mean over its units; one pass, always held: 4 bytes a row and task.
 
         Args:
-            negative: weight of relevance below 0, unit by unit.
+            negative: what negative relevance is multiplied by, unit by unit.
             std: each unit is divided by its standard deviation first; one that does not vary counts for nothing.
         """
         divisor_E = 1.0 if std is None else np.where(std.varies_E, std.std_E, np.inf)
@@ -130,6 +130,20 @@ class Sketch:
         both_BC = self.held.sums(weights)
         square_B = both_BC[:, -1] if is_plain(weights) else self.held.sums(squared(weights))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
+
+
+def relevance_sums(source: FeatureSource, kernel: str, units: UnitSelection, weights: Sequence[Weights]) -> list[F64]:
+    """Sums of relevance as it is, whatever a protocol makes of it: (B, T) for each block of subsets; one pass.
+
+    A task's relevance is the mean over its units.
+    """
+    sums = [BlockSums(one) for one in weights]
+    out = [np.zeros((one.shape[0], len(units.targets))) for one in weights]
+    for start, block in source.array_blocks(f"relevance_{kernel}", columns=units.columns_E):
+        mean_nT = units.mean_per_task(block)
+        for place, one in enumerate(sums):
+            out[place] += one.product(start, mean_nT)
+    return out
 
 
 def pair_sums(sketches: Sequence[Sketch]) -> PairSums:

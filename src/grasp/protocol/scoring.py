@@ -78,7 +78,10 @@ class ScoringProtocol(Settings):
         "or pooled.",
     )
     negative: float = Field(
-        1.0, ge=0, le=1, description="Weight of a row's relevance to a unit below 0: 1 as computed, 0 leaves it out."
+        1.0,
+        ge=0,
+        le=1,
+        description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it.",
     )
     components: dict[str, float] = Field(
         {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."

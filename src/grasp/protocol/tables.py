@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError, ShapeError
-from grasp.protocol.held import UnitSelection
+from grasp.protocol.held import UnitSelection, relevance_sums
 from grasp.protocol.predict import describe
 from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
 from grasp.protocol.scoring import ScoringProtocol
@@ -39,10 +39,11 @@ def slice_table(
 ) -> pa.Table:
     """What each value of a label is worth, one line a value and target.
 
-    Columns: value, target, rows, tokens (if given), relevance_<kernel> (mean over the rows), if_dropped and
-    if_doubled (change of utility against the whole corpus, in standard deviations of A over the calibration
-    family), redundancy (cosine of the value's sketch sum to the mean sketch of all other rows; hidden and residual
-    sketch together). A value that is the whole corpus cannot be dropped: null. The metadata say what `predict` says.
+    Columns: value, target, rows, tokens (if given), relevance_<kernel> (mean over the rows of what `top_rows` ranks,
+    whatever a protocol makes of it), if_dropped and if_doubled (change of utility against the whole corpus, in standard
+    deviations of A over the calibration family), redundancy (cosine of the value's sketch sum to the mean sketch of all
+    other rows; hidden and residual sketch together). A value that is the whole corpus cannot be dropped: null. The
+    metadata say what `predict` says.
 
     Raises:
         ProtocolError: the artifact does not fit the protocol.
@@ -51,7 +52,8 @@ def slice_table(
     _one_a_row(source, labels, tokens_N)
     halves = [half for half in ("hidden", "residual") if f"{half}_sketch" in source.array_names]
     scorer = Scorer.prepare(source, protocol, targets=targets, calibration=calibration, halves=halves)
-    slices = scorer.sums(_indicators(labels))
+    indicators = _indicators(labels)
+    slices = scorer.sums(indicators)
     whole = scorer.whole()
     base_1T = scorer.score_tasks(whole)[1].utility_BE
     dropped = scorer.score_tasks(_whole_plus(scorer, whole, slices, -1.0))[1].utility_BE - base_1T
@@ -72,7 +74,8 @@ def slice_table(
     if tokens_N is not None:
         tokens_G = np.bincount(labels.codes_N, weights=tokens_N, minlength=len(names)).astype(np.int64)
         columns["tokens"] = pa.array(per_value(tokens_G), pa.int64())
-    for kernel, sum_GT in slices.task.items():
+    for kernel in slices.task:
+        (sum_GT,) = relevance_sums(source, kernel, scorer.units, [indicators])
         columns[f"relevance_{kernel}"] = pa.array((sum_GT / rows_G[:, None]).reshape(-1))
     columns["if_dropped"] = pa.array(dropped.reshape(-1), from_pandas=True)
     columns["if_doubled"] = pa.array(doubled.reshape(-1))

@@ -219,7 +219,7 @@ def _label(place: int, label: LabelFindings, found: Findings, plots: dict[str, d
 def _scored(by: ScoredBy) -> str:
     parts = [f"protocol {by.protocol} ({by.provenance}), relevance {by.match}"]
     if by.negative != "1":
-        parts.append(f"what lies below 0 counts {by.negative} of itself")
+        parts.append(f"negative relevance times {by.negative}")
     parts.append(f"geometry {by.components}" if by.components != "{}" else "no geometry")
     parts.append(f"in standard deviations over {by.calibration}")
     if by.dropped:

@@ -158,8 +158,13 @@ class BlockSums:
     taken off the sum of all rows, slices once for all subsets.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights, *, dense: bool | None = None) -> None:
+        """Bind the weights.
+
+        Args:
+            dense: multiply sparse weights as dense ones, or not; None: where it pays.
+        """
+        self._weights, self._dense = weights, dense
         entries = weights.omitted_BN if isinstance(weights, OmittedRows) else weights
         self._by_row = entries.tocsc() if isinstance(entries, csr_array) else None
         self.shape = weights.shape
@@ -185,7 +190,10 @@ class BlockSums:
     def _entries(self, start: int, values_nC: F64) -> F64:
         assert self._by_row is not None
         part = self._by_row[:, start : start + len(values_nC)]
-        if dense_pays(part.nnz, self.shape[0] * len(values_nC), values_nC.shape[1]):
+        dense = self._dense
+        if dense is None:
+            dense = dense_pays(part.nnz, self.shape[0] * len(values_nC), values_nC.shape[1])
+        if dense:
             return np.asarray(part.toarray() @ values_nC)
         return np.asarray(part @ values_nC)
 

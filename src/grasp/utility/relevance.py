@@ -26,13 +26,15 @@ def damp(match: F) -> F:
 
 
 def counted(relevance_NE: NDArray[T], negative: float) -> NDArray[T]:
-    """Relevance with what lies below 0 times `negative`: what a row seems to unteach counts less than what it teaches.
+    """Relevance, with what is negative multiplied by `negative`, between 0 and 1.
 
     Source: ours; a sum over rows of eq:grasp-score counts both alike, which is negative = 1.
     """
     if negative == 1.0:
         return relevance_NE
-    return np.where(relevance_NE < 0, relevance_NE.dtype.type(negative) * relevance_NE, relevance_NE)
+    zero, factor = relevance_NE.dtype.type(0.0), relevance_NE.dtype.type(negative)
+    less_NE = relevance_NE * factor if negative else zero  # 0 times infinity is no number
+    return np.where(relevance_NE < zero, less_NE, relevance_NE)
 
 
 def hidden_match(hidden_NH: F, unit_hidden_EH: F) -> F:

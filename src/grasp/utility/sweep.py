@@ -71,7 +71,7 @@ class Sweep:
         return self._total_C
 
     def _dense(self, weights_BN: csr_array) -> F64:
-        block, out_BC = BlockSums(weights_BN), np.zeros((weights_BN.shape[0], self._values_NC.shape[1]))
+        block, out_BC = BlockSums(weights_BN, dense=True), np.zeros((weights_BN.shape[0], self._values_NC.shape[1]))
         for start in range(0, len(self._values_NC), MASK_ROWS):
             out_BC += block.product(start, self._values_NC[start : start + MASK_ROWS])
         return out_BC
