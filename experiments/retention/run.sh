@@ -1,5 +1,5 @@
 #!/bin/bash
-# From the root of a checkout, after experiments/lds_main/run.sh; about two hours of one core.
+# From the root of a checkout, after experiments/lds_main/run.sh; about an hour of one core. 8 subsets a ratio, one seed.
 set -e
 ENVIRONMENTS=bench-out/environments
 for percent in 20 50 80 90 95 99; do
@@ -7,5 +7,5 @@ for percent in 20 50 80 90 95 99; do
   grasp retrain --config experiments/environments/$name.yaml --out $ENVIRONMENTS/$name --quiet
   python experiments/keep.py $ENVIRONMENTS/$name experiments/environments/$name
   grasp evaluate bench-out/cc-completion --environment experiments/environments/$name \
-    --json experiments/retention/$name.json --csv bench-out/$name.csv
+    --protocol experiments/lds_main/protocol.yaml --methods bm25 --json experiments/retention/$name.json --csv bench-out/$name.csv
 done

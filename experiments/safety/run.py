@@ -40,12 +40,12 @@ Scores = Mapping[str, NDArray[np.float64]]
 BACKDOOR_SEEDS, MISLEADING_SEEDS = (42, 43, 44), (0, 1, 2)
 DETECT = ("model", "grasp", "influence", "strip")
 REMOVED = ("truth", "random", "GRASP relevance (token)", "GRASP (full)", "IFE (unanimous)", "loss")
-FIRST = ("cf-42", "misleading-0")
+FIRST = ("cf-42", "formal-42", "misleading-0")  # also trained again without what was found
 
 
 def plan(seeds: int) -> list[tuple[str, str]]:
     """Pieces in the order in which they are worth having: case, piece."""
-    others = [f"{trigger}-{BACKDOOR_SEEDS[0]}" for trigger in TRIGGERS if trigger != "cf"]
+    others = [name for trigger in TRIGGERS if (name := f"{trigger}-{BACKDOOR_SEEDS[0]}") not in FIRST]
     first = [*FIRST, f"matched-{MISLEADING_SEEDS[0]}"]
     out = [(case, piece) for case in FIRST for piece in (*DETECT, *(f"without {name}" for name in REMOVED))]
     out += [(case, piece) for case in (first[-1], *others) for piece in DETECT]
@@ -59,7 +59,7 @@ def plan(seeds: int) -> list[tuple[str, str]]:
     return [one for one in out if one[1] != "strip" or not one[0].startswith(("misleading", "matched"))]
 
 
-_SEEDED = {"cf": BACKDOOR_SEEDS, "misleading": MISLEADING_SEEDS}
+_SEEDED = {"cf": BACKDOOR_SEEDS, "formal": BACKDOOR_SEEDS, "misleading": MISLEADING_SEEDS}
 
 
 class Experiment:
