@@ -11,3 +11,5 @@ for loss in completion all; do
     --protocol experiments/lds_main/protocol.yaml --oracle ridge --methods bm25 \
     --json experiments/lds_pool/$loss.json --csv bench-out/pool-$loss.csv
 done
+python experiments/table.py experiments/lds_pool/{completion,all}.json \
+  --title "Agreement with retraining on a pool of sources" --out experiments/lds_pool/table.md
