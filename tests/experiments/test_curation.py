@@ -134,8 +134,11 @@ def test_additive_choice_is_the_greatest_relevance(experiment):
     artifact = world.artifact
     value_N, units = np.zeros(artifact.n_rows), UnitSelection.of(artifact, artifact.targets)
     for kernel in ("token", "input"):
-        blocks = artifact.array_blocks(f"relevance_{kernel}", columns=units.columns_E)
-        mean_NT = np.concatenate([units.mean_per_task(block) for _, block in blocks])
+        relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
+            float
+        )
+        as_counted_NE = np.where(relevance_NE < 0, world.protocol.negative * relevance_NE, relevance_NE)
+        mean_NT = units.mean_per_task(as_counted_NE[:, units.columns_E])
         value_N += (mean_NT / mean_NT.std(axis=0)).sum(axis=1)
     expected = np.array(world.row_ids.to_pylist())[best_rows(value_N, world.pool_N, 10)]
     assert set(subsets(world)[choice.subset_id]) == set(expected)
