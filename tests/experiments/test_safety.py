@@ -13,9 +13,9 @@ pytest.importorskip("peft")
 pytest.importorskip("kronfluence")
 
 from experiments.safety import detectors, setting
-from experiments.safety.readme import lines
 from experiments.safety.run import Experiment, plan, success
 from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
+from experiments.safety.tables import lines
 from experiments.safety.tuned import Base, Tuned, collate, losses
 from grasp.errors import CorpusError
 from grasp.models.causal_lm import ReferenceModel

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
     from grasp.fidelity.environment import Environment
     from grasp.protocol.family import Candidate
+    from grasp.protocol.scoring import ScoringProtocol
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -73,15 +74,9 @@ def evaluate(
     from grasp.artifact.reader import Artifact
     from grasp.fidelity.environment import Environment
     from grasp.protocol.methods import Asked, compare
-    from grasp.protocol.scoring import default_protocol, load_protocol
 
     artifact, found = Artifact.open(path), Environment.open(environment)
-    shipped = default_protocol()
-    protocols = {shipped.name: shipped}
-    if protocol is not None:
-        chosen = load_protocol(protocol)
-        name = chosen.name if chosen.name not in protocols else f"{chosen.name} ({protocol.name})"
-        protocols[name] = chosen
+    protocols = _protocols(protocol)
     restricted, notes = _controls(artifact, found, development, family, resamples) if controls else ({}, [])
     with Watch(quiet=quiet) as watch:
         asked = Asked(
@@ -100,6 +95,18 @@ def evaluate(
     for file, text in ((json_file, report.to_json), (csv_file, report.to_csv)):
         if file is not None:
             file.write_text(text(), encoding="utf-8")
+
+
+def _protocols(path: Path | None) -> "dict[str, ScoringProtocol]":
+    """The protocol that ships and, beside it, the one of a file; two of one name are told apart by the file's."""
+    from grasp.protocol.scoring import default_protocol, load_protocol
+
+    shipped = default_protocol()
+    if path is None:
+        return {shipped.name: shipped}
+    chosen = load_protocol(path)
+    name = chosen.name if chosen.name != shipped.name else f"{chosen.name} ({path.name})"
+    return {shipped.name: shipped, name: chosen}
 
 
 def _controls(

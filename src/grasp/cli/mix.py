@@ -66,11 +66,9 @@ def mix(
     from grasp.curation.amounts import parse_bounds, parse_share, parse_targets
     from grasp.curation.mixture import MixRequest, mix_with, write_weights
     from grasp.curation.select import with_diversity
-    from grasp.curation.trust import Trust, sketches_for
-    from grasp.fidelity.environment import Environment
+    from grasp.curation.trust import scorer_and_trust
     from grasp.protocol.label_slices import label_slices
     from grasp.protocol.predict import describe
-    from grasp.protocol.scorer import CalibrationFamily, Scorer
     from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.protocol.tables import row_tokens
     from grasp.subsets import LabelTable, RowIndex
@@ -89,14 +87,7 @@ def mix(
         chosen = with_diversity(chosen, diversity, artifact.array_names)
     # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
     chosen = with_calibration(chosen, calibration or (f"mixture:{by}" if protocol is None else None))
-    scorer = Scorer.prepare(
-        artifact,
-        chosen,
-        targets=list(request.targets),
-        calibration=CalibrationFamily.of(chosen, table),
-        halves=sketches_for(artifact.array_names) if environment is not None else (),
-    )
-    trust = None if environment is None else Trust.of(scorer, artifact, Environment.open(environment))
+    scorer, trust = scorer_and_trust(artifact, chosen, table, list(request.targets), environment)
     mixture = mix_with(scorer, request)
     verdict = None if trust is None else trust.verdict(scorer, mixture.sums, sized=False)
     print_protocol(describe(scorer))

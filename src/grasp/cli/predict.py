@@ -62,10 +62,9 @@ def predict(
     Utility is in standard deviations over the calibration family; higher is better.
     """
     from grasp.artifact.reader import Artifact
-    from grasp.curation.trust import Trust, Watcher, sketches_for, with_intervals
-    from grasp.fidelity.environment import Environment
+    from grasp.curation.trust import Watcher, scorer_and_trust, with_intervals
     from grasp.protocol.predict import predict_with
-    from grasp.protocol.scorer import CalibrationFamily, Scorer
+    from grasp.protocol.scorer import CalibrationFamily
     from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.subsets import LabelTable
 
@@ -95,12 +94,8 @@ def predict(
         blocks, note = _weighted(labels, weight)
     else:
         blocks, note = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
-    family_that_standardises = CalibrationFamily.of(with_calibration(chosen, calibration), labels)
-    halves = sketches_for(artifact.array_names) if environment is not None else ()
-    scorer = Scorer.prepare(
-        artifact, chosen, targets=wanted, per_unit=units, calibration=family_that_standardises, halves=halves
-    )
-    trust = None if environment is None else Trust.of(scorer, artifact, Environment.open(environment))
+    chosen = with_calibration(chosen, calibration)
+    scorer, trust = scorer_and_trust(artifact, chosen, labels, wanted, environment, per_unit=units)
     watcher = None if trust is None else Watcher(trust, scorer)
     table = predict_with(scorer, artifact, blocks, components=components, watch=watcher)
     if trust is not None:

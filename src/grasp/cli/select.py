@@ -82,10 +82,8 @@ def select(
     from grasp.curation.documents import checked_rule
     from grasp.curation.export import checked_format
     from grasp.curation.select import select_with, with_diversity
-    from grasp.curation.trust import Trust, sketches_for
-    from grasp.fidelity.environment import Environment
+    from grasp.curation.trust import scorer_and_trust
     from grasp.protocol.predict import describe
-    from grasp.protocol.scorer import CalibrationFamily, Scorer
     from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.subsets import LabelTable
 
@@ -97,14 +95,7 @@ def select(
     chosen = with_calibration(chosen, calibration)
     table = LabelTable(artifact.rows_path)
     request, notes = _request(artifact, table, budget, target, by, floor, cap, exclude, exclude_where)
-    scorer = Scorer.prepare(
-        artifact,
-        chosen,
-        targets=list(parse_targets(target)),
-        calibration=CalibrationFamily.of(chosen, table),
-        halves=sketches_for(artifact.array_names) if environment is not None else (),
-    )
-    trust = None if environment is None else Trust.of(scorer, artifact, Environment.open(environment))
+    scorer, trust = scorer_and_trust(artifact, chosen, table, list(parse_targets(target)), environment)
     with Watch(quiet=quiet) as watch:
         watch.stage("selecting", rows=None, tokens=None)
         selection = select_with(scorer, artifact, request, progress=_Advance(watch))

@@ -13,6 +13,7 @@ Shape letters: B subsets of the environment, Q subsets asked about, T targets.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -24,9 +25,11 @@ from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.fidelity.environment import Environment
 from grasp.protocol.development import Development
 from grasp.protocol.predict import PredictionTable
-from grasp.protocol.scorer import Scorer, SubsetSums
+from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
+from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64
 from grasp.subsets.blocks import SubsetBlock
+from grasp.subsets.slices import LabelTable
 from grasp.utility.geometry import SketchSums
 
 COVERAGE = 0.9
@@ -266,6 +269,32 @@ class Trust:
 def sketches_for(array_names: Sequence[str]) -> tuple[str, ...]:
     """Sketches that a scorer should be prepared with, so that distances can be told."""
     return tuple(half for half in ("hidden", "residual") if f"{half}_sketch" in array_names)
+
+
+def scorer_and_trust(
+    artifact: Artifact,
+    protocol: ScoringProtocol,
+    labels: LabelTable,
+    targets: Sequence[str] | None,
+    environment: Path | None,
+    *,
+    per_unit: bool = False,
+) -> tuple[Scorer, Trust | None]:
+    """A protocol bound to an artifact, and what an environment says of its predictions.
+
+    The protocol's own calibration family standardises.
+
+    Args:
+        labels: of the artifact's rows, for a calibration family that draws by one.
+        targets: None: all.
+        environment: directory of a development environment; None: no intervals.
+    Raises:
+        GraspError: as `Scorer.prepare` and `Trust.of`.
+    """
+    halves = () if environment is None else sketches_for(artifact.array_names)
+    family = CalibrationFamily.of(protocol, labels)
+    scorer = Scorer.prepare(artifact, protocol, targets=targets, per_unit=per_unit, calibration=family, halves=halves)
+    return scorer, None if environment is None else Trust.of(scorer, artifact, Environment.open(environment))
 
 
 class Watcher:

@@ -1,4 +1,4 @@
-"""Tables of README.md from result.json: python -m experiments.safety.readme."""
+"""Tables of result.json: python -m experiments.safety.tables > experiments/safety/tables.md."""
 
 import json
 from collections import defaultdict
