@@ -20,6 +20,7 @@ from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.queries import Queries, exact_products
+from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.baselines.trak import newton_map
 from grasp.models.causal_lm import ReferenceModel
 from tests.baselines.gradient_world import NoTokenizer
@@ -237,3 +238,34 @@ def test_ekfac_influence_equals_kronfluence(model, tmp_path):
     ours, _ = exact_products(queries, examples(rows))
     # our eigenvalues are of one label's loss, theirs of the row's mean over its labels
     np.testing.assert_allclose(ours * (LENGTH - 1), theirs, rtol=5e-3, atol=2e-3 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("output", ["loss", "margin"])
+def test_gradients_of_every_row_equal_bergsons(model, output, tmp_path):
+    """bergson covers the weights of the linear modules of the body, which all of its methods, TRAK too, start from."""
+    pytest.importorskip("bergson")
+    from bergson import GradientProcessor, IndexConfig, collect_gradients, load_module_gradients  # noqa: PLC0415
+    from datasets import Dataset  # noqa: PLC0415
+
+    rows = tokens(6, 0)
+    config = IndexConfig(
+        run_path=str(tmp_path / "run"),
+        projection_dim=0,
+        loss_fn={"loss": "ce", "margin": "log_odds"}[output],
+        loss_reduction="mean",
+    )
+    data = Dataset.from_dict({"input_ids": rows.tolist(), "length": [LENGTH] * len(rows)})
+    copied = GPTNeoXForCausalLM(model.model.config).eval()
+    copied.load_state_dict(model.model.state_dict())
+    collect_gradients(copied, data, GradientProcessor(projection_dim=None), config, batches=[[0, 1, 2, 3], [4, 5]])
+    theirs = load_module_gradients(config.partial_run_path)
+
+    engine = PerExample(model, choose_layers(model, ["*.attention.*", "*.mlp.*"]))
+    sink, matrices = whole_gradients(engine, len(rows))
+    engine.run(examples(rows), sink, output)
+    sink.finish()
+    assert len(engine.layers.blocks) == len(list(theirs)) == 8
+    for block, matrix in zip(engine.layers.blocks, matrices, strict=True):
+        ours = matrix[:, :, :-1] if block.bias else matrix
+        expected = np.asarray(theirs[block.parameters[0].removeprefix("gpt_neox.").removesuffix(".weight")])
+        np.testing.assert_allclose(ours.flatten(1), expected, rtol=2e-3, atol=2e-5 * np.abs(expected).max())
