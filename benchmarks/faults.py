@@ -9,6 +9,9 @@ Each fault is one child process and one check. Kinds:
     kill worker     SIGKILL of an actor of the Ray engine at a random moment (only with --ray)
     full disk       no file may grow beyond a random size (RLIMIT_FSIZE: the error comes in the middle of a write);
                     the build ends with one line, leaves no half shard, and goes on without the limit
+    full tmpfs      the artifact lies on a tmpfs of a random size that is too small (only with --tmpfs, and with the
+                    right to mount: `unshare -rm python benchmarks/faults.py ...` where it is not root's); `grasp build`
+                    ends with one line and exit code 2, and goes on once there is room
     flip            one random bit of one random file of an artifact; `verify` names that file and no other
     cut             one random file of an artifact is cut at a random byte; `verify` names it
     slow read       every read of the corpus waits; the arrays are the same
@@ -24,6 +27,7 @@ import argparse
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -56,6 +60,8 @@ from tests.build.world import world
 STEPS = {"steps": 4, "warmup_steps": 1, "batch_rows": 8}
 SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 64}
 LONGEST = 300.0
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["grasp.build.local", "grasp.fidelity.retrain", "transformers.models.llama"])
 
 
 class FaultError(Exception):
@@ -94,6 +100,7 @@ def prepare(root: Path, seed: int) -> Bench:
         "lease_seconds": 0.5,
     }
     write_yaml(retraining, root / "retrain.yaml")
+    going_on("build", root, root / "first")  # imports, before anything is timed
     seconds = []
     for verb in ("build", "retrain"):
         begun = time.monotonic()
@@ -102,16 +109,43 @@ def prepare(root: Path, seed: int) -> Bench:
     return Bench(root, root / "whole-build", root / "whole-retrain", *seconds, random.Random(seed))
 
 
-def child(verb: str, root: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--child", verb, str(root), str(out), *more]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+class Child:
+    """A process of its own that a fault happens to; forked where all is imported, so that kills hit work."""
+
+    def __init__(self, verb: str, root: Path, out: Path, limit: int = 0) -> None:
+        self._said = root / "stderr.txt"
+        self._process = SERVER.Process(target=run_child, args=(verb, root, out, self._said, limit))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float = LONGEST) -> bool:
+        """Whether it ended by itself."""
+        self._process.join(seconds)
+        return self._process.exitcode is not None
+
+    def kill(self) -> None:
+        """It, and what it began."""
+        for how in (os.killpg, os.kill):  # the group is its own a moment after its start
+            with contextlib.suppress(ProcessLookupError):
+                how(self.pid, signal.SIGKILL)
+        self._process.join()
+
+    def result(self) -> tuple[int, str]:
+        """Exit code, and what it said on stderr."""
+        if not self.wait():
+            self.kill()
+            raise FaultError(f"not done after {LONGEST:.0f} s")
+        assert self._process.exitcode is not None
+        return self._process.exitcode, self._said.read_text(encoding="utf-8", errors="replace")
 
 
-def run_child(verb: str, root: Path, out: Path, limit: str = "") -> None:
-    """What a fault happens to, in a process of its own."""
+def run_child(verb: str, root: Path, out: Path, said: Path, limit: int) -> None:
+    os.setsid()
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     if limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG instead of ending the process
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         if verb == "build":
             build(build_settings(read_yaml(root / "build.yaml")), out, resume=True)
@@ -156,26 +190,25 @@ def finished(path: Path) -> dict[str, tuple[int, int]]:
 def killed(bench: Bench, verb: str, seconds: float, check: Callable[[Bench, Path], None]) -> None:
     """Kill once at a random moment, go on, and see that what was finished was not made again."""
     out = bench.fresh("killed")
-    process = child(verb, bench.root, out)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(bench.draw.uniform(0.2, 1.0) * seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process = Child(verb, bench.root, out)
+    process.wait(bench.draw.uniform(0.0, 1.0) * seconds)
+    process.kill()
     before = finished(out)
     going_on(verb, bench.root, out)
-    after = finished(out)
-    redone = [name for name, stamp in before.items() if name in after and after[name] != stamp]
-    if redone:
-        raise FaultError(f"made again although it was finished: {redone[0]}")
+    not_again(before, finished(out))
     check(bench, out)
 
 
+def not_again(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    redone = [name for name, stamp in before.items() if name in after and after[name] != stamp]
+    if redone:
+        raise FaultError(f"made again although it was finished: {redone[0]}")
+
+
 def going_on(verb: str, root: Path, out: Path) -> None:
-    process = child(verb, root, out)
-    _, error = process.communicate(timeout=LONGEST)
-    if process.returncode:
-        raise FaultError(f"going on failed: {error.decode()[-400:]}")
+    code, said = Child(verb, root, out).result()
+    if code:
+        raise FaultError(f"going on failed: {said[-400:]}")
 
 
 def kill_build(bench: Bench) -> None:
@@ -189,9 +222,9 @@ def kill_retrain(bench: Bench) -> None:
 def kill_worker(bench: Bench) -> None:
     """SIGKILL of one actor; the build itself goes on."""
     out = bench.fresh("killed")
-    process = child("ray", bench.root, out)
+    process = Child("ray", bench.root, out)
     deadline = time.monotonic() + LONGEST
-    while process.poll() is None and time.monotonic() < deadline:
+    while not process.wait(0.05) and time.monotonic() < deadline:
         below = psutil.Process(process.pid).children(recursive=True)
         pids = [one.pid for one in below if " ".join(one.cmdline()).startswith("ray::ModelActor")]
         if pids:
@@ -199,24 +232,50 @@ def kill_worker(bench: Bench) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(bench.draw.choice(pids), signal.SIGKILL)
             break
-        time.sleep(0.05)
-    _, error = process.communicate(timeout=LONGEST)
-    if process.returncode:
-        raise FaultError(f"the build did not survive its worker: {error.decode()[-400:]}")
+    code, said = process.result()
+    if code:
+        raise FaultError(f"the build did not survive its worker: {said[-400:]}")
     same_artifact(bench, out)
 
 
 def full_disk(bench: Bench) -> None:
     out = bench.fresh("full")
-    process = child("build", bench.root, out, str(bench.draw.randrange(300, 20_000)))
-    _, error = process.communicate(timeout=LONGEST)
-    lines = error.decode().strip().splitlines()
-    if process.returncode and not lines[-1].startswith("grasp: ") and "File too large" not in lines[-1]:
+    code, said = Child("build", bench.root, out, bench.draw.randrange(300, 20_000)).result()
+    lines = said.strip().splitlines()
+    if code and not lines[-1].startswith("grasp: ") and "File too large" not in lines[-1]:
         raise FaultError(f"not one line about the disk: {lines[-1]}")
     if (out / "build.json").exists() and not verify(out).ok:
         raise FaultError("a half shard was left")
     going_on("build", bench.root, out)
     same_artifact(bench, out)
+
+
+def full_tmpfs(bench: Bench) -> None:
+    """ENOSPC as a user meets it: from the command line, in whatever write is the first that finds no room."""
+    out = bench.fresh("tmpfs")
+    out.mkdir()
+    need = sum(file.stat().st_size for file in bench.artifact.rglob("*") if file.is_file())
+    settings = ("--config", str(bench.root / "build.yaml"), "--resume", "--quiet")
+    command = [sys.executable, "-m", "grasp", "build", *settings, "--out", str(out / "art")]
+    mount("-t", "tmpfs", "-o", f"size={bench.draw.randrange(4096, need)}", "tmpfs", str(out))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        if done.returncode != 2 or "no space left" not in last.lower() or "Traceback" in done.stderr:
+            raise FaultError(f"exit code {done.returncode}, not one line about the disk: {done.stderr[-400:]}")
+        before = finished(out / "art")
+        mount("-o", f"remount,size={100 * need}", str(out))
+        subprocess.run(command, capture_output=True, timeout=LONGEST, check=True)
+        not_again(before, finished(out / "art"))
+        same_artifact(bench, out / "art")
+    except subprocess.CalledProcessError as err:
+        raise FaultError(f"going on failed: {err.stderr.decode()[-400:]}") from err
+    finally:
+        subprocess.run(["umount", str(out)], check=True)
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True)
 
 
 def damaged(bench: Bench, harm: Callable[[bytearray], bytearray]) -> None:
@@ -310,19 +369,18 @@ def counted(out: Path, of: dict[str, Any], kinds: Iterable[str]) -> dict[str, An
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        run_child(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ray", action="store_true", help="kill workers of the Ray engine as well")
+    parser.add_argument("--tmpfs", action="store_true", help="fill a small tmpfs as well; needs the right to mount")
     parser.add_argument("--out", type=Path, required=True, help="JSON of the counts")
     args = parser.parse_args()
     kinds = KINDS | ({"kill worker": (kill_worker, 2)} if args.ray else {})
+    kinds |= {"full tmpfs": (full_tmpfs, 2)} if args.tmpfs else {}
     wheel = [kind for kind, (_, often) in kinds.items() for _ in range(often)]
     random.Random(args.seed).shuffle(wheel)
-    report = counted(args.out, {"seed": args.seed, "ray": args.ray}, kinds)
+    report = counted(args.out, {"seed": args.seed, "ray": args.ray, "tmpfs": args.tmpfs}, kinds)
     failures = report["failures"]
     with tempfile.TemporaryDirectory() as directory:
         bench = prepare(Path(directory), args.seed) if report["faults"] < args.faults else None
