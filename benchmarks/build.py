@@ -99,7 +99,7 @@ def settings_of(root: Path, corpus: Path, length: int, match: str, threads: int)
             "model": {"path": str(root / "model"), "threads": threads},
             "corpus": {"path": str(corpus), "max_length": length},
             "targets": {"names": [str(root / f"target-{t}.jsonl") for t in range(TARGETS)], "units_per_target": None},
-            "features": {**MATCHES[match], "product_width": 0},
+            "features": MATCHES[match],
             "shard_rows": 256,
         }
     )
@@ -193,7 +193,7 @@ def ratios(work: dict[str, float], builds: dict[str, dict[str, float]], best: di
 def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Microseconds a position of one batch, by what they are spent on."""
     model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "all", args.threads).model)
-    features = FeatureSettings(match="token", product_width=0)
+    features = FeatureSettings(match="token")
     generator = np.random.default_rng(2)
     lines = [zipf(generator, args.length) for _ in range(model.batch_tokens // args.length)]
     units = [UnitTokens(zipf(generator, 20 + args.unit_tokens).astype(np.int32), 20) for _ in range(args.units)]
@@ -208,12 +208,15 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     names = [str(e) for e in range(len(units))]
     unit_features = forward_units(model, units, names, features)
     kernel = TokenKernel.prepare(unit_features, sums.moments(), features, model)
+    assert kernel.sketch is not None
+    sketch = kernel.sketch
     residual, rows = batch.residual, (batch.row_P, batch.n_rows)
     steps: dict[str, Callable[[], Any]] = {
         "body": lambda: model.hidden(ids),
         "body, head and residuals": forward,
         "token kernel": lambda: token_relevance(kernel.targets, batch.hidden_PH, residual, *rows),
         "input kernel": lambda: input_relevance(kernel.inputs, residual, batch.input_P, *rows),
+        "product sketch": lambda: sketch.apply(batch.hidden_PH, residual, *rows),
         "  of it W^T xi, were it taken everywhere": lambda: hidden_gradient(model.head, residual),
     }
     found = {name: 1e6 * _seconds(step, args.repeats) / len(batch.row_P) for name, step in steps.items()}

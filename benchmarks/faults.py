@@ -39,7 +39,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from traceback import format_exc
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ from grasp.artifact.files import write_whole
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
 from grasp.build.local import build
+from grasp.cli import REFUSALS
 from grasp.errors import ArtifactError, GraspError
 from grasp.fidelity.environment import Environment
 from grasp.fidelity.retrain import retrain
@@ -113,9 +116,10 @@ class Child:
     """A process of its own that a fault happens to; forked where all is imported, so that kills hit work."""
 
     def __init__(self, verb: str, root: Path, out: Path, limit: int = 0) -> None:
-        self._said = root / "stderr.txt"
-        self._process = SERVER.Process(target=run_child, args=(verb, root, out, self._said, limit))
+        self._said, says = SERVER.Pipe(duplex=False)
+        self._process = SERVER.Process(target=run_child, args=(verb, root, out, limit, says))
         self._process.start()
+        says.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -131,34 +135,49 @@ class Child:
                 how(self.pid, signal.SIGKILL)
         self._process.join()
 
-    def result(self) -> tuple[int, str]:
-        """Exit code, and what it said on stderr."""
+    def refusal(self) -> str | None:
+        """The line that it refused with, none if it did its work."""
         if not self.wait():
             self.kill()
             raise FaultError(f"not done after {LONGEST:.0f} s")
-        assert self._process.exitcode is not None
-        return self._process.exitcode, self._said.read_text(encoding="utf-8", errors="replace")
+        try:
+            line, traceback = self._said.recv()
+        except EOFError as err:
+            raise FaultError(f"ended with exit code {self._process.exitcode} and no word") from err
+        if traceback:
+            raise FaultError(f"a traceback: {traceback[-400:]}")
+        return str(line) if line else None
 
 
-def run_child(verb: str, root: Path, out: Path, said: Path, limit: int) -> None:
+def run_child(verb: str, root: Path, out: Path, limit: int, says: Connection) -> None:
+    """Sends the one line of a refusal and the traceback of a bug, each empty if there is none."""
     os.setsid()
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     if limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG instead of ending the process
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
-        if verb == "build":
-            build(build_settings(read_yaml(root / "build.yaml")), out, resume=True)
-        elif verb == "ray":
-            from grasp.build.cluster import ClusterSpec  # noqa: PLC0415
-            from grasp.build.ray_engine import RayEngine  # noqa: PLC0415
-
-            engine = RayEngine(ClusterSpec(workers=2))
-            build(build_settings(read_yaml(root / "build.yaml")), out, resume=True, engine=engine)
-        else:
-            retrain(retrain_settings(read_yaml(root / "retrain.yaml")), out)
+        work(verb, root, out)
+        says.send(("", ""))
     except GraspError as err:
-        sys.exit(f"grasp: {err}")
+        says.send((str(err), ""))
+    except OSError as err:
+        says.send((str(err), "" if err.errno in REFUSALS else format_exc()))
+    except BaseException:
+        says.send(("", format_exc()))
+        raise
+
+
+def work(verb: str, root: Path, out: Path) -> None:
+    if verb == "retrain":
+        retrain(retrain_settings(read_yaml(root / "retrain.yaml")), out)
+        return
+    engine = None
+    if verb == "ray":
+        from grasp.build.cluster import ClusterSpec  # noqa: PLC0415
+        from grasp.build.ray_engine import RayEngine  # noqa: PLC0415
+
+        engine = RayEngine(ClusterSpec(workers=2))
+    build(build_settings(read_yaml(root / "build.yaml")), out, resume=True, engine=engine)
 
 
 def arrays_of(path: Path) -> dict[str, bytes]:
@@ -206,9 +225,8 @@ def not_again(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, in
 
 
 def going_on(verb: str, root: Path, out: Path) -> None:
-    code, said = Child(verb, root, out).result()
-    if code:
-        raise FaultError(f"going on failed: {said[-400:]}")
+    if line := Child(verb, root, out).refusal():
+        raise FaultError(f"going on failed: {line}")
 
 
 def kill_build(bench: Bench) -> None:
@@ -232,18 +250,16 @@ def kill_worker(bench: Bench) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(bench.draw.choice(pids), signal.SIGKILL)
             break
-    code, said = process.result()
-    if code:
-        raise FaultError(f"the build did not survive its worker: {said[-400:]}")
+    if line := process.refusal():
+        raise FaultError(f"the build did not survive its worker: {line}")
     same_artifact(bench, out)
 
 
 def full_disk(bench: Bench) -> None:
     out = bench.fresh("full")
-    code, said = Child("build", bench.root, out, bench.draw.randrange(300, 20_000)).result()
-    lines = said.strip().splitlines()
-    if code and not lines[-1].startswith("grasp: ") and "File too large" not in lines[-1]:
-        raise FaultError(f"not one line about the disk: {lines[-1]}")
+    line = Child("build", bench.root, out, bench.draw.randrange(300, 20_000)).refusal()
+    if line and ("\n" in line or "file too large" not in line.lower()):
+        raise FaultError(f"not one line about the disk: {line}")
     if (out / "build.json").exists() and not verify(out).ok:
         raise FaultError("a half shard was left")
     going_on("build", bench.root, out)

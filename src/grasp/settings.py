@@ -184,8 +184,20 @@ class FeatureSettings(Settings):
     )
     hidden_width: int = Field(64, ge=1, description="Width of the hidden sketch. Paper: 64.")
     residual_width: int = Field(64, ge=1, description="Width of the residual sketch. Paper: 64.")
-    product_width: int = Field(64, ge=0, description="Width of the product sketch; 0 builds none. Not in the paper.")
+    product_width: int = Field(
+        64,
+        ge=0,
+        description="Width of the product sketch, which needs the head at `token_positions`; 0 builds none, and is the "
+        "default of `match: pooled`. Not in the paper.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the moment sample and of the projections.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pooled_alone_runs_the_head_at_pooled_positions(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("match") == "pooled":
+            return {"product_width": 0} | data
+        return data
 
     @field_validator("alpha")
     @classmethod

@@ -24,8 +24,9 @@ from grasp.build.local import build, build_token_kernel, prepare, relevance_scal
 from grasp.build.moments import sample_rows
 from grasp.build.progress import Silent
 from grasp.errors import ArtifactError, ModelError
+from grasp.features import extract
 from grasp.models.causal_lm import ReferenceModel
-from grasp.settings import BuildSettings, TargetSettings
+from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.build.world import texts, world, write_targets
 
 
@@ -178,6 +179,25 @@ def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp
     others = {"token", "pooled", "input"} - kernels
     expected = {name: array for name, array in arrays(built).items() if name.removeprefix("relevance_") not in others}
     assert_same(found, expected)
+
+
+def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, monkeypatch):
+    looked_at = []
+    real = extract.head_residual
+
+    def head_residual(head, hidden_PH, *rest):
+        looked_at.append(len(hidden_PH))
+        return real(head, hidden_PH, *rest)
+
+    monkeypatch.setattr(extract, "head_residual", head_residual)
+    settings = world(root).model_dump(mode="json")
+    del settings["features"]["product_width"]
+    settings["features"] |= {"match": "pooled", "pooling": "tail:3"}
+    artifact = Artifact.open(build(build_settings(settings), tmp_path / "pooled"))
+    (positions_of_units, *of_rows) = looked_at
+    assert positions_of_units > 6
+    assert 2.9 * artifact.grid.n_rows < sum(of_rows) <= 3 * artifact.grid.n_rows  # some rows are shorter
+    assert "product_sketch" not in artifact.array_names
 
 
 def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, built, tmp_path):

@@ -25,7 +25,7 @@ from grasp.errors import GraspError
 
 USER_ERROR = 2
 # What the machine refuses, whoever asks: no bug of ours, so it gets a line and no traceback.
-REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG)
 
 
 def main() -> None:
