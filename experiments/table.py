@@ -29,7 +29,7 @@ def table(name: str, report: dict[str, Any]) -> str:
             f"Environment {report['environment']}: {report['family']}, {report['n_subsets']} subsets, "
             + f"seeds {', '.join(map(str, report['seeds']))}.",
             f"{len(targets)} targets: {', '.join(_named(name, report['roles']) for name in targets)}. "
-            + f"Ceilings: {_ceilings(records, targets)}.",
+            + f"Ceilings: {ceilings(records, targets)}.",
             "",
             _line(("method", *METRICS.values())),
             _line(["---"] * (1 + len(METRICS))),
@@ -43,7 +43,8 @@ def _named(target: str, roles: dict[str, str]) -> str:
     return target if roles.get(target) == "held-out" else f"{target} ({roles.get(target, 'dev')})"
 
 
-def _ceilings(records: Sequence[dict[str, Any]], targets: Sequence[str]) -> str:
+def ceilings(records: Sequence[dict[str, Any]], targets: Sequence[str]) -> str:
+    """Mean ceilings over the targets that have one."""
     first = {name: next(record for record in records if record["target"] == name) for name in targets}
     parts = []
     for field, title in CEILINGS.items():

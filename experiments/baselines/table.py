@@ -1,4 +1,5 @@
-"""All methods in one table: fidelity from `grasp evaluate --json`, floats a row, build time, and the time of a sweep.
+"""All methods in one table: fidelity from `grasp evaluate --json`, averaged over targets, with floats a row, build time
+and the time of a sweep. Intervals (95 %) are over subsets.
 
     python -m experiments.baselines.table experiments/baselines/cc-topic.json --rows 10482 --out experiments/baselines
 
@@ -20,13 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.table import AVERAGE, ceilings
 from grasp.subsets.weights import PackedMasks
 from grasp.utility.sweep import Sweep
 
 SUBSETS = 100_000
 BLOCK, ROUNDS = 512, 3
 SHOWN = {"task_rho": "task rho", "positive": "positive", "mean_lds": "mean LDS", "pairwise": "pairwise"}
-HEADINGS = ("method", "target", *SHOWN.values(), "floats a row", "build CPU s", "sweep, scores", "sweep, features")
+HEADINGS = ("method", *SHOWN.values(), "floats a row", "build CPU s", "sweep, scores", "sweep, features")
 STANDINGS = ("predictor", "oracle-selected", "supervised oracle")
 
 
@@ -61,7 +63,6 @@ def cells(record: dict[str, Any], seconds: dict[int, float]) -> list[str]:
     build = record["build_cpu_seconds"]
     return [
         record["method"],
-        record["target"],
         *(_with_interval(record, metric) for metric in SHOWN),
         floats,
         "-" if build is None else f"{build:.1f}",
@@ -76,12 +77,34 @@ def _with_interval(record: dict[str, Any], metric: str) -> str:
     return f"{record[metric]:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
 
 
+def shown(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its averages over targets, or its only target's figures."""
+    records: list[dict[str, Any]] = report["results"]
+    several = any(record["target"] == AVERAGE for record in records)
+    return [record for record in records if not several or record["target"] == AVERAGE]
+
+
+def together(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reports of the same environment and targets as one; of a method that several have, the first counts."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for report in reports:
+        own = shown(report)
+        targets = [name for name in dict.fromkeys(one["target"] for one in report["results"]) if name != AVERAGE]
+        new = {**report, "results": [], "notes": [], "ceilings": ceilings(report["results"], targets)}
+        into = merged.setdefault((report["environment"], own[0]["target"]), new)
+        there = {record["method"] for record in into["results"]}
+        into["results"] += [record for record in own if record["method"] not in there]
+        into["notes"] += [note for note in report["notes"] if note not in into["notes"]]
+    return list(merged.values())
+
+
 def table(report: dict[str, Any], seconds: dict[int, float]) -> str:
     """Markdown; what is no predictor comes after what is, under its own heading."""
     lines = [
-        f"## {report['environment']}: {report['family']}, {report['n_subsets']} subsets, seeds {report['seeds']}",
+        f"## {report['environment']}, {report['results'][0]['target']}",
         "",
-        f"100,000 subsets over one float a row: {seconds[1]:.2f} s.",
+        f"{report['family']}, {report['n_subsets']} subsets, seeds {', '.join(map(str, report['seeds']))}. "
+        f"Ceilings: {report['ceilings']}. 100,000 subsets over one float a row: {seconds[1]:.2f} s.",
     ]
     for standing in STANDINGS:
         own = [record for record in report["results"] if record["standing"] == standing]
@@ -102,7 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of table.md and sweep.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+    reports = together([json.loads(path.read_text(encoding="utf-8")) for path in args.results])
     wanted = sorted(set().union(*(widths(report["results"]) for report in reports)))
     seconds = {width: sweep_seconds(width, args.rows) for width in wanted}
     known = {"subsets": SUBSETS, "rows": args.rows, "retained": 0.5, "cpu_seconds_by_floats": seconds}
