@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ SUBSET_ROWS = 1_000
 def write_artifact(path: Path, n_rows: int, n_units: int) -> Path:
     """An artifact of random numbers; the same shard of them over and over, which no reader can tell."""
     rng = np.random.default_rng(0)
-    widths = {"hidden_sketch": 64, "residual_sketch": 64, "relevance_token": n_units}
+    widths = {"hidden_sketch": 64, "residual_sketch": 64, "relevance_token": n_units, "relevance_input": n_units}
     shard = {name: (rng.standard_normal((SHARD_ROWS, width)) / 8).astype(np.float32) for name, width in widths.items()}
     specs = {name: ArraySpec(width, "none", "none") for name, width in widths.items()}
     with ArtifactWriter.open(
@@ -139,6 +140,10 @@ def ask(question: str, path: Path, n_subsets: int, *, geometry: bool = False) ->
     queue = context.Queue()
     process = context.Process(target=_measured, args=(question, path, n_subsets, geometry, queue))
     process.start()
+    while queue.empty():
+        process.join(0.2)
+        if process.exitcode:
+            sys.exit(f"growth: {question} ended with exit code {process.exitcode}")
     found: dict[str, float] = queue.get()
     process.join()
     return found

@@ -252,8 +252,10 @@ def earlier(out: Path | None, now: Mapping[str, Any]) -> dict[str, Any]:
     if out is None or not out.exists():
         return {}
     then = json.loads(out.read_text(encoding="utf-8"))
-    sizes = ("rows", "few", "length", "units", "threads", "packages")
-    return then["contenders"] if all(then[name] == now[name] for name in sizes) else {}
+    sizes = ("rows", "few", "length", "units", "threads", "most", "packages")
+    if not all(then[name] == now[name] for name in sizes):
+        return {}
+    return {name: found for name, found in then["contenders"].items() if "missing" not in found}
 
 
 def write(result: Mapping[str, Any], out: Path | None) -> None:

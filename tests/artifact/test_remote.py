@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -15,8 +16,9 @@ from artifact_world import World
 
 from grasp.artifact import remote as module
 from grasp.artifact.inspection import info, verify
+from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import Artifact
-from grasp.artifact.remote import is_published, publish_artifact, remote_url, staging_directory
+from grasp.artifact.remote import RemoteFiles, is_published, local_path, publish_artifact, remote_url, staging_directory
 from grasp.errors import ArtifactError, MissingExtraError
 
 
@@ -169,6 +171,57 @@ def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
     publish_artifact(local, place)
     for journal in local.glob("published-*"):
         journal.unlink()
+
+
+def test_what_was_sent_and_is_gone_is_sent_again(local, place, monkeypatch):
+    filesystem, root = fsspec.core.url_to_fs(place)
+    publish_artifact(local, place)
+    for name in (MANIFEST, "rows.parquet"):
+        filesystem.rm(f"{root}/{name}")
+    publish_artifact(local, place)
+    assert verify(place).ok
+    filesystem.rm(f"{root}/{MANIFEST}")
+    filesystem.rm(f"{root}/rows.parquet")
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem, "put_file", lambda source, target: None)
+        with pytest.raises(ArtifactError, match=r"1 of \d+ files did not arrive, e.g. rows.parquet; run again"):
+            publish_artifact(local, place)
+    assert not is_published(place)
+    for journal in local.glob("published-*"):
+        journal.unlink()
+
+
+def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):
+    publish_artifact(local, place)
+    asked, real = [], RemoteFiles._fetch
+
+    def slow(self, name, expected, path):
+        asked.append(name)
+        time.sleep(0.05)
+        real(self, name, expected, path)
+
+    monkeypatch.setattr(RemoteFiles, "_fetch", slow)
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: Artifact.open(place).rows_path, range(4)))
+    assert len(set(paths)) == len(asked) == 1  # the others waited for it
+
+
+def test_a_bucket_of_a_misspelt_name_is_not_made(local, s3):
+    with pytest.raises(ArtifactError, match=r"^s3://nobody-made-it/art.*cannot be reached"):
+        publish_artifact(local, "s3://nobody-made-it/art")
+    filesystem, _ = fsspec.core.url_to_fs(s3)
+    filesystem.invalidate_cache()
+    assert not filesystem.exists("nobody-made-it")
+    for journal in local.glob("published-*"):
+        journal.unlink()
+
+
+def test_a_file_url_is_a_path(local):
+    assert local_path(Path("file:///tmp/art")) == local_path("file:///tmp/art") == Path("/tmp/art")
+    assert local_path("art") == Path("art")
+    found = Artifact.open(f"file://{local}")
+    assert found.where == str(local)
+    assert verify(f"file://{local}").ok
 
 
 def test_another_artifact_is_not_written_over(local, place, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.reader import Artifact
+from grasp.build import cluster
 from grasp.build.cluster import ClusterSpec, connected
 from grasp.build.engine import InProcess, LocalEngine
 from grasp.build.local import build
@@ -141,6 +142,33 @@ def test_more_workers_than_there_is_room_for(spec):
         connected(ClusterSpec(workers=64)),
     ):
         pass
+
+
+def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)  # the cluster was started elsewhere
+    settings = world(root)
+    model = settings.model.model_copy(update={"path": "model"})
+    found = build(settings.model_copy(update={"model": model}), tmp_path / "artifact", engine=RayEngine(spec))
+    assert_same(arrays(found), arrays(built))
+
+
+def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE_SECONDS", 2.0)
+
+    class Holder:
+        def ready(self):
+            return True
+
+    holder = ray.remote(Holder).options(num_cpus=1).remote()
+    assert ray.get(holder.ready.remote())
+    with (
+        pytest.raises(EngineError, match=r"the cluster has room for [01] workers now, expected 2; its cores"),
+        connected(spec),
+    ):
+        pass
+    with connected(ClusterSpec()) as some:
+        assert some.workers == 1
+    ray.kill(holder)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):

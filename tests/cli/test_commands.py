@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from grasp.artifact import remote
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArtifactWriter
@@ -448,15 +449,26 @@ def test_written_predictions_carry_what_they_are(art, tmp_path):
 
 def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypatch):
     """Not by the directory that it was built in or that keeps what was fetched."""
+    settings = root / "settings.yaml"
     monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
     url = "memory://cli/art"
-    made = succeed("build", "--config", root / "settings.yaml", "--out", url)
+    assert "memory://cli/art, which ends with this process" in refused("build", "--config", settings, "--out", url)
+    monkeypatch.setattr(remote, "IN_PROCESS", ())  # here all commands are one process
+    made = succeed("build", "--config", settings, "--out", url)
     assert made.lines[0].startswith(f"{url}: ")
     assert made.lines[-1] == f"next: grasp score {url} --target facts --top 10"
     assert list((tmp_path / "cache/building").iterdir()) == []
-    assert "a complete artifact lies at" in refused("build", "--config", root / "settings.yaml", "--out", url)
+    assert "a complete artifact lies at" in refused("build", "--config", settings, "--out", url)
     assert succeed("info", url).lines[0].startswith(f"{url}: complete")
     assert succeed("verify", url).lines[-1].startswith(f"{url}: artifact")
     chosen = succeed("select", url, "--budget", "20%", "--target", "facts", "--out", tmp_path / "kept.parquet")
     assert f"grasp predict {url} --subsets" in chosen.out
     assert f"no row of {url} is" in refused("score", url, "--target", "facts", "--min-tokens", 10**6)
+
+
+def test_a_file_url_is_the_path_that_it_names(root, tmp_path):
+    where = tmp_path / "art"
+    succeed("build", "--config", root / "settings.yaml", "--out", f"file://{where}")
+    assert (where / "manifest.json").exists()
+    assert succeed("info", f"file://{where}").lines[0].startswith(f"{where}: complete")
+    assert succeed("score", f"file://{where}", "--target", "facts", "--top", 1).lines

@@ -301,15 +301,18 @@ def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # ray leaves sockets to the interpreter's end
-def test_a_cluster_fills_an_environment_with_the_same_numbers(inputs, whole, tmp_path):
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+def test_a_cluster_fills_an_environment_with_the_same_numbers(inputs, whole, tmp_path, monkeypatch):
+    """All of it, since no number of workers is given; from paths that are relative to where the user is."""
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    monkeypatch.chdir(inputs)
     seen = []
-    spread = retrain(
-        settings(inputs, workers=2),
-        tmp_path / "env",
-        lambda status: seen.append(status.done),
-        cluster=ClusterSpec(workers=2),
-    )
+    try:
+        spread = retrain(
+            settings(Path()), tmp_path / "env", lambda status: seen.append(status.done), cluster=ClusterSpec()
+        )
+    finally:
+        ray.shutdown()
     np.testing.assert_array_equal(spread.utilities().values_BSE, whole.utilities().values_BSE)
     np.testing.assert_array_equal(spread.reference_utilities(), whole.reference_utilities())
     assert seen[-1] == 8

@@ -30,9 +30,10 @@ def job(seed, n=300, width=40, b=7, share=0.1, *, plain=True):
     way=st.sampled_from(["dense", "sparse", "torch"]),
     plain=st.booleans(),
     width=st.sampled_from([1, 30, 129]),
+    share=st.sampled_from([0.005, 0.1]),  # fewer entries than rows, and more
 )
-def test_all_ways_agree_with_a_loop(seed, way, plain, width):
-    weights_BN, values_NC = job(seed, width=width, plain=plain)
+def test_all_ways_agree_with_a_loop(seed, way, plain, width, share):
+    weights_BN, values_NC = job(seed, width=width, plain=plain, share=share)
     want = np.array([sum(w * values_NC[i].astype(float) for i, w in enumerate(row)) for row in weights_BN.toarray()])
     bound = 2e-6 * (abs(weights_BN) @ abs(values_NC.astype(float)))
     got = Sweep(values_NC, way).sums(weights_BN)
@@ -55,6 +56,16 @@ def test_subsets_without_rows_sum_to_zero():
     values_NC = np.ones((5, 3), dtype=np.float32)
     for way in ("dense", "sparse", "torch"):
         assert not Sweep(values_NC, way).sums(csr_array((2, 5))).any()
+        assert Sweep(values_NC, way).sums(csr_array((0, 5))).shape == (0, 3)
+
+
+@pytest.mark.parametrize("way", ["dense", "sparse", "torch"])
+def test_float16_is_widened_before_it_is_added_up(way):
+    weights_BN, values_NC = job(0, n=3000, share=0.9)
+    half_NC = values_NC.astype(np.float16)
+    want = weights_BN @ half_NC.astype(float)
+    bound = 2e-6 * (weights_BN @ abs(half_NC.astype(float)))
+    assert (abs(Sweep(half_NC, way).sums(weights_BN) - want) <= bound).all()
 
 
 def test_plan_follows_the_shape():

@@ -18,7 +18,7 @@ from grasp.artifact.manifest import (
     read_record,
 )
 from grasp.artifact.reader import why_not_open
-from grasp.artifact.remote import RemoteFiles, remote_url
+from grasp.artifact.remote import RemoteFiles, local_path, remote_url
 from grasp.errors import ArtifactError
 
 
@@ -105,7 +105,7 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
         remote, manifest = RemoteFiles.open(url)
         problems, total = _compared(manifest.files, remote.fault, progress)
         return VerifyReport(url, True, len(manifest.files), total, tuple(problems))
-    path = Path(path)
+    path = local_path(path)
     complete = (path / MANIFEST).exists()
     if not complete and not (path / BUILD).exists():
         raise ArtifactError(why_not_open(path))
@@ -143,7 +143,7 @@ def info(path: Path | str) -> ArtifactInfo:
     if (url := remote_url(path)) is not None:
         remote, manifest = RemoteFiles.open(url)
         return replace(_describe(remote.cache, manifest), path=url)
-    path = Path(path)
+    path = local_path(path)
     if (path / MANIFEST).exists():
         return _describe(path, parse_manifest(path / MANIFEST, (path / MANIFEST).read_bytes()))
     if not (path / BUILD).exists():

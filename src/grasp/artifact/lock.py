@@ -1,8 +1,10 @@
-"""One writer per artifact: a lock that the kernel releases when its holder dies, so it is never stale."""
+"""One writer per artifact, one process at a time: locks that the kernel releases when their holder dies."""
 
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -68,3 +70,11 @@ class ArtifactLock:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until no other process or thread holds the lock at `path`, then hold it."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

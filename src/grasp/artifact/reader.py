@@ -23,7 +23,7 @@ from grasp.artifact.manifest import (
     parse_manifest,
     read_record,
 )
-from grasp.artifact.remote import RemoteFiles, remote_url
+from grasp.artifact.remote import RemoteFiles, local_path, remote_url
 from grasp.errors import ArtifactError
 
 RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token", "input": "relevance_input"}
@@ -57,7 +57,7 @@ class Artifact:
         if (url := remote_url(path)) is not None:
             remote, manifest = RemoteFiles.open(url)
             return cls(remote.cache, manifest, remote)
-        path = Path(path)
+        path = local_path(path)
         try:
             data = (path / MANIFEST).read_bytes()
         except (FileNotFoundError, NotADirectoryError) as err:

@@ -21,11 +21,15 @@ import fsspec
 
 from grasp.artifact.files import FileEntry, entry_of, part_of, publish, write_whole
 from grasp.artifact.layout import MANIFEST
+from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.manifest import Manifest, parse_manifest
 from grasp.errors import ArtifactError, MissingExtraError
 
 CACHE_VARIABLE = "GRASP_CACHE"
 LOCAL = ("file", "local")
+IN_PROCESS = ("memory",)  # what lies there ends with the process
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl")  # they have buckets and no directories
+LOCK = ".lock"  # beside the directory that it is for
 _URL = re.compile(r"([a-z][a-z0-9+]*):/+(.*)")
 _READ_BYTES = 1 << 20
 
@@ -39,6 +43,12 @@ def remote_url(path: Path | str) -> str | None:
     if found is None or found[1] in LOCAL or found[1] not in fsspec.available_protocols() or Path(path).exists():
         return None
     return f"{found[1]}://{found[2].rstrip('/')}"
+
+
+def local_path(path: Path | str) -> Path:
+    """The path on this machine that a `file:///...` URL means; any other path as it is."""
+    found = _URL.fullmatch(str(path))
+    return Path("/" + found[2]) if found is not None and found[1] in LOCAL and not Path(path).exists() else Path(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,8 @@ class RemoteFiles:
         manifest = parse_manifest(Path(f"{url}/{MANIFEST}"), data)
         cache = cache_directory("fetched", f"{url} {manifest.checksum}")
         cache.mkdir(parents=True, exist_ok=True)
-        write_whole(cache / MANIFEST, data)
+        with one_at_a_time(cache.with_suffix(LOCK)):
+            write_whole(cache / MANIFEST, data)
         return cls(url, filesystem, root, cache, manifest.files), manifest
 
     def fetched(self, name: str) -> Path:
@@ -84,6 +95,12 @@ class RemoteFiles:
         expected = self.files.get(name)
         if expected is None or (path.exists() and path.stat().st_size == expected.bytes):
             return path
+        with one_at_a_time(self.cache.with_suffix(LOCK)):
+            if not (path.exists() and path.stat().st_size == expected.bytes):  # another process may have fetched it
+                self._fetch(name, expected, path)
+        return path
+
+    def _fetch(self, name: str, expected: FileEntry, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _reached(f"{self.url}/{name}"):
             self.filesystem.get_file(f"{self.root}/{name}", str(part_of(path)))
@@ -95,7 +112,6 @@ class RemoteFiles:
                 f"{expected.blake2b}; `grasp verify {self.url}` names everything that is broken"
             )
         publish(path)
-        return path
 
     def fault(self, name: str, expected: FileEntry) -> str | None:
         """What is wrong with a file where it lies, read as a stream; None: nothing."""
@@ -148,22 +164,45 @@ def publish_artifact(local: Path, url: str, progress: Callable[[int, int], None]
                 return
             raise ArtifactError(f"{url}: another artifact lies here; delete it, or choose another URL")
     journal = local / f"published-{hashlib.blake2b(url.encode(), digest_size=8).hexdigest()}"
-    done = set(journal.read_text(encoding="utf-8").splitlines()) if journal.exists() else set()
+    noted = set(journal.read_text(encoding="utf-8").splitlines()) if journal.exists() else set()
+    there = _sizes(filesystem, root, url)
     total, sent = sum(entry.bytes for entry in manifest.files.values()), 0
     with journal.open("a", encoding="utf-8") as note:
         for name, entry in manifest.files.items():
             line = f"{entry.blake2b} {name}"
-            if line not in done:
-                with _reached(f"{url}/{name}"):
-                    filesystem.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-                    filesystem.put_file(str(local / name), f"{root}/{name}")
+            if line not in noted or there.get(name) != entry.bytes:
+                _put(filesystem, local / name, f"{root}/{name}", f"{url}/{name}")
                 note.write(line + "\n")
                 note.flush()
             sent += entry.bytes
             if progress is not None:
                 progress(sent, total)
+    there = _sizes(filesystem, root, url)
+    if lost := [name for name, entry in manifest.files.items() if there.get(name) != entry.bytes]:
+        raise ArtifactError(
+            f"{url}: {len(lost)} of {len(manifest.files)} files did not arrive, e.g. {lost[0]}; run again with "
+            "--resume to send them"
+        )
     with _reached(f"{url}/{MANIFEST}"):
         filesystem.pipe_file(f"{root}/{MANIFEST}", data)
+
+
+def _put(filesystem: Any, source: Path, to: str, where: str) -> None:
+    with _reached(where):
+        if where.partition(":")[0] not in OBJECT_STORES:  # there it would make a bucket of a misspelt name
+            filesystem.makedirs(to.rpartition("/")[0], exist_ok=True)
+        filesystem.put_file(str(source), to)
+
+
+def _sizes(filesystem: Any, root: str, url: str) -> dict[str, int]:
+    """Bytes of every file below `root`, by its name there; nothing where there is no such place yet."""
+    with _reached(url):
+        filesystem.invalidate_cache()
+        try:
+            found = filesystem.find(root, detail=True)
+        except FileNotFoundError:
+            return {}
+    return {str(path)[len(root) :].lstrip("/"): int(known["size"]) for path, known in found.items()}
 
 
 def discard_staging(url: str) -> None:

@@ -3,6 +3,8 @@
 Only this module imports ray, and only when it is asked for.
 """
 
+import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from grasp.errors import EngineError, GraspError
 from grasp.extras import require
 
 JOBS_A_WORKER = 2  # one that runs, one that waits: no worker is idle while its next shard travels
+PATIENCE_SECONDS, POLL_SECONDS = 60.0, 0.5  # for room on a cluster that others use too
 RETRIES = 3  # of one job whose worker died: a shard that kills every worker it meets must end the run
 
 
@@ -39,16 +42,35 @@ class Cluster:
     def __init__(self, ray: ModuleType, spec: ClusterSpec) -> None:
         self._ray = ray
         self._threads = spec.threads
-        resources: dict[str, float] = ray.cluster_resources()
-        self._gpus = int(resources.get("GPU", 0))
-        cores = int(resources.get("CPU", 1))
-        self.workers = spec.workers or self._gpus or max(1, cores // spec.threads)
-        room = self._gpus or cores // spec.threads
-        if self.workers > room:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._gpus = int(sum(node.get("GPU", 0) for node in nodes))
+        cores = sum(int(node.get("CPU", 0)) for node in nodes)
+        room = self._gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
+        asked = room if spec.workers is None else spec.workers
+        if room < 1 or asked > room:
             raise EngineError(
-                f"--workers: got {self.workers}, but the cluster has {self._gpus} GPUs and {cores} CPU cores, room for "
-                f"{room} of {spec.threads} threads; ask for {room} or fewer"
+                f"--workers: got {asked}, but the cluster has {self._gpus} GPUs and {cores} CPU cores, room for {room} "
+                f"of {spec.threads} threads; ask for {room} or fewer, or for fewer threads"
             )
+        free = self._wait_for_room(1 if spec.workers is None else spec.workers)
+        self.workers = min(asked, free)
+
+    def _wait_for_room(self, workers: int) -> int:
+        """Workers that there is room for now; others may be about to give theirs back."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (free := self._free()) < workers:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"--engine ray: the cluster has room for {free} workers now, expected {workers}; its cores or GPUs "
+                    "are taken by others: ask for fewer --workers, or come back later with --resume"
+                )
+            time.sleep(POLL_SECONDS)
+        return free
+
+    def _free(self) -> int:
+        free: dict[str, float] = self._ray.available_resources()
+        cores = int(free.get("CPU", 0)) // self._threads
+        return min(cores, int(free.get("GPU", 0))) if self._gpus else cores
 
     def put(self, value: Any) -> Any:
         """A reference to a value that every worker may read."""
@@ -67,8 +89,8 @@ class Cluster:
         options: dict[str, Any] = {"num_cpus": self._threads, "max_retries": RETRIES}
         if self._gpus:
             options["num_gpus"] = 1
-        remote = self._ray.remote(function).options(**options)
-        return [remote.remote(*arguments) for _ in range(self.workers)]
+        remote = self._ray.remote(_from_directory).options(**options)
+        return [remote.remote(os.getcwd(), function, *arguments) for _ in range(self.workers)]
 
     def done(self, references: Sequence[Any], seconds: float) -> bool:
         """Wait so long for all of them; whether they have ended. The first error of any of them is raised here."""
@@ -99,16 +121,21 @@ class Cluster:
             ) from err
 
     def spread(
-        self, actors: Sequence[Any], jobs: Iterable[tuple[int, Any]], call: Callable[[Any, Any], Any]
+        self,
+        actors: Sequence[Any],
+        jobs: Iterable[tuple[int, Any]],
+        call: Callable[[Any, Any], Any],
+        wait: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, Any]]:
         """Results of numbered jobs as they come; few are under way at a time, whatever their number.
 
         Args:
             call: makes a reference of an actor and a job.
+            wait: no job is begun while this is true and another is under way.
         """
         queue = _Queue(deque(actor for _ in range(JOBS_A_WORKER) for actor in actors))
         for k, job in jobs:
-            if not queue.free:
+            while not queue.free or (queue.running and wait is not None and wait()):
                 yield self._next(queue)
             actor = queue.free.popleft()
             queue.running[call(actor, job)] = (k, actor)
@@ -141,12 +168,16 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
     ray = require("ray", extra="ray", feature="--engine ray")
     own = not ray.is_initialized()
     if own:
+        where = _local(spec) if spec.address is None else {"address": spec.address}
         try:
-            ray.init(address=spec.address, log_to_driver=False, logging_level="error", **_local_only(spec))
+            ray.init(log_to_driver=False, logging_level="error", **where)
         except (ConnectionError, ValueError, RuntimeError) as err:
+            said = " ".join(str(err).split())[:200]
+            if spec.address is None:
+                raise EngineError(f"--engine ray: no cluster could be started on this machine: {said}") from err
             raise EngineError(
-                f"--address: no Ray cluster answers at {spec.address!r}: {' '.join(str(err).split())[:200]}; start one "
-                "with `ray start --head`, or leave the flag out to use this machine"
+                f"--address: no Ray cluster answers at {spec.address!r}: {said}; start one with `ray start --head`, or "
+                "leave the flag out to use this machine"
             ) from err
     try:
         yield Cluster(ray, spec)
@@ -155,9 +186,18 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
             ray.shutdown()
 
 
-def _local_only(spec: ClusterSpec) -> dict[str, Any]:
-    """What only a cluster that is started here may be told."""
-    if spec.address is not None:
-        return {}
-    cores = None if spec.workers is None else spec.workers * spec.threads
-    return {"include_dashboard": False, "num_cpus": cores, "configure_logging": False}
+def _local(spec: ClusterSpec) -> dict[str, Any]:
+    """A cluster of this machine alone, whatever others run here. Two workers can be tried on any machine."""
+    cores = max(os.cpu_count() or 1, 2 * spec.threads)
+    return {"address": "local", "include_dashboard": False, "num_cpus": cores, "configure_logging": False}
+
+
+def _from_directory(directory: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    enter(directory)
+    return function(*arguments)
+
+
+def enter(directory: str) -> None:
+    """Where the user's relative paths mean what they mean to the user, if this node has that directory."""
+    if os.path.isdir(directory):
+        os.chdir(directory)

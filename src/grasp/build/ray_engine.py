@@ -10,12 +10,13 @@ Results are those of the local engine, bit for bit on the same device with the s
 same, batches within a shard are the same, and moments are merged in the order of the rows.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grasp.build.cluster import Cluster, ClusterSpec, connected
+from grasp.build.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.build.forward import (
     PositionSums,
     ShardForward,
@@ -33,7 +34,8 @@ from grasp.settings import FeatureSettings, ModelSettings
 class ModelActor:
     """A worker: the model, loaded when the first job comes, and the token kernel of the moments that it was given."""
 
-    def __init__(self, settings: ModelSettings, features: FeatureSettings) -> None:
+    def __init__(self, directory: str, settings: ModelSettings, features: FeatureSettings) -> None:
+        enter(directory)
         self._settings = settings
         self._features = features
         self._model: Reference | None = None
@@ -72,11 +74,14 @@ class RayWorkers:
     units: UnitFeatures  # on the CPU
 
     def position_sums(self, parts: Iterable[Rows]) -> Iterator[PositionSums]:
-        """In the order of the parts; those that are done early wait for their turn."""
+        """In the order of the parts. Those that are done early wait for their turn, a few of them at most."""
         early: dict[int, PositionSums] = {}
-        due = 0
-        jobs = enumerate(parts)
-        for k, sums in self.cluster.spread(self.actors, jobs, lambda actor, rows: actor.position_sums.remote(rows)):
+        due, most = 0, JOBS_A_WORKER * len(self.actors)
+
+        def call(actor: Any, rows: Rows) -> Any:
+            return actor.position_sums.remote(rows)
+
+        for k, sums in self.cluster.spread(self.actors, enumerate(parts), call, wait=lambda: len(early) >= most):
             early[k] = sums
             while due in early:
                 yield early.pop(due)
@@ -104,5 +109,5 @@ class RayEngine:
         self, model: Reference, settings: ModelSettings, features: FeatureSettings, units: UnitFeatures
     ) -> Iterator[RayWorkers]:
         with connected(self.spec) as cluster:
-            actors = cluster.actors(ModelActor, settings, features)
+            actors = cluster.actors(ModelActor, os.getcwd(), settings, features)
             yield RayWorkers(cluster, actors, units.to("cpu"))

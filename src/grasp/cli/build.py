@@ -70,7 +70,9 @@ def build(
         "features.match": match,
         "keep_features": keep_features,
     }
-    from grasp.artifact.remote import remote_url, staging_directory
+    from grasp.artifact.remote import IN_PROCESS, local_path, remote_url, staging_directory
+
+    out = local_path(out)
 
     if add_target is not None:
         if engine != "local":
@@ -80,6 +82,8 @@ def build(
         _add(out, add_target, merged(config, assign, flags), quiet)
         return
     url = remote_url(out)
+    if url is not None and url.partition(":")[0] in IN_PROCESS:
+        raise SettingsError(f"--out: got {url}, which ends with this process; choose a directory or an object store")
     replay = (out if url is None else staging_directory(url)) / "run.yaml"
     if config is None and resume and replay.exists():
         config = replay

@@ -37,7 +37,9 @@ def retrain(
     role: str | None = typer.Option(None, "--role", help="dev: protocols may be selected on it; or held-out."),
     config: Path | None = typer.Option(None, "--config", help="YAML file of settings; a run.yaml replays a run."),
     assign: list[str] = typer.Option([], "--set", help="One setting, e.g. --set overrides.steps=500; repeatable."),
-    workers: int | None = typer.Option(None, "--workers", min=1, help="Processes that fill the environment."),
+    workers: int | None = typer.Option(
+        None, "--workers", min=1, help="Processes that fill it; none: one, or on a cluster one for each GPU, or core."
+    ),
     stack: int | None = typer.Option(None, "--stack", min=1, help="Models that a worker trains as one program."),
     engine: str = typer.Option(
         "local", "--engine", help="local: processes here; ray: of a Ray cluster whose nodes all reach --out."

@@ -9,13 +9,11 @@ and leases again until none is left. A kill costs the runs in flight and nothing
     <out>/reference/     the models of the whole corpus, one a seed, with intermediate checkpoints
 """
 
-import fcntl
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -29,6 +27,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 import grasp
+from grasp.artifact.lock import one_at_a_time
 from grasp.build.cluster import ClusterSpec, connected
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError, EnvironmentDataError, ModelError, SettingsError, SubsetError
@@ -88,10 +87,10 @@ def retrain(
     environment = prepare(settings, out, report)
     if cluster is not None:
         _fill_on_cluster(settings, environment, cluster, report)
-    elif settings.workers == 1:
+    elif settings.workers in (None, 1):
         fill(settings, out, report)
     else:
-        _fill_with_workers(settings, environment, report)
+        _fill_with_workers(settings, settings.workers, environment, report)
     return Environment.open(out)
 
 
@@ -101,7 +100,7 @@ def prepare(settings: RetrainSettings, out: Path, progress: Progress) -> Environ
     if out.exists() and not out.is_dir():
         raise SettingsError(f"{out}: is a file, expected the directory of an environment; choose another place")
     out.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(out / ".prepare.lock"):
+    with one_at_a_time(out / ".prepare.lock"):
         tokenizer = _tokenizer(settings, recipe, out, progress)
         progress(RetrainStatus("rows"))
         store = RowStore.write(out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS)
@@ -146,7 +145,7 @@ class Worker:
         self.recipe = resolved_recipe(settings)
         self.device = resolved_device(settings.device)
         hf_logging.disable_progress_bar()
-        torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // settings.workers))
+        torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // (settings.workers or 1)))
         self.store = RowStore.open(environment.path / "tokens")
         self.tokenizer = _tokenizer(settings, self.recipe, environment.path, _silent)
         environment.check_corpus(self.store.fingerprint, str(environment.path / "tokens"))
@@ -418,12 +417,12 @@ def _info(
 # ------------------------------------------------------------------------------------------- workers
 
 
-def _fill_with_workers(settings: RetrainSettings, environment: Environment, progress: Progress) -> None:
+def _fill_with_workers(settings: RetrainSettings, workers: int, environment: Environment, progress: Progress) -> None:
     """Fill from several processes; the first error of any of them is raised here."""
     clock = _Clock(environment)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(settings.workers, mp_context=context) as pool:
-        futures = [pool.submit(fill, settings, environment.path, _silent) for _ in range(settings.workers)]
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = [pool.submit(fill, settings, environment.path, _silent) for _ in range(workers)]
         while not all(future.done() for future in futures):
             progress(clock.status(len(environment.pending()), (), 0, 0))
             time.sleep(POLL_SECONDS)
@@ -459,14 +458,6 @@ class _Clock:
         elapsed = time.monotonic() - self._began
         seconds_left = elapsed / ended * (left - partly) if ended > 0 else None
         return RetrainStatus("runs", self._total - left, self._total, running, step, steps, seconds_left)
-
-
-@contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait for a lock that the kernel gives back when its holder dies."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _silent(_: RetrainStatus) -> None:

@@ -62,13 +62,22 @@ class Sweep:
         if way == "dense":
             return self._dense(weights)
         if way == "sparse":
-            return np.asarray(weights @ self._values_NC, dtype=np.float64)
+            return self._sparse(weights)
         return self._by_torch(weights)
 
     def _total(self) -> F64:
         if self._total_C is None:
             self._total_C = self._values_NC.sum(axis=0, dtype=np.float64)
         return self._total_C
+
+    def _sparse(self, weights_BN: csr_array) -> F64:
+        """By scipy, which widens what it multiplies with: only the rows that are used, where they are few."""
+        n_subsets, n_rows = weights_BN.shape
+        if weights_BN.nnz >= n_rows:
+            return np.asarray(weights_BN @ self._values_NC, dtype=np.float64)
+        used_n, column = np.unique(weights_BN.indices, return_inverse=True)
+        weights_Bn = csr_array((weights_BN.data, column, weights_BN.indptr), shape=(n_subsets, len(used_n)))
+        return np.asarray(weights_Bn @ self._values_NC[used_n], dtype=np.float64)
 
     def _dense(self, weights_BN: csr_array) -> F64:
         block, out_BC = BlockSums(weights_BN, dense=True), np.zeros((weights_BN.shape[0], self._values_NC.shape[1]))

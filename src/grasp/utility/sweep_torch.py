@@ -40,12 +40,14 @@ class PackedValues:
         if device != "cpu" or width < count * MIN_PANEL:
             count = 1
         cuts = np.array_split(np.arange(width), count)
-        parts = (np.ascontiguousarray(values_NC[:, cut[0] : cut[-1] + 1]) for cut in cuts)
+        parts = (np.ascontiguousarray(values_NC[:, cut[0] : cut[-1] + 1], dtype=np.float32) for cut in cuts)
         return cls(tuple(torch.from_numpy(part).to(device) for part in parts))
 
 
 def sums(packed: PackedValues, weights_BN: csr_array) -> F64:
     """(B, C) sum_i w_i x_i of one block, within 2e-6 of sum_i |w_i x_i|: float32 within PIECE rows, float64 across."""
+    if not weights_BN.shape[0]:
+        return np.empty((0, sum(panel.shape[1] for panel in packed.panels)))
     offset, first_B = _pieces(weights_BN.indptr)
     device = packed.panels[0].device
     index = torch.from_numpy(weights_BN.indices).to(device)  # int32 or int64, as scipy chose for both
