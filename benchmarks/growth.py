@@ -4,15 +4,15 @@
 
 Synthetic artifacts are written through the package's own writer, float16 on disk, up to 5 M rows: numbers drawn at
 random, which cost what real ones cost. Each question is asked in a process of its own, so that its peak memory is its
-own; the process opens the artifact as the command line does. One of N, E, B grows at a time over two decades; the
-slope of log time against log size is fitted where the work outweighs the start (the largest decade).
+own; the process opens the artifact as the command line does. One of N, E, B grows at a time over two decades. Slopes
+are of log CPU seconds against log size, beyond what the same question takes where there is next to nothing to do
+(START_ROWS rows, 8 units, 4 subsets): imports and the calibration's fixed part do not grow.
 Shape letters: B subsets, N rows, E units.
 """
 
 import argparse
 import json
 import multiprocessing
-import resource
 import shutil
 import sys
 import tempfile
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from memory import peak_bytes  # the file beside this one
 
 from grasp.artifact.reader import Artifact
 from grasp.artifact.shards import ArraySpec
@@ -37,6 +38,7 @@ from grasp.subsets import LabelTable, parse_family
 
 SHARD_ROWS, LABELS, TARGETS = 16_384, 24, 5
 SUBSET_ROWS = 1_000
+START_ROWS, START_UNITS, START_SUBSETS = 2_000, 8, 4
 
 
 def write_artifact(path: Path, n_rows: int, n_units: int) -> Path:
@@ -120,10 +122,10 @@ QUESTIONS: dict[str, Callable[[Artifact, int, ScoringProtocol], None]] = {
 
 
 def _measured(question: str, path: Path, n_subsets: int, geometry: bool, queue: Any) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_bytes()
     begun, cpu = time.perf_counter(), time.process_time()
     QUESTIONS[question](Artifact.open(path), n_subsets, geometric() if geometry else default_protocol())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     queue.put(
         {
             "wall_s": time.perf_counter() - begun,
@@ -154,27 +156,43 @@ def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def sweep(
-    name: str, sizes: Sequence[int], question: str, point: Callable[[int], tuple[Path, int]], *, geometry: bool
-) -> dict[str, Any]:
-    rows = []
-    for size in sizes:
-        path, n_subsets = point(size)
-        rows.append({"size": size, **ask(question, path, n_subsets, geometry=geometry)})
-        print(
-            f"{name}, {question}: {size:>10,}  {rows[-1]['cpu_s']:8.2f} CPU s  {rows[-1]['peak_bytes'] / 1e6:8.0f} MB"
-        )
-    whole = slope(sizes, [row["cpu_s"] for row in rows])
-    last = slope(sizes[-2:], [row["cpu_s"] for row in rows[-2:]])
-    print(f"{name}, {question}: slope {whole:.2f}, over the largest decade {last:.2f}")
+def summed_up(name: str, question: str, sizes: Sequence[int], asked: Sequence[dict[str, float]], start: float) -> Any:
+    """The points with their slope beyond the start, over both decades and over the larger one."""
+    beyond = [one["cpu_s"] - start for one in asked]
+    whole, last = slope(sizes, beyond), slope(sizes[-2:], beyond[-2:])
+    print(f"{name}, {question}: start {start:.2f} CPU s, slope {whole:.2f}, over the larger decade {last:.2f}")
+    points = [{"size": size, **one} for size, one in zip(sizes, asked, strict=True)]
     return {
         "over": name,
         "question": question,
-        "geometry": geometry,
-        "points": rows,
+        "start_cpu_s": start,
+        "points": points,
         "slope": whole,
         "slope_last": last,
     }
+
+
+def sweep(
+    name: str,
+    sizes: Sequence[int],
+    question: str,
+    point: Callable[[int], tuple[Path, int]],
+    start: float,
+    *,
+    geometry: bool,
+) -> dict[str, Any]:
+    asked = []
+    for size in sizes:
+        path, n_subsets = point(size)
+        asked.append(ask(question, path, n_subsets, geometry=geometry))
+        say(name, question, size, asked[-1])
+    return summed_up(name, question, sizes, asked, start)
+
+
+def say(name: str, question: str, size: int, found: dict[str, float]) -> None:
+    print(
+        f"{name}, {question}: {size:>10,}  {found['cpu_s']:8.2f} CPU s  {found['peak_bytes'] / 1e6:8.0f} MB", flush=True
+    )
 
 
 def main() -> None:
@@ -194,38 +212,36 @@ def main() -> None:
         result = measure(Path(directory), args)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(
+            json.dumps({"geometry": args.geometry, "results": result}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def measure(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows, then units, then subsets; one artifact on the disk at a time where it is large."""
     found: list[dict[str, Any]] = []
     few = {"geometry": args.geometry}
+    path = write_artifact(root / "start", START_ROWS, START_UNITS)
+    start = {question: ask(question, path, START_SUBSETS, **few)["cpu_s"] for question in args.questions}
     points: dict[str, list[dict[str, float]]] = {question: [] for question in args.questions}
     for n_rows in args.rows:
         path = write_artifact(root / "rows", n_rows, args.width)
         for question in args.questions:
-            points[question].append(ask(question, path, args.few_subsets, geometry=args.geometry))
-            last = points[question][-1]
-            print(f"rows, {question}: {n_rows:>10,}  {last['cpu_s']:8.2f} CPU s  {last['peak_bytes'] / 1e6:8.0f} MB")
+            points[question].append(ask(question, path, args.few_subsets, **few))
+            say("rows", question, n_rows, points[question][-1])
         shutil.rmtree(path)
-    for question, rows in points.items():
-        seconds = [row["cpu_s"] for row in rows]
-        slopes = {"slope": slope(args.rows, seconds), "slope_last": slope(args.rows[-2:], seconds[-2:])}
-        listed = [{"size": size, **row} for size, row in zip(args.rows, rows, strict=True)]
-        print(f"rows, {question}: slope {slopes['slope']:.2f}, over the largest decade {slopes['slope_last']:.2f}")
-        found.append({"over": "rows", "question": question, **few, "points": listed, **slopes})
+    found += [summed_up("rows", question, args.rows, asked, start[question]) for question, asked in points.items()]
     if args.units:
 
         def by_units(size: int) -> tuple[Path, int]:
             shutil.rmtree(root / "units", ignore_errors=True)
             return write_artifact(root / "units", args.few_rows, size), args.few_subsets
 
-        found.append(sweep("units", args.units, "predict", by_units, **few))
+        found.append(sweep("units", args.units, "predict", by_units, start["predict"], **few))
     if args.subsets:
         path = write_artifact(root / "subsets", args.few_rows, args.width)
-        found.append(sweep("subsets", args.subsets, "predict", lambda size: (path, size), **few))
-        found.append(sweep("subsets", args.subsets, "slices", lambda size: (path, size), **few))
+        for question in ("predict", "slices"):
+            found.append(sweep("subsets", args.subsets, question, lambda size: (path, size), start[question], **few))
     return found
 
 

@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, Contender, Job, bytes_below, settings_of, write_world  # the file beside this one
+from memory import peak_bytes
 
 SWEEP_WIDTHS = {"GRASP": 129, "TRAK-5": 640, "TracIn": 1}
 PREPARATIONS = ("world", "artifact")
@@ -111,17 +112,6 @@ def stamp() -> tuple[float, float]:
 
 def spent(begun: tuple[float, float], done: tuple[float, float]) -> dict[str, float]:
     return {"wall_s": done[0] - begun[0], "cpu_s": done[1] - begun[1]}
-
-
-def peak_bytes() -> int:
-    """Of this process since its program began (ru_maxrss would count the parent's at the fork), or of a child."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    else:
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        own = int(line.split()[1]) * 1024
-    return max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
 
 
 def sweep(job: Job) -> dict[str, Any]:

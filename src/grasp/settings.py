@@ -4,7 +4,7 @@ The only place that reads or writes YAML. `run.yaml`, which every long command l
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -22,6 +22,17 @@ class Settings(BaseModel):
 
 
 S = TypeVar("S", bound=Settings)
+
+
+def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
+    """In a validator: see that no setting was given that has no effect beside the others.
+
+    Raises:
+        ValueError: names those that were.
+    """
+    given = [name for name in names if name in settings.model_fields_set and getattr(settings, name) is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)}: of no effect, since {because}; leave out")
 
 
 class CorpusSettings(Settings):
@@ -307,7 +318,9 @@ class RetrainSettings(Settings):
     )
     device: str = Field("auto", description="auto: cuda where there is one, else cpu.")
     threads: int | None = Field(None, ge=1, description="CPU threads of one worker; none: an even share.")
-    workers: int = Field(1, ge=1, description="Processes that fill the environment.")
+    workers: int | None = Field(
+        None, ge=1, description="Processes that fill it; none: one, or on a cluster one for each GPU, or core."
+    )
     stack: int = Field(1, ge=1, description="Models that one worker trains at once as one batched program.")
     lease_seconds: float = Field(300.0, gt=0, description="Silence after which a worker counts as dead.")
 
@@ -383,15 +396,39 @@ def _frozen(kind: type[S], data: dict[str, Any], where: str) -> S:
         raise SettingsError(describe(err, where, kind)) from err
 
 
+class _KeyTwice(yaml.YAMLError):
+    """A key that stands twice in one mapping; PyYAML would take the last."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML in which no mapping has a key twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in first:
+                raise _KeyTwice(
+                    f"line {line}: {key.value!r} is there already, in line {first[key.tag, key.value]}; leave one out"
+                )
+            first[key.tag, key.value] = line
+        return node
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping; anything else is refused."""
+    """A YAML mapping; anything else is refused, and so is a key that stands twice."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError as err:
         raise SettingsError(f"{path}: no such settings file") from err
     except OSError as err:
         raise SettingsError(f"{path}: cannot be read: {err.strerror}; expected a YAML file of settings") from err
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
+    except _KeyTwice as err:
+        raise SettingsError(f"{path}: {err}") from err
+    except (yaml.YAMLError, ValueError) as err:  # ValueError: not UTF-8, or a date that there is not
         raise SettingsError(f"{path}: not YAML: {' '.join(str(err).split())}") from err
     if not isinstance(data, dict):
         raise SettingsError(f"{path}: got {type(data).__name__}, expected a mapping of settings")

@@ -67,6 +67,17 @@ def test_every_entry_loads_and_says_what_it_is(name):
             {"datamodels": {"negative": 0.5}},
             r"file: datamodels: negative: datamodels predicts subsets and scores no",
         ),
+        (
+            None,
+            {"datamodels": {"weighting": "count", "penalty": "ridge"}},
+            r"file: datamodels: weighting: datamodels predicts subsets and scores no rows; leave out",
+        ),
+        (
+            None,
+            {"bm25": {"weighting": "meen", "sed": 1, "k1": -1}},
+            r"file: bm25: weighting: .*'count' or 'mean', got 'meen'; k1: .* 0, got -1; sed: no such field, got 1 \(",
+        ),
+        (None, {"mine": {"method": 3}}, r"file: mine: method: got 3, expected one of bm25, "),
         (["bm25", "bm25"], {}, r"methods: got bm25 twice; give one of them another label in a settings file"),
     ],
 )

@@ -115,6 +115,19 @@ def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(wor
     succeed("score", art, "--target", "facts", "--method", "random")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target", "fact"], "targets: got ['fact'], the artifact has ['facts']"),
+        (["--target", "facts", "--labels", "era"], "--labels: got era; the artifact has row_index, row_id, "),
+    ],
+)
+def test_what_is_shown_is_checked_before_rows_are_scored(flags, message, world, tmp_path):
+    command = "score", world.root / "art", "--method", "length", "--cache", tmp_path, *flags
+    assert refused(*command).startswith(message)
+    assert not list(tmp_path.iterdir())
+
+
 def test_methods_lists_them_and_tells_the_settings_of_one():
     listed = succeed("methods").out
     assert all(f"\n{name} " in listed for name in METHODS)
@@ -146,6 +159,22 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
     assert "'token additive' is a predictor of ours; choose another label" in refused(
         *evaluate(world, kept, "--method-settings", file)
     )
+    assert refused("score", art, "--target", "facts", "--method", "grasp") == (
+        "--method: got grasp, whose relevance ranks without it; leave --method out, see --match"
+    )
+    assert refused(
+        "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--checkpoints", tmp_path
+    ) == ("--checkpoints: no meaning with --method bm25, which looks at none; leave it out")
+    assert refused(
+        "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--environment", world.root / "env"
+    ) == ("--environment: no meaning with --method bm25, which looks at none; leave it out")
+    assert refused(*evaluate(world, kept, "--methods", "bm25,loss", "--checkpoints", tmp_path)) == (
+        "--checkpoints: no meaning with these methods, none of which looks at any; leave it out"
+    )
+    for text in ("", ","):
+        assert refused("evaluate", art, "--environment", world.root / "env", "--methods", text) == (
+            f"--methods: got '{text}', expected names separated by commas; see grasp methods"
+        )
     missing = ("--methods", "tracin", "--checkpoints", tmp_path / "gone")
     assert refused(*evaluate(world, kept, *missing)).startswith(f"checkpoints: {tmp_path / 'gone'}: no such directory")
     monkeypatch.setitem(sys.modules, "bm25s", None)

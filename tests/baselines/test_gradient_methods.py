@@ -213,6 +213,11 @@ def test_trak_stores_its_width_at_every_checkpoint(settings, floats, world, tmp_
         ({}, SettingsError, r"trak.dimension: got 128 for 40 rows: .* set trak.ridge above 0"),
         ({"dimension": None, "layers": "all"}, SettingsError, r"14800 numbers a row, .* at most 8192"),
         ({"dimension": 20, "layers": "final_norm"}, ModelError, r"no inverse: its eigenvalues reach from .*trak.ridge"),
+        (
+            {"dimension": 20, "layers": "final_norm", "ridge": 1e-300},
+            ModelError,
+            r"Phi\^T Phi \+ lambda I has no inverse: .*; set a larger trak.ridge",
+        ),
     ],
 )
 def test_trak_refuses_a_matrix_without_an_inverse(settings, error, said, world, tmp_path):
@@ -492,11 +497,27 @@ def test_layers_that_match_nothing_are_refused(name, world, tmp_path):
         ("less", {"adm": "never"}, "adm: no such field, got 'never' .did you mean adam"),
         ("influence", {"damping": 0}, "damping: Input should be greater than 0, got 0"),
         ("datainf", {"fisher_fraction": 1.5}, "fisher_fraction: Input should be less than or equal to 1, got 1.5"),
+        (
+            "influence",
+            {"curvature": "none", "damping": 0.1, "labels": "true"},
+            "influence: damping, labels: of no effect, since curvature: none has no Fisher matrix; leave out",
+        ),
+        ("tracin", {"dimension": None, "projection": "dense"}, "projection: of no effect, since dimension: null"),
+        ("datainf", {"projection": "dense"}, "projection: of no effect, since dimension: null projects nothing"),
+        ("less", {"adam": "never", "betas": (0.9, 0.99)}, "betas: of no effect, since adam: never takes no moments"),
     ],
 )
 def test_settings_out_of_range_are_refused(name, settings, said):
     with pytest.raises(SettingsError, match=said):
         asked(name, **settings)
+
+
+def test_kfac_of_a_tied_head_is_refused_before_any_work(world):
+    material, method = world.material(), asked("influence", layers="head").method
+    material.__dict__["model"] = reference("llama-tied")
+    with pytest.raises(SettingsError, match=r"model.embed_tokens is embedding and head at once, .* curvature: ekfac"):
+        method.parts(material)
+    assert asked("influence", layers="head", curvature="ekfac").method.parts(material) == 1
 
 
 def test_kfac_of_a_tied_head_is_refused_and_ekfac_is_not():

@@ -13,6 +13,7 @@ from grasp.baselines.gradients.layers import Block, as_matrix, choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products, query_elements
+from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
@@ -278,6 +279,19 @@ def test_a_bias_or_a_weight_alone(family_):
         found = torch.cat([matrix[0].flatten() for matrix in held(engine, rows())])
         wanted = covered(engine, references(engine, rows()[:1])[0])
         torch.testing.assert_close(found, wanted, rtol=0, atol=CLOSE * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("text", "patterns"),
+    [
+        ("all, !head", ("all", "!head")),
+        ("re:a{1,2}", ("re:a{1,2}",)),
+        ("head, !re:(a|b){1,2},x", ("head", "!re:(a|b){1,2},x")),
+        ("core:x,head", ("core:x", "head")),
+    ],
+)
+def test_a_string_is_a_list_in_which_an_expression_keeps_its_commas(text, patterns):
+    assert LayerSettings(layers=text).layers == patterns
 
 
 def test_coverage_is_said():

@@ -158,6 +158,10 @@ def test_a_layer_pattern_that_matches_nothing_is_refused(world, tmp_path):
         scored(world, tmp_path, layers=("no.such.*",))
 
 
+def test_layers_are_named_as_for_other_methods():
+    assert asked("inrun", layers="head, !re:a{1,2}").method.settings.layers == ("head", "!re:a{1,2}")
+
+
 def test_a_block_asked_for_alone_is_scored_without_the_rows_before_it(world, tmp_path):
     material = world.material()
     scorer = InRun(asked("inrun", prefix_rows=20, **QUICK).method.settings).prepare(material, WorkArea(tmp_path), 0)

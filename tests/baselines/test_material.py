@@ -9,8 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from grasp.artifact.reader import Artifact
 from grasp.baselines.material import Material
+from grasp.baselines.predict import scores
+from grasp.baselines.registry import METHODS, entry_of
 from grasp.errors import ArtifactError, ModelError, SettingsError
-from tests.baselines.world import N_ROWS, N_UNITS
+from grasp.models import causal_lm
+from grasp.settings import ModelSettings
+from tests.baselines.test_contract import SMALL
+from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
 
 def test_blocks_cover_every_row_once_from_anywhere(world):
@@ -81,6 +86,54 @@ def test_a_model_that_changed_is_refused(world, own, tmp_path):
     del material.__dict__["model"]
     with pytest.raises(ModelError, match=r"the model at .*model changed since it was built \([0-9a-f]+, was [0-9a-f]+"):
         _ = material.model
+
+
+@pytest.fixture
+def on_a_hub(world, monkeypatch):
+    """The world as if its artifact's model had been built from the hub name `me/tiny`."""
+    load = causal_lm._loaded
+
+    def loaded(kind, field, what, **where):
+        if where["pretrained_model_name_or_path"] == "me/tiny":
+            assert not where["local_files_only"]
+            where |= {
+                "pretrained_model_name_or_path": str(world.root / "env/reference/seed-0"),
+                "local_files_only": True,
+            }
+        return load(kind, field, what, **where)
+
+    monkeypatch.setattr(causal_lm, "_loaded", loaded)
+    material = world.material()
+    model = material.settings.model.model_copy(update={"path": "me/tiny"})
+    material.__dict__["settings"] = material.settings.model_copy(update={"model": model})
+    return material
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in entry_of(name).load().looks_at])
+def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
+    settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
+    found = matrix(scores(asked(name, **settings), on_a_hub, cache(tmp_path / "hub", on_a_hub)))
+    (one,) = on_a_hub.checkpoints
+    assert (one.fingerprint, one.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
+    if "checkpoints" in entry_of(name).load().settings_type.model_fields:
+        settings = settings | {"checkpoints": "last"}
+    material = world.material()
+    expected = matrix(scores(asked(name, **settings), material, cache(tmp_path / "disk", material)))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
+    file = tmp_path / "tiny.gguf"
+    file.touch()
+    monkeypatch.setattr(causal_lm, "require", lambda module, **_: None)
+    monkeypatch.setattr(causal_lm, "_loaded", lambda kind, field, what, **where: (field, where))
+    field, where = causal_lm._hf_tokenizer(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
+    assert field == "model.tokenizer"
+    assert where == {
+        "pretrained_model_name_or_path": str(tmp_path),
+        "gguf_file": "tiny.gguf",
+        "local_files_only": True,
+    }
 
 
 def test_a_method_without_an_environment_cannot_have_one(own):

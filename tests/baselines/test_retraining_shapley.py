@@ -25,7 +25,7 @@ def place(tmp_path_factory):
 
 
 def game_of(material, place):
-    work = WorkArea(place / "work", cache(place, material).shared(material))
+    work = WorkArea(place / "work", cache(place, material).shared(material, 1))
     return RetrainingGame.of(material, work, TOPIC, seed=0)
 
 
@@ -119,6 +119,31 @@ def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
     assert first.cost is not None
     assert second.cost is not None
     assert second.cost.wall_seconds > 0.5 * first.cost.wall_seconds
+
+
+def test_how_scores_are_put_together_is_said_as_it_is_done(world, place):
+    material = world.material()
+    subsets = material.environment.subsets
+    said = {}
+    for weighting in ("count", "mean"):
+        one = asked("retraining_shapley", players="topic", permutations=0, weighting=weighting)
+        (said[weighting],) = predict(one, material, subsets, cache(place, material)).notes
+    assert said["count"].endswith("; scores are added up over a subset, not averaged")
+    assert "added up" not in said["mean"]
+
+
+def test_players_decide_what_stored_values_are_of(world):
+    material = world.material()
+    decided = [
+        asked("retraining_shapley", players=players).method.decided_by(material)
+        for players in ("rows", "topic", "label")
+    ]
+    assert decided[0] != decided[1] == decided[2]
+
+
+def test_an_exact_game_has_no_truncation():
+    with pytest.raises(SettingsError, match=r"truncation: of no effect, since permutations: 0 enumerates all coal"):
+        asked("retraining_shapley", permutations=0, truncation=0.1)
 
 
 def test_games_that_cannot_be_played_are_refused(world, tmp_path):

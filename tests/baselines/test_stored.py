@@ -1,15 +1,20 @@
 """Scores on disk: whole or not there, found by what decides them, refused where they are no numbers."""
 
+import copy
 import fcntl
 import json
 import os
+import shutil
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from grasp.baselines.base import Account, NoSettings, RowMethod, RowScorer, Seconds
 from grasp.baselines.predict import scores
+from grasp.baselines.registry import METHODS, entry_of
 from grasp.baselines.stored import Cache, identity, stored_scores
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
@@ -122,6 +127,23 @@ def test_a_kill_before_the_record_or_before_the_name_loses_nothing(dtype, world,
     assert sorted(path.name for path in found.path.iterdir()) == ["method.json", "scores.ids.json", "scores.npy"]
 
 
+@pytest.mark.parametrize(
+    ("looks_at", "dtype", "advice"),
+    [
+        ({"model"}, "bfloat16", "the model is in bfloat16, build with model.dtype: float32"),
+        ({"model"}, "float32", "look at the row, the unit and the method's settings"),
+        ({"tokens"}, "bfloat16", "look at the row, the unit and the method's settings"),
+    ],
+)
+def test_another_type_of_the_model_is_advised_only_where_it_may_help(looks_at, dtype, advice, world, tmp_path):
+    material = world.material()
+    model = material.settings.model.model_copy(update={"dtype": dtype})
+    material.__dict__["settings"] = material.settings.model_copy(update={"model": model})
+    method = kind(spoil={(19, 4): np.nan}, looks_at=frozenset(looks_at))()
+    with pytest.raises(ModelError, match=f"a number that float32 holds; {advice}$"):
+        stored_scores("fake", method, material, cache(tmp_path, material))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_score_that_is_no_number_is_refused_with_row_and_unit(bad, world, tmp_path):
     material = world.material()
@@ -160,6 +182,87 @@ def test_what_decides_the_numbers_decides_the_name(world):
     ]
     assert len(set(names)) == len(names)
     assert names[0] == name(asked("bm25").method)
+
+
+def other(material, **changes):
+    """The material of an artifact that differs: `fingerprints` of its manifest, or settings of its targets."""
+    manifest = material.artifact.manifest
+    fingerprints = {**manifest.fingerprints, **changes.pop("fingerprints", {})}
+    artifact = copy.copy(material.artifact)
+    artifact.__dict__["manifest"] = manifest.model_copy(update={"fingerprints": fingerprints})
+    changed = replace(material, artifact=artifact)
+    targets = material.settings.targets.model_copy(update=changes)
+    changed.__dict__["settings"] = material.settings.model_copy(update={"targets": targets})
+    return changed
+
+
+READERS = [name for name in METHODS if {"tokens", "model"} & entry_of(name).load().looks_at]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_an_artifact_was_made_with_decides_the_name(name, world):
+    """Artifacts of one corpus may share a cache: with another model, another tokenizer, units cut elsewhere."""
+    material, method = world.material(), asked(name).method
+    looks_at = method.looks_at
+    decides = {
+        "corpus": True,
+        "model": bool(looks_at & {"model", "checkpoints"}),
+        "tokenizer": "tokens" in looks_at,
+    }
+    expected = identity(name, method, material)
+    assert identity(name, method, other(material)) == expected
+    for what, differs in decides.items():
+        assert (identity(name, method, other(material, fingerprints={what: "f" * 32})) != expected) == differs, what
+    assert (identity(name, method, other(material, max_length=9)) != expected) == ("tokens" in looks_at)
+
+
+def test_the_losses_of_another_model_are_not_handed_out(world, tmp_path):
+    material = world.material()
+    stored_scores("loss", asked("loss").method, material, cache(tmp_path, material))
+    material = other(material, fingerprints={"model": "f" * 32})
+    stored_scores("loss", asked("loss").method, material, cache(tmp_path, material))
+    assert len(list(tmp_path.glob("loss-*"))) == 2
+
+
+def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tmp_path):
+    run = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "run")
+
+    def names():
+        material = world.material(checkpoint_places=(run,))
+        return [identity("less", asked("less", adam=adam).method, material) for adam in ("auto", "never")]
+
+    with_moments = names()
+    assert names() == with_moments
+    path = run / "checkpoint-8/optimizer.safetensors"
+    state = load_file(path)
+    save_file({name: tensor + 1 for name, tensor in state.items()}, path)
+    other_moments = names()
+    path.unlink()
+    without = names()
+    assert len({str(found[0]) for found in (with_moments, other_moments, without)}) == 3
+    assert with_moments[1] == other_moments[1] == without[1]
+
+
+def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
+    material = world.material()
+    kept = cache(tmp_path, material)
+    places = [
+        kept.shared(material, 1),
+        kept.shared(material, 2),
+        *(kept.shared(other(material, fingerprints={what: "f" * 32}), 1) for what in ("model", "tokenizer", "corpus")),
+    ]
+    assert len(set(places)) == len(places)
+    assert kept.shared(other(material), 1) == places[0]
+    scores(asked("tracin", checkpoints="last"), material, kept)
+    (area,) = tmp_path.glob("shared-*/gradients-*")
+    assert area.parent == kept.shared(material, 1)
+
+
+def test_a_method_without_a_pass_over_the_rows_stores_nothing(world, tmp_path):
+    material = world.material()
+    with pytest.raises(ModelError, match="Fake: got 0 passes over the rows, expected at least 1"):
+        stored_scores("fake", kind(n_parts=0)(), material, cache(tmp_path, material))
+    assert not list(tmp_path.glob("fake-*/method.json"))
 
 
 def test_two_processes_do_not_compute_the_same(world, tmp_path):

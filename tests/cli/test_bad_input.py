@@ -314,6 +314,9 @@ def test_every_wrong_setting_is_in_one_message(build):
     [
         ("- 1", "got list, expected a mapping of settings"),
         ("a: [", "not YAML: while parsing a flow node .*"),
+        ("a: 2020-13-45", "not YAML: month must be in 1..12"),
+        ("a: 1\nb: {x: 1}\n\na: 2\n", "line 4: 'a' is there already, in line 1; leave one out"),
+        ("a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: 'z' is there already, in line 2; leave one out"),
         (b"\xff", "not YAML: .*"),
     ],
 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.baselines.base import Method, SubsetMethod
 from grasp.baselines.registry import METHODS, entry_of
@@ -23,6 +23,8 @@ GRASP = "grasp"  # may be named among the methods; its own predictions are alway
 
 class _Beside(Settings):
     """What a configuration may have beside its settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     method: str
     seed: int = Field(0, ge=0)
@@ -62,7 +64,9 @@ def asked_methods(
     if twice:
         raise SettingsError(f"methods: got {', '.join(twice)} twice; give one of them another label in a settings file")
     for label, values in given.items():
-        _split(label, values, where)  # a mistake in what is not asked for is a mistake all the same
+        beside, _ = _split(label, values, where)
+        if label not in chosen:  # a mistake in what is not asked for is a mistake all the same
+            _valid(where, label, (_Beside, beside))
     return tuple(_asked(name, given.get(name, {}), where, labels=given) for name in chosen)
 
 
@@ -73,24 +77,24 @@ def _asked(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> As
         raise SettingsError(
             f"methods: got {label!r}; {where} has {', '.join(labels)}, and there are {', '.join(METHODS)}"
         )
-    beside, own = _split(label, values, where)
-    kind = entry_of(beside.method).load()
+    given, own = _split(label, values, where)
+    kind = entry_of(given["method"]).load()
+    beside, settings = _valid(where, label, (_Beside, given), (kind.settings_type, own))
+    assert isinstance(beside, _Beside)
     for module, extra in kind.needs_modules.items():
         require(module, extra=extra, feature=f"method {beside.method}")
-    try:
-        settings = kind.settings_type.model_validate(own)
-    except ValidationError as err:
-        raise SettingsError(describe(err, f"{where}: {label}", kind.settings_type)) from err
     method = kind(settings, seed=beside.seed)
-    if beside.negative != 1.0 and isinstance(method, SubsetMethod):
-        raise SettingsError(
-            f"{where}: {label}: negative: {beside.method} predicts subsets and scores no rows; leave it out"
-        )
+    if isinstance(method, SubsetMethod):
+        of_rows = {"weighting": beside.weighting is not None, "negative": beside.negative != 1.0}
+        if idle := [name for name, is_given in of_rows.items() if is_given]:
+            raise SettingsError(
+                f"{where}: {label}: {', '.join(idle)}: {beside.method} predicts subsets and scores no rows; leave out"
+            )
     return AskedMethod(label, beside.method, method, beside.oracle_selected, beside.weighting, beside.negative)
 
 
-def _split(label: str, values: Any, where: str) -> tuple[_Beside, dict[str, Any]]:
-    """What stands beside the settings of a configuration, and the settings."""
+def _split(label: str, values: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What stands beside the settings of a configuration, its method among it, and the settings."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{where}: {label}: got {values!r}, expected settings by name, or {{}}")
     if label not in METHODS and "method" not in values:
@@ -99,10 +103,21 @@ def _split(label: str, values: Any, where: str) -> tuple[_Beside, dict[str, Any]
             f"{', '.join(METHODS)}"
         )
     own = {str(key): value for key, value in values.items()}
-    given = {field: own.pop(field) for field in _Beside.model_fields if field in own}
-    try:
-        beside = _Beside.model_validate({"method": label} | given, strict=True)
-    except ValidationError as err:
-        raise SettingsError(describe(err, f"{where}: {label}", _Beside)) from err
-    entry_of(beside.method)
+    beside = {"method": label} | {field: own.pop(field) for field in _Beside.model_fields if field in own}
+    if not isinstance(beside["method"], str):
+        raise SettingsError(f"{where}: {label}: method: got {beside['method']!r}, expected one of {', '.join(METHODS)}")
+    entry_of(beside["method"])
     return beside, own
+
+
+def _valid(where: str, label: str, *halves: tuple[type[Settings], Mapping[str, Any]]) -> list[Settings]:
+    """The halves of a configuration as settings; their mistakes in one message."""
+    found, mistakes = [], []
+    for kind, values in halves:
+        try:
+            found.append(kind.model_validate(values))
+        except ValidationError as err:
+            mistakes.append(describe(err, "", kind).removeprefix(": "))
+    if mistakes:
+        raise SettingsError(f"{where}: {label}: {'; '.join(mistakes)}")
+    return found

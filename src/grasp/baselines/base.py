@@ -86,6 +86,11 @@ class Method(ABC, Generic[S]):
         self.settings = settings
         self.seed = seed
 
+    def decided_by(self, material: "Material") -> Mapping[str, Any]:
+        """What of the material decides the numbers beside what `looks_at` names; part of what a result is found by."""
+        del material
+        return {}
+
 
 class RowMethod(Method[S]):
     """Scores rows. The sum over all parts is the result; most methods have one part."""

@@ -40,10 +40,14 @@ class Checkpoint:
     # Of the optimizer step that led here; None: it is not written down. The last step of a rate that decays to zero
     # has a positive one.
     learning_rate: float | None
+    # Of a model that has no directory, a hub name or a GGUF file: fingerprint of its weights as loaded.
+    of_reference: str | None = None
 
     @cached_property
     def fingerprint(self) -> str:
-        """Checksum of the weights as they lie on disk."""
+        """Checksum of the weights as they lie on disk; as they are loaded, where there is no directory."""
+        if self.of_reference is not None:
+            return self.of_reference
         files = sorted(self.path.glob("*.safetensors"), key=lambda file: file.name)
         return "+".join(entry_of(file).blake2b for file in files if file.name != OPTIMIZER)
 
@@ -52,16 +56,23 @@ class Checkpoint:
         """Whether Adam's moments lie beside the weights in a form that is read."""
         return (self.path / OPTIMIZER).is_file() and (self.path / RECORD).is_file()
 
+    @cached_property
+    def moments_fingerprint(self) -> str:
+        """Checksum of Adam's moments and of the recipe beside them; empty: there are none."""
+        if not self.has_moments:
+            return ""
+        return "+".join(entry_of(self.path / name).blake2b for name in (OPTIMIZER, RECORD))
+
     def load(self, reference: ReferenceModel, settings: ModelSettings) -> ReferenceModel:
         """The checkpoint as a reference model, with tokenizer, dtype, device and batches of `reference`.
 
         Raises:
             ModelError: it cannot be loaded, or has weights of other names or shapes; the message names the first.
         """
-        own = settings.model_copy(
-            update={"path": str(self.path), "tokenizer": settings.tokenizer or settings.path, "check": False}
-        )
-        loaded = ReferenceModel.load(own)
+        if self.of_reference is None:
+            tokenizer = settings.tokenizer or settings.path
+            settings = settings.model_copy(update={"path": str(self.path), "tokenizer": tokenizer, "check": False})
+        loaded = ReferenceModel.load(settings)
         _refuse_other_shape(self.path, _shapes(loaded.model), _shapes(reference.model))
         loaded.batch_tokens = reference.batch_tokens
         return loaded

@@ -8,10 +8,12 @@ over M Fisher rows g_m, with d_l the size of layer l. r_e is made once for every
 Shape letters: N rows, E units, M Fisher rows, b a few of them, D numbers of a layer, K projected width.
 """
 
+from typing import Self
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from grasp.baselines.base import Account, RowMethod, RowScorer
@@ -31,12 +33,13 @@ from grasp.baselines.gradients.session import (
     typical_tokens,
     unit_examples,
 )
-from grasp.baselines.gradients.settings import LayerSettings
+from grasp.baselines.gradients.settings import UNPROJECTED, LayerSettings
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink, everything
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
 from grasp.baselines.material import Material
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.settings import refuse_idle
 
 F64 = NDArray[np.float64]
 
@@ -56,6 +59,12 @@ class DataInfSettings(LayerSettings):
         description="Project each layer's gradient to so many numbers; null: exact. DataInf has no projection.",
     )
     projection: Form = Field("auto", description="As for tracin.")
+
+    @model_validator(mode="after")
+    def _is_projected(self) -> Self:
+        if self.dimension is None:
+            refuse_idle(self, ("projection",), UNPROJECTED)
+        return self
 
 
 class DataInf(RowMethod[DataInfSettings]):

@@ -5,11 +5,11 @@
 Shape letters: E units, M Fisher rows.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grasp.baselines.base import Account, RowMethod, RowScorer
 from grasp.baselines.gradients.curvature import (
@@ -19,6 +19,7 @@ from grasp.baselines.gradients.curvature import (
     apply_ekfac,
     apply_kfac,
     corrected_eigenvalues,
+    refuse_tied,
     second_moments,
 )
 from grasp.baselines.gradients.layers import choose_layers
@@ -39,6 +40,7 @@ from grasp.baselines.material import Material
 from grasp.baselines.stored import digest
 from grasp.baselines.work import WorkArea
 from grasp.seeds import stream
+from grasp.settings import refuse_idle
 
 
 class InfluenceSettings(LayerSettings):
@@ -67,6 +69,13 @@ class InfluenceSettings(LayerSettings):
         ge=1,
         description="A layer with more outputs than this has a diagonal factor on their side: a head, mostly.",
     )
+
+    @model_validator(mode="after")
+    def _has_a_fisher_matrix(self) -> Self:
+        if self.curvature == "none":
+            idle = ("damping", "labels", "fisher_rows", "full_width")
+            refuse_idle(self, idle, "curvature: none has no Fisher matrix")
+        return self
 
 
 class Influence(RowMethod[InfluenceSettings]):
@@ -132,8 +141,11 @@ class Influence(RowMethod[InfluenceSettings]):
         }
 
     def _plan(self, material: Material) -> ExactPlan:
+        blocks = choose_layers(material.model, self.settings.layers).blocks
+        if self.settings.curvature == "kfac":
+            refuse_tied(blocks)
         return exact_plan(
-            choose_layers(material.model, self.settings.layers).blocks,
+            blocks,
             unit_examples(material),
             typical_tokens(material),
             self.settings.memory_mb,

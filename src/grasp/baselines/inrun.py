@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.gradients.per_example import Example
+from grasp.baselines.gradients.settings import Patterns
 from grasp.baselines.material import Material
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, steps_of
 from grasp.baselines.work import WorkArea
@@ -61,11 +62,11 @@ class InRunSettings(Settings):
         description="Units in the validation loss of `global` and `target`, drawn evenly over targets; none: all. They "
         "are read in every step and decide what it costs. Paper: 256.",
     )
-    layers: tuple[str, ...] = Field(
+    layers: Patterns = Field(
         ("all",),
         min_length=1,
         description="Parameters that the replay trains and values: all, head, embedding, body, blocks, block:N, "
-        "final_norm, names with wildcards; ! takes away. Paper: embeddings, head and projections, not the norms.",
+        "final_norm, patterns as for tracin; ! takes away. Paper: embeddings, head and projections, not the norms.",
     )
 
     @model_validator(mode="after")

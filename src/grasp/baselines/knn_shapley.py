@@ -8,11 +8,11 @@ P positions of a block of rows, M nearest positions that are kept, H width.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.hidden import hidden_at
@@ -98,9 +98,17 @@ class KnnShapleySettings(Settings):
 
     k: int = Field(10, ge=1, description="Neighbours that vote. Source: 5 to 10 for classification.")
     nearest: int = Field(
-        1024, ge=1, description="Nearest positions that are kept a unit's position: values are exact to 1 / nearest."
+        1024,
+        ge=1,
+        description="Nearest positions that are kept a unit's position, more than k: values are exact to 1 / nearest.",
     )
     positions: Positions = Field("all", description="Positions of a row that are players: all, tail:n or stride:n.")
+
+    @model_validator(mode="after")
+    def _keeps_more_than_vote(self) -> Self:
+        if self.nearest <= self.k:
+            raise ValueError(f"nearest: got {self.nearest}, expected more than k, {self.k}")
+        return self
 
 
 class KnnShapley(RowMethod[KnnShapleySettings]):

@@ -1,10 +1,11 @@
 """LESS, adapted to pretraining: normalised gradients, of rows as Adam would step where its moments are kept."""
 
 import json
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from grasp.baselines.checkpoints import Checkpoint
@@ -18,6 +19,7 @@ from grasp.baselines.gradients.store import Update
 from grasp.baselines.material import Material
 from grasp.errors import ModelError, SettingsError
 from grasp.models.recipe import RECORD
+from grasp.settings import refuse_idle
 
 EPSILON = 1e-8
 
@@ -34,6 +36,12 @@ class LessSettings(WeightedSettings):
         None, description="Decay of Adam's moments; null: as the recipe beside them says. LESS: 0.9, 0.999."
     )
 
+    @model_validator(mode="after")
+    def _has_moments(self) -> Self:
+        if self.adam == "never":
+            refuse_idle(self, ("betas",), "adam: never takes no moments")
+        return self
+
 
 class Less(CosineMethod[LessSettings]):
     """Cosine of a unit's gradient with the step that Adam would take on the row, summed over checkpoints.
@@ -43,6 +51,11 @@ class Less(CosineMethod[LessSettings]):
     """
 
     settings_type = LessSettings
+
+    def decided_by(self, material: Material) -> Mapping[str, Any]:
+        if not self._adam(material):
+            return {"moments": []}
+        return {"moments": [one.moments_fingerprint for one in self._checkpoints(material)]}
 
     def form(self, material: Material) -> CosineForm:
         own = self.settings

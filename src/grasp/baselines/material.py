@@ -44,8 +44,8 @@ class Material:
     Args:
         block_rows: rows of one block; none: those of a shard.
         batch_tokens: tokens of one forward pass, padding included; none: as the build had them.
-        checkpoint_places: directories given by the user; none: those beside the environment's reference model, or
-            beside the artifact's model, and the model itself.
+        checkpoint_places: directories given by the user; none: that of the artifact's model, its `checkpoint-*` and
+            the model itself.
         retrained: what is known of the environment, for methods that need one.
     """
 
@@ -186,9 +186,12 @@ class Material:
         Raises:
             ModelError: a directory that was given holds none, or one that was given is missing.
         """
-        from grasp.baselines.checkpoints import find_checkpoints  # noqa: PLC0415 - brings torch
+        from grasp.baselines.checkpoints import Checkpoint, find_checkpoints  # noqa: PLC0415 - brings torch
 
-        return find_checkpoints(self.checkpoint_places or self._own_places())
+        own = Path(self.settings.model.path)
+        if not self.checkpoint_places and not own.is_dir():
+            return (Checkpoint(own, None, None, of_reference=self.artifact.manifest.fingerprints["model"]),)
+        return find_checkpoints(self.checkpoint_places or (own,))
 
     def load(self, checkpoint: "Checkpoint") -> "ReferenceModel":
         """A checkpoint's model, with the tokenizer, dtype, device and batches of the reference model.
@@ -197,10 +200,6 @@ class Material:
             ModelError: it is of another architecture than the reference model.
         """
         return checkpoint.load(self.model, self.settings.model)
-
-    def _own_places(self) -> tuple[Path, ...]:
-        own = Path(self.settings.model.path)
-        return (own,) if own.is_dir() else ()
 
     def _check(self, what: str, fingerprint: str) -> None:
         expected = self.artifact.manifest.fingerprints.get(what)

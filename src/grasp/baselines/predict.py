@@ -17,6 +17,7 @@ from grasp.fidelity.predictions import Cost, Predictions, RowScores, Standing, W
 from grasp.subsets import Side, SubsetBlock
 
 ANY = ("", "any")  # the one column of scores that do not depend on the unit
+COUNTED = "scores are added up over a subset, not averaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,11 @@ def predict(
     check(asked, material)
     if isinstance(method, RowMethod):
         found = stored_scores(asked.name, method, material, cache)
-        predictions = _summed(asked, found, material, subsets, asked.weighting or method.weighting, side)
+        weighting = asked.weighting or method.weighting
+        predictions = _summed(asked, found, material, subsets, weighting, side)
         cost, account = _cost(found), found.account
+        if weighting == "count":
+            account = replace(account, notes=(*account.notes, COUNTED))
     else:
         assert isinstance(method, SubsetMethod)
         predictions, account = method.predict(material, subsets)

@@ -5,15 +5,15 @@ Shape letters: N rows, E units, G players (rows or groups), B coalitions.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from grasp.baselines.base import Account, RowMethod, RowScorer, Scores, Seconds
 from grasp.baselines.material import Material
@@ -26,7 +26,7 @@ from grasp.models.recipe import TrainingRecipe
 from grasp.models.stacked import train_stacked
 from grasp.models.training import Trainer
 from grasp.models.unit_loss import evaluate_units
-from grasp.settings import Settings, describe
+from grasp.settings import Settings, describe, refuse_idle
 from grasp.subsets import LabelColumn, LabelTable
 
 F64 = NDArray[np.float64]
@@ -55,6 +55,12 @@ class RetrainingShapleySettings(Settings):
     most_runs: int = Field(2_000, ge=1, description="Refuse a game that may need more retrainings than this.")
     stack: int = Field(1, ge=1, description="Models trained at once as one batched program; for a GPU.")
 
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if not self.permutations:
+            refuse_idle(self, ("truncation",), "permutations: 0 enumerates all coalitions")
+        return self
+
 
 class RetrainingShapley(RowMethod[RetrainingShapleySettings]):
     """Shapley values over utilities of retraining with the environment's recipe.
@@ -63,12 +69,17 @@ class RetrainingShapley(RowMethod[RetrainingShapleySettings]):
     so that the sum over a subset's rows is the subset's predicted utility over that of an untrained model.
     Source: Ghorbani and Zou 2019, truncated Monte Carlo; groups as in their section 4. Deviation: a coalition with
     fewer rows than one batch of the recipe cannot be trained on and is worth what an untrained model is; the budget of
-    the recipe does not grow with the coalition; scores are added up over a subset, not averaged.
+    the recipe does not grow with the coalition; scores are added up over a subset, not averaged, unless `weighting:
+    mean` is set.
     """
 
     settings_type = RetrainingShapleySettings
     looks_at = frozenset({"tokens", "environment"})
     weighting: ClassVar[Weighting] = "count"
+
+    def decided_by(self, material: Material) -> Mapping[str, Any]:
+        player_N, _ = self._players(material)
+        return {"players": hashlib.blake2b(player_N.tobytes(), digest_size=16).hexdigest()}
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
         del part
@@ -128,12 +139,9 @@ class RetrainingShapley(RowMethod[RetrainingShapleySettings]):
     def _account(self, found: SampledShapley, n_players: int, what: str) -> Account:
         error = np.nanmean(found.standard_error_PE) if found.permutations > 1 else 0.0
         how = f"{found.permutations} permutations" if found.permutations else "all coalitions"
-        notes = [
-            f"{n_players:,} players, {how}, {found.evaluations:,} coalitions, mean standard error {error:.2g} nats",
-            "scores are added up over a subset, not averaged",
-        ]
+        note = f"{n_players:,} players, {how}, {found.evaluations:,} coalitions, mean standard error {error:.2g} nats"
         counts = {"marginal contributions cut short": found.truncated} if found.truncated else {}
-        return Account(covers=(what,), notes=tuple(notes), counts=counts)
+        return Account(covers=(what,), notes=(note,), counts=counts)
 
 
 class RetrainingGame:
@@ -166,7 +174,8 @@ class RetrainingGame:
             raise EnvironmentDataError(
                 describe(err, f"{known.path}: recipe_settings", TrainingRecipe) + "; make the environment again"
             ) from err
-        text = json.dumps([recipe.model_dump(mode="json"), seed, material.units.fingerprint], sort_keys=True)
+        units = [material.units.fingerprint, material.settings.targets.max_length]
+        text = json.dumps([recipe.model_dump(mode="json"), seed, units], sort_keys=True)
         name = f"retrained-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
         return cls(material, work.shared(name), player_N, recipe, seed=seed)
 

@@ -79,10 +79,11 @@ class Cache:
         """Directory of a result."""
         return self.root / f"{name}-{digest(identity)}"
 
-    def shared(self, material: Material) -> Path:
-        """Where methods keep what others can use, for one model and corpus."""
+    def shared(self, material: Material, version: int) -> Path:
+        """Where methods of one version keep what others can use, for one model, tokenizer and corpus."""
         fingerprints = material.artifact.manifest.fingerprints
-        return self.root / f"shared-{digest({key: fingerprints.get(key) for key in ('model', 'corpus')})}"
+        decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
+        return self.root / f"shared-{digest(decided)}"
 
 
 def stored_scores(name: str, method: RowMethod[Any], material: Material, cache: Cache) -> StoredScores:
@@ -99,7 +100,7 @@ def stored_scores(name: str, method: RowMethod[Any], material: Material, cache: 
         _make(part)
         with _alone(part):
             if not place.exists():
-                _Run(part, cache.shared(material), method, material).finish(place, described)
+                _Run(part, cache.shared(material, method.version), method, material).finish(place, described)
     return _read(place)
 
 
@@ -113,7 +114,10 @@ def identity(name: str, method: Any, material: Material) -> dict[str, Any]:
         "seed": method.seed,
         "corpus": fingerprints.get("corpus"),
         "units": material.units.fingerprint,
-    }
+    } | dict(method.decided_by(material))
+    if "tokens" in method.looks_at:
+        found["tokenizer"] = fingerprints.get("tokenizer")
+        found["unit_length"] = material.settings.targets.max_length
     if method.looks_at & {"model", "checkpoints"}:
         found["model"] = fingerprints.get("model")
     if "checkpoints" in method.looks_at:
@@ -145,6 +149,8 @@ class _Run:
     def finish(self, place: Path, described: Mapping[str, Any]) -> None:
         """Score what is left, then let the result appear under its name."""
         n_parts = self._method.parts(self._material)
+        if n_parts < 1:
+            raise ModelError(f"{type(self._method).__name__}: got {n_parts} passes over the rows, expected at least 1")
         account = Account()
         for at in range(self._at, n_parts):
             account = self._score_part(at, n_parts)
@@ -197,9 +203,16 @@ class _Run:
             unit = self._material.units.units[column].unit_id if block.shape[1] > 1 else "any"
             raise ModelError(
                 f"{name}: score of row {start + row} for unit {unit!r} is {block[row, column]} ({len(bad)} such in "
-                f"this block), expected a number that {self._method.dtype} holds; try model.dtype: float32"
+                f"this block), expected a number that {self._method.dtype} holds; {self._advice()}"
             )
         return block.astype(np.float32, copy=False)
+
+    def _advice(self) -> str:
+        """What may help where a score is no number."""
+        dtype = self._material.settings.model.dtype
+        if self._method.looks_at & {"model", "checkpoints"} and dtype != "float32":
+            return f"the model is in {dtype}, build with model.dtype: float32"
+        return "look at the row, the unit and the method's settings"
 
     def _write_result(self, account: Account, sums: Path, described: Mapping[str, Any]) -> None:
         scores = self._part / SCORES

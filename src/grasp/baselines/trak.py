@@ -118,15 +118,17 @@ def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, where: str) -> F64:
     """(Phi^T Phi + lambda I)^{-1} phi_e^T, (K, E), by eigenvalues in float64.
 
     Raises:
-        ModelError: Phi^T Phi has no inverse: fewer independent gradients than K.
+        ModelError: Phi^T Phi + lambda I has no inverse: fewer independent gradients than K, lambda lost in rounding.
     """
     width = len(gram_KK)
     shift = ridge * float(np.trace(gram_KK)) / width
     values, vectors = np.linalg.eigh(gram_KK)
-    if shift == 0 and not values[0] > SINGULAR * values[-1]:
+    if not values[0] + shift > SINGULAR * values[-1]:
+        what = "Phi^T Phi + lambda I" if shift else "Phi^T Phi"
         raise ModelError(
-            f"{where}: Phi^T Phi has no inverse: its eigenvalues reach from {values[0]:.3g} to {values[-1]:.3g}; set "
-            "trak.ridge above 0 (1e-3, say), more layers, or a smaller dimension"
+            f"{where}: {what} has no inverse: its eigenvalues reach from {values[0] + shift:.3g} to "
+            f"{values[-1] + shift:.3g}; set a {'larger ' if shift else ''}trak.ridge (1e-3, say), more layers, or a "
+            "smaller dimension"
         )
     return np.asarray(vectors @ ((vectors.T @ unit_EK.T) / (np.maximum(values, 0.0) + shift)[:, None]))
 

@@ -72,6 +72,7 @@ class Loss(RowMethod[LossSettings]):
     """Mean loss of the reference model on the row, which the artifact has."""
 
     settings_type = LossSettings
+    looks_at = frozenset({"model"})
     targeted = False
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:

@@ -65,8 +65,9 @@ class WorkArea:
         """An area that other methods, and other settings of this one, find as well; it outlives the run.
 
         Args:
-            name: must hold everything that decides what is kept in it, e.g. a digest of layers, projection, seed and
-                `checkpoint.fingerprint`; model, corpus and units are those of the cache's artifact.
+            name: must hold everything that decides what is kept in it, e.g. a digest of layers, projection, seed,
+                units and `checkpoint.fingerprint`; but model, tokenizer, corpus and the method's version decide the
+                directory that it lies in.
         """
         base = self._shared if self._shared is not None else self.directory
         return WorkArea(base / name)

@@ -13,6 +13,7 @@ from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
+    from grasp.baselines.asked import AskedMethod
     from grasp.fidelity.environment import Environment
     from grasp.protocol.family import Candidate
     from grasp.protocol.scoring import ScoringProtocol
@@ -70,7 +71,7 @@ def evaluate(
         raise SettingsError("evaluate: --development and --family have no meaning without --controls; leave them out")
     output_file("--json", json_file)
     output_file("--csv", csv_file)
-    published = published_methods(names(methods), method_settings, {"--checkpoints": checkpoints, "--cache": cache})
+    published = _methods(methods, method_settings, checkpoints, cache)
     from grasp.artifact.reader import Artifact
     from grasp.fidelity.environment import Environment
     from grasp.protocol.methods import Asked, compare
@@ -95,6 +96,23 @@ def evaluate(
     for file, text in ((json_file, report.to_json), (csv_file, report.to_csv)):
         if file is not None:
             file.write_text(text(), encoding="utf-8")
+
+
+def _methods(
+    text: str | None, method_settings: Path | None, checkpoints: list[Path], cache: Path | None
+) -> "tuple[AskedMethod, ...]":
+    """The published methods that are asked for.
+
+    Raises:
+        SettingsError: no such method, none named where one should be, or a flag that none of them has a use for.
+    """
+    chosen = names(text)
+    if chosen == []:
+        raise SettingsError(f"--methods: got {text!r}, expected names separated by commas; see grasp methods")
+    found = published_methods(chosen, method_settings, {"--checkpoints": checkpoints, "--cache": cache})
+    if checkpoints and not any("checkpoints" in one.method.looks_at for one in found):
+        raise SettingsError("--checkpoints: no meaning with these methods, none of which looks at any; leave it out")
+    return found
 
 
 def _protocols(path: Path | None) -> "dict[str, ScoringProtocol]":

@@ -1,7 +1,8 @@
 """grasp score"""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,6 +14,7 @@ from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
+    from grasp.baselines.asked import AskedMethod
     from grasp.protocol.ranking import MethodRows
 
 # \b keeps the lines of the epilog as they are.
@@ -53,12 +55,23 @@ def score(
     Positive means that training on the row should lower the loss of the target's units.
     """
     output_file("--out", out)
-    source, kernel = _source(path, match, method, method_settings, environment, checkpoints, cache, quiet)
+    given = {"--environment": environment, "--checkpoints": checkpoints}
+    asked = _method(method, match, given | {"--method-settings": method_settings, "--cache": cache}, method_settings)
+    from grasp.artifact.reader import Artifact
+    from grasp.protocol.source import checked_targets
+
+    artifact = Artifact.open(path)
+    if match is not None:
+        artifact.relevance_name(match)  # or it says what there is
+    checked_targets(artifact, [target])
+    columns = _columns(artifact, names(labels))
+    source = artifact if asked is None else _scored(artifact, asked, environment, checkpoints, cache, quiet)
+    kernel = match if asked is None else asked.label
     if not top and not bottom and out is None:
         top = 10
     parts = [(k, worst) for k, worst in ((top, False), (bottom, True)) if k]
     for k, worst in parts:
-        _show(source, target, k, worst, kernel, min_tokens, names(labels))
+        _show(source, target, k, worst, kernel, min_tokens, columns)
     if out is not None:
         from grasp.protocol.tables import write_ranking
 
@@ -68,38 +81,45 @@ def score(
         print(f"{out}: {lines:,} rows")
 
 
-def _source(
-    path: Path,
-    match: str | None,
-    method: str | None,
-    method_settings: Path | None,
+def _method(
+    name: str | None, match: str | None, given: Mapping[str, Any], method_settings: Path | None
+) -> "AskedMethod | None":
+    """The method that rows are ranked by; none: relevance.
+
+    Raises:
+        SettingsError: no such method, or one of the flags in `given` has no meaning with it.
+    """
+    if name is None:
+        published_methods(None, None, given, "--method")
+        return None
+    if match is not None:
+        raise SettingsError("--match: no meaning with --method; leave one of them out")
+    from grasp.baselines.asked import GRASP
+
+    if name == GRASP:
+        raise SettingsError("--method: got grasp, whose relevance ranks without it; leave --method out, see --match")
+    (asked,) = published_methods([name], method_settings, {}, "--method")
+    for flag in ("--environment", "--checkpoints"):
+        if given[flag] and flag.removeprefix("--") not in asked.method.looks_at:
+            raise SettingsError(f"{flag}: no meaning with --method {name}, which looks at none; leave it out")
+    return asked
+
+
+def _scored(
+    artifact: "Artifact",
+    asked: "AskedMethod",
     environment: Path | None,
     checkpoints: list[Path],
     cache: Path | None,
     quiet: bool,
-) -> "tuple[Artifact | MethodRows, str | None]":
-    """The artifact, or its rows under a method's scores; and which scores are ranked by."""
-    from grasp.artifact.reader import Artifact
-
-    if method is None:
-        idle = {"--method-settings": method_settings, "--environment": environment}
-        published_methods(None, None, idle | {"--checkpoints": checkpoints, "--cache": cache}, "--method")
-        artifact = Artifact.open(path)
-        if match is not None:
-            artifact.relevance_name(match)  # or it says what there is
-        return artifact, match
-    if match is not None:
-        raise SettingsError("--match: no meaning with --method; leave one of them out")
-    (asked,) = published_methods([method], method_settings, {}, "--method")
+) -> "MethodRows":
+    """The rows under a method's scores."""
     from grasp.fidelity.environment import Environment
     from grasp.protocol.ranking import rows_by_method
 
     known = None if environment is None else Environment.open(environment)
     with Watch(quiet=quiet) as watch:
-        source = rows_by_method(
-            Artifact.open(path), asked, environment=known, checkpoints=checkpoints, cache=cache, progress=watch
-        )
-    return source, asked.label
+        return rows_by_method(artifact, asked, environment=known, checkpoints=checkpoints, cache=cache, progress=watch)
 
 
 def _show(
@@ -109,9 +129,9 @@ def _show(
     worst: bool,
     kernel: str | None,
     min_tokens: int,
-    labels: list[str] | None,
+    columns: list[str],
 ) -> None:
-    """Print the best, or worst, rows with their text."""
+    """Print the best, or worst, rows with some columns of the row table and their text."""
     from grasp.protocol.ranking import MethodRows
     from grasp.protocol.tables import ranked_rows
 
@@ -119,12 +139,11 @@ def _show(
     table = ranked_rows(source, target, k, bottom=worst, kernel=kernel, min_tokens=min_tokens)
     if not table.num_rows:
         raise SettingsError(f"--min-tokens: got {min_tokens}, no row of {artifact.where} is as long")
-    shown = _columns(artifact, labels)
     show(
         f"most {'harmful' if worst else 'helpful'} rows for {target}, by {by}",
-        ("rank", by, "row_id", *shown, "text"),
+        ("rank", by, "row_id", *columns, "text"),
         [
-            (i, f"{row['relevance']:+.4g}", row["row_id"], *(row.get(name) for name in shown), row["snippet"])
+            (i, f"{row['relevance']:+.4g}", row["row_id"], *(row.get(name) for name in columns), row["snippet"])
             for i, row in enumerate(table.to_pylist(), 1)
         ],
         left=0,

@@ -190,12 +190,12 @@ def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
     Raises:
         ModelError: nothing there, or nothing that transformers can load.
     """
-    return HfTokenizer(_hf_tokenizer(settings, _checkpoint_at(settings)), vocab_size=vocab_size)
+    return HfTokenizer(_hf_tokenizer(settings), vocab_size=vocab_size)
 
 
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    where = _checkpoint_at(settings)
-    tokenizer = _hf_tokenizer(settings, where)
+    where = _checkpoint_at("model.path", settings.path)
+    tokenizer = _hf_tokenizer(settings)
     return load_weights(AutoModelForCausalLM, settings.path, "is not a causal LM", where, dtype), tokenizer
 
 
@@ -208,7 +208,7 @@ def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
     Raises:
         ModelError: nothing there, another kind, or weights are missing.
     """
-    return load_weights(kind, settings.path, what, _checkpoint_at(settings), torch.float32)
+    return load_weights(kind, settings.path, what, _checkpoint_at("model.path", settings.path), torch.float32)
 
 
 def load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtype: torch.dtype) -> Any:
@@ -220,10 +220,10 @@ def load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtyp
     return model.to(dtype)
 
 
-def _checkpoint_at(settings: ModelSettings) -> dict[str, Any]:
-    local = _is_local("model.path", settings.path)  # a checkpoint on disk never asks a hub
-    where: dict[str, Any] = {"pretrained_model_name_or_path": settings.path, "local_files_only": local}
-    path = Path(settings.path)
+def _checkpoint_at(field: str, name: str) -> dict[str, Any]:
+    local = _is_local(field, name)  # a checkpoint on disk never asks a hub
+    where: dict[str, Any] = {"pretrained_model_name_or_path": name, "local_files_only": local}
+    path = Path(name)
     if path.suffix == ".gguf":
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", feature="a GGUF checkpoint")
@@ -231,19 +231,12 @@ def _checkpoint_at(settings: ModelSettings) -> dict[str, Any]:
     return where
 
 
-def _hf_tokenizer(settings: ModelSettings, checkpoint_at: dict[str, Any]) -> Any:
-    field, where = "model.path", checkpoint_at
+def _hf_tokenizer(settings: ModelSettings) -> Any:
+    field, name = "model.path", settings.path
     if settings.tokenizer is not None:
-        local = _is_local("model.tokenizer", settings.tokenizer)
-        field, where = (
-            "model.tokenizer",
-            {
-                "pretrained_model_name_or_path": settings.tokenizer,
-                "local_files_only": local,
-            },
-        )
+        field, name = "model.tokenizer", settings.tokenizer
     with _quiet():
-        return _loaded(AutoTokenizer, field, "has no tokenizer", **where)
+        return _loaded(AutoTokenizer, field, "has no tokenizer", **_checkpoint_at(field, name))
 
 
 def _is_local(field: str, name: str) -> bool:

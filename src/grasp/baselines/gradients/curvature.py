@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grasp.baselines.gradients.factors import Use
+from grasp.baselines.gradients.layers import Block
 from grasp.baselines.gradients.output import Output
 from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
@@ -200,19 +201,29 @@ def apply_ekfac(queries: Queries, bases: Sequence[Basis], eigenvalues: Sequence[
             query.matrix_ED[unit] = bases[number].back(bases[number].into(matrix) * scale_XY).flatten()
 
 
-def apply_kfac(queries: Queries, factors: Sequence[Factors], damping: float) -> None:
-    """S^{-1} G A^{-1} of every unit, in place; each factor is damped by sqrt(`damping`) of its mean eigenvalue.
+def refuse_tied(blocks: Sequence[Block]) -> None:
+    """See that K-FAC has a form for every block, before its factors are made.
 
     Raises:
         SettingsError: a weight that is tied is no Kronecker product of anything.
     """
-    for number, query in enumerate(queries.blocks):
-        block = queries.engine.layers.blocks[number]
+    for block in blocks:
         if block.shared:
             raise SettingsError(
                 f"influence.curvature: {block.name} is embedding and head at once, which K-FAC has no form for; set "
                 f"curvature: ekfac, or leave it out with !{block.name}"
             )
+
+
+def apply_kfac(queries: Queries, factors: Sequence[Factors], damping: float) -> None:
+    """S^{-1} G A^{-1} of every unit, in place; each factor is damped by sqrt(`damping`) of its mean eigenvalue.
+
+    Raises:
+        SettingsError: see `refuse_tied`.
+    """
+    refuse_tied(queries.engine.layers.blocks)
+    for number, query in enumerate(queries.blocks):
+        block = queries.engine.layers.blocks[number]
         left, right_YY = _inverses(factors[number], damping**0.5)
         if isinstance(query, DenseQuery):
             matrix = query.matrix_ED.view(-1, block.left, block.right) @ right_YY

@@ -123,6 +123,7 @@ class FeatureStore:
             "checkpoint": self._checkpoint.fingerprint,
             "units": self._material.units.fingerprint,
             "tokens": self._material.settings.targets.max_length,
+            "moments": self._checkpoint.moments_fingerprint if spec.update else "",
         }
         return work.shared(f"gradients-{digest(decided)}")
 
