@@ -1,0 +1,67 @@
+"""What float16 storage costs in fidelity: the task rho of an artifact, and of the same with every number rounded again.
+
+    python benchmarks/rounding.py bench-out/cc-completion --environment experiments/environments/cc-format
+
+Rounding to float16 moves a number by at most 2^-11 of itself. Every number that is read is moved by as much again, at
+random; what that changes, several times over, is what the rounding of the stored numbers has changed already.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grasp.artifact.reader import Artifact
+from grasp.fidelity.environment import Environment
+from grasp.protocol.methods import Asked, compare
+from grasp.protocol.scoring import default_protocol, load_protocol
+
+RELATIVE = 2.0**-11
+
+
+class RoundedAgain(Artifact):
+    """Every number moved by as much as float16 rounding may have moved it."""
+
+    draw = np.random.default_rng(0)
+
+    def array_blocks(self, name: str, **how: Any) -> Any:
+        for start, block in super().array_blocks(name, **how):
+            yield start, block * (1 + self.draw.uniform(-RELATIVE, RELATIVE, block.shape)).astype(np.float32)
+
+
+def fidelity(artifact: Artifact, environment: Environment, asked: Asked) -> dict[tuple[str, str], float]:
+    """Task rho of every method and target."""
+    report = json.loads(compare(artifact, environment, asked, resamples=10).to_json())
+    return {(one["method"], one["target"]): one["task_rho"] for one in report["results"] if one["task_rho"] is not None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--environment", type=Path, required=True)
+    parser.add_argument("--protocol", type=Path, help="evaluated beside the one that ships")
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
+    args = parser.parse_args()
+    protocols = {"default": default_protocol()} | ({"selected": load_protocol(args.protocol)} if args.protocol else {})
+    environment, asked = Environment.open(args.environment), Asked(protocols=protocols)
+    stored = fidelity(Artifact.open(args.artifact), environment, asked)
+    again = [fidelity(RoundedAgain.open(args.artifact), environment, asked) for _ in range(args.draws)]
+    changes = {key: [abs(one[key] - rho) for one in again] for key, rho in stored.items()}
+    average = [change for (_, target), found in changes.items() if target == "average" for change in found]
+    single = [change for (_, target), found in changes.items() if target != "average" for change in found]
+    found = {"draws": args.draws, "methods": len({method for method, _ in stored})} | {
+        f"{name}_{what}": float(how(values))
+        for name, values in (("average", average), ("target", single))
+        for what, how in (("mean", np.mean), ("largest", np.max))
+    }
+    print("\n".join(f"{name:18} {value:.5f}" if "_" in name else f"{name:18} {value}" for name, value in found.items()))
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
