@@ -152,8 +152,10 @@ def ask(question: str, path: Path, n_subsets: int, *, geometry: bool = False) ->
     return found
 
 
-def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Least-squares slope of log seconds against log size."""
+def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float | None:
+    """Least-squares slope of log seconds against log size; none where a size takes no longer than the start."""
+    if min(seconds) <= 0:
+        return None
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
@@ -161,7 +163,8 @@ def summed_up(name: str, question: str, sizes: Sequence[int], asked: Sequence[di
     """The points with their slope beyond the start, over both decades and over the larger one."""
     beyond = [one["cpu_s"] - start for one in asked]
     whole, last = slope(sizes, beyond), slope(sizes[-2:], beyond[-2:])
-    print(f"{name}, {question}: start {start:.2f} CPU s, slope {whole:.2f}, over the larger decade {last:.2f}")
+    shown = ["hidden by the start" if one is None else f"{one:.2f}" for one in (whole, last)]
+    print(f"{name}, {question}: start {start:.2f} CPU s, slope {shown[0]}, over the larger decade {shown[1]}")
     points = [{"size": size, **one} for size, one in zip(sizes, asked, strict=True)]
     return {
         "over": name,
