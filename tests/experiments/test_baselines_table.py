@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.baselines.table import BLOCK, HEADINGS, cells, sweep_seconds, table, widths
+from experiments.baselines.table import BLOCK, HEADINGS, cells, sweep_seconds, table, together, widths
 
 METRICS = ("task_rho", "positive", "mean_lds", "pairwise")
 
@@ -10,7 +10,7 @@ METRICS = ("task_rho", "positive", "mean_lds", "pairwise")
 def record(method, standing="predictor", features=0, scores=640):
     about = {"feature_floats": features, "score_floats": scores, "build_cpu_seconds": 12.34, "standing": standing}
     figures = {name: value for m in METRICS for name, value in ((m, 0.5), (f"{m}_low", 0.25), (f"{m}_high", 0.75))}
-    return {"method": method, "target": "sciq"} | figures | about
+    return {"method": method, "target": "sciq", "task_ceiling": 0.9, "lds_ceiling": None} | figures | about
 
 
 def report(*results):
@@ -21,25 +21,36 @@ def report(*results):
 def test_a_line_has_intervals_floats_and_the_sweep_of_each():
     line = cells(record("trak", features=128), {640: 3.0, 128: 1.5})
     assert len(line) == len(HEADINGS)
-    assert line[2] == "0.500 [0.250, 0.750]"
+    assert line[1] == "0.500 [0.250, 0.750]"
     assert line[-4:] == ["128 + 640", "12.3", "3.00", "1.50"]
 
 
 def test_what_is_not_known_is_a_dash():
     unknown = record("theirs", scores=None) | {"feature_floats": None, "build_cpu_seconds": None, "task_rho": None}
     line = cells(unknown, {})
-    assert line[2] == "-"
+    assert line[1] == "-"
     assert line[-4:] == ["-", "-", "-", "-"]
 
 
 def test_oracles_come_after_predictors_under_their_own_headings():
-    found = table(
-        report(record("ridge", "supervised oracle"), record("best", "oracle-selected"), record("bm25")),
-        {1: 0.1, 640: 3.0},
+    (whole,) = together(
+        [report(record("ridge", "supervised oracle"), record("best", "oracle-selected"), record("bm25"))]
     )
+    found = table(whole, {1: 0.1, 640: 3.0})
+    assert "Ceilings: task rho 0.900, mean LDS undefined." in found
     order = [found.index(text) for text in ("| bm25", "### oracle-selected", "| best", "### supervised", "| ridge")]
     assert order == sorted(order)
     assert found.endswith("- said\n")
+
+
+def test_reports_of_one_environment_are_one_table_of_averages():
+    first = report(record("bm25"), record("bm25") | {"target": "average", "task_rho": 0.1})
+    second = report(*(record(name) | {"target": "average", "task_rho": 0.2} for name in ("bm25", "lasso")))
+    alone = report(record("bm25") | {"task_rho": 0.3})
+    whole, of_one = together([first, second | {"notes": ["said", "more"]}, alone])
+    assert [(one["method"], one["task_rho"]) for one in whole["results"]] == [("bm25", 0.1), ("lasso", 0.2)]
+    assert whole["notes"] == ["said", "more"]
+    assert [(one["target"], one["task_rho"]) for one in of_one["results"]] == [("sciq", 0.3)]
 
 
 def test_every_kept_width_is_swept_and_more_floats_take_longer():
