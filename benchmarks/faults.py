@@ -109,7 +109,8 @@ def prepare(root: Path, seed: int) -> Bench:
         begun = time.monotonic()
         going_on(verb, root, root / f"whole-{verb}")
         seconds.append(time.monotonic() - begun)
-    return Bench(root, root / "whole-build", root / "whole-retrain", *seconds, random.Random(seed))
+    build_s, retrain_s = seconds
+    return Bench(root, root / "whole-build", root / "whole-retrain", build_s, retrain_s, random.Random(seed))
 
 
 class Child:

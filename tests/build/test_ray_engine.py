@@ -171,6 +171,14 @@ def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
     ray.kill(holder)
 
 
+def test_more_threads_than_any_node_has(spec):
+    with (
+        pytest.raises(EngineError, match="^threads: got 64, but no node has so many"),
+        connected(ClusterSpec(threads=64)),
+    ):
+        pass
+
+
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with (

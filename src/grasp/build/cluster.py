@@ -47,7 +47,9 @@ class Cluster:
         cores = sum(int(node.get("CPU", 0)) for node in nodes)
         room = self._gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
         asked = room if spec.workers is None else spec.workers
-        if room < 1 or asked > room:
+        if room < 1:
+            raise EngineError(f"threads: got {spec.threads}, but no node has so many cores; ask for fewer threads")
+        if asked > room:
             raise EngineError(
                 f"--workers: got {asked}, but the cluster has {self._gpus} GPUs and {cores} CPU cores, room for {room} "
                 f"of {spec.threads} threads; ask for {room} or fewer, or for fewer threads"
