@@ -173,7 +173,7 @@ def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
 
 def test_more_threads_than_any_node_has(spec):
     with (
-        pytest.raises(EngineError, match="^threads: got 64, but no node has so many"),
+        pytest.raises(EngineError, match=r"^threads: got 64, but no node has so many cores"),
         connected(ClusterSpec(threads=64)),
     ):
         pass
