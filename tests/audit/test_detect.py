@@ -83,6 +83,7 @@ def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
         (["--truth", "changed", "-k", 61], "k: got 61, expected 1 to 60"),
         (["--false-positives", 0.7], "false-positive rate: got 0.7"),
         (["--against", "bm25"], "--against: no meaning without --contamination"),
+        (["--contamination", "--against", ","], "--against: got ',', expected names separated by commas"),
         (["--contamination", "--label", "x"], "--label: no meaning with --contamination"),
         (["--match", "input"], "has no 'input' relevance"),
     ],

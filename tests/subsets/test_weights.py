@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 
 from grasp.subsets import RowIndex, parse_family, read_subsets
 from grasp.subsets import blocks as blocks_module
-from grasp.subsets.blocks import MissingRows, WeightedRows, in_blocks
+from grasp.subsets.blocks import MissingRows, SubsetBlock, WeightedRows, in_blocks
 from grasp.subsets.weights import (
     OmittedRows,
     PackedMasks,
@@ -111,3 +111,12 @@ def test_blocks_have_one_form_and_keep_the_order(monkeypatch):
     kinds = [csr_array, PackedMasks, OmittedRows, PackedMasks, csr_array]
     assert [type(block.weights) for block in found] == kinds
     assert [int(block.sizes_B[0]) for block in found] == [3, 60, 98, 50, 99]
+
+
+def test_entries_given_twice_are_one_row():
+    twice = csr_array((np.array([1.0, 0.5, 0.0, 2.0]), np.array([4, 4, 1, 0]), np.array([0, 3, 4])), shape=(2, 5))
+    block = SubsetBlock(("a", "b"), twice)
+    assert block.sizes_B.tolist() == [1, 1]
+    assert block.weights_BN.toarray().tolist() == twice.toarray().tolist()
+    assert squared(block.weights).toarray()[0, 4] == 1.5**2
+    assert twice.nnz == 4, "what was given is left as it is"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names, output_file, published_methods
+from grasp.cli.options import asked_names, output_file, published_methods
 from grasp.cli.progress import Watch
 from grasp.cli.tables import plain, show
 from grasp.errors import SettingsError
@@ -80,7 +80,7 @@ def _others(
     from grasp.audit.detect import method_scores
     from grasp.protocol.ranking import rows_by_method
 
-    asked = published_methods(names(against), None, {"--cache": cache}, "--against")
+    asked = published_methods(asked_names("--against", against), None, {"--cache": cache}, "--against")
     with Watch(quiet=quiet) as watch:
         return {
             one.label: method_scores(rows_by_method(artifact, one, cache=cache, progress=watch), target)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names, output_file, published_methods
+from grasp.cli.options import asked_names, names, output_file, published_methods
 from grasp.cli.progress import Watch
 from grasp.cli.tables import printable
 from grasp.errors import SettingsError
@@ -106,10 +106,8 @@ def _methods(
     Raises:
         SettingsError: no such method, none named where one should be, or a flag that none of them has a use for.
     """
-    chosen = names(text)
-    if chosen == []:
-        raise SettingsError(f"--methods: got {text!r}, expected names separated by commas; see grasp methods")
-    found = published_methods(chosen, method_settings, {"--checkpoints": checkpoints, "--cache": cache})
+    asked = asked_names("--methods", text)
+    found = published_methods(asked, method_settings, {"--checkpoints": checkpoints, "--cache": cache})
     if checkpoints and not any("checkpoints" in one.method.looks_at for one in found):
         raise SettingsError("--checkpoints: no meaning with these methods, none of which looks at any; leave it out")
     return found

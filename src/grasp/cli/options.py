@@ -126,6 +126,18 @@ def put(data: dict[str, Any], name: str, value: Any) -> None:
     data[leaf] = value
 
 
+def asked_names(flag: str, text: str | None) -> list[str] | None:
+    """The methods that a flag names; none where it is not given.
+
+    Raises:
+        SettingsError: it is given and names nothing.
+    """
+    chosen = names(text)
+    if chosen == []:
+        raise SettingsError(f"{flag}: got {text!r}, expected names separated by commas; see grasp methods")
+    return chosen
+
+
 def names(text: str | None) -> list[str] | None:
     """A comma-separated list."""
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]

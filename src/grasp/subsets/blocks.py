@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError, SubsetError
-from grasp.subsets.weights import OmittedRows, PackedMasks, Weights, as_csr, sizes
+from grasp.subsets.weights import OmittedRows, PackedMasks, Weights, as_csr, canonical, sizes
 
 Side = Literal["retained", "omitted"]
 
@@ -28,7 +28,8 @@ class SubsetBlock:
 
     Attributes:
         subset_ids: names of the B subsets, in the order of the rows of `weights_BN`.
-        weights: (B, N), finite and >= 0, each row with a positive sum; in the form that suits their shape.
+        weights: (B, N), finite and >= 0, each row with a positive sum; in the form that suits their shape. Entries of a
+            csr_array that name a row twice are added up, as scipy has it.
         redrawn: draws of this block that came out empty (or, for groups, whole) and were drawn again.
     """
 
@@ -39,6 +40,8 @@ class SubsetBlock:
     def __post_init__(self) -> None:
         if self.weights.shape[0] != len(self.subset_ids):
             raise ShapeError(f"block: {len(self.subset_ids)} subset_ids for weights of shape {self.weights.shape}")
+        if isinstance(self.weights, csr_array):
+            object.__setattr__(self, "weights", canonical(self.weights))
 
     @property
     def weights_BN(self) -> csr_array:  # noqa: N802 - a shape suffix

@@ -138,6 +138,16 @@ def as_csr(weights: Weights) -> csr_array:
     return weights if isinstance(weights, csr_array) else weights.csr()
 
 
+def canonical(weights_BN: csr_array) -> csr_array:
+    """The same matrix with one entry for a row and none for 0: what `sizes` and `squared` count on."""
+    if weights_BN.has_canonical_format and weights_BN.data.all():
+        return weights_BN
+    own_BN = weights_BN.copy()
+    own_BN.sum_duplicates()
+    own_BN.eliminate_zeros()
+    return own_BN
+
+
 def squared(weights: Weights) -> Weights:
     """Weights w_i^2 in the same form."""
     return weights.power(2) if isinstance(weights, csr_array) else weights.squared()
