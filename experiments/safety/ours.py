@@ -25,8 +25,8 @@ TARGET = "trusted"
 FULL_PROTOCOL = Path(__file__).with_name("protocol.yaml")
 
 
-def artifact_of(case: Case, tuned: Tuned, work: Path) -> Artifact:
-    """Rows, trusted units and the merged model, built."""
+def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artifact:
+    """Rows, trusted units and a model, built; rows are cut as `tuned` was trained on them."""
     sequences = tuned.base.sequences(case.rows, tuned.longest)
     table = {
         "row_id": [row.row_id for row in case.rows],
@@ -42,7 +42,7 @@ def artifact_of(case: Case, tuned: Tuned, work: Path) -> Artifact:
     positions = "tail:1" if case.is_backdoor else "tail:32"
     settings = build_settings(
         {
-            "model": {"path": str(tuned.checkpoint(work / "checkpoint")), "threads": 1, "batch_tokens": 2048},
+            "model": {"path": str(checkpoint), "threads": 1, "batch_tokens": 2048},
             "corpus": {"path": str(corpus), "max_length": tuned.longest},
             "targets": {"names": [str(units)], "units_per_target": None, "max_length": tuned.longest},
             "features": {"pooling": positions, "token_positions": positions},
@@ -56,9 +56,16 @@ def _unit(row: Row) -> str:
     return json.dumps(line) + "\n"
 
 
-def scores(artifact: Artifact, *, label: str | None) -> dict[str, F64]:
-    """Every score that comes from the artifact, (N,) each, higher for more suspicious rows."""
-    out = {f"GRASP relevance ({match})": detect(artifact, TARGET, match=match).scores["relevance"] for match in KERNELS}
+def relevance(artifact: Artifact) -> dict[str, F64]:
+    """Minus the mean relevance to the trusted units by each kernel, (N,) each: higher for more suspicious rows."""
+    return {
+        f"GRASP relevance ({match})": detect(artifact, TARGET, match=match).scores["relevance"] for match in KERNELS
+    }
+
+
+def others(artifact: Artifact, *, label: str | None) -> dict[str, F64]:
+    """Every other score that comes from the artifact, (N,) each, higher for more suspicious rows."""
+    out = {}
     if label is not None:
         found = detect(artifact, TARGET, label=label)
         out |= {"detect: geometry": found.scores["geometry"], "detect: fused": found.scores["fused"]}

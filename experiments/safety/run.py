@@ -38,7 +38,7 @@ from grasp.settings import ModelSettings
 Scores = Mapping[str, NDArray[np.float64]]
 
 BACKDOOR_SEEDS, MISLEADING_SEEDS = (42, 43, 44), (0, 1, 2)
-DETECT = ("model", "grasp", "influence", "strip")
+DETECT = ("model", "grasp", "grasp before", "influence", "strip")
 REMOVED = ("truth", "random", "GRASP relevance (token)", "GRASP (full)", "IFE (unanimous)", "loss")
 FIRST = ("cf-42", "formal-42", "misleading-0")  # also trained again without what was found
 
@@ -54,8 +54,10 @@ def plan(seeds: int) -> list[tuple[str, str]]:
         names = [f"{trigger}-{BACKDOOR_SEEDS[at]}" for trigger in TRIGGERS]
         names += [f"{kind}-{MISLEADING_SEEDS[at]}" for kind in ("misleading", "matched")]
         out += [(case, piece) for case in names for piece in (*DETECT, "onion")]
+    out += [(f"file-{at}", piece) for at in range(seeds) for piece in DETECT]
+    for at in range(1, seeds):
         out += [(f"{kind}-{s[at]}", f"without {name}") for kind, s in _SEEDED.items() for name in REMOVED]
-    out += [(f"file-{at}", piece) for at in range(seeds) for piece in (*DETECT, "onion")]
+    out += [(f"file-{at}", "onion") for at in range(seeds)]
     return [one for one in out if one[1] != "strip" or not one[0].startswith(("misleading", "matched"))]
 
 
@@ -68,7 +70,8 @@ class Experiment:
     def __init__(self, data: Path, work: Path, size: Size, model: ModelSettings) -> None:
         self.data, self.work, self.size = data, work, size
         work.mkdir(parents=True, exist_ok=True)
-        self.base = Base.of(ReferenceModel.load(plain_checkpoint(model, work / "base")), size.layers)
+        self.plain = plain_checkpoint(model, work / "base")
+        self.base = Base.of(ReferenceModel.load(self.plain), size.layers)
         self.onion = Onion(self.base, work / "onion.json")
         self._cases: dict[str, Case] = {}
         self._tuned: tuple[str, Tuned] | None = None
@@ -144,6 +147,7 @@ class Experiment:
         make: dict[str, Callable[[Case, Tuned], Scores]] = {
             "model": _of_model,
             "grasp": self._grasp,
+            "grasp before": self._grasp_before,
             "influence": self._influence,
             "strip": lambda case, tuned: {"STRIP": strip(tuned, case.rows, copies=self.size.copies, seed=case.seed)},
             "onion": lambda case, tuned: {"ONION": self.onion(case.rows)},
@@ -152,9 +156,16 @@ class Experiment:
 
     def _grasp(self, case: Case, tuned: Tuned) -> Scores:
         work = _emptied(self.place(case.name) / "grasp")
-        found = ours.scores(ours.artifact_of(case, tuned, work), label="label" if case.is_backdoor else None)
+        artifact = ours.artifact_of(case, tuned, tuned.checkpoint(work / "checkpoint"), work)
+        found = ours.relevance(artifact) | ours.others(artifact, label="label" if case.is_backdoor else None)
         shutil.rmtree(work)
         return found
+
+    def _grasp_before(self, case: Case, tuned: Tuned) -> Scores:
+        work = _emptied(self.place(case.name) / "grasp before")
+        found = ours.relevance(ours.artifact_of(case, tuned, Path(self.plain.path), work))
+        shutil.rmtree(work)
+        return {f"{name}, before fine-tuning": score_N for name, score_N in found.items()}
 
     def _influence(self, case: Case, tuned: Tuned) -> Scores:
         work = _emptied(self.place(case.name) / "influence")
@@ -301,7 +312,7 @@ def main() -> None:
     for name, piece in pieces:
         if experiment.do(name, piece):
             print(f"{name}, {piece}: {time.process_time() - began:.0f} CPU s so far", flush=True)
-            found = experiment.result(case for case, _ in pieces)
+            found = experiment.result(case for case, _ in plan(len(BACKDOOR_SEEDS)))
             write_whole(asked.out, (json.dumps(found, indent=1) + "\n").encode())
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("peft")
 pytest.importorskip("kronfluence")
 
 from experiments.safety import detectors, setting
-from experiments.safety.run import Experiment, plan, success
+from experiments.safety.run import DETECT, Experiment, plan, success
 from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
 from experiments.safety.tables import lines
 from experiments.safety.tuned import Base, Tuned, collate, losses
@@ -190,7 +190,7 @@ def test_a_vote_is_unanimous_and_a_steady_row_wins():
 def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
     pytest.importorskip("kronfluence")
     experiment = Experiment(data, tmp_path, SIZE, model)
-    pieces = [("file-0", one) for one in ("model", "grasp", "influence", "strip", "without GRASP (full)")]
+    pieces = [("file-0", one) for one in (*DETECT, "without GRASP (full)")]
     pieces += [("misleading-0", "model")]
     assert all(experiment.do(name, piece) for name, piece in pieces)
     fresh = Experiment(data, tmp_path, SIZE, model)
@@ -200,7 +200,7 @@ def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
     assert all(f"| {name} | 1 |" in shown for name in ("STRIP", "GRASP (full)", "IFE (unanimous)"))
     assert "| GRASP (full) | " in shown.partition("rows taken out by")[2]
     cases = result["cases"]
-    assert len(cases["file-0"]["detection"]) == 15
+    assert len(cases["file-0"]["detection"]) == 17
     assert cases["file-0"]["detection"]["STRIP"]["n_planted"] == 2
     assert cases["file-0"]["removed"]["GRASP (full)"]["removed"] == 2
     assert list(cases["misleading-0"]["detection"]) == ["random", "loss", "Pred-Div"]
@@ -212,5 +212,6 @@ def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
 def test_the_plan_begins_with_what_tells_most_and_has_no_piece_twice():
     whole = plan(3)
     assert len(whole) == len(set(whole))
-    assert whole[: len(plan(1)) - 5] == plan(1)[: len(plan(1)) - 5]
+    alone = [one for one in plan(1) if not one[0].startswith("file")]
+    assert whole[: len(alone)] == alone
     assert not any(piece == "strip" and "lead" in name for name, piece in whole)
