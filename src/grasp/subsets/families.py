@@ -13,7 +13,7 @@ A draw that comes out empty (for groups: or whole) is made again from the same s
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from grasp.subsets.weights import SliceShares
 
 FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups"]
 MAX_REDRAWS = 10_000
+MANY_VALUES = 1_000  # of a mixture's label: more are drawn all at once, other subsets of the same distribution
 SPELLINGS = "uniform:0.5, bernoulli:0.5, mixture:LABEL or groups:LABEL"
 
 
@@ -83,11 +84,11 @@ class Family:
     def _subsets(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
     ) -> Iterator[WeightedRows]:
-        groups = [] if column is None else list(column.groups().values())
+        parts = None if column is None else _Parts.of(column)
         for b in range(n_subsets):
             rng = stream(seed, "family", purpose, b)
             redrawn = 0
-            while (rows := self._rows(rng, n_rows, groups)).size == 0:
+            while (rows := self._rows(rng, n_rows, parts)).size == 0:
                 redrawn += 1
                 if redrawn == MAX_REDRAWS:
                     raise SubsetError(
@@ -96,14 +97,12 @@ class Family:
                     )
             yield WeightedRows(_name(purpose, b), rows, None, redrawn)
 
-    def _rows(self, rng: np.random.Generator, n_rows: int, groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    def _rows(self, rng: np.random.Generator, n_rows: int, parts: "_Parts | None") -> NDArray[np.int64]:
+        if parts is not None:
+            return parts.mixed(rng)
         if self.kind == "uniform":
             return _choose(rng, n_rows, max(1, round(_fraction(self) * n_rows)))
-        if self.kind == "bernoulli":
-            return np.flatnonzero(rng.random(n_rows) < _fraction(self))
-        fractions = rng.beta(0.5, 0.5, size=len(groups))
-        picks = [g[_choose(rng, len(g), round(f * len(g)))] for g, f in zip(groups, fractions, strict=True)]
-        return np.sort(np.concatenate(picks))
+        return np.flatnonzero(rng.random(n_rows) < _fraction(self))
 
     def _column(self, labels: LabelColumn | Sequence[Label] | None, n_rows: int) -> LabelColumn | None:
         if self.label is None:
@@ -119,6 +118,34 @@ class Family:
                 "groups needs two or more, or every subset would be empty or whole"
             )
         return column
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Rows by value. Shape letters: G values, N rows."""
+
+    counts_G: NDArray[np.int64]
+    rows_N: NDArray[np.int64]  # those of the first value, then those of the second, ...
+    code_N: NDArray[np.int64]  # of these rows, ascending
+
+    @classmethod
+    def of(cls, column: LabelColumn) -> Self:
+        rows_N = np.argsort(column.codes_N, kind="stable")
+        return cls(column.counts, rows_N, column.codes_N[rows_N].astype(np.int64))
+
+    def mixed(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Of each value a fraction drawn from Beta(1/2, 1/2); ascending."""
+        kept_G = np.rint(rng.beta(0.5, 0.5, size=len(self.counts_G)) * self.counts_G).astype(np.int64)
+        first_G = np.cumsum(self.counts_G) - self.counts_G
+        if len(kept_G) > MANY_VALUES:  # shuffle within all values by one sort, and take the first of each
+            shuffled_N = self.rows_N[np.argsort(self.code_N + rng.random(len(self.rows_N)), kind="stable")]
+            place_N = np.arange(len(shuffled_N)) - first_G[self.code_N]
+            return np.sort(shuffled_N[place_N < kept_G[self.code_N]])
+        picks = [
+            self.rows_N[first + _choose(rng, int(n), int(kept))]
+            for first, n, kept in zip(first_G, self.counts_G, kept_G, strict=True)
+        ]
+        return np.sort(np.concatenate(picks))
 
 
 def parse_family(text: str) -> Family:
