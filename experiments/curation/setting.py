@@ -71,6 +71,29 @@ class World:
             )
         if settings.held_out >= self.artifact.n_rows:
             raise SettingsError(f"--held-out: got {settings.held_out}, the corpus has {self.artifact.n_rows} rows")
+        self._same_as_before()
+
+    def _same_as_before(self) -> None:
+        """What is kept in `work` was made of this artifact, these held-out documents and units, this label.
+
+        Raises:
+            SettingsError: of others.
+        """
+        settings, path = self.settings, self.work / "setting.json"
+        own = {
+            "--artifact": dict(self.artifact.manifest.fingerprints),
+            "--by": settings.label,
+            "--held-out": settings.held_out,
+            "--fresh-units": settings.fresh_units,
+            "--recipe": [settings.recipe, dict(settings.overrides)],
+        }
+        text = json.dumps(own, indent=1) + "\n"
+        if not path.exists():
+            write_whole(path, text.encode())
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name, value in json.loads(text).items() if kept.get(name) != value]
+        if changed:
+            raise SettingsError(f"{self.work}: was made with another {', '.join(changed)}; give another --work")
 
     # ------------------------------------------------------------------------------------------------- rows
 

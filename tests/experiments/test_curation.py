@@ -231,6 +231,13 @@ def test_bad_settings_are_refused(art, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: --out: there is no directory {tmp_path / 'no'}")
 
 
+def test_what_is_kept_is_of_one_setting(art, tmp_path):
+    World(small(art), tmp_path)
+    World(small(art, budgets=(0.4,), draws=1, first_target="sky"), tmp_path)
+    with pytest.raises(SettingsError, match="was made with another --by, --held-out; give another --work"):
+        World(small(art, held_out=9, label="color"), tmp_path)
+
+
 def test_units_without_choices_are_refused(art, tmp_path):
     world = World(small(art), tmp_path)
     assert world.scored_units
