@@ -75,7 +75,7 @@ class Onion:
         words = text.split()
         shorter = [" ".join(words[:i] + words[i + 1 :]) for i in range(len(words))]
         found = self.perplexity([text, *shorter])
-        return float(found[0] - found[1:].min(initial=found[0]))
+        return float(found[0] - found[1:].min(initial=found[0])) if np.isfinite(found[0]) else 0.0
 
     @torch.no_grad()
     def perplexity(self, texts: Sequence[str]) -> F64:

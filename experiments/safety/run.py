@@ -231,7 +231,7 @@ _SCORED = (*DETECT, "onion")
 
 def _of_model(case: Case, tuned: Tuned) -> Scores:
     divergence = prediction_divergence(tuned, case.rows, backdoor=case.is_backdoor)
-    random = stream(case.seed, "safety", "chance").random(len(case.rows))
+    random = stream(case.seed, "safety", "chance", case.name).random(len(case.rows))
     return {"random": random, "loss": tuned.losses(case.rows), "Pred-Div": divergence}
 
 

@@ -173,6 +173,7 @@ def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path):
     together = onion.perplexity(texts)
     np.testing.assert_allclose(together, [onion.perplexity([text])[0] for text in texts], rtol=1e-4)
     ids_1L = torch.tensor(base.tokenizer.encode(texts[1:2]))
+    assert onion([answered("a", "water", "")]).tolist() == [0.0]  # a text of one token has no perplexity
     assert together[1] == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
 
 
