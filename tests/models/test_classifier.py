@@ -1,18 +1,32 @@
 """An image classifier gives the head's input and xi = softmax - onehot; what is not a classifier is refused."""
 
-import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
-from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    ConvNextImageProcessor,
+    MobileNetV2ImageProcessor,
+    MobileViTImageProcessor,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
+from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.features.extract import extract_images
-from grasp.models.classifier import ImageClassifier, preprocessed
+from grasp.models.classifier import ImageClassifier
 from grasp.models.fitted_head import FittedHead, fit_linear
-from grasp.settings import ImageSettings, build_settings
+from grasp.models.preprocessing import ByProcessor, BySettings, own_preprocessing
+from grasp.settings import ImageSettings, ModelSettings, build_settings
 from tests.models.images_world import TinyNet, encoded, picture, pictures, settings, write_weights
 
 
@@ -54,7 +68,7 @@ def test_a_class_and_an_annotated_function_make_models(tmp_path, factory):
         ("factory", "os:system", "expected a class of torch.nn.Module"),
         ("factory", "tests.models.images_world:nothing", "has no attribute 'nothing'"),
         ("factory", "no_such_package:Net", "No module named 'no_such_package'"),
-        ("factory", "TinyNet", "expected package.module:name"),
+        ("factory", "TinyNet", "expected package.module:name or FILE.py:name"),
         ("arguments", {"depth": 3}, "TinyNet failed with {'depth': 3}"),
         ("arguments", {"width": 12}, "does not fit TinyNet"),
         ("classes", ["a", "b"], "got 2 names, the head `head` has 3 outputs"),
@@ -83,40 +97,185 @@ def test_modes_and_sizes_become_one_input():
     how = ImageSettings(size=8, mean=(0, 0, 0), std=(1, 1, 1))
     for mode in ("RGB", "L", "RGBA", "P", "CMYK", "1", "LA", "I;16"):
         content = encoded(image.convert("L").convert(mode) if mode == "I;16" else image.convert(mode), "TIFF")
-        values = preprocessed(content, how)
+        values = BySettings(how)(decode_image(content))
         assert values.shape == (3, 8, 8)
         assert values.dtype == np.float32
         assert 0 <= values.min() <= values.max() <= 1
-    wide = preprocessed(encoded(image.resize((40, 10))), ImageSettings(size=8, resize=10))
+    wide = BySettings(ImageSettings(size=8, resize=10))(image.resize((40, 10)))
     assert wide.shape == (3, 8, 8)
 
 
 def test_preprocessing_by_hand():
     image = picture(0, np.random.default_rng(1), size=8)
-    found = preprocessed(encoded(image), ImageSettings(size=8))
+    found = BySettings(ImageSettings(size=8))(image)
     expected = (np.asarray(image) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     np.testing.assert_allclose(found, expected.transpose(2, 0, 1), atol=1e-6)
 
 
-def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
-    vit = ViTForImageClassification(
+def tiny_vit():
+    return ViTForImageClassification(
         ViTConfig(
             hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
         )
     )
+
+
+def photograph(width, height):
+    small = np.random.default_rng(0).integers(0, 256, size=(12, 20, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("size", [(256, 256), (300, 180), (31, 200)], ids=str)
+@pytest.mark.parametrize(
+    "processor",
+    [
+        ViTImageProcessor(),
+        ViTImageProcessor(do_normalize=False, do_rescale=False),
+        ConvNextImageProcessor(size={"shortest_edge": 224}, crop_pct=224 / 256),
+        ConvNextImageProcessor(size={"shortest_edge": 384}),
+        MobileViTImageProcessor(),
+        MobileNetV2ImageProcessor(),
+    ],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_a_checkpoints_preprocessing_is_its_processors(tmp_path, processor, size):
+    processor.save_pretrained(tmp_path)
+    image = photograph(*size)
+    found = ByProcessor.of(ModelSettings(path=str(tmp_path)))(image)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", use_fast=False)
+    expected = np.asarray(theirs(image, return_tensors="np")["pixel_values"][0], np.float32)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_plain_vit_sees_the_whole_of_a_wide_picture(tmp_path):
+    ViTImageProcessor(size={"height": 16, "width": 16}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
+        tmp_path
+    )
+    image = photograph(300, 180)
+    squeezed = np.asarray(image.resize((16, 16), Image.Resampling.BILINEAR), np.float32) / 255
+    found = ByProcessor.of(ModelSettings(path=str(tmp_path)))(image)
+    np.testing.assert_allclose(found, (squeezed.transpose(2, 0, 1) - 0.5) / 0.5, atol=1e-5)
+
+
+def test_hugging_face_classifiers_with_their_own_preprocessing(tmp_path):
     resnet = ResNetForImageClassification(
         ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=2)
     )
-    own = {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
-    for net, head in ((vit, "classifier"), (resnet, "classifier.1")):
+    processor = ViTImageProcessor(size={"height": 16, "width": 16}, resample=3)
+    fingerprints = set()
+    for net, head in ((tiny_vit(), "classifier"), (resnet, "classifier.1")):
         place = tmp_path / head
         net.save_pretrained(place)
-        (place / "preprocessor_config.json").write_text(json.dumps(own))
+        processor.save_pretrained(place)
         model = load(tmp_path, model__path=str(place), model__classifier={"head": head})
         assert model.classes == ("LABEL_0", "LABEL_1")
-        assert model.images == ImageSettings(size=16, interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
         pixels = model.pixels(pictures(2)[0])
         torch.testing.assert_close(model.logits(model.hidden(pixels)), net.eval()(pixels).logits)
+        fingerprints.add(model.reader[1])
+    assert len(fingerprints) == 1
+    ViTImageProcessor(size={"height": 16, "width": 16}, do_normalize=False).save_pretrained(place)
+    other = load(tmp_path, model__path=str(place), model__classifier={"head": head})
+    assert other.reader[1] not in fingerprints
+    given = {"head": head, "images": {"size": 16}}
+    assert load(tmp_path, model__path=str(place), model__classifier=given).preprocessing == BySettings(
+        ImageSettings(size=16)
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (None, "has no image processor that transformers can load"),
+        ("{", "has no image processor that transformers can load"),
+        ('{"image_processor_type": "NoSuchProcessor"}', "has no image processor that transformers can load"),
+        ('{"size": "wide"}', "give model.classifier.images"),
+        ('{"do_resize": false}', "failed on pictures of shape (3, 96, 160)"),
+        ('{"size": {"height": 24, "width": 24}}', "failed on pictures of shape (3, 24, 24)"),
+    ],
+)
+def test_preprocessing_that_cannot_be_had_is_refused_in_one_line(tmp_path, file, said):
+    tiny_vit().save_pretrained(tmp_path / "vit")
+    if file is not None:
+        (tmp_path / "vit" / "preprocessor_config.json").write_text(file)
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path, model__path=str(tmp_path / "vit"), model__classifier={"head": "classifier"})
+    assert said in str(caught.value)
+    assert "model.classifier.images" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_pictures_that_stay_of_different_size_are_refused(tmp_path):
+    ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
+    own = ByProcessor.of(ModelSettings(path=str(tmp_path)))
+    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, own)
+    with pytest.raises(ModelError, match=r"shapes \(3, 12, 12\), \(3, 20, 20\), expected one; give model.classifier"):
+        model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])
+
+
+def test_a_module_of_timm_reads_what_timm_would_give_it():
+    data, timm = pytest.importorskip("timm.data"), pytest.importorskip("timm")
+    for name in ("resnet18", "vit_tiny_patch16_224", "convnext_atto"):
+        net = timm.create_model(name)
+        transform = data.create_transform(**data.resolve_model_data_config(net), is_training=False)
+        for size in ((256, 256), (300, 180)):
+            image = photograph(*size)
+            np.testing.assert_array_equal(own_preprocessing(net)(image), transform(image).numpy())
+
+
+NET = """
+import torch
+from beside import WIDTH
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(WIDTH, 3)
+
+    def forward(self, pixels):
+        return self.fc(pixels.mean(dim=(2, 3)))
+"""
+
+
+def test_a_module_of_ones_own_loads_from_the_current_directory_and_from_a_file(tmp_path):
+    (tmp_path / "lib").mkdir()
+    for place, name, width in ((tmp_path, "own_net", 3), (tmp_path / "lib", "far_net", 4)):
+        (place / f"{name}.py").write_text(NET.replace("beside", f"beside_{name}"))
+        (place / f"beside_{name}.py").write_text(f"WIDTH = {width}")
+    names = ("own_net:Net", "own_net.py:Net", "lib/far_net.py:Net")
+    code = (
+        "from grasp.models.factory import make_module; from grasp.settings import ClassifierSettings\n"
+        f"print([make_module(ClassifierSettings(head='fc', factory=name)).fc.in_features for name in {names}])"
+    )
+    # -P as in a console script: the current directory is not where Python looks by itself
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[3, 3, 4]", done.stderr
+
+
+def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
+    (tmp_path / "safetensors").mkdir()
+    (tmp_path / "safetensors" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="has no attribute 'Net'"):
+        load(tmp_path, model__classifier__factory="safetensors:Net")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("class Net(:", "SyntaxError: invalid syntax (net.py, line 1)"),
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("1 / len('')", "ZeroDivisionError: division by zero"),
+        ("Net = 3", "expected a class of torch.nn.Module"),
+        (None, "no such file, seen from"),
+    ],
+)
+def test_a_file_without_such_a_module_is_refused(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "net.py").write_text(content)
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path, model__classifier__factory=f"{tmp_path / 'net.py'}:Net")
+    assert str(caught.value).startswith(f"model.classifier.factory: '{tmp_path / 'net.py'}:Net': ")
+    assert said in str(caught.value)
 
 
 def test_a_fitted_head_is_logistic_regression_and_takes_the_place_of_the_models(tmp_path):

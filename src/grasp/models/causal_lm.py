@@ -211,6 +211,19 @@ def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
     return load_weights(kind, settings.path, what, _checkpoint_at("model.path", settings.path), torch.float32)
 
 
+def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> Any:
+    """What a checkpoint has beside its weights, e.g. an image processor.
+
+    Args:
+        kind, what: as in `load_checkpoint`.
+        how: more arguments of the loader.
+    Raises:
+        ModelError: nothing there, or nothing that transformers can load.
+    """
+    with _quiet():
+        return _loaded(kind, "model.path", what, **_checkpoint_at("model.path", settings.path), **how)
+
+
 def load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """A module by `from_pretrained`, refused if any of its weights would be random."""
     how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}

@@ -7,18 +7,14 @@ Shape letters: B images of a batch, C channels, P positions (one an image), H hi
 """
 
 import hashlib
-import importlib
-import inspect
 import json
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -27,24 +23,27 @@ from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.models.causal_lm import HEAD_TOLERANCE, device_of, dtype_of, load_checkpoint
+from grasp.models.factory import make_module
 from grasp.models.fitted_head import FittedHead, linear_head
 from grasp.models.head import OutputHead
-from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings
+from grasp.models.preprocessing import ByProcessor, BySettings, Preprocessing, own_preprocessing
+from grasp.settings import ClassifierSettings, ModelSettings
 
-RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic")  # in the order of PIL's numbers
-FULL_BYTE = 255.0
+NOISE = (96, 160)  # height and width of the pictures that a head is checked with
+# what a module may raise that does not take such pictures
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
 
 
 class ImageClassifier:
     """Frozen image classifier that gives what its head reads, and the head."""
 
-    def __init__(self, model: nn.Module, settings: ClassifierSettings, images: ImageSettings | None = None) -> None:
+    def __init__(self, model: nn.Module, settings: ClassifierSettings, preprocessing: Preprocessing) -> None:
         self.model = model.eval().requires_grad_(False)
         self.linear = linear_head(model, settings.head)
         self.head = OutputHead(self.linear)
         self.vocab_size, self.hidden_size = self.linear.out_features, self.linear.in_features
         self.classes = settings.classes
-        self.images = images or settings.images or ImageSettings()
+        self.preprocessing = preprocessing
         self.batch_images = settings.batch_images
         self._name = settings.head
         parameter = next(model.parameters())
@@ -63,13 +62,14 @@ class ImageClassifier:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         device = device_of(settings.device)
-        model, images, classes = _hugging_face(settings) if chosen.factory is None else _made(settings, chosen)
+        make = _hugging_face if chosen.factory is None else _made
+        model, preprocessing, classes = make(settings, chosen)
         if chosen.fitted_head is not None:
             fitted = FittedHead.read(Path(chosen.fitted_head))
             fitted.put(model, chosen.head)
             classes = fitted.classes
         chosen = chosen.model_copy(update={"classes": chosen.classes or classes})
-        found = cls(model.to(device=device, dtype=dtype_of(settings.dtype, device)), chosen, chosen.images or images)
+        found = cls(model.to(device=device, dtype=dtype_of(settings.dtype, device)), chosen, preprocessing)
         found._check_classes()
         if settings.check:
             found.check_head()
@@ -83,16 +83,19 @@ class ImageClassifier:
     @property
     def reader(self) -> tuple[str, str]:
         """What turns an image into the model's input, and its fingerprint."""
-        text = json.dumps([self.images.model_dump(mode="json"), list(self.classes)])
+        text = json.dumps([self.preprocessing.identity, list(self.classes)])
         return "preprocessing", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def pixels(self, encoded: Sequence[bytes]) -> Tensor:
-        """Images as the model sees them, (B, 3, size, size), float32, on the CPU.
+        """Images as the model sees them, (B, C, height, width), float32, on the CPU.
 
         Raises:
-            ModelError: no image can be made of some bytes.
+            ModelError: no image can be made of some bytes, or their preprocessing gives them different sizes.
         """
-        return torch.from_numpy(np.stack([preprocessed(content, self.images) for content in encoded]))
+        images = [decode_image(content) for content in encoded]
+        if any(image is None for image in images):
+            raise ModelError("images: one that was read before can no longer be decoded; build the artifact again")
+        return self._prepared(images)
 
     @torch.inference_mode()
     def hidden(self, pixels_BCHW: Tensor) -> Tensor:
@@ -111,9 +114,16 @@ class ImageClassifier:
         Raises:
             ModelError: the head is not called, is not called once with a vector an image, or something comes after it.
         """
-        size = self.images.size
-        noise = np.random.default_rng(0).standard_normal((2, 3, size, size)).astype(np.float32)
-        hidden_BH, own = self._run(torch.from_numpy(noise))
+        pil = require("PIL.Image", extra="vision", feature="reading images")
+        noise = np.random.default_rng(0).integers(0, 256, size=(2, *NOISE, 3), dtype=np.uint8)
+        pixels_BCHW = self._prepared([pil.fromarray(one) for one in noise])
+        try:
+            hidden_BH, own = self._run(pixels_BCHW)
+        except FAILURES as err:
+            raise ModelError(
+                f"{type(self.model).__name__} failed on pictures of shape {tuple(pixels_BCHW.shape[1:])}: "
+                f"{' '.join(str(err).split())[:300]}; set model.classifier.images to what it was trained on"
+            ) from err
         ours = self.logits(hidden_BH)
         own = own.float()
         allowed = HEAD_TOLERANCE[self.dtype] * max(float(ours.std()), 1e-6)
@@ -148,6 +158,16 @@ class ImageClassifier:
             )
         return seen[0], output if isinstance(output, Tensor) else output.logits
 
+    def _prepared(self, images: Sequence[Any]) -> Tensor:
+        values = [self.preprocessing(image) for image in images]
+        shapes = {one.shape for one in values}
+        if len(shapes) > 1:
+            raise ModelError(
+                f"preprocessing: pictures of one batch have the shapes {', '.join(map(str, sorted(shapes)))}, expected "
+                "one; give model.classifier.images with a size"
+            )
+        return torch.from_numpy(np.stack(values))
+
     def _check_classes(self) -> None:
         if self.classes and len(self.classes) != self.vocab_size:
             raise ModelError(
@@ -156,76 +176,15 @@ class ImageClassifier:
             )
 
 
-def preprocessed(encoded: bytes, settings: ImageSettings) -> NDArray[np.float32]:
-    """One image as the model sees it, (3, size, size): RGB, resized, cropped at the centre, scaled, normalised.
-
-    Raises:
-        ModelError: no image can be made of the bytes.
-    """
-    image = decode_image(encoded)
-    if image is None:
-        raise ModelError("images: one that was read before can no longer be decoded; build the artifact again")
-    pil = require("PIL.Image", extra="vision", feature="reading images")
-    how = pil.Resampling(RESAMPLING.index(settings.interpolation))
-    short = settings.resize or settings.size
-    scale = short / min(image.size)
-    image = image.resize((max(short, round(image.width * scale)), max(short, round(image.height * scale))), how)
-    left, top = (image.width - settings.size) // 2, (image.height - settings.size) // 2
-    image = image.crop((left, top, left + settings.size, top + settings.size))
-    values = np.asarray(image, dtype=np.float32) / np.float32(FULL_BYTE)
-    scaled = (values - np.asarray(settings.mean, np.float32)) / np.asarray(settings.std, np.float32)
-    return np.ascontiguousarray(scaled.transpose(2, 0, 1))
-
-
-def _made(
-    settings: ModelSettings, chosen: ClassifierSettings
-) -> tuple[nn.Module, ImageSettings | None, tuple[str, ...]]:
+def _made(settings: ModelSettings, chosen: ClassifierSettings) -> tuple[nn.Module, Preprocessing, tuple[str, ...]]:
     """The module that a factory makes, with the weights of the file."""
-    assert chosen.factory is not None
-    factory = _factory(chosen.factory)
-    try:
-        model = factory(**chosen.arguments)
-    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, AssertionError, OSError) as err:
-        raise ModelError(
-            f"model.classifier.factory: {chosen.factory} failed with {chosen.arguments}: {' '.join(str(err).split())}"
-        ) from err
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model.classifier.factory: {chosen.factory} gave a {type(model).__name__}, no torch module")
+    model = make_module(chosen)
     _load_weights(model, Path(settings.path))
-    return model, None, ()
+    return model, _chosen(chosen) or own_preprocessing(model), ()
 
 
-def _factory(name: str) -> Callable[..., Any]:
-    """What the settings name, if it makes modules and nothing else: a settings file must not call what it likes."""
-    module_name, colon, path = name.partition(":")
-    where = f"model.classifier.factory: {name!r}"
-    if not colon or not path:
-        raise ModelError(f"{where}: expected package.module:name, e.g. torchvision.models:resnet18")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for step in path.split("."):
-            found = getattr(found, step)
-    except (ImportError, AttributeError) as err:
-        raise ModelError(f"{where}: {err}; install the package or mend the name") from err
-    if not _makes_modules(found):
-        raise ModelError(
-            f"{where}: expected a class of torch.nn.Module, a class method of one, or a function annotated to give one"
-        )
-    made: Callable[..., Any] = found
-    return made
-
-
-def _makes_modules(found: Any) -> bool:
-    owner = found if inspect.isclass(found) else getattr(found, "__self__", None)
-    if inspect.isclass(owner):
-        return issubclass(owner, nn.Module)
-    if not inspect.isfunction(found):
-        return False
-    try:
-        returned = typing.get_type_hints(found).get("return")
-    except (NameError, TypeError):
-        return False
-    return inspect.isclass(returned) and issubclass(returned, nn.Module)
+def _chosen(chosen: ClassifierSettings) -> Preprocessing | None:
+    return None if chosen.images is None else BySettings(chosen.images)
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
@@ -253,38 +212,13 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         ) from err
 
 
-def _hugging_face(settings: ModelSettings) -> tuple[nn.Module, ImageSettings | None, tuple[str, ...]]:
+def _hugging_face(
+    settings: ModelSettings, chosen: ClassifierSettings
+) -> tuple[nn.Module, Preprocessing, tuple[str, ...]]:
     """A checkpoint of transformers, its preprocessing, and the names of its classes."""
     from transformers import AutoModelForImageClassification  # noqa: PLC0415 - slow to import
 
     model = load_checkpoint(AutoModelForImageClassification, settings, "is not an image classifier")
     names: Mapping[Any, str] = model.config.id2label
     classes = tuple(names[k] for k in sorted(names, key=int))
-    processor = Path(settings.path) / "preprocessor_config.json"
-    return model, _preprocessing(processor) if processor.is_file() else None, classes
-
-
-def _preprocessing(path: Path) -> ImageSettings:
-    """What a checkpoint's own file says of its images."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        size, crop = data.get("size", {}), data.get("crop_size", {})
-        resize, cut = _side(size), _side(crop) if data.get("do_center_crop") else None
-        return ImageSettings(
-            size=cut or resize,
-            resize=max(resize, cut) if cut else None,
-            interpolation=RESAMPLING[data.get("resample", 2)],
-            mean=tuple(data.get("image_mean", ImageSettings().mean)),
-            std=tuple(data.get("image_std", ImageSettings().std)),
-        )
-    except (ValueError, KeyError, IndexError, TypeError, StopIteration) as err:
-        raise ModelError(
-            f"{path}: cannot be read as preprocessing: {' '.join(str(err).split())}; give model.classifier.images"
-        ) from err
-
-
-def _side(size: Any) -> int:
-    """The side that a size of transformers means."""
-    if isinstance(size, int):
-        return size
-    return int(next(size[key] for key in ("shortest_edge", "height") if key in size))
+    return model, _chosen(chosen) or ByProcessor.of(settings), classes
