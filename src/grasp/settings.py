@@ -123,9 +123,9 @@ class ClassifierSettings(Settings):
     head: str = Field(description="Dotted name of the linear output layer, e.g. fc, classifier, _fc.")
     factory: str | None = Field(
         None,
-        description="What makes the module, as package.module:name: a class of torch.nn.Module, a class method of one, "
-        "or a function annotated to return one; model.path is then its file of weights. None: model.path is a Hugging "
-        "Face checkpoint.",
+        description="What makes the module, as package.module:name (installed, or in the current directory) or "
+        "FILE.py:name: a class of torch.nn.Module, a class method of one, or a function annotated to return one. Its "
+        "code is run. model.path is then its file of weights. None: model.path is a Hugging Face checkpoint.",
     )
     arguments: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
     fitted_head: str | None = Field(None, description="Output layer in the place of the model's: see grasp fit-head.")
@@ -133,7 +133,9 @@ class ClassifierSettings(Settings):
         (), description="Names of the classes, in the order of the head; none: the checkpoint's or the fitted head's."
     )
     images: ImageSettings | None = Field(
-        None, description="Preprocessing; none: the checkpoint's own, of a factory's module that of ImageNet at 224."
+        None,
+        description="Preprocessing; none: a checkpoint's own processor, of a module of timm its data config, of any "
+        "other module ImageNet's at 224 pixels.",
     )
     batch_images: int = Field(32, ge=1, description="Images in one forward pass.")
 

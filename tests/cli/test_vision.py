@@ -1,11 +1,13 @@
 """Images from the command line: fit a head, build, score, predict, with the commands of texts."""
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
-from tests.models.images_world import settings, write_parquet
+from tests.models.images_world import pictures, settings, write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,42 @@ def test_mistakes_are_told(world, tmp_path):
     assert "got the number -1" in refused(*asked, "--corpus", mixed)
     text = refused("build", "--config", config, "--targets", "sciq", "--out", tmp_path / "a", "--quiet")
     assert text.startswith("sciq: no such file or directory") or "sciq" in text
+
+
+def test_what_fit_head_leaves_out_is_named_and_counted(world, tmp_path):
+    path, folder = tmp_path / "mixed.parquet", tmp_path / "photos"
+    table = pq.read_table(write_parquet(path, 12)).to_pylist()
+    table[4]["image"], table[7]["image"], table[9]["label"] = b"no picture", None, None
+    pq.write_table(pa.Table.from_pylist(table), path)
+    asked = ["--config", world / "vision.yaml", "--out", tmp_path / "h.safetensors", "--quiet"]
+    said = succeed("fit-head", *asked, "--corpus", path).lines
+    assert "3 classes, fitted to 9 images:" in said[0]
+    assert said[1:4] == [
+        "left out: 1 broken images: mixed-4",
+        "left out: 1 records without an image: mixed-7",
+        "left out: 1 images without a class: mixed-9",
+    ]
+    for i, content in enumerate(pictures(25)[0]):
+        (folder / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        (folder / "ab"[i % 2] / f"{i:02}.png").write_bytes(content if i < 2 else b"")
+    said = succeed("fit-head", *asked, "--corpus", folder).lines
+    assert "fitted to 2 images:" in said[0]
+    assert said[1].startswith("left out: 23 broken images: a/02.png, a/04.png, ")
+    assert said[1].endswith(" and 3 more")
+    for place in folder.rglob("0[01].png"):
+        place.write_bytes(b"")
+    assert "none of its 25 images can be used (25 broken_image)" in refused("fit-head", *asked, "--corpus", folder)
+
+
+def test_an_image_classifier_without_its_head_is_told_which_setting_it_lacks(world, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
+    asked = ["build", "--corpus", world / "train.parquet", "--targets", world / "trusted.parquet", "--out"]
+    said = refused(*asked, tmp_path / "a", "--model", tmp_path)
+    assert "is an image classifier (ViTForImageClassification), not a causal LM" in said
+    assert "--set model.classifier.head=classifier" in said
+    said = refused(*asked, tmp_path / "a", "--model", world / "weights.safetensors")
+    assert "weights of an image classifier need model.classifier.factory" in said
+    assert "model.classifier.head=classifier" in succeed("build", "--help").out
 
 
 def test_settings_of_texts_are_refused_with_a_classifier(tmp_path):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from grasp.build.progress import Progress, Silent
 from grasp.corpus.images import ImageRecord, class_index, decode_image, read_images
 from grasp.corpus.labels import Label
+from grasp.corpus.packing import SkipLog, Skipped
 from grasp.errors import CorpusError, SettingsError
 from grasp.models.classifier import ImageClassifier
 from grasp.models.fitted_head import FittedHead, fit_linear
@@ -27,7 +28,7 @@ class HeadFit:
 
     classes: tuple[str, ...]
     n_images: int
-    n_left_out: int
+    left_out: Skipped  # images that could not be used, by reason
     accuracy: float
     loss: float  # nats an image
 
@@ -68,7 +69,7 @@ def fit_head(
     return HeadFit(
         classes=classes,
         n_images=len(class_N),
-        n_left_out=left_out,
+        left_out=left_out.frozen(),
         accuracy=float((logits_NV.argmax(axis=1) == class_N).mean()),
         loss=float(np.mean(np.logaddexp.reduce(logits_NV, axis=1) - logits_NV[np.arange(len(class_N)), class_N])),
     )
@@ -76,36 +77,39 @@ def fit_head(
 
 def _features(
     model: ImageClassifier, corpus: CorpusSettings, progress: Progress
-) -> tuple[NDArray[np.float32], list[Label], int]:
-    """What the output layer reads of every image that can be used, their classes as given, and how many cannot."""
+) -> tuple[NDArray[np.float32], list[Label], SkipLog]:
+    """What the output layer reads of every image that can be used, their classes as given, and what cannot."""
     parts: list[NDArray[np.float32]] = []
     values: list[Label] = []
-    usable = _Usable(read_images(corpus))
+    log = SkipLog()
     progress.stage("features", rows=None, tokens=None)
-    records = iter(usable)
+    records = _usable(read_images(corpus), log)
     while group := list(islice(records, model.batch_images)):
         pixels = model.pixels([record.encoded for record in group if record.encoded is not None])
         parts.append(model.hidden(pixels).float().cpu().numpy())
         values += [record.class_value for record in group]
         progress.advance(len(group), len(group))
     if not parts:
-        raise CorpusError(f"{corpus.path}: none of its {usable.left_out} images can be used, expected at least one")
-    return np.concatenate(parts), values, usable.left_out
+        counts = ", ".join(f"{count} {reason}" for reason, count in log.counts.items())
+        raise CorpusError(
+            f"{corpus.path}: none of its {log.counts.total()} images can be used ({counts or 'empty'}), expected at "
+            "least one"
+        )
+    return np.concatenate(parts), values, log
 
 
-class _Usable:
-    """Records with a class whose image can be decoded; counts the others."""
-
-    def __init__(self, records: Iterator[ImageRecord]) -> None:
-        self._records = records
-        self.left_out = 0
-
-    def __iter__(self) -> Iterator[ImageRecord]:
-        for record in self._records:
-            if record.class_value is None or record.encoded is None or decode_image(record.encoded) is None:
-                self.left_out += 1
-            else:
-                yield record
+def _usable(records: Iterator[ImageRecord], log: SkipLog) -> Iterator[ImageRecord]:
+    """Records with a class whose image can be decoded; the others go to the log."""
+    for record in records:
+        name = record.row_id or record.given_id or record.where
+        if record.encoded is None:
+            log.add("no_image", name)
+        elif record.class_value is None:
+            log.add("no_class", name)
+        elif decode_image(record.encoded) is None:
+            log.add("broken_image", name)
+        else:
+            yield record
 
 
 def _classes(values: Sequence[Label]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """grasp build"""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +30,21 @@ Examples:
   grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art
   grasp build --out art --resume --engine ray --workers 8
   grasp build --config run.yaml --out s3://bucket/art
+  grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet --targets trusted.parquet \\
+              --out art
 """
 
 
 @app.command(epilog=EXAMPLES)
 def build(
     out: Path = typer.Option(..., "--out", help="Directory of the artifact, or a URL such as s3://bucket/art."),
-    model: str | None = typer.Option(None, "--model", help="Hugging Face checkpoint (directory, GGUF file or name)."),
-    corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL(.gz/.zst), a directory, or a URL."),
-    targets: str | None = typer.Option(None, "--targets", help="Tasks or JSONL files, separated by commas."),
+    model: str | None = typer.Option(
+        None, "--model", help="Hugging Face checkpoint, or a classifier's file of weights."
+    ),
+    corpus: str | None = typer.Option(
+        None, "--corpus", help="Parquet, JSONL, a directory (of images: a folder a class), URL."
+    ),
+    targets: str | None = typer.Option(None, "--targets", help="Tasks or files of units, separated by commas."),
     config: Path | None = typer.Option(None, "--config", help="YAML file of settings; a run.yaml replays a build."),
     assign: list[str] = typer.Option([], "--set", help="One setting, e.g. --set features.tau=0.02; repeatable."),
     max_length: int | None = typer.Option(None, "--max-length", help="Longest row, in tokens."),
@@ -58,6 +65,8 @@ def build(
     quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
 ) -> None:
     """Run the model once over a corpus and write an artifact.
+
+    The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
 
     A build that was cut off goes on with --resume, on one machine or on a cluster, whatever it was begun on.
     """
@@ -138,7 +147,8 @@ def _say(done: "ArtifactInfo", where: str) -> None:
     )
     if done.skipped["rows"]["counts"]:
         print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {where}/manifest.json)")
-    print(f"next: grasp score {where} --target {next(iter(done.targets))} --top 10")
+    score = ["grasp", "score", where, "--target", next(iter(done.targets)), "--top", "10"]
+    print(f"next: {shlex.join(score)}")
 
 
 def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:

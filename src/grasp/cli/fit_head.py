@@ -1,5 +1,6 @@
 """grasp fit-head"""
 
+import shlex
 from pathlib import Path
 
 import typer
@@ -7,6 +8,7 @@ import typer
 from grasp.cli.app import app
 from grasp.cli.options import merged, output_file, require
 from grasp.cli.progress import Watch
+from grasp.cli.tables import plain, skipped_text
 from grasp.errors import SettingsError
 from grasp.settings import fit_settings
 
@@ -15,10 +17,12 @@ REQUIRED = {
     "--corpus": ("corpus.path",),
     "--head": ("model.classifier.head",),
 }
+LISTED = 20  # images that are left out, by name
 EXAMPLES = """\b
 Examples:
   grasp fit-head --model resnet18.pth --factory torchvision.models:resnet18 --head fc \\
                  --corpus images.parquet --out head.safetensors
+  grasp fit-head --model net.pth --factory net.py:Net --head fc --corpus photos/ --out head.safetensors
   grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors
 """
 
@@ -27,7 +31,9 @@ Examples:
 def fit_head(
     out: Path = typer.Option(..., "--out", help="File of the fitted head, .safetensors."),
     model: str | None = typer.Option(None, "--model", help="Checkpoint of an image classifier, or file of weights."),
-    factory: str | None = typer.Option(None, "--factory", help="What makes the module, as package.module:name."),
+    factory: str | None = typer.Option(
+        None, "--factory", help="What makes the module: package.module:name or FILE.py:name."
+    ),
     head: str | None = typer.Option(None, "--head", help="Dotted name of the linear output layer that is replaced."),
     corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL, a directory with a folder a class."),
     decay: float = typer.Option(0.1, "--decay", min=0, help="Weight decay, in units of the mean feature variance."),
@@ -57,9 +63,12 @@ def fit_head(
 
     with Watch(quiet=quiet) as watch:
         done = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
-    left = f", {done.n_left_out:,} left out" if done.n_left_out else ""
     print(
-        f"{out}: {len(done.classes)} classes, fitted to {done.n_images:,} images{left}: accuracy on them "
+        f"{out}: {len(done.classes)} classes, fitted to {done.n_images:,} images: accuracy on them "
         f"{done.accuracy:.1%}, loss {done.loss:.3f} nats"
     )
-    print(f"next: grasp build --set model.classifier.fitted_head={out} ...")
+    for reason, count in done.left_out.counts.items():
+        listed = [plain(name) for name in done.left_out.ids[reason][:LISTED]]
+        more = f" and {count - len(listed):,} more" if count > len(listed) else ""
+        print(f"left out: {skipped_text({reason: count})}: {', '.join(listed)}{more}")
+    print(f"next: grasp build --set {shlex.quote(f'model.classifier.fitted_head={out}')} ...")

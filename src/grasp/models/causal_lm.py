@@ -4,6 +4,7 @@ Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocab
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from grasp.settings import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+WEIGHTS = (".pth", ".pt", ".bin", ".safetensors")
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 # Largest |head(hidden) - logits| the load check lets pass, in units of the logits' standard deviation.
@@ -195,8 +197,22 @@ def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
 
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
     where = _checkpoint_at("model.path", settings.path)
+    _refuse_classifier(settings.path)
     tokenizer = _hf_tokenizer(settings)
     return load_weights(AutoModelForCausalLM, settings.path, "is not a causal LM", where, dtype), tokenizer
+
+
+def _refuse_classifier(name: str) -> None:
+    """A checkpoint of images would be told that it has no tokenizer."""
+    try:
+        kinds = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        return  # whose loader says what is wrong
+    if any(str(kind).endswith("ForImageClassification") for kind in kinds):
+        raise ModelError(
+            f"model.path: `{name}` is an image classifier ({kinds[0]}), not a causal LM; name its linear output layer, "
+            "e.g. --set model.classifier.head=classifier"
+        )
 
 
 def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
@@ -256,7 +272,10 @@ def _is_local(field: str, name: str) -> bool:
     """Whether it lies on disk; what is not there and cannot be the name of a repository either is refused."""
     path = Path(name)
     if path.is_file() and path.suffix != ".gguf":
-        raise ModelError(f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository")
+        raise ModelError(
+            f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository"
+            + ("; weights of an image classifier need model.classifier.factory" if path.suffix in WEIGHTS else "")
+        )
     if path.exists():
         return True
     if path.suffix == ".gguf" or not REPOSITORY.fullmatch(name):
