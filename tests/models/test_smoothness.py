@@ -1,14 +1,20 @@
 """The paper's lower bounds on a small network, with the smoothness constant measured along the way that it takes.
 
-The gradient of L is Lipschitz on a segment with the largest spectral norm of its Hessian there.
+The gradient of L is Lipschitz on a segment with the largest spectral norm of its Hessian there. Relevance, geometry and
+surrogate are the project's, of the rows' gradients as updates u_i.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 from torch.autograd.functional import hessian
+
+from grasp.utility.geometry import geometry
+from grasp.utility.predictor import additive, interaction_surrogate
 
 ROWS, WIDTH, STEPS, RATE = 24, 3, 15, 0.2
 
@@ -52,21 +58,27 @@ class World:
         return theta
 
 
+def surrogate(slope: Tensor, update_NW: Tensor, weight_N: Tensor, step: float, beta: float) -> tuple[float, float]:
+    """eta A - beta eta^2 / 2 K_raw of one subset, and the part that is eta A, in nats, by the project's functions."""
+    weights_BN, update = csr_array(weight_N.numpy()[None]), update_NW.numpy()
+    relevance_B = additive((update @ slope.numpy())[:, None], weights_BN)[:, 0]
+    raw_B = geometry(weights_BN, update, np.zeros(update.shape[1])).raw_B
+    bound_B = interaction_surrogate(relevance_B, raw_B, step=step, penalty=beta * step**2 / 2)
+    return float(bound_B[0]), step * float(relevance_B[0])
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("step", [0.01, 0.1, 0.5])
 def test_one_step_lower_bound_on_a_network(seed, step):
     world = World(seed)
     weight = torch.rand(ROWS).double() / ROWS
-    direction = sum(w * world.row_gradient(i, world.theta) for i, w in enumerate(weight))
-    after = world.theta - step * direction
+    updates = torch.stack([world.row_gradient(i, world.theta) for i in range(ROWS)])
+    after = world.theta - step * weight @ updates
     gained = float(world.target(world.theta) - world.target(after))
-    slope = float(grad(world.target, world.theta) @ direction)
-    square = float(direction @ direction)
     beta = world.smoothness(world.theta, after)
-    assert gained >= step * slope - beta * step**2 / 2 * square - 1e-12
-    assert gained <= step * slope + beta * step**2 / 2 * square + 1e-12  # the same constant bounds it from above
-    # the first order alone is off by what the second order is for: of the square of the step
-    assert abs(gained - step * slope) <= beta * step**2 / 2 * square + 1e-12
+    bound, first = surrogate(grad(world.target, world.theta), updates, weight, step, beta)
+    assert gained >= bound - 1e-12
+    assert gained <= 2 * first - bound + 1e-12  # the same constant bounds it from above
 
 
 def test_a_smoothness_constant_that_is_too_small_breaks_the_bound():
@@ -74,14 +86,30 @@ def test_a_smoothness_constant_that_is_too_small_breaks_the_bound():
     broken = 0
     for seed in range(4):
         world = World(seed)
-        # along the target's own gradient, in which the loss bends
-        direction = grad(world.target, world.theta)
-        after = world.theta - 0.5 * direction
-        square, beta = float(direction @ direction), world.smoothness(world.theta, after)
+        # one row whose update is the target's own gradient, along which the loss bends
+        slope = grad(world.target, world.theta)
+        after = world.theta - 0.5 * slope
+        beta = world.smoothness(world.theta, after)
         gained = float(world.target(world.theta) - world.target(after))
-        assert gained >= 0.5 * square - beta * 0.125 * square - 1e-12
-        broken += gained < 0.5 * square - 0.1 * beta * 0.125 * square
+        one = slope, slope[None], torch.ones(1).double(), 0.5
+        assert gained >= surrogate(*one, beta)[0] - 1e-12
+        broken += gained < surrogate(*one, 0.1 * beta)[0]
     assert broken > 0
+
+
+def test_the_bound_is_reached_along_the_direction_that_bends_most():
+    """For a small step along it the gain is A and K with beta, to third order: another scale of either is seen."""
+    step = 1e-3
+    for seed in range(3):
+        world = World(seed)
+        value, vector = torch.linalg.eigh(hessian(world.target, world.theta))
+        update = vector[:, -1:].T.contiguous()
+        after = world.theta - step * update[0]
+        gained = float(world.target(world.theta) - world.target(after))
+        bound, first = surrogate(
+            grad(world.target, world.theta), update, torch.ones(1).double(), step, float(value[-1])
+        )
+        assert gained - first == pytest.approx(bound - first, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -93,11 +121,15 @@ def test_endpoint_bounds_after_training_with_the_mismatch_of_the_proxy(seed):
     gained = float(world.target(world.theta) - world.target(end))
     slope = grad(world.target, world.theta)
     beta = world.smoothness(world.theta, end)
-    assert gained >= float(slope @ moved) - beta / 2 * float(moved @ moved) - 1e-12
+    whole = slope, moved[None], torch.ones(1).double(), 1.0
+    assert gained >= surrogate(*whole, beta)[0] - 1e-12
 
-    proxy = RATE * torch.stack([world.row_gradient(i, world.theta) for i in rows]).mean(dim=0)
+    updates = torch.stack([world.row_gradient(i, world.theta) for i in range(ROWS)])
+    weight = torch.zeros(ROWS).double()
+    weight[rows] = 1.0 / len(rows)
+    proxy = RATE * weight @ updates
     mismatch = float((moved - proxy).norm())
     assert mismatch > 0  # training is not one step
-    bound = float(slope @ proxy) - beta / 2 * float(proxy @ proxy)
+    bound, _ = surrogate(slope, updates, weight, RATE, beta)
     bound -= mismatch * float((slope - beta * proxy).norm()) + beta / 2 * mismatch**2
     assert gained >= bound - 1e-12
