@@ -29,24 +29,63 @@ def test_subset_norms_are_the_norms_of_weighted_sums(seed):
     np.testing.assert_allclose(found, ((weight @ product) ** 2).sum(1), rtol=1e-9, atol=1e-12)
 
 
+def positions(seed, n=5):
+    """Positions of rows 0, 0, 0, 1, 1, 2, 4, 4, 4 and the gradients G_i written out; row 3 has none."""
+    hidden, residual = features(seed)
+    row = np.array([0, 0, 0, 1, 1, 2, 4, 4, 4])
+    gradient = [
+        np.einsum("th,tv->hv", hidden[row == i], residual[row == i]) / max(1, (row == i).sum()) for i in range(n)
+    ]
+    return hidden, residual, row, np.stack(gradient)
+
+
+@settings(deadline=None)
+@given(SEEDS, st.sampled_from([1, 60, 10**6]))
+def test_position_gram_is_that_of_the_gradients_in_any_blocks(seed, block):
+    hidden, residual, row, gradient = positions(seed)
+    flat = gradient.reshape(5, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "BLOCK_ELEMENTS", block)
+        found = checks.position_gram(hidden, csr_array(residual), row, 5)
+    np.testing.assert_allclose(found, flat @ flat.T, atol=1e-10)
+
+
+@settings(deadline=None)
+@given(SEEDS)
+def test_uncentred_gram_is_that_of_hidden_states_with_their_mean(seed):
+    hidden, residual, row, gradient = positions(seed)
+    offset = np.random.default_rng(seed + 1).normal(size=5)
+    flat = gradient.reshape(5, -1)
+    found = checks.uncentred_gram(flat @ flat.T, offset, hidden, csr_array(residual), row)
+    expected = checks.position_gram(hidden + offset, csr_array(residual), row, 5)
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+def test_scaled_error_does_not_see_a_factor():
+    true = np.array([1.0, 2.0, 4.0])
+    assert checks.scaled_error(7 * true, true) == pytest.approx(0)
+    assert checks.relative_error(7 * true, true) == pytest.approx(6)
+    assert checks.scaled_error(np.array([1.0, 2.0, 5.0]), true) == 0  # of the median
+    assert checks.scaled_error(np.zeros(3), true) == 1
+
+
 @settings(deadline=None)
 @given(SEEDS)
 def test_the_direct_sum_bound_holds_on_any_features_and_is_reached_by_two_rows(seed):
     hidden, residual = features(seed)
-    found = checks.direct_sum(*checks.gram(hidden, csr_array(residual)), np.random.default_rng(0).random((5, 9)))
-    assert found.satisfied
-    assert 0 <= found.mean_share <= 1 + 1e-9
-    two = checks.direct_sum(*checks.gram(hidden[:2], csr_array(residual[:2] + 0.1)), np.eye(2))
+    found = checks.direct_sum_bound(hidden, residual)
+    assert found.off < 1e-12
+    assert 0 <= found.mean <= found.largest <= found.bound + 1e-12
+    two = checks.direct_sum_bound(hidden[:2], residual[:2] + 0.1)
     assert two.largest == pytest.approx(two.bound)  # of one pair the largest distances are its own
+    assert checks.direct_sum_bound(hidden, 0 * residual) == checks.DirectSumBound(0.0, 0.0, 0.0, 0.0)
 
 
-def test_the_direct_sum_ranks_as_the_product_only_where_rows_are_close():
+def test_the_gap_is_small_only_where_rows_are_close():
     generator = np.random.default_rng(1)
-    weight = (generator.random((40, 60)) < 0.5) / 30
-    near_h, near_r = 1 + 0.05 * generator.normal(size=(60, 8)), 1 + 0.05 * generator.normal(size=(60, 8))
-    assert checks.direct_sum(*checks.gram(near_h, csr_array(near_r)), weight).ranks > 0.99
-    far_h, far_r = generator.normal(size=(60, 8)), generator.normal(size=(60, 8))
-    assert checks.direct_sum(*checks.gram(far_h, csr_array(far_r)), weight).ranks < 0.8
+    near, far = 1 + 0.05 * generator.normal(size=(2, 60, 8)), generator.normal(size=(2, 60, 8))
+    assert checks.direct_sum_bound(*near).mean < 1e-3
+    assert checks.direct_sum_bound(*far).mean > 0.5
 
 
 def test_effective_rank_counts_directions():
@@ -77,18 +116,23 @@ def test_negative_pairs():
 @settings(deadline=None)
 @given(SEEDS)
 def test_rank_one_share_is_the_squared_cosine(seed):
-    hidden, residual = features(seed)
-    row = np.array([0, 0, 0, 1, 1, 2, 4, 4, 4])
+    hidden, residual, row, gradient = positions(seed)
+    own_hidden, own_residual = features(seed + 1, n=5)
     shares = []
-    for i in range(5):
-        mine = row == i
-        if not mine.any():
-            continue
-        mean = np.einsum("th,tv->hv", hidden[mine], residual[mine]) / mine.sum()
-        pooled = np.outer(hidden[mine].mean(0), residual[mine].mean(0))
-        if mean.any() and pooled.any():
-            shares.append((mean * pooled).sum() ** 2 / ((mean**2).sum() * (pooled**2).sum()))
-    assert checks.rank_one_share(hidden, csr_array(residual), row, 5) == pytest.approx(np.mean(shares))
+    for i in (0, 1, 2, 4):
+        pooled = np.outer(own_hidden[i], own_residual[i])
+        if gradient[i].any() and pooled.any():
+            shares.append((gradient[i] * pooled).sum() ** 2 / ((gradient[i] ** 2).sum() * (pooled**2).sum()))
+    found = checks.rank_one_share(hidden, csr_array(residual), row, own_hidden, csr_array(own_residual))
+    assert found == pytest.approx(np.mean(shares))
+
+
+def test_a_row_of_one_position_is_its_own_summary():
+    hidden, residual = features(0)
+    residual = residual + 0.1
+    assert checks.rank_one_share(hidden, csr_array(residual), np.arange(9), hidden, csr_array(residual)) == (
+        pytest.approx(1)
+    )
 
 
 @settings(deadline=None)

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 from grasp.artifact.reader import Artifact
+from grasp.audit import checks
 from grasp.audit import diagnose as diagnosing
 from grasp.audit.diagnose import diagnose
+from grasp.audit.kernels import Kernels
 from grasp.audit.sample import Rerun, sample_features, sample_rows
+from grasp.audit.sketched import RANKS
 from grasp.build.local import build
 from grasp.errors import ArtifactError, GraspError
+from grasp.protocol.scoring import ScoringProtocol, default_protocol
 from grasp.settings import build_settings
 from tests.build.world import world
 from tests.cli.grasp_command import refused, succeed
@@ -50,43 +54,184 @@ def test_kept_features_are_those_of_the_model(plain, kept):
     assert gap < 2e-3
 
 
-def test_everything_is_measured_and_every_line_says_what_is_healthy(plain):
-    found = diagnose(plain, rows=32, subsets=20)
-    assert found.source == "the model"
-    named = by_name(found)
-    assert len(named) == 11
-    for finding in found.findings:
-        assert finding.healthy
+@pytest.fixture(scope="module")
+def of_plain(plain):
+    return diagnose(plain, rows=32, subsets=20)
+
+
+LINES = {
+    "pairs that complement",
+    *(f"{half} sketch" for half in ("hidden", "residual", "product")),
+    *(f"{half} sketch for product" for half in ("hidden", "residual", "joint")),
+    "direct sum for product",
+    "residual beyond top-k",
+    "pooled for tokens",
+    "opposed gradients",
+    "direct-sum bound",
+    *(f"effective rank, {half} sketch" for half in ("hidden", "residual", "product")),
+    "pooled against token relevance",
+    "batch invariance",
+    "ranking stability",
+}
+
+
+def says_what_is_healthy(finding):
+    """A number to compare with, in words: a dash is none."""
+    return len(finding.healthy) > 8 and any(letter.isdigit() for letter in finding.healthy)
+
+
+def test_everything_is_measured_and_every_line_says_what_is_healthy(of_plain):
+    assert of_plain.source == "the model"
+    named = by_name(of_plain)
+    assert set(named) == LINES
+    assert len(named) == len(of_plain.findings)
+    for finding in of_plain.findings:
+        assert says_what_is_healthy(finding), finding
         assert bool(finding.advice) == (finding.verdict != "healthy")
     assert named["batch invariance"].verdict == "healthy"
     assert named["ranking stability"].verdict == "not measured"
-    assert {f.verdict for f in found.findings if f.name not in ("ranking stability",)} <= {"healthy", "look"}
+    assert {f.verdict for f in of_plain.findings if f.name not in ("ranking stability",)} <= {"healthy", "look"}
 
 
-def test_a_sketch_as_wide_as_the_features_has_no_error(root):
-    wide = {"hidden_width": 16, "residual_width": 8}
-    art = Artifact.open(build(world(root / "world", features=wide), root / "wide"))
-    numbers = by_name(diagnose(art, rows=32, subsets=20))["sketch of K"].numbers
-    assert numbers["hidden_error"] < 1e-4  # the projection is the identity
-    assert numbers["hidden_ranks"] == pytest.approx(1.0)
-    assert numbers["residual_error"] > 0.01
+@pytest.fixture(scope="module")
+def widest(root):
+    """All probabilities, and sketches as wide as can be."""
+    features = {"hidden_width": 16, "residual_width": 4096, "product_width": 4096, "top_k": 300}
+    return Artifact.open(build(world(root / "world", features=features), root / "widest"))
 
 
-def test_more_top_k_leaves_less_outside(root, plain):
-    few = by_name(diagnose(plain, rows=32, subsets=5))["residual beyond top-k"].numbers["share"]
-    more = Artifact.open(build(world(root / "world", features={"top_k": 300}), root / "more"))
-    assert few > 0.0
-    assert by_name(diagnose(more, rows=32, subsets=5))["residual beyond top-k"].numbers["share"] < 1e-4
+@pytest.fixture(scope="module")
+def of_widest(widest):
+    return by_name(diagnose(widest, rows=40, subsets=40))
+
+
+def test_a_sketch_as_wide_as_the_features_has_no_error(of_widest):
+    named = of_widest
+    assert named["hidden sketch"].numbers["error"] < 1e-4  # the projection is the identity
+    assert named["hidden sketch"].numbers["ranks"] == pytest.approx(1.0)
+    assert named["hidden sketch"].verdict == "healthy"
+    assert 1e-4 < named["residual sketch"].numbers["error"] < 0.1
+
+
+@pytest.fixture(scope="module")
+def narrow(root):
+    """Sketches of four numbers, whose norms are near enough and whose order is lost."""
+    features = {"hidden_width": 4, "residual_width": 4, "product_width": 4, "top_k": 300}
+    return Artifact.open(build(world(root / "world", features=features), root / "narrow"))
+
+
+def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(root, narrow):
+    named = by_name(diagnose(narrow, rows=40, subsets=40))
+    widths = {}
+    for half in ("hidden", "residual", "product"):
+        numbers = named[f"{half} sketch"].numbers
+        assert numbers["error"] < 2 * np.sqrt(2 / 4)  # which alone would have passed
+        assert numbers["ranks"] < RANKS
+        assert named[f"{half} sketch"].verdict == "look"
+        widths[f"{half}_width"] = int(numbers["healthy_width"])
+        assert f"features.{half}_width: {widths[f'{half}_width']}" in named[f"{half} sketch"].advice
+    art = Artifact.open(build(world(root / "world", features=widths | {"top_k": 300}), root / "as-advised"))
+    mended = by_name(diagnose(art, rows=40, subsets=40))
+    for half in ("hidden", "residual", "product"):
+        assert mended[f"{half} sketch"].verdict == "healthy"
+        promised = named[f"{half} sketch"].numbers["healthy_ranks"]
+        assert mended[f"{half} sketch"].numbers["ranks"] == pytest.approx(promised, abs=0.02)
+
+
+def test_a_sketch_of_the_stored_width_is_the_one_that_is_stored(plain, kept):
+    for art in (plain, kept):
+        index = sample_rows(art, 20, seed=0)
+        kernels = Kernels.of(art, sample_features(art, index, GraspError("unused") if art is kept else Rerun.of(art)))
+        for half in ("hidden", "residual", "product"):
+            stored = art.array_rows(f"{half}_sketch", index) / art.manifest.arrays[f"{half}_sketch"].gain
+            atol = (2e-2 if art is kept else 1e-4) * abs(stored).max()  # positions are kept in float16
+            np.testing.assert_allclose(kernels.sketch(half, 8), stored, atol=atol)
+
+
+def test_the_product_is_compared_with_what_it_is_a_sketch_of(of_widest):
+    """K of a sketch that is wide enough is that of the positions, and not that of pooled rows or of a direct sum."""
+    named = of_widest
+    assert named["product sketch"].numbers["ranks"] > 0.9
+    assert named["product sketch"].numbers["pooled_ranks"] < 0.9
+    for half in ("hidden", "residual", "joint"):
+        numbers = named[f"{half} sketch for product"].numbers
+        assert numbers["ranks"] == pytest.approx(numbers["full_ranks"], abs=0.1)
+        assert named[f"{half} sketch for product"].verdict == "look"
+        assert "no width mends it" in named[f"{half} sketch for product"].advice
+
+
+def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(root):
+    features = {"token_positions": "stride:3", "pooling": "tail:4"}
+    answers = []
+    for name, keep in (("strided", False), ("strided-kept", True)):
+        art = Artifact.open(build(world(root / "world", features=features, keep_features=keep), root / name))
+        answers.append(by_name(diagnose(art, rows=32, subsets=20)))
+    for name in ("pooled for tokens", "opposed gradients", "product sketch", "joint sketch for product"):
+        for key, value in answers[0][name].numbers.items():
+            assert answers[1][name].numbers[key] == pytest.approx(value, abs=0.05), (name, key)
+
+
+def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, of_plain):
+    """The share is that of the summary that is kept, over the positions that the gradient is of."""
+    features = {"pooling": "tail:1", "token_positions": "tail:1"}
+    art = Artifact.open(build(world(root / "world", features=features), root / "last"))
+    one = by_name(diagnose(art, rows=32, subsets=5))["pooled for tokens"]
+    assert one.numbers["share"] == pytest.approx(1.0)
+    assert one.verdict == "healthy"
+    many = by_name(of_plain)["pooled for tokens"]
+    assert many.numbers["share"] < many.numbers["same_share"] < 0.5  # the last 32 positions of up to 47
+    assert many.verdict == "look"
+
+
+def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
+    def protocol(**components):
+        return ScoringProtocol.model_validate(default_protocol().model_dump() | {"components": components})
+
+    def lines(**components):
+        found = by_name(diagnose(plain, rows=32, subsets=5, protocol=protocol(**components)))
+        return {name: finding for name, finding in found.items() if name.startswith("pairs that complement")}
+
+    index = sample_rows(plain, 32, seed=0)
+    sketch = plain.array_rows("residual_sketch", index)
+    expected = checks.negative_pairs(sketch @ sketch.T)
+    (line,) = lines(**{"residual.cent": -0.1, "residual.self": -0.1}).values()
+    assert (line.numbers["pairs"], line.numbers["mass"]) == pytest.approx(expected)
+    assert lines(**{"joint.self": -0.1})["pairs that complement"].verdict == "healthy"
+    both = lines(**{"hidden.pair": -0.1, "product.raw": 0.1})
+    assert both["pairs that complement, hidden.pair"].verdict == "look"
+    assert "hidden states are centred" in both["pairs that complement, hidden.pair"].advice
+    assert "rewards large norms" in both["pairs that complement, product.raw"].advice
+
+
+def test_aligned_rows_are_called_healthy(plain, monkeypatch):
+    monkeypatch.setattr(diagnosing._Subject, "sketch", lambda self, half: np.ones((len(self.index), 2)))
+    chosen = ScoringProtocol.model_validate(default_protocol().model_dump() | {"components": {"product.raw": -0.1}})
+    named = by_name(diagnose(plain, rows=16, subsets=5, protocol=chosen))
+    assert named["pairs that complement, product.raw"].verdict == "healthy"
+    assert named["direct-sum bound"].verdict == "healthy"  # rows that are all alike
+
+
+def test_more_top_k_leaves_less_outside(of_plain, of_widest):
+    few, all_of_it = (named["residual beyond top-k"] for named in (by_name(of_plain), of_widest))
+    assert few.numbers["share"] > 0.0
+    assert all_of_it.numbers["share"] < 1e-4
 
 
 def test_without_features_or_model_it_says_how_to_build(root, plain, tmp_path):
     shutil.copytree(plain.path, tmp_path / "art")
     shutil.rmtree(tmp_path / "art" / "tokens")
     named = by_name(diagnose(Artifact.open(tmp_path / "art"), rows=16, subsets=5))
-    for name in ("sketch of K", "direct sum for product", "residual beyond top-k", "pooled for tokens"):
+    features = {name for name in LINES if "sketch" in name and "rank" not in name}
+    for name in features | {
+        "direct sum for product",
+        "residual beyond top-k",
+        "pooled for tokens",
+        "opposed gradients",
+    }:
         assert named[name].verdict == "not measured"
         assert "keeps no rows; build it with `grasp build --keep-features`" in named[name].advice
-    assert named["pairs that complement"].verdict in ("healthy", "look")
+    assert all(says_what_is_healthy(finding) for finding in named.values())
+    assert named["direct-sum bound"].verdict in ("healthy", "look")
 
 
 def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
@@ -95,7 +240,7 @@ def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
     shutil.rmtree(settings.model.path)
     named = by_name(diagnose(art, rows=16, subsets=5))
     assert "not on this disk, seen from here; build it with" in named["batch invariance"].advice
-    assert named["batch invariance"].advice == named["sketch of K"].advice
+    assert named["batch invariance"].advice == named["product sketch"].advice
 
 
 def test_kept_features_need_neither_model_nor_rows(kept, tmp_path):
@@ -104,7 +249,7 @@ def test_kept_features_need_neither_model_nor_rows(kept, tmp_path):
     found = diagnose(Artifact.open(tmp_path / "art"), rows=16, subsets=5)
     named = by_name(found)
     assert found.source == "kept features"
-    assert named["sketch of K"].verdict != "not measured"
+    assert named["product sketch"].verdict != "not measured"
     assert named["batch invariance"].verdict == "not measured"
 
 
@@ -125,6 +270,7 @@ def test_an_image_classifier_is_diagnosed_alike(tmp_path):
     art = Artifact.open(build(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
     named = by_name(diagnose(art, rows=30, subsets=10))
     assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position an image
+    assert named["product sketch"].numbers["pooled_ranks"] == pytest.approx(named["product sketch"].numbers["ranks"])
     assert named["residual beyond top-k"].numbers["share"] == pytest.approx(0.0, abs=1e-6)
     assert named["batch invariance"].verdict == "healthy"
 
@@ -132,8 +278,8 @@ def test_an_image_classifier_is_diagnosed_alike(tmp_path):
 def test_the_command(plain, tmp_path):
     out = succeed("diagnose", plain.path, "--rows", 16, "--subsets", 5, "--json", tmp_path / "d.json").out
     assert f"{plain.path}: 16 rows, 5 subsets of half of them, full features from the model" in out
-    assert out.count("    healthy: ") == 11
-    assert len(json.loads((tmp_path / "d.json").read_text())["findings"]) == 11
+    assert out.count("    healthy: ") == len(LINES)
+    assert len(json.loads((tmp_path / "d.json").read_text())["findings"]) == len(LINES)
     assert refused("diagnose", plain.path, "--rows", 3).startswith("diagnose: got 3 rows and 64 subsets, expected")
     assert "no such artifact" in refused("diagnose", tmp_path / "nothing")
 

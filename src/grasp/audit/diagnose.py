@@ -5,45 +5,36 @@ Shape letters: N rows of the sample, B subsets, D sketch width.
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from math import isnan, sqrt
+from math import isnan
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array, diags_array
 
 from grasp.artifact.reader import RELEVANCE, Artifact
 from grasp.audit import checks
+from grasp.audit.finding import Finding, finding, missing
+from grasp.audit.kernels import Kernels
 from grasp.audit.sample import HOW_TO_KEEP, Rerun, SampleFeatures, sample_features, sample_rows
-from grasp.build.moments import unspool_moments
+from grasp.audit.sketched import NAMES, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
-from grasp.features.whitening import Whitener
 from grasp.fidelity.environment import Environment
 from grasp.protocol.agreement import agreement
 from grasp.protocol.scoring import ScoringProtocol, default_protocol
 from grasp.seeds import stream
-from grasp.settings import FeatureSettings
 
 F64 = NDArray[np.float64]
 T = TypeVar("T")
 
 MIN_ROWS = 8
 ALONE_ROWS = 16
-RANKS = 0.8  # agreement of orders that is called healthy
-SKETCHES = ("hidden_sketch", "residual_sketch", "product_sketch")
+SKETCHES = ("hidden", "residual", "product")
 BATCH_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2, "float16": 1e-2}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: what was measured, whether it is healthy, and what to change."""
-
-    name: str
-    value: str
-    healthy: str  # what a healthy value is
-    verdict: str  # healthy, look, or not measured
-    advice: str  # what to change, or why nothing was measured
-    numbers: dict[str, float]
+IDENTITY = 1e-9  # of kernels of unit vectors in float64: more is no rounding
+ENVIRONMENT = "70% of pairs or more in order"
+SMALL_TAIL = "at most 20%"
+MOST_OF_IT = "0.5 or more: the summary has more of the gradient than it lost"
+ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +76,12 @@ def diagnose(
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, diagnostics need at least {MIN_ROWS}")
     subject = _Subject.of(artifact, index, subsets, seed)
-    findings = [*_of_features(subject), *_of_arrays(subject), _batches(subject)]
+    chosen = protocol or default_protocol()
+    findings = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
     if environment is None:
-        findings.append(_missing("ranking stability", "an accuracy of 70% or more", "name an environment"))
+        findings.append(missing("ranking stability", ENVIRONMENT, "name an environment"))
     else:
-        findings += _stability(artifact, environment, protocol)
+        findings += _stability(artifact, environment, chosen)
     source = subject.features.source if isinstance(subject.features, SampleFeatures) else "nothing"
     return Diagnosis(len(index), subsets, source, tuple(findings))
 
@@ -115,22 +107,19 @@ class _Subject:
             weight_N[generator.choice(len(index), size=half, replace=False)] = 1.0 / half
         return cls(artifact, index, weight_BN, rerun, features)
 
-    def sketch(self, name: str) -> F64:
+    def array(self, name: str) -> F64:
         return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)
 
-    def grams(self, features: SampleFeatures) -> tuple[F64, F64]:
-        """Inner products of whitened hidden states, and of scaled residuals, of all pairs of the sample."""
-        whitener = self._whitener()
-        white_NH = (features.hidden_NH - whitener.mean_H) @ whitener.map_HH
-        return checks.gram(white_NH, self.scaled(features.residual_NV, whitener))
+    def sketch(self, half: str) -> F64:
+        """As stored: with the gain that makes the mean squared norm of the half 1."""
+        return self.array(f"{half}_sketch")
 
-    def scaled(self, residual_NV: csr_array, whitener: Whitener) -> csr_array:
-        return csr_array(residual_NV.astype(np.float64) @ diags_array(np.sqrt(whitener.precondition_V)))
+    @property
+    def halves(self) -> tuple[str, ...]:
+        return tuple(half for half in SKETCHES if f"{half}_sketch" in self.artifact.array_names)
 
-    def _whitener(self) -> Whitener:
-        settings = FeatureSettings.model_validate(self.artifact.feature_settings)
-        moments = unspool_moments(self.artifact.moments, "pooled.")
-        return Whitener.fit(moments, tau=settings.tau, alpha=settings.alpha, epsilon=settings.epsilon)
+    def without_gain(self, half: str) -> F64:
+        return self.sketch(half) / (float(self.artifact.manifest.arrays[f"{half}_sketch"].gain) or 1.0)
 
 
 def _or_error(get: Callable[[], T]) -> T | GraspError:
@@ -142,105 +131,98 @@ def _or_error(get: Callable[[], T]) -> T | GraspError:
 
 def _of_features(subject: _Subject) -> Iterator[Finding]:
     """What takes full features of the sample."""
-    names = ("sketch of K", "direct sum for product", "residual beyond top-k", "pooled for tokens")
     features = subject.features
+    names = NAMES | {"residual beyond top-k": SMALL_TAIL, "pooled for tokens": MOST_OF_IT, "opposed gradients": ALIGNED}
     if isinstance(features, GraspError):
         why = f"{features}; {HOW_TO_KEEP}" if HOW_TO_KEEP not in str(features) else str(features)
-        yield from (_missing(name, "-", why) for name in names)
+        yield from (missing(name, healthy, why) for name, healthy in names.items())
         return
-    hidden_NN, residual_NN = subject.grams(features)
-    yield _sketch_error(subject, hidden_NN, residual_NN)
-    yield _direct_sum(checks.direct_sum(hidden_NN, residual_NN, subject.weight_BN))
+    kernels = Kernels.of(subject.artifact, features)
+    sketches = {half: subject.without_gain(half) for half in subject.halves}
+    yield from of_sketches(kernels, sketches, subject.weight_BN)
     yield _outside(checks.mass_outside(features.residual_NV), subject.artifact.feature_settings["top_k"])
-    if features.positions is None:
-        yield _missing(names[3], "0.5 or more", f"positions were not kept; {HOW_TO_KEEP}")
+    if kernels.positions is None:
+        why = f"positions were not kept; {HOW_TO_KEEP}"
+        yield from (missing(name, names[name], why) for name in ("pooled for tokens", "opposed gradients"))
     else:
-        at = features.positions
-        share = checks.rank_one_share(at.hidden_PH, at.residual_PV, at.row_P, len(subject.index))
-        yield _rank_one(share)
-
-
-def _sketch_error(subject: _Subject, hidden_NN: F64, residual_NN: F64) -> Finding:
-    worst, ranks, width = 0.0, 1.0, 0
-    numbers: dict[str, float] = {}
-    for name, full_NN in (("hidden", hidden_NN), ("residual", residual_NN)):
-        sketch_ND = subject.sketch(f"{name}_sketch") / _gain(subject.artifact, f"{name}_sketch")
-        found_B = (subject.weight_BN @ sketch_ND) ** 2
-        true_B = checks.subset_norms(subject.weight_BN, full_NN)
-        error, rho = (
-            checks.relative_error(found_B.sum(axis=1), true_B),
-            checks.rank_agreement(found_B.sum(axis=1), true_B),
-        )
-        numbers |= {f"{name}_error": error, f"{name}_ranks": rho}
-        if error >= worst:
-            worst, ranks, width = error, rho, sketch_ND.shape[1]
-    expected = sqrt(2 / width)
-    return _finding(
-        "sketch of K",
-        f"{worst:.1%} off, ranks agree {ranks:+.2f} (worse half, {width} wide)",
-        f"at most {2 * expected:.0%}: twice what {width} numbers give",
-        worst <= 2 * expected,
-        "raise features.hidden_width or features.residual_width, and build again",
-        numbers,
-    )
-
-
-def _gain(artifact: Artifact, name: str) -> float:
-    return float(artifact.manifest.arrays[name].gain) or 1.0
-
-
-def _direct_sum(found: checks.DirectSum) -> Finding:
-    return _finding(
-        "direct sum for product",
-        f"K ranks agree {found.ranks:+.2f}; bound {'holds' if found.satisfied else 'BROKEN'}: largest gap "
-        f"{found.largest:.3f} of {found.bound:.3f}, mean {found.mean_share:.0%} of it",
-        f"ranks {RANKS} or more, and the bound holds",
-        found.satisfied and found.ranks >= RANKS,
-        "use product.* components in a protocol (features.product_width > 0): the direct sum is no stand-in here",
-        {"largest": found.largest, "bound": found.bound, "mean_share": found.mean_share, "ranks": found.ranks},
-    )
+        yield _rank_one(kernels, subject.weight_BN)
+        yield _opposed(*checks.negative_pairs(kernels.positions.gradient_NN))
 
 
 def _outside(share: float, top_k: int) -> Finding:
-    return _finding(
+    return finding(
         "residual beyond top-k",
         f"{share:.1%} of its absolute mass",
-        "at most 20%",
+        SMALL_TAIL,
         share <= 0.2,
         f"raise features.top_k above {top_k}, or use a better trained model: flat predictions have long tails",
         {"share": share},
     )
 
 
-def _rank_one(share: float) -> Finding:
-    return _finding(
+def _rank_one(kernels: Kernels, weight_BN: F64) -> Finding:
+    at = kernels.positions
+    assert at is not None
+    pooled_B, product_B = (checks.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
+    ranks = checks.rank_agreement(pooled_B, product_B)
+    return finding(
         "pooled for tokens",
-        f"{share:.2f} of the output gradient's square is in h x xi (mean squared cosine)",
-        "0.5 or more",
-        share >= 0.5,
-        "rank by the token kernel (features.match: both or token); the pooled one has lost most of the gradient",
-        {"share": share},
+        f"{at.kept_share:.2f} of the output gradient's square is in the summary of {kernels.settings.pooling}, "
+        f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
+        f"of K agree {ranks:+.2f}",
+        MOST_OF_IT,
+        at.kept_share >= 0.5,
+        "rank by the token kernel (features.match: both or token), and take geometry, if any, from product.*; the "
+        "pooled kernel has lost most of the gradient",
+        {"share": at.kept_share, "same_share": at.same_share, "ranks": ranks},
+    )
+
+
+def _opposed(pairs: float, mass: float) -> Finding:
+    return finding(
+        "opposed gradients",
+        f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
+        ALIGNED,
+        mass <= 0.05,
+        "these rows are no aligned pool: a penalty on the norm of their update would have no diminishing returns, "
+        "whatever sketch it is taken from",
+        {"pairs": pairs, "mass": mass},
     )
 
 
 def _of_arrays(subject: _Subject) -> Iterator[Finding]:
     """What the arrays of the artifact tell by themselves."""
     artifact = subject.artifact
-    for name in (name for name in SKETCHES if name in artifact.array_names):
-        yield _rank(name, subject.sketch(name))
-    joint = [subject.sketch(name) for name in SKETCHES[:2] if name in artifact.array_names]
-    if joint:
-        all_ND = np.concatenate(joint, axis=1)
-        yield _negative(*checks.negative_pairs(all_ND @ all_ND.T))
+    yield _bound(checks.direct_sum_bound(subject.sketch("hidden"), subject.sketch("residual")))
+    for half in subject.halves:
+        yield _rank(f"{half}_sketch", subject.sketch(half))
     built = [kernel for kernel, array in RELEVANCE.items() if array in artifact.array_names]
     if {"pooled", "token"} <= set(built):
         yield _kernels(subject)
 
 
+def _bound(found: checks.DirectSumBound) -> Finding:
+    tight = found.largest / found.bound if found.bound else 1.0
+    right = found.off <= IDENTITY
+    advice = "rows are too far apart for the bound to say anything: go by `direct sum for product`"
+    if not right:
+        advice = "the identity fails: the sketches hold what is no number, or this is a fault of GRASP to report"
+    return finding(
+        "direct-sum bound",
+        f"{'met' if right else 'BROKEN'} (an identity, to {found.off:.0e}: it checks the code); gap "
+        f"{found.mean:.2f} in the mean, {found.largest:.2f} at most, {tight:.0%} of the bound of {found.bound:.2f}",
+        "a mean gap of 0.1 or less, between kernels that lie in -1 to 1: rows are near enough to each other that the "
+        "direct sum stands for the product",
+        right and found.mean <= 0.1,
+        advice,
+        asdict(found) | {"tight": tight},
+    )
+
+
 def _rank(name: str, sketch_ND: F64) -> Finding:
     rank = checks.effective_rank(sketch_ND)
     width = min(sketch_ND.shape[1], len(sketch_ND) - 1)
-    return _finding(
+    return finding(
         f"effective rank, {name.replace('_', ' ')}",
         f"{rank:.1f} of {width}",
         f"{max(1, width // 8)} or more",
@@ -251,23 +233,52 @@ def _rank(name: str, sketch_ND: F64) -> Finding:
     )
 
 
-def _negative(pairs: float, mass: float) -> Finding:
-    return _finding(
-        "pairs that complement",
-        f"{pairs:.0%} of pairs have a negative inner product, {mass:.0%} of the mass",
-        "at most 5% of the mass: then the surrogate is nearly submodular",
-        mass <= 0.05,
-        "diminishing returns fail on those pairs and greedy selection has no guarantee: read the certificate that "
-        "`grasp select` prints",
-        {"pairs": pairs, "mass": mass},
+def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Finding]:
+    """Of each component of the protocol that bends V: sums of aligned kernels are aligned.
+
+    K_raw, K_pair and K_cent of subsets of one size bend V as ||sum phi_i||^2 of the stored sketches; K_self does not.
+    """
+    name = "pairs that complement"
+    bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
+    if not bent:
+        value = (
+            f"protocol {protocol.name} weighs no pairs of rows: their gains add up, and the best rows are the best set"
+        )
+        yield finding(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
+    for component, omega in bent.items():
+        half = component.split(".")[0]
+        lacking = {"hidden", "residual"} - set(subject.halves) if half == "joint" else {half} - set(subject.halves)
+        if lacking:
+            yield missing(
+                f"{name}, {component}", ALIGNED, f"the artifact has no {' and '.join(sorted(lacking))} sketch"
+            )
+            continue
+        parts = [subject.sketch(part) for part in (("hidden", "residual") if half == "joint" else (half,))]
+        sketch_ND = np.concatenate(parts, axis=1)
+        yield _complements(component, omega, *checks.negative_pairs(sketch_ND @ sketch_ND.T))
+
+
+def _complements(component: str, omega: float, pairs: float, mass: float) -> Finding:
+    advice = "greedy selection by this protocol has no guarantee: read the bound that `grasp select` prints"
+    if component.startswith(("hidden", "joint")):
+        advice += "; hidden states are centred, so that about half of the pairs oppose: residual.* or product.* may not"
+    if omega > 0:
+        advice = "the protocol rewards large norms: gains grow, and `grasp select` can give no bound; use a penalty"
+    return finding(
+        f"pairs that complement, {component}",
+        f"{pairs:.0%} of pairs of sketches have a negative inner product, {mass:.0%} of the mass (weight {omega:+g})",
+        ALIGNED,
+        omega < 0 and mass <= 0.05,
+        advice,
+        {"pairs": pairs, "mass": mass, "omega": omega},
     )
 
 
 def _kernels(subject: _Subject) -> Finding:
-    pooled_NE, token_NE = (subject.sketch(RELEVANCE[kernel]) for kernel in ("pooled", "token"))
+    pooled_NE, token_NE = (subject.array(RELEVANCE[kernel]) for kernel in ("pooled", "token"))
     each = [checks.rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
     rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
-    return _finding(
+    return finding(
         "pooled against token relevance",
         f"ranks of rows agree {rho:+.2f}, mean over units",
         "0.5 or more",
@@ -278,9 +289,9 @@ def _kernels(subject: _Subject) -> Finding:
 
 
 def _batches(subject: _Subject) -> Finding:
-    healthy = "rounding only"
+    healthy = "rounding of the model's dtype: at most 1e-4 in float32"
     if isinstance(subject.rerun, GraspError):
-        return _missing("batch invariance", healthy, str(subject.rerun))
+        return missing("batch invariance", healthy, str(subject.rerun))
     index = subject.index[:: max(1, len(subject.index) // ALONE_ROWS)][:ALONE_ROWS]
     together = subject.rerun.features(index)
     hidden_NH, residual_NV = subject.rerun.alone(index)
@@ -290,7 +301,7 @@ def _batches(subject: _Subject) -> Finding:
     worst = max(hidden, residual)
     kind = str(subject.rerun.model.dtype).removeprefix("torch.")
     allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
-    return _finding(
+    return finding(
         "batch invariance",
         f"rows alone and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
         f"at most {allowed:.0e}",
@@ -304,21 +315,13 @@ def _batches(subject: _Subject) -> Finding:
 def _stability(artifact: Artifact, environment: Environment, protocol: ScoringProtocol | None) -> Iterator[Finding]:
     for points in agreement(artifact, environment, protocol or default_protocol()).points:
         found = checks.stability(points.predicted_B, points.realized_B)
-        yield _finding(
+        yield finding(
             f"ranking stability, {points.target}",
             f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
             f"{found.certain:.0%}",
-            "an accuracy of 70% or more",
+            ENVIRONMENT,
             found.accuracy >= 0.7,
             "calibrate a protocol, or compare only subsets whose utilities are farther apart; more seeds tell noise "
             "from error",
             asdict(found),
         )
-
-
-def _finding(name: str, value: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Finding:
-    return Finding(name, value, healthy, "healthy" if good else "look", "" if good else advice, numbers)
-
-
-def _missing(name: str, healthy: str, why: str) -> Finding:
-    return Finding(name, "not measured", healthy, "not measured", why, {})

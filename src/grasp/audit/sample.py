@@ -33,7 +33,7 @@ HOW_TO_KEEP = "build it with `grasp build --keep-features`, or restore the model
 
 @dataclass(frozen=True, slots=True)
 class PositionFeatures:
-    """Every supervised position of the sampled rows."""
+    """The positions of the token kernel (`features.token_positions`) of the sampled rows, in order of row."""
 
     hidden_PH: NDArray[np.float32]
     residual_PV: csr_array
@@ -94,7 +94,7 @@ class Rerun:
         return np.concatenate([part[0] for part in parts]), vstack([part[1] for part in parts], format="csr")
 
     def _run(self, rows: Rows) -> tuple[NDArray[np.float32], csr_array, PositionFeatures]:
-        specs = (self.settings.pooling, "all")
+        specs = (self.settings.pooling, self.settings.token_positions)
         vocab = self.model.vocab_size
         hidden, residual, places, positions = [], [], [], []
         for index, batch in row_passes(self.model, rows, specs, self.settings.top_k):
