@@ -183,6 +183,14 @@ def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, of_plain):
     assert many.verdict == "look"
 
 
+def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(root):
+    art = Artifact.open(build(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled"))
+    named = by_name(diagnose(art, rows=32, subsets=10))
+    assert "there is none: features.product_width is 0" in named["product sketch"].advice
+    for name in ("joint sketch for product", "pooled for tokens", "opposed gradients"):
+        assert named[name].verdict != "not measured"
+
+
 def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
     def protocol(**components):
         return ScoringProtocol.model_validate(default_protocol().model_dump() | {"components": components})
