@@ -6,11 +6,9 @@ table: a protocol that changes adds its own, and what was trained on before stay
 Shape letters: N rows, K rows chosen, G values of a label.
 """
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from experiments.curation.setting import World
+from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
 from grasp.baselines.asked import asked_methods
 from grasp.curation.amounts import Amount, Bound
@@ -77,7 +76,7 @@ class Chooser:
 
     def made(self, wanted: Sequence[Asked]) -> list[Choice]:
         """The selections, in the order wanted; new ones are written down before they are given back."""
-        with _one_at_a_time(self.world.work / ".choices.lock"):
+        with one_at_a_time(self.world.work / ".choices.lock"):
             known = {(one.asked, one.protocol): one for one in self._read()}
             found = []
             for asked in wanted:
@@ -238,11 +237,3 @@ def of_methods(targets: str, share: float) -> list[Asked]:
 def other_draws(share: float, draws: int) -> list[Asked]:
     """Further random selections of the same size: their spread is part of what random choice does."""
     return [replace(Asked(RANDOM, "all", share), draw=draw) for draw in range(1, draws)]
-
-
-@contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait for a lock that the kernel gives back when its holder dies."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

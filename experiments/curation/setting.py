@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
 from grasp.baselines.material import Material
 from grasp.curation.documents import corpus_settings, kept_documents
@@ -149,9 +150,10 @@ class World:
     def pool_corpus(self) -> Path:
         """The corpus without the held-out documents, written once."""
         out = self.work / "pool"
-        if not out.exists():
-            kept = kept_documents(self.artifact, self.corpus, self.pool_N, "any")
-            write_corpus(self.corpus.path, kept.mask_M, out, "parquet")
+        with one_at_a_time(self.work / ".pool.lock"):
+            if not out.exists():
+                kept = kept_documents(self.artifact, self.corpus, self.pool_N, "any")
+                write_corpus(self.corpus.path, kept.mask_M, out, "parquet")
         return out
 
     def retraining(self, subsets: Path) -> RetrainSettings:

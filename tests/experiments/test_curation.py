@@ -1,6 +1,7 @@
 """Curation by training, on a small world: who is chosen, who is never trained on, what the table says."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -229,6 +230,13 @@ def test_bad_settings_are_refused(art, tmp_path, capsys):
     arguments = ["--artifact", str(art), "--work", str(tmp_path / "w"), "--out", str(tmp_path / "no" / "r.json")]
     assert running.main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: --out: there is no directory {tmp_path / 'no'}")
+
+
+def test_two_that_begin_at_once_write_one_corpus(art, tmp_path):
+    worlds = [World(small(art), tmp_path) for _ in range(4)]
+    with ThreadPoolExecutor() as pool:
+        (path,) = set(pool.map(lambda world: world.pool_corpus(), worlds))
+    assert pq.read_table(path).num_rows == 50
 
 
 def test_what_is_kept_is_of_one_setting(art, tmp_path):
