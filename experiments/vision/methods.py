@@ -9,17 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 from sklearn.linear_model import RidgeCV
 
 from grasp.baselines.knn_shapley import knn_shapley
-from grasp.features.moments import MomentAccumulator
-from grasp.features.whitening import Whitener
 from grasp.seeds import stream
-from grasp.utility.relevance import pooled_relevance, prepare_units
 
 F64 = NDArray[np.float64]
-TAU, ALPHA, EPSILON = 10.0, 1.0, 0.3  # of `grasp build` where the model is a classifier
 BIAS_RIDGE = 1e-6  # one shift of all biases changes nothing: the Hessian has no inverse without it
 NEIGHBOURS, PROJECTED, RATE, PASSES, BATCH = 10, 128, 0.05, 5, 32
 
@@ -124,25 +119,6 @@ def datamodels(halves: Sequence[NDArray[np.int64]], realized_B: F64, n_rows: int
         mask_BN[b, rows] = 1.0
     fitted = RidgeCV(alphas=np.geomspace(1.0, 1e5, 21)).fit(mask_BN, realized_B)
     return np.asarray(fitted.coef_)
-
-
-def grasp_relevance(head: Head, seed: int, kernel: str) -> F64:
-    """Mean over trusted images of the pooled (paper) or token relevance: with one position R damp(H), or R H."""
-    del seed
-    xi_N = head.residual(head.hidden_NH, head.label_N)
-    xi_E = head.residual(head.trusted_EH, head.trusted_label_E)
-    moments = MomentAccumulator(head.hidden_NH.shape[1], len(head.bias_V))
-    moments.add(head.hidden_NH, np.tile(np.arange(len(head.bias_V)), (len(xi_N), 1)), xi_N)
-    white = Whitener.fit(moments.moments(), tau=TAU, alpha=ALPHA, epsilon=EPSILON)
-    of_N, of_E = ((h - white.mean_H) @ white.map_HH for h in (head.hidden_NH, head.trusted_EH))
-    if kernel == "token":
-        relevance_NE = (of_N @ of_E.T) * ((xi_N * white.precondition_V) @ xi_E.T)
-    else:
-        relevance_NE = pooled_relevance(
-            of_N, csr_array(xi_N), prepare_units(of_E, csr_array(xi_E), white.precondition_V)
-        )
-    spread_E = relevance_NE.std(axis=0)
-    return np.asarray(((relevance_NE - relevance_NE.mean(axis=0)) / np.where(spread_E > 0, spread_E, 1)).mean(axis=1))
 
 
 def _outer(xi: F64, hidden: F64) -> F64:

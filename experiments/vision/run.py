@@ -1,7 +1,7 @@
 """Noisy labels on CIFAR-10: AUROC of detection, accuracy after training on the best part, LDS of the head.
 
     python -m experiments.vision.features --images cifar10_subset.parquet
-    python -m experiments.vision.run --out experiments/vision/result.json
+    python -m experiments.vision.run --images cifar10_subset.parquet --out experiments/vision/result.json
 
 The backbone is frozen; the model that is retrained is a linear head on 128 principal components of its features.
 Killed at any moment, the same command goes on: what is done is kept in --work.
@@ -10,16 +10,18 @@ Killed at any moment, the same command goes on: what is done is kept in --work.
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.vision import methods
-from experiments.vision.features import splits
+from experiments.vision import command, methods
+from experiments.vision.command import Pictures
+from experiments.vision.features import SPLITS, chosen, splits
 from experiments.vision.methods import F64, Head
-from grasp.audit.detection import auroc, disagreement, fused
+from grasp.audit.detection import auroc
 from grasp.fidelity.metrics import spearman
 from grasp.models.fitted_head import fit_linear
 from grasp.seeds import stream
@@ -33,16 +35,17 @@ METHODS = {
     "TRAK": methods.trak,
     "in-run 1": lambda head, seed: methods.in_run(head, seed, 1),
     "in-run 2": lambda head, seed: methods.in_run(head, seed, 2),
-    "GRASP (pooled)": lambda head, seed: methods.grasp_relevance(head, seed, "pooled"),
-    "GRASP (token)": lambda head, seed: methods.grasp_relevance(head, seed, "token"),
 }
+COMMAND = ("GRASP (pooled)", "GRASP (token)", "detect: geometry", "detect: fused")  # of grasp build and grasp detect
 
 
 class World:
-    """Features in their principal components, and the labels of each noise seed."""
+    """Pictures, their features in principal components, and the labels of each noise seed."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, images: Path) -> None:
         parts = splits(work)
+        self.features = {name: part.hidden_NH for name, part in parts.items()}
+        self.encoded = {name: [row["image"] for row in chosen(images, *SPLITS[name])] for name in ("train", "trusted")}
         train = parts["train"].hidden_NH.astype(np.float64)
         mean = train.mean(axis=0)
         basis = np.linalg.svd(train - mean, full_matrices=False)[2][:COMPONENTS]
@@ -65,6 +68,14 @@ class World:
         weight, bias = self.fit(label)
         hidden, trusted = self.hidden["train"], self.hidden["trusted"]
         return Head(weight, bias, DECAY, hidden, label, trusted, self.label["trusted"])
+
+    def command(self, label: NDArray[np.int64]) -> dict[str, F64]:
+        """Values (N,) by `grasp build` and `grasp detect` with the head that is fitted to the labels."""
+        return command.values(self.pictures(self.hidden), label, self.fit(label), CLASSES)
+
+    def pictures(self, features: Mapping[str, NDArray[np.floating[Any]]]) -> Pictures:
+        train, trusted = self.encoded["train"], self.encoded["trusted"]
+        return Pictures(train, trusted, features["train"], features["trusted"], self.label["trusted"])
 
     def accuracy(self, weight: F64, bias: F64) -> float:
         return float(((self.hidden["test"] @ weight.T + bias).argmax(axis=1) == self.label["test"]).mean())
@@ -104,22 +115,20 @@ def one_seed(world: World, seed: int, kept: Path, n_subsets: int) -> dict[str, A
     out: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     label, changed = world.noisy(seed)
     head = world.head(label)
-    values = {name: make(head, seed) for name, make in METHODS.items()}
-    share, _ = disagreement(head.hidden_NH, label, methods.NEIGHBOURS)
-    values["detect: geometry"] = -share
-    values["datamodels"] = datamodels(world, seed, n_subsets, kept.parent)
-    values["detect: fused"] = -fused([-values["GRASP (token)"], share])
     out["all rows"] = {"accuracy": world.accuracy(head.weight_VH, head.bias_V)}
+    values = {name: make(head, seed) for name, make in METHODS.items() if name not in out}
+    if not set(COMMAND) <= set(out):
+        values |= world.command(label)
+    if "datamodels" not in out:
+        values["datamodels"] = datamodels(world, seed, n_subsets, kept.parent)
     for name, value in values.items():
-        if name in out:
-            continue
         order = np.argsort(-value, kind="stable")
         best = {f"{s:.0%}": world.accuracy(*world.fit(label, order[: round(s * len(order))])) for s in SHARES}
         out[name] = {"auroc": auroc(-value, changed), **best}
         part = kept.with_suffix(".part")
         part.write_text(json.dumps(out))
         part.replace(kept)
-    return out
+    return {name: out[name] for name in ("all rows", *METHODS, *COMMAND, "datamodels")}
 
 
 def lds(world: World, subsets: int, kept: Path, n_fitted: int) -> dict[str, float]:
@@ -129,6 +138,7 @@ def lds(world: World, subsets: int, kept: Path, n_fitted: int) -> dict[str, floa
     realized, head = retrained(world, label, halves, kept), world.head(label)
     draws = stream(0, "vision", "bootstrap").integers(subsets, size=(1000, subsets))
     values = {name: make(head, 0) for name, make in METHODS.items()}
+    values |= {name: value for name, value in world.command(label).items() if name.startswith("GRASP")}
     values["datamodels"] = datamodels(world, 0, n_fitted, kept.parent)
     out = {}
     for name, value in values.items():
@@ -157,13 +167,14 @@ def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=Path, required=True, help="Parquet of image, label, split, image_id.")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
     parser.add_argument("--work", type=Path, default=Path(__file__).with_name("work"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--subsets", type=int, default=200, help="halves that LDS is measured on")
     parser.add_argument("--fitted", type=int, default=500, help="halves that datamodels are fitted on, a noise seed")
     asked = parser.parse_args()
-    world, began = World(asked.work), time.process_time()
+    world, began = World(asked.work, asked.images), time.process_time()
     seeds = []
     for seed in range(asked.seeds):
         seeds.append(one_seed(world, seed, asked.work / f"noise-{seed}.json", asked.fitted))

@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from experiments.vision import methods
+from experiments.vision import command, methods, run
 from experiments.vision.methods import Head
 from grasp.audit.detection import auroc
 from grasp.models.fitted_head import fit_linear
+from grasp.settings import CLASSIFIER_FEATURES
+from tests.models.images_world import encoded as png
 
 
 def world(noise=0.0, seed=0):
@@ -58,10 +62,60 @@ def test_values_of_a_run_add_up_to_what_the_run_gained():
     assert abs(gained[2] - (start - end)) < abs(gained[1] - (start - end))
 
 
-@pytest.mark.parametrize("kernel", ["pooled", "token"])
-def test_wrong_labels_have_low_relevance(kernel):
+def pictures(head, side=32):
+    """A picture for every row and every trusted one, all different."""
+    generator = np.random.default_rng(0)
+    count = len(head.hidden_NH) + len(head.trusted_EH)
+    encoded = [png(Image.fromarray(generator.integers(0, 256, (side, side, 3), dtype=np.uint8))) for _ in range(count)]
+    train, trusted = encoded[: len(head.hidden_NH)], encoded[len(head.hidden_NH) :]
+    return command.Pictures(train, trusted, head.hidden_NH, head.trusted_EH, head.trusted_label_E)
+
+
+def by_formula(head, tau):
+    """Token relevance, pooled relevance and neighbours of another class, in float64 from the features."""
+    hidden, trusted = head.hidden_NH, head.trusted_EH
+    mean, covariance = hidden.mean(axis=0), np.cov(hidden.T, bias=True)
+    value, vector = np.linalg.eigh(covariance + tau * np.trace(covariance) / 5 * np.eye(5))
+    white = (vector / np.sqrt(value)) @ vector.T
+    of_N, of_E = (hidden - mean) @ white, (trusted - mean) @ white
+    xi_N, xi_E = head.residual(hidden, head.label_N), head.residual(trusted, head.trusted_label_E)
+    gamma = (xi_N**2).mean(axis=0)
+    match = of_N @ of_E.T
+    residual = (xi_N / (gamma + 0.3 * gamma.mean())) @ xi_E.T
+    apart = of_N @ of_N.T / np.linalg.norm(of_N, axis=1) / np.linalg.norm(of_N, axis=1)[:, None]
+    np.fill_diagonal(apart, -np.inf)
+    near = np.argsort(-apart, axis=1)[:, :10]
+    return {
+        "GRASP (token)": over_rows(match * residual),
+        "GRASP (pooled)": over_rows(np.sign(match) * np.log1p(abs(match)) * residual),
+        "detect: geometry": -(head.label_N[near] != head.label_N[:, None]).mean(axis=1),
+    }
+
+
+def over_rows(relevance_NE):
+    return ((relevance_NE - relevance_NE.mean(axis=0)) / relevance_NE.std(axis=0)).mean(axis=1)
+
+
+def test_rows_of_the_command_are_those_of_the_formulas():
     head, changed = world(noise=0.15, seed=3)
-    assert auroc(-methods.grasp_relevance(head, 0, kernel), changed) > 0.9
+    found = command.values(pictures(head), head.label_N, (head.weight_VH, head.bias_V), 3)
+    expected = by_formula(head, CLASSIFIER_FEATURES["tau"])
+    assert set(found) == {*expected, "detect: fused"} == set(run.COMMAND)
+    for name in ("GRASP (token)", "GRASP (pooled)"):
+        assert auroc(-found[name], changed) > 0.9
+        np.testing.assert_allclose(found[name], expected[name], atol=5e-3, err_msg=name)  # kept as float16
+    # the command may weigh neighbours by how near they are
+    assert np.corrcoef(found["detect: geometry"], expected["detect: geometry"])[0, 1] > 0.95
+    assert auroc(-found["detect: fused"], changed) > 0.9
+    fitted = command.values(pictures(head), head.label_N, None, 3)
+    assert auroc(-fitted["GRASP (token)"], changed) > 0.9
+    assert not np.allclose(fitted["GRASP (token)"], found["GRASP (token)"])
+
+
+def test_a_picture_without_features_is_refused():
+    net = command.KeptFeatures(2, 3, 2)
+    with pytest.raises(ValueError, match="a picture without kept features"):
+        net(torch.rand(1, 3, 4, 4))
 
 
 def test_datamodels_find_planted_values():
