@@ -4,6 +4,7 @@ Every step is kept in the output directory, and a second run reuses what is ther
 the rows come out the same everywhere, so retrained subsets of them can be shipped; where they do not, this is noticed.
 """
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +55,6 @@ class Demo:
     @property
     def artifact_path(self) -> Path:
         return self.out / "artifact"
-
-    @property
-    def subsets_path(self) -> Path:
-        return self.out / "subsets.parquet"
 
     @property
     def predictions_path(self) -> Path:
@@ -127,7 +124,9 @@ def retrained(demo: Demo, artifact: Artifact) -> Environment:
     environment = Environment.open(own if own.exists() else SHIPPED)
     artifact_targets(environment, artifact)
     if environment.pending():
-        raise EnvironmentDataError(f"{environment.path}: is unfinished; grasp retrain --out {own} --resume goes on")
+        raise EnvironmentDataError(
+            f"{environment.path}: is unfinished; grasp retrain --out {shlex.quote(str(own))} --resume goes on"
+        )
     return environment
 
 

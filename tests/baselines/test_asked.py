@@ -45,8 +45,8 @@ def test_every_entry_loads_and_says_what_it_is(name):
 @pytest.mark.parametrize(
     ("names", "file", "said"),
     [
-        (["bm52"], {}, r"method: got 'bm52'; did you mean bm25\? there are bm25, "),
-        (["nonsense"], {}, r"method: got 'nonsense'; there are bm25, "),
+        (["bm52"], {}, r"got 'bm52'; did you mean bm25\? there are bm25, "),
+        (["nonsense"], {}, r"got 'nonsense'; there are bm25, "),
         (["lexical"], {"mine": {"method": "bm25"}}, r"methods: got 'lexical'; file has mine, and there are bm25, "),
         (None, {"mine": {"k1": 1.0}}, r"file: mine is no method; name its method: mine: \{method: \.\.\., \.\.\.\}"),
         (None, {"mine": {"method": "bm52"}}, r"method: got 'bm52'; did you mean bm25\?"),

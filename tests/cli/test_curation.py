@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -152,8 +154,8 @@ def test_select_writes_the_filtered_corpus_and_its_names(art, root, tmp_path):
         (["--by", "topic", "--floor", "sky:90%", "--floor", "life:20%"], "--floor: cannot be met: .*the budget is 13"),
         (["--by", "topic", "--floor", "mars:1"], "--floor: topic has no value 'mars'; it has earth, life, sky"),
         (["--floor", "sky:1"], "--floor, --cap: need a label; name it with --by"),
-        (["--by", "colour"], "unknown column 'colour'"),
-        (["--target", "arc"], r"targets: got \['arc'\], the artifact has \['facts'\]"),
+        (["--by", "colour"], "--by: unknown column 'colour'"),
+        (["--target", "arc"], r"--target: got \['arc'\], the artifact has \['facts'\]"),
         (["--target", "facts=-1"], "--target: got 'facts=-1', expected a target, or target=weight"),
         (["--diversity", "-1"], "--diversity: got -1, expected 0 or more"),
         (["--exclude-where", "topic ="], "expression 'topic =': "),
@@ -177,6 +179,108 @@ def test_select_refuses_in_one_line(arguments, said, art, tmp_path, monkeypatch)
     rest = [part for pair in zip(arguments[::2], arguments[1::2], strict=True) if pair[0] not in plain for part in pair]
     assert re.search(said, refused("select", art, *[part for pair in given.items() for part in pair], *rest))
     assert not list(tmp_path.iterdir())
+
+
+ODD = ("(no label)", None, "", "*", "a: b", 'it\'s "quoted" $HOME', "L" * 300 + "1", "L" * 300 + "2")
+
+
+@pytest.fixture(scope="module")
+def odd(art, tmp_path_factory):
+    """The artifact with a label of odd values, in a directory with a blank in its name."""
+    place = shutil.copytree(art, tmp_path_factory.mktemp("odd") / "sp ace" / "art")
+    table = pq.read_table(place / "rows.parquet")
+    values = pa.array([ODD[i % len(ODD)] for i in range(table.num_rows)], pa.string())
+    pq.write_table(table.append_column("odd", values), place / "rows.parquet")
+    return place
+
+
+def test_values_have_one_name_everywhere_by_which_floors_and_caps_go(odd, tmp_path):
+    caps = (
+        "--cap",
+        "*:3",
+        "--cap",
+        "a: b:2",
+        "--cap",
+        "(no label):1",
+        "--cap",
+        "(no label) #2:1",
+        "--cap",
+        "(empty):1",
+    )
+    asked = ("--target", "facts", "--by", "odd")
+    select = succeed("select", odd, "--budget", "12", *asked, *caps, "--out", tmp_path / "kept.parquet")
+    shown = {cells(line)[0]: cells(line) for line in select.lines}
+    capped = {"*": 3, "a: b": 2, "(no label)": 1, "(no label) #2": 1, "(empty)": 1}
+    taken = pq.read_table(tmp_path / "kept.parquet")["odd"].to_pylist()
+    for name, cap in capped.items():
+        value = {"(no label) #2": None, "(empty)": ""}.get(name, name)
+        assert shown[name][-1] == str(cap)
+        assert int(shown[name][1]) == taken.count(value) <= cap
+    mixed = succeed("mix", odd, *asked, "--cap", "50%", "--cap", "*:1%")
+    predicted_slices = succeed("predict", odd, "--by", "odd")
+    longest = {"L" * 57 + "...", "L" * 57 + "... #2"}
+    for outcome in (select, mixed, predicted_slices):
+        first = {cells(line)[0] for line in outcome.lines if line}
+        assert {*capped, 'it\'s "quoted" $HOME', *longest} <= first
+    (star,) = [cells(line) for line in mixed.lines if line.startswith("* ")]
+    assert float(star[3].rstrip("%")) <= 1
+
+
+def test_the_command_that_is_printed_is_quoted(odd, tmp_path):
+    place = tmp_path / "my $HOME"
+    place.mkdir()
+    files = ("--out", place / "m.parquet", "--weights", place / "w.parquet")
+    mixed = succeed("mix", odd, "--target", "facts", "--by", "topic", *files)
+    selected = succeed("select", odd, "--target", "facts", "--budget", "10", "--out", place / "k.parquet")
+    for outcome in (mixed, selected):
+        (same,) = [line for line in outcome.lines if line.startswith("the same numbers: ")]
+        succeed(*shlex.split(same.removeprefix("the same numbers: "))[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("select", "--out", "k.parquet", "--ids-out", "k.parquet"), "--ids-out: would write k.parquet, which --out"),
+        (("select", "--out", "k.parquet", "--ids-out", "./k.json"), "k.json, which the summary of --out writes"),
+        (("select", "--out", "k.parquet", "--ids-out", "k.protocol.yaml"), "which the protocol of --out writes"),
+        (("select", "--ids-out", "kept", "--corpus-out", "kept"), "--corpus-out: would write kept, which --ids-out"),
+        (("select", "--exclude", "ids.txt", "--ids-out", "ids.txt"), "--ids-out: would write ids.txt, which --exclude"),
+        (("select", "--ids-out", "{root}/corpus.jsonl"), "corpus.jsonl, which is the corpus file "),
+        (("select", "--out", "{art}/rows.parquet"), "which is the row table of ART"),
+        (("mix", "--out", "m.parquet", "--weights", "m.parquet"), "--weights: would write m.parquet, which --out"),
+        (("mix", "--out", "m.parquet", "--weights", "m.json"), "--weights: would write m.json, which the summary of"),
+    ],
+)
+def test_nothing_is_written_over_anything_else(arguments, said, art, root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids.txt").write_text("row-1\n")
+    command, *rest = (part.format(root=root, art=art) for part in arguments)
+    more = ("--budget", "10") if command == "select" else ("--by", "topic")
+    assert said in refused(command, art, "--target", "facts", *more, *rest)
+    assert [path.name for path in tmp_path.iterdir()] == ["ids.txt"]
+
+
+def test_a_corpus_that_is_not_there_is_found_before_the_work(art, root, tmp_path):
+    asked = ("select", art, "--target", "facts", "--budget", "10", "--corpus-out", tmp_path / "kept")
+    assert refused(*asked, "--corpus", "nowhere.jsonl").startswith("--corpus: nowhere.jsonl: no such file or directory")
+    (root / "corpus.jsonl").rename(root / "moved.jsonl")
+    try:
+        found = refused(*asked)
+    finally:
+        (root / "moved.jsonl").rename(root / "corpus.jsonl")
+    assert found.startswith("--corpus-out: ")
+    assert found.endswith("; say with --corpus where it lies now")
+
+
+def test_errors_name_the_flag(art):
+    asked = (art, "--target", "facts")
+    assert refused("mix", *asked, "--by", "").startswith("--by: unknown column ''")
+    assert refused("mix", art, "--by", "topic", "--target", "arc").startswith("--target: got ['arc']")
+    assert refused("predict", art, "--by", "nope").startswith("--by: unknown column 'nope'")
+    assert refused("predict", art, "--by", "topic", "--targets", "facts,facts").startswith("--targets: got facts more")
+    assert refused("select", *asked, "--budget", "5", "--calibration", "bla").startswith("--calibration: family 'bla'")
+    found = refused("select", *asked, "--budget", "5", "--calibration", "mixture:nope")
+    assert found.startswith("calibration mixture:nope: unknown column 'nope'")
 
 
 # mix
@@ -222,7 +326,7 @@ def test_mix_says_when_the_geometry_is_rewarded(art, tmp_path):
         (["--floor", "40%"], "--floor, --cap: cannot be met: the floors add up to 120.0%"),
         (["--cap", "10%"], "the caps add up to 30.0%, expected 100% at least"),
         (["--floor", "sky:3"], "--floor sky: got a number, a mixture has shares; expected e.g. Games:5%"),
-        (["--cap", "mars:3%"], "--cap: topic has no value 'mars' here; it has "),
+        (["--cap", "mars:3%"], "--cap: topic has no value 'mars'; it has "),
         (["--distance", "lots"], "--distance: got 'lots', expected e.g. 30%"),
         (["--distance", "3"], "--distance: got '3', expected a share, e.g. 30%"),
         (

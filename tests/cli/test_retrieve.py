@@ -105,7 +105,7 @@ def test_queries_without_rows_of_their_value_are_counted(art, queries, tmp_path)
         (("--queries", "{queries}", "--by", "topic", "--k", "0"), "--k: got 0, expected numbers from 1 to the"),
         (("--queries", "{queries}", "--by", "topic", "--k", "many"), "--k: got 'many', expected numbers of rows"),
         (("--queries", "{queries}", "--by", "topic", "--k", "9999"), "--k: got 9999, expected numbers from 1 to the"),
-        (("--queries", "{queries}", "--by", "topic", "--methods", "bm26"), "method: got 'bm26'; did you mean bm25?"),
+        (("--queries", "{queries}", "--by", "topic", "--methods", "bm26"), "--methods: got 'bm26'; did you mean bm25?"),
         (("--target", "facts", "--related", "topic = 'x'"), "--related: topic = 'x' selects no row"),
         (("--target", "facts", "--related", "topic != 'x'"), "--related: topic != 'x' selects every row"),
         (("--target", "fact", "--related", "topic = 'sky'"), "has no target 'fact'"),

@@ -228,7 +228,7 @@ def test_a_mean_over_what_is_left_out_is_refused():
             {"floors": ["games:90%"], "distance": 0.1},
             r"they move \d+\.\d% of the data, games most of it, and --distance allows 10.0%",
         ),
-        ({"floors": ["sport:3%"]}, "--floor: topic has no value 'sport' here; it has "),
+        ({"floors": ["sport:3%"]}, "--floor: topic has no value 'sport'; it has "),
         ({"floors": ["games:300"]}, "--floor games: got a number, a mixture has shares; expected e.g. Games:5%"),
     ],
 )

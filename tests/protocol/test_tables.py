@@ -27,7 +27,7 @@ def test_dropped_and_doubled_are_what_predict_says(side, weighting):
     source, chosen = FakeSource(), protocol(side=side, weighting=weighting)
     table = slice_table(source, chosen, LABELS, tokens_N=TOKENS).to_pylist()
     for line in table:
-        rows = next(rows for value, rows in LABELS.groups().items() if value == line["value"])
+        rows = np.flatnonzero(LABELS.codes_N == LABELS.names().index(line["value"]))
         dropped, doubled = np.ones(40), np.ones(40)
         dropped[rows], doubled[rows] = 0.0, 2.0
         block = SubsetBlock(("dropped", "doubled"), csr_array(np.array([dropped, doubled])))

@@ -159,7 +159,7 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
     calibration = _calibration(default_protocol(), "topic", table, Question())
     lines = slice_table(artifact, default_protocol(), table.column("topic"), calibration=calibration).to_pylist()
     for line in lines:
-        g = [one.name for one in label.slices.slices].index(line["value"] or "(no label)")
+        g = [one.name for one in label.slices.slices].index(line["value"])
         assert label.effects.dropped_GT[g, found.targets.index(line["target"])] == pytest.approx(line["if_dropped"])
 
 

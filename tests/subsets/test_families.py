@@ -1,13 +1,16 @@
 """Laws of the families: a subset depends on (seed, purpose, number) alone; none is empty; sizes are what was asked."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.errors import SubsetError
-from grasp.subsets import Family, LabelColumn, parse_family
+from grasp.subsets import Family, LabelColumn, families, parse_family
 
+PINNED = [[20, 21, 26, 35], [0, 3, 6, 7, 10, 13, 14, 17, 20, 21, 25, 27, 28, 31, 34], [6, 9, 14, 16, 17, 20, 23, 38]]
 LABELS = ["a", "b", "b", None, "c", "a", "c", "c", "d", "d"] * 4
 
 
@@ -116,3 +119,35 @@ def test_large_subsets_come_in_smaller_blocks(monkeypatch):
     monkeypatch.setattr("grasp.subsets.blocks.MAX_BLOCK_ENTRIES", 100)
     blocks = list(Family("uniform", fraction=0.5).draw(9, n_rows=80, seed=0, purpose="t"))
     assert [len(block.subset_ids) for block in blocks] == [2, 2, 2, 2, 1]
+
+
+def test_a_mixture_draws_the_subsets_it_always_drew():
+    """Environments name their subsets by the draw alone: a change would put other rows behind their results."""
+    labels = [i % 7 % 3 for i in range(40)]
+    (block,) = parse_family("mixture:topic").draw(3, n_rows=40, labels=labels, seed=5, purpose="pinned")
+    found = [np.flatnonzero(row).tolist() for row in block.weights_BN.toarray()]
+    assert found == PINNED
+
+
+def test_a_mixture_over_thousands_of_values_is_drawn_at_once():
+    """256 subsets of 20,000 values: minutes with one draw a value."""
+    n_values, column = 20_000, LabelColumn.of([i // 2 for i in range(40_000)])
+    blocks = parse_family("mixture:url").draw(256, n_rows=40_000, labels=column, seed=0, purpose="t")
+    begun = time.process_time()
+    first = next(blocks)
+    assert time.process_time() - begun < 20
+    per_value_BG = first.weights_BN[:50].toarray().reshape(50, n_values, 2).sum(axis=2)
+    assert np.abs(per_value_BG.mean(axis=0) - 1).max() < 1  # no value is always whole, or never there
+    assert abs(per_value_BG.mean() - 1) < 0.01
+    # round(2 x) for x of Beta(1/2, 1/2): 0 below 1/4, 2 above 3/4, each with probability 1/3
+    assert [abs(float((per_value_BG == kept).mean()) - 1 / 3) < 0.01 for kept in (0, 1, 2)] == [True] * 3
+
+
+def test_draws_for_many_values_keep_within_each_value_what_was_drawn_for_it(monkeypatch):
+    monkeypatch.setattr(families, "MANY_VALUES", 1)
+    rows_BN = drawn(parse_family("mixture:topic"), 400)
+    groups = LabelColumn.of(LABELS).groups()
+    one_by_one_BN = (monkeypatch.undo(), drawn(parse_family("mixture:topic"), 400))[1]
+    for rows in groups.values():  # the same numbers of rows, since fractions are drawn first; other rows
+        np.testing.assert_array_equal(rows_BN[:, rows].sum(axis=1), one_by_one_BN[:, rows].sum(axis=1))
+        assert np.ptp(rows_BN[:, rows].mean(axis=0)) < 0.15

@@ -1,5 +1,6 @@
 """Reading an artifact: tables and moments when asked for, arrays in blocks of rows that stay on disk."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -348,14 +349,14 @@ def _check_size(path: Path, expected: int) -> None:
 def why_not_open(path: Path) -> str:
     """Why there is no complete artifact at `path`, and what to do."""
     if not path.exists():
-        return f"{path}: no such artifact; make one with `grasp build --out {path}`"
+        return f"{path}: no such artifact; make one with `grasp build --out {shlex.quote(str(path))}`"
     if not (path / BUILD).exists() and (path / "lock").exists():
         return (
             f"{path}: a build was begun here, and no shard of it is finished; wait for it, or run the same "
             "`grasp build` again with --resume to go on"
         )
     if not (path / BUILD).exists():
-        return f"{path}: not an artifact (no {BUILD}); make one with `grasp build --out {path}`"
+        return f"{path}: not an artifact (no {BUILD}); make one with `grasp build --out {shlex.quote(str(path))}`"
     record = read_record(path / BUILD, BuildRecord)
     grid = ShardGrid(record.n_rows, record.shard_rows)
     done = len(finished_shards(path, 0, grid))

@@ -9,6 +9,7 @@ who reads the URL sees a whole artifact or none.
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -75,8 +76,8 @@ class RemoteFiles:
                 data: bytes = filesystem.cat_file(f"{root}/{MANIFEST}")
             except FileNotFoundError as err:
                 raise ArtifactError(
-                    f"{url}: no complete artifact here; make one with `grasp build --out {url}`, or see that the URL "
-                    "is right"
+                    f"{url}: no complete artifact here; make one with `grasp build --out {shlex.quote(url)}`, or see "
+                    "that the URL is right"
                 ) from err
         manifest = parse_manifest(Path(f"{url}/{MANIFEST}"), data)
         cache = cache_directory("fetched", f"{url} {manifest.checksum}")
@@ -109,7 +110,7 @@ class RemoteFiles:
             part_of(path).unlink()
             raise ArtifactError(
                 f"{self.url}/{name}: {found.bytes} bytes with checksum {found.blake2b}, expected {expected.bytes} with "
-                f"{expected.blake2b}; `grasp verify {self.url}` names everything that is broken"
+                f"{expected.blake2b}; `grasp verify {shlex.quote(self.url)}` names everything that is broken"
             )
         publish(path)
 

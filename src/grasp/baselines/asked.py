@@ -73,7 +73,7 @@ def asked_methods(
 def _asked(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> AskedMethod:
     if label not in labels and label not in METHODS:
         if not labels:
-            entry_of(label)  # says which there are
+            entry_of(label, where)  # says which there are
         raise SettingsError(
             f"methods: got {label!r}; {where} has {', '.join(labels)}, and there are {', '.join(METHODS)}"
         )

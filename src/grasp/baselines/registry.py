@@ -54,14 +54,16 @@ METHODS: dict[str, Entry] = {
 }
 
 
-def entry_of(name: str) -> Entry:
+def entry_of(name: str, where: str = "method") -> Entry:
     """A method by name.
 
+    Args:
+        where: what a message names.
     Raises:
         SettingsError: no such method; the message lists those there are.
     """
     if name not in METHODS:
         close = get_close_matches(name, METHODS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise SettingsError(f"method: got {name!r}; {hint}there are {', '.join(METHODS)}")
+        raise SettingsError(f"{where}: got {name!r}; {hint}there are {', '.join(METHODS)}")
     return METHODS[name]

@@ -52,9 +52,10 @@ def demo(
         f"Everything lies in {out}: corpus.parquet, model (a Hugging Face checkpoint), artifact, predictions.parquet,"
     )
     print(f"kept.parquet, mixture.parquet. Done in {time.monotonic() - begun:.0f} s. Ask it something yourself:")
-    print(f"  grasp predict {made.artifact_path} --drop \"source = 'gsm8k'\"")
-    print(f"  grasp predict {made.artifact_path} --by domain --targets openbookqa")
-    print(f"  grasp score {made.artifact_path} --target commonsense_qa --top 20 --min-tokens 32")
+    art = shlex.quote(str(made.artifact_path))
+    print(f"  grasp predict {art} --drop \"source = 'gsm8k'\"")
+    print(f"  grasp predict {art} --by domain --targets openbookqa")
+    print(f"  grasp score {art} --target commonsense_qa --top 20 --min-tokens 32")
     print(f"What it found, with sliders to try what if: {made.report_path.resolve()}")
 
 

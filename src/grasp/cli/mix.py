@@ -1,14 +1,15 @@
 """grasp mix"""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import output_file, with_calibration
+from grasp.cli.options import beside, distinct_files, output_file, with_calibration
 from grasp.cli.predict import nats, number, print_protocol, print_trust
-from grasp.cli.tables import plain, show
+from grasp.cli.tables import MOST_LINES, plain, show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def mix(
         output_file(flag, file)
     if out is not None and out.suffix != ".parquet":
         raise SettingsError(f"--out: got {out}, expected a name that ends in .parquet")
+    distinct_files(
+        {**beside("--out", out), "--weights": weights},
+        {"is the row table of ART": path / "rows.parquet", "--protocol reads": protocol},
+    )
     from grasp.artifact.reader import Artifact
     from grasp.curation.amounts import parse_bounds, parse_share, parse_targets
     from grasp.curation.mixture import MixRequest, mix_with, write_weights
@@ -70,18 +75,20 @@ def mix(
     from grasp.protocol.label_slices import label_slices
     from grasp.protocol.predict import describe
     from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.protocol.source import checked_targets
     from grasp.protocol.tables import row_tokens
     from grasp.subsets import LabelTable, RowIndex
 
     artifact = Artifact.open(path)
     table = LabelTable(artifact.rows_path)
     request = MixRequest(
-        label_slices(table.column(by), row_tokens(artifact)),
+        label_slices(table.column(by, "--by"), row_tokens(artifact)),
         parse_targets(target),
         parse_bounds(floor, "--floor"),
         parse_bounds(cap, "--cap"),
         None if distance is None else parse_share(distance, "--distance"),
     )
+    checked_targets(artifact, list(request.targets), "--target")
     chosen = default_protocol() if protocol is None else load_protocol(protocol)
     if diversity is not None:
         chosen = with_diversity(chosen, diversity, artifact.array_names)
@@ -98,8 +105,8 @@ def mix(
         write_weights(mixture, request.slices, RowIndex.from_parquet(artifact.rows_path), weights)
         print(f"{weights}: the rows and their weights")
         if out is not None:
-            same = f"grasp predict {path} --subsets {weights} --protocol {out.with_suffix('.protocol.yaml')}"
-            print(f"the same numbers: {same}")
+            asked = ["--subsets", weights, "--protocol", out.with_suffix(".protocol.yaml")]
+            print(f"the same numbers: {shlex.join(['grasp', 'predict', *map(str, [path, *asked])])}")
 
 
 def _print_mixture(mixture: "Mixture", verdict: "Verdict | None") -> None:
@@ -108,8 +115,14 @@ def _print_mixture(mixture: "Mixture", verdict: "Verdict | None") -> None:
     show(
         f"mixture by {mixture.label}: {mixture.distance:.1%} of the data change hands",
         (mixture.label, "rows", "now", "proposed", "times as often"),
-        [(name, f"{int(rows):,}", f"{now:.1%}", f"{p:.1%}", f"{factor:.2f}") for name, rows, now, p, factor in ordered],
+        [
+            (name, f"{int(rows):,}", f"{now:z.1%}", f"{p:z.1%}", f"{factor:.2f}")
+            for name, rows, now, p, factor in ordered[:MOST_LINES]
+        ],
     )
+    if rest := ordered[MOST_LINES:]:
+        before, after = (sum(float(line[place]) for line in rest) for place in (2, 3))
+        print(f"... and {len(rest):,} more values with {before:z.1%} now and {after:z.1%} proposed in all")
     headings = ["target", "weight", "now", "proposed", "gain"]
     if verdict is not None:
         headings += ["gain expected", "low", "high"]

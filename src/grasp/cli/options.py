@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from grasp.errors import SettingsError
+from grasp.errors import SettingsError, SubsetError
 from grasp.settings import read_yaml
 
 if TYPE_CHECKING:
@@ -69,6 +69,35 @@ def output_file(flag: str, path: Path | None) -> Path | None:
     return path
 
 
+def distinct_files(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
+    """See that no output overwrites another one, or what is read.
+
+    Args:
+        outputs: by what writes them, e.g. `--out` and `the summary of --out`.
+        inputs: by what they are, e.g. `--exclude reads`.
+    Raises:
+        SettingsError: two of one name.
+    """
+    known: dict[Path, str] = {path.resolve(): phrase for phrase, path in inputs.items() if path is not None}
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        if other := known.get(path.resolve()):
+            raise SettingsError(f"{name}: would write {path}, which {other}; give it a name of its own")
+        known[path.resolve()] = f"{name} writes"
+
+
+def beside(flag: str, out: Path | None) -> dict[str, Path | None]:
+    """What select and mix write with the table of `flag`: its summary and its protocol."""
+    if out is None:
+        return {}
+    return {
+        flag: out,
+        f"the summary of {flag}": out.with_suffix(".json"),
+        f"the protocol of {flag}": out.with_suffix(".protocol.yaml"),
+    }
+
+
 def published_methods(
     chosen: list[str] | None, file: Path | None, belongs: Mapping[str, Any], flag: str = "--methods"
 ) -> "tuple[AskedMethod, ...]":
@@ -90,12 +119,20 @@ def published_methods(
 
 
 def with_calibration(protocol: "ScoringProtocol", text: str | None) -> "ScoringProtocol":
-    """The protocol, standardised by the family that is named, if one is."""
+    """The protocol, standardised by the family that is named, if one is.
+
+    Raises:
+        SettingsError: no such family.
+    """
     from grasp.subsets import parse_family
 
     if text is None:
         return protocol
-    changed = protocol.calibration.model_copy(update={"family": str(parse_family(text))})
+    try:
+        family = parse_family(text)
+    except SubsetError as err:
+        raise SettingsError(f"--calibration: {err}") from err
+    changed = protocol.calibration.model_copy(update={"family": str(family)})
     return protocol.model_copy(update={"calibration": changed})
 
 
@@ -136,6 +173,18 @@ def asked_names(flag: str, text: str | None) -> list[str] | None:
     if chosen == []:
         raise SettingsError(f"{flag}: got {text!r}, expected names separated by commas; see grasp methods")
     return chosen
+
+
+def distinct_names(flag: str, text: str | None) -> list[str] | None:
+    """A comma-separated list in which nothing is named twice.
+
+    Raises:
+        SettingsError: something is.
+    """
+    found = names(text) or []
+    if twice := sorted({name for name in found if found.count(name) > 1}):
+        raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; name each once")
+    return names(text)
 
 
 def names(text: str | None) -> list[str] | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names, output_file, with_calibration
-from grasp.cli.tables import plain, show
+from grasp.cli.options import distinct_files, distinct_names, output_file, with_calibration
+from grasp.cli.tables import MOST_LINES, plain, show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def predict(
     from grasp.protocol.predict import predict_with
     from grasp.protocol.scorer import CalibrationFamily
     from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.protocol.source import checked_targets
     from grasp.subsets import LabelTable
 
     asked = {"--subsets": subsets, "--drop": drop, "--keep": keep, "--weight": weight or None, "--by": by}
@@ -80,13 +81,19 @@ def predict(
         useless = ", ".join(flag for flag, value in idle.items() if value)
         raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
     output_file("--out", out)
+    distinct_files(
+        {"--out": out},
+        {"is the row table of ART": path / "rows.parquet", "--subsets reads": subsets, "--protocol reads": protocol},
+    )
+    wanted = distinct_names("--targets", targets)
     artifact = Artifact.open(path)
     chosen = load_protocol(protocol) if protocol is not None else default_protocol()
     labels = LabelTable(artifact.rows_path)
-    wanted = names(targets)
+    checked_targets(artifact, wanted, "--targets")
     if by is not None:
         # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
         family_of_label = f"mixture:{by}" if protocol is None else None
+        labels.column(by, "--by")  # or it says what there is
         found = CalibrationFamily.of(with_calibration(chosen, calibration or family_of_label), labels)
         _by(artifact, chosen, labels, by, wanted, found, environment, out)
         return
@@ -138,7 +145,7 @@ def _blocks(
         return read_subsets(subsets, index, side="omitted" if omitted else "retained"), ""
     if family is not None:
         drawn = parse_family(family)
-        column = None if drawn.label is None else labels.column(drawn.label)
+        column = None if drawn.label is None else labels.column(drawn.label, "--family")
         return drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="drawn"), ""
     if drop is not None:
         selection = labels.selection(drop)
@@ -197,14 +204,17 @@ def _by(
 ) -> None:
     from grasp.curation.trust import Trust, slice_intervals
     from grasp.fidelity.environment import Environment
+    from grasp.protocol.label_slices import label_slices
     from grasp.protocol.scorer import Scorer
     from grasp.protocol.tables import row_tokens, slice_table
 
+    tokens_N = row_tokens(artifact)
+    slices = label_slices(labels.column(by), tokens_N)
     table = slice_table(
         artifact,
         protocol,
-        labels.column(by),
-        tokens_N=row_tokens(artifact),
+        slices.column,
+        tokens_N=tokens_N,
         targets=targets,
         calibration=calibration,
     )
@@ -222,6 +232,8 @@ def _by(
     lines = table.to_pylist() if out is None else []
     for target in dict.fromkeys(line["target"] for line in lines):
         print_slices(f"{target}: what each {by} is worth", by, [line for line in lines if line["target"] == target])
+    if slices.n_grouped:
+        print(f"{slices.n_grouped:,} of the values are small and share one slice")
     if trust is not None:
         print_trust(trust.title, trust.notes)
 
@@ -242,16 +254,17 @@ def print_protocol(metadata: Mapping[str, str]) -> None:
 
 
 def print_slices(title: str, by: str, lines: Sequence[dict[str, Any]]) -> None:
-    """One table of slices, most useful first."""
+    """One table of slices, most useful first; of many the most and the least useful."""
     ordered = sorted(lines, key=lambda line: line["if_dropped"] if line["if_dropped"] is not None else 0.0)
     kernel = next(name for name in ordered[0] if name.startswith("relevance_"))
     realized = ("if dropped: expected", "low", "high") if "dropped_expected" in ordered[0] else ()
+    shown = ordered if len(ordered) <= MOST_LINES else [*ordered[: MOST_LINES // 2], *ordered[-(MOST_LINES // 2) :]]
     show(
         title,
         (by, "rows", "tokens", "mean relevance", "if dropped", "if doubled", "redundancy", *realized),
         [
             (
-                line["value"] if line["value"] is not None else "(no label)",
+                line["value"],
                 f"{line['rows']:,}",
                 f"{line['tokens']:,}",
                 number(line[kernel]),
@@ -260,9 +273,11 @@ def print_slices(title: str, by: str, lines: Sequence[dict[str, Any]]) -> None:
                 number(line.get("redundancy")),
                 *(nats(line[f"dropped_{name}"]) for name in REALIZED if realized),
             )
-            for line in ordered
+            for line in shown
         ],
     )
+    if len(shown) < len(ordered):
+        print(f"... and {len(ordered) - len(shown):,} more values between these halves; --out holds all")
 
 
 def _print_predictions(lines: Sequence[dict[str, Any]], components: bool) -> None:
@@ -277,9 +292,9 @@ def _print_predictions(lines: Sequence[dict[str, Any]], components: bool) -> Non
 
 def nats(value: float | None) -> str:
     """Signed, four digits: realized utilities differ little."""
-    return "-" if value is None else f"{value:+.4f}"
+    return "-" if value is None else f"{value:+z.4f}"
 
 
 def number(value: float | None) -> str:
     """Signed, three digits after the point; a dash where there is none."""
-    return "-" if value is None else f"{value:+.3f}"
+    return "-" if value is None else f"{value:+z.3f}"

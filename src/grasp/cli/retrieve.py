@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names, output_file, published_methods
+from grasp.cli.options import distinct_names, names, output_file, published_methods
 from grasp.cli.progress import Watch
 from grasp.cli.tables import plain, show
 from grasp.errors import SettingsError
@@ -108,7 +108,7 @@ def _related(
     from grasp.protocol.retrieval import related_by_expression, related_by_label
 
     if queries is not None:
-        labels = names(by) or []
+        labels = distinct_names("--by", by) or []
         if not labels or "unit_id" in labels:
             raise SettingsError(f"--by: got {by!r}, expected labels, e.g. topic or topic,format")
         return related_by_label(artifact, queries, labels)
@@ -133,7 +133,7 @@ def _print(artifact: "Artifact", found: "Sequence[Found]") -> None:
                     *(
                         ("", "", "")
                         if one.against is None
-                        else (f"{value:+.3f}" for value in (one.against.mean, one.against.low, one.against.high))
+                        else (f"{value:+z.3f}" for value in (one.against.mean, one.against.low, one.against.high))
                     ),
                 )
                 for one in own

@@ -63,7 +63,7 @@ def score(
     artifact = Artifact.open(path)
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is
-    checked_targets(artifact, [target])
+    checked_targets(artifact, [target], "--target")
     columns = _columns(artifact, names(labels))
     source = artifact if asked is None else _scored(artifact, asked, environment, checkpoints, cache, quiet)
     kernel = match if asked is None else asked.label

@@ -1,15 +1,17 @@
 """grasp select"""
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import output_file, with_calibration
+from grasp.cli.options import beside, distinct_files, output_file, with_calibration
 from grasp.cli.predict import nats, number, print_protocol, print_trust
 from grasp.cli.progress import Watch
-from grasp.cli.tables import plain, show
+from grasp.cli.tables import MOST_LINES, plain, show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from grasp.subsets import LabelTable
 
 PLACES = 8  # of the curve that are printed
-MOST_VALUES = 30  # of a label that are printed
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
 Examples:
@@ -76,7 +77,12 @@ def select(
 
     Relevance minus the protocol's geometry, by exact marginal gains, with a bound on what any choice could reach.
     """
+    outputs = {**beside("--out", out), "--ids-out": ids_out, "--corpus-out": corpus_out}
     _check_outputs(out, ids_out, corpus_out, form, corpus)
+    distinct_files(
+        outputs,
+        {"is the row table of ART": path / "rows.parquet", "--exclude reads": exclude, "--protocol reads": protocol},
+    )
     from grasp.artifact.reader import Artifact
     from grasp.curation.amounts import parse_targets
     from grasp.curation.documents import checked_rule
@@ -85,10 +91,13 @@ def select(
     from grasp.curation.trust import scorer_and_trust
     from grasp.protocol.predict import describe
     from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.protocol.source import checked_targets
     from grasp.subsets import LabelTable
 
     rule, kind = checked_rule(documents), None if form is None else checked_format(form)
     artifact = Artifact.open(path)
+    checked_targets(artifact, list(parse_targets(target)), "--target")
+    _check_corpus(artifact, corpus, outputs, needed=corpus_out is not None)
     chosen = default_protocol() if protocol is None else load_protocol(protocol)
     if diversity is not None:
         chosen = with_diversity(chosen, diversity, artifact.array_names)
@@ -137,6 +146,26 @@ def _check_outputs(
         raise SettingsError(f"select: got {useless} without --corpus-out, where it has no meaning; leave it out")
 
 
+def _check_corpus(
+    artifact: "Artifact", corpus: str | None, outputs: Mapping[str, Path | None], *, needed: bool
+) -> None:
+    """See that the corpus is where it is said to be, and that nothing is written over it."""
+    from grasp.corpus.sources import FileSource, open_source
+    from grasp.curation.documents import corpus_settings
+    from grasp.errors import CorpusError
+
+    try:
+        settings = corpus_settings(artifact, corpus)
+        found = open_source(settings.path)
+    except (CorpusError, SettingsError) as err:
+        if not needed:
+            return
+        remedy = "; say with --corpus where it lies now" if corpus is None else ""
+        raise SettingsError(f"--corpus{'-out' if corpus is None else ''}: {err}{remedy}") from err
+    if isinstance(found, FileSource):
+        distinct_files(outputs, {f"is the corpus file {name}": Path(file) for name, file in found.files})
+
+
 def _request(
     artifact: "Artifact",
     table: "LabelTable",
@@ -169,7 +198,7 @@ def _request(
     request = Request(
         parse_budget(budget),
         parse_targets(target),
-        labels=None if by is None else table.column(by),
+        labels=None if by is None else table.column(by, "--by"),
         floors=parse_bounds(floor, "--floor"),
         caps=parse_bounds(cap, "--cap"),
         excluded_N=excluded_N,
@@ -237,11 +266,11 @@ def _print_labels(selection: "RowSelection") -> None:
                 f"{one.floor:,}" if one.floor else "-",
                 f"{one.cap:,}" if one.cap < selection.budget else "-",
             )
-            for one in ordered[:MOST_VALUES]
+            for one in ordered[:MOST_LINES]
         ],
     )
-    if len(ordered) > MOST_VALUES:
-        rest = ordered[MOST_VALUES:]
+    if len(ordered) > MOST_LINES:
+        rest = ordered[MOST_LINES:]
         print(f"... and {len(rest):,} more values with {sum(one.taken for one in rest):,} {selection.unit} in all")
 
 
@@ -257,7 +286,8 @@ def _write(
     print(f"{out}: {len(selection.row_index):,} rows in order; {record}: the summary, for grasp report --selection")
     protocol = out.with_suffix(".protocol.yaml")
     save_protocol(selection.protocol, protocol)
-    print(f"the same numbers: grasp predict {artifact.where} --subsets {out} --protocol {protocol}")
+    same = ["grasp", "predict", artifact.where, "--subsets", str(out), "--protocol", str(protocol)]
+    print(f"the same numbers: {shlex.join(same)}")
 
 
 def _write_documents(

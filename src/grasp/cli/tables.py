@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 WIDTH_OF_FILES = 160  # where output is not a terminal
 GAP = "  "
+LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
+MOST_LINES = 30  # of a label's values that are printed
 SKIPPED = {
     "empty": "empty documents",
     "whitespace": "documents of white space",
@@ -45,9 +47,10 @@ def printable(text: str) -> str:
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:
     """Print a table: the first `left` columns and any column `text` to the left, numbers to the right.
 
-    Only a last column of text is cut, to the width of the terminal.
+    A last column of text is cut to the width of the terminal, other cells at `LONGEST_CELL`; they stay different.
     """
-    cells = [[plain(cell) for cell in row] for row in rows]
+    columns = [_column(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
+    cells = [list(line) for line in zip(*columns, strict=True)]
     widths = [max(len(line[place]) for line in [list(headings), *cells]) for place in range(len(headings))]
     to_left = [place < left or heading == "text" for place, heading in enumerate(headings)]
     if to_left[-1]:
@@ -60,6 +63,18 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], 
             for cell, width, is_left in zip(line, widths, to_left, strict=True)
         ]
         print(GAP.join(aligned).rstrip())
+
+
+def _column(heading: str, cells: Sequence[object]) -> list[str]:
+    """One column as text."""
+    if heading == "text" or heading.endswith("_id"):
+        return [plain(cell) for cell in cells]
+    from grasp.subsets.labels import different
+
+    known = list(dict.fromkeys(map(str, cells)))
+    shown = different([_cut(plain(cell), LONGEST_CELL) for cell in known])
+    spelled = dict(zip(known, shown, strict=True))
+    return [spelled[str(cell)] for cell in cells]
 
 
 def _cut(text: str, width: int) -> str:

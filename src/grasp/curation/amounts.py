@@ -9,7 +9,6 @@ from typing import Literal
 from grasp.errors import SettingsError
 
 Unit = Literal["rows", "tokens"]
-EVERY = "*"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMB])?\s*(rows?|tokens?)?")
 _TIMES = {"": 1, "k": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 BUDGETS = "20%, 5000, 5000rows, 2Mtokens or 20%tokens"
@@ -33,9 +32,9 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A floor or a cap: for one value of a label, or for each of them (`*`)."""
+    """A floor or a cap: for one value of a label, or for each of them."""
 
-    value: str
+    value: str | None  # None: each
     amount: Amount
 
 
@@ -54,15 +53,17 @@ def parse_budget(text: str, flag: str = "--budget") -> Amount:
 def parse_bounds(texts: Sequence[str], flag: str) -> tuple[Bound, ...]:
     """`Games:5%`, `Games:500`, or `5%` for every value of the label; a value may hold colons, the last one counts.
 
+    A value goes by its name, `(no label)` and `(empty)` among them; `*` is a value as any other.
+
     Raises:
         SettingsError: not an amount, or the same value twice.
     """
     bounds: list[Bound] = []
     for text in texts:
         name, colon, amount = text.rpartition(":")
-        value = name.strip() if colon else EVERY
+        value = name if colon else None
         bounds.append(Bound(value, _amount(amount, f"{flag} {text}", "5%, 500, Games:5% or Games:500")))
-    names = [bound.value for bound in bounds]
+    names = ["every value" if bound.value is None else bound.value.strip() for bound in bounds]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; give every value one {flag[2:]}")

@@ -13,12 +13,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.curation.amounts import EVERY, Amount, Bound, Unit
+from grasp.curation.amounts import Amount, Bound, Unit
 from grasp.errors import SettingsError
 from grasp.subsets.labels import LabelColumn
 
-NO_LABEL = "(no label)"
 SHOWN = 5
+NAME_SHOWN = 60
 I64 = NDArray[np.int64]
 
 
@@ -63,7 +63,7 @@ class Limits:
         size = _checked_budget(budget, unit, allowed_N, cost_N)
         if labels is None and (floors or caps):
             raise SettingsError("--floor, --cap: need a label; name it with --by, e.g. --by topic")
-        names = ("all",) if labels is None else value_names(labels)
+        names = ("all",) if labels is None else labels.names()
         codes_N = None if labels is None else labels.codes_N
         held_G, largest_G = _available(allowed_N, cost_N, codes_N, len(names))
         floor_G = _amounts(floors, "--floor", labels, names, unit, size, np.zeros(len(names), dtype=np.int64))
@@ -136,11 +136,6 @@ class Ledger:
         return int(max(0, self._floor_G[code] - self._used_G[code]))
 
 
-def value_names(labels: LabelColumn) -> tuple[str, ...]:
-    """Values as people write them."""
-    return tuple(NO_LABEL if value is None else str(value) for value in labels.values)
-
-
 def _checked_budget(budget: Amount, unit: Unit, allowed_N: NDArray[np.bool_], cost_N: I64 | None) -> int:
     whole = len(allowed_N) if cost_N is None else int(cost_N.sum())
     pool = int(allowed_N.sum()) if cost_N is None else int(cost_N[allowed_N].sum())
@@ -183,30 +178,37 @@ def _amounts(
 ) -> I64:
     """(G,) floors or caps in the unit of the budget; a bound for every value gives way to one for a single value."""
     out_G = default_G
-    for bound in sorted(bounds, key=lambda bound: bound.value != EVERY):
+    for bound in sorted(bounds, key=lambda bound: bound.value is not None):
         if bound.amount.unit not in (None, unit):
-            raise SettingsError(
-                f"{flag} {bound.value}: is in {bound.amount.unit}, the budget is in {unit}; use one unit"
-            )
+            of = "of every value" if bound.value is None else bound.value
+            raise SettingsError(f"{flag} {of}: is in {bound.amount.unit}, the budget is in {unit}; use one unit")
         amount = bound.amount.of(budget, up=flag == "--floor")
-        if bound.value == EVERY:
+        if bound.value is None:
             out_G = np.full(len(names), amount, dtype=np.int64)
             continue
         assert labels is not None
-        out_G[value_code(bound.value, names, f"{flag}", labels.name)] = amount
+        out_G[value_code(bound.value, names, flag, labels.name)] = amount
     return out_G
 
 
-def value_code(value: str, names: Sequence[str], flag: str, label: str) -> int:
-    """Position of a value by its name.
+def value_code(value: str, names: Sequence[str], flag: str, label: str, n_grouped: int = 0) -> int:
+    """Position of a value by its name; blanks around it do not count where no value has them.
 
+    Args:
+        n_grouped: values that are not named, since they share the last position.
     Raises:
         SettingsError: the label has no such value.
     """
-    if value not in names:
-        some = ", ".join(list(names)[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        raise SettingsError(f"{flag}: {label} has no value {value!r}; it has {some}")
-    return list(names).index(value)
+    for spelled in (value, value.strip()):
+        if spelled in names:
+            return list(names).index(spelled)
+    some = ", ".join(_short(name) for name in names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    here, grouped = (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
+    raise SettingsError(f"{flag}: {label} has no value {value.strip()!r}{here}; it has {some}{grouped}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_SHOWN else f"{name[: NAME_SHOWN - 3]}..."
 
 
 def _check_floors(

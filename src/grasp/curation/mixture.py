@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from grasp.curation.amounts import EVERY, Amount, Bound
+from grasp.curation.amounts import Amount, Bound
+from grasp.curation.limits import value_code
 from grasp.curation.objective import HalfWeights, Slopes
 from grasp.curation.quadratic_program import Programme, Solution, solve
 from grasp.errors import ProtocolError, SettingsError
@@ -208,17 +209,14 @@ def _too_far(request: MixRequest, names: Sequence[str], low_G: F64, high_G: F64)
 def _shares(bounds: Sequence[Bound], flag: str, slices: LabelSlices, default_G: F64) -> F64:
     names = [one.name for one in slices.slices]
     out_G = default_G
-    for bound in sorted(bounds, key=lambda bound: bound.value != EVERY):
+    for bound in sorted(bounds, key=lambda bound: bound.value is not None):
         if not bound.amount.is_share or bound.amount.unit is not None:
-            raise SettingsError(f"{flag} {bound.value}: got a number, a mixture has shares; expected e.g. Games:5%")
-        if bound.value == EVERY:
+            of = "of every value" if bound.value is None else bound.value
+            raise SettingsError(f"{flag} {of}: got a number, a mixture has shares; expected e.g. Games:5%")
+        if bound.value is None:
             out_G = np.full(len(names), bound.amount.value)
             continue
-        if bound.value not in names:
-            some = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-            grouped = f"; its {slices.n_grouped:,} smallest values share one slice" if slices.n_grouped else ""
-            raise SettingsError(f"{flag}: {slices.label} has no value {bound.value!r} here; it has {some}{grouped}")
-        out_G[names.index(bound.value)] = bound.amount.value
+        out_G[value_code(bound.value, names, flag, slices.label, slices.n_grouped)] = bound.amount.value
     return out_G
 
 

@@ -16,14 +16,12 @@ from scipy.sparse import csr_array
 from grasp.errors import SubsetError
 from grasp.protocol.tables import RowSource
 from grasp.subsets.conditions import equals, none_of
-from grasp.subsets.labels import Label, LabelColumn
+from grasp.subsets.labels import Label, LabelColumn, different
 from grasp.subsets.weights import SliceShares
 
 MOST_SLICES = 100
 MOST_LABELS = 4
 OWN_COLUMNS = ("row_index", "row_id", "doc_id", "n_tokens", "loss", "snippet")
-NO_LABEL = "(no label)"
-EMPTY = "(empty)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,11 @@ class LabelSlices:
     def rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
         """Rows of each slice."""
         return np.array([one.rows for one in self.slices], dtype=np.int64)
+
+    @property
+    def column(self) -> LabelColumn:
+        """The label with a value a slice."""
+        return LabelColumn(self.label, tuple(one.name for one in self.slices), self.codes_N)
 
     def indicators(self) -> csr_array:
         """(G, N), 1 where a row is in the slice."""
@@ -80,10 +83,11 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     slice_of[single] = np.arange(len(single))
     codes_N = slice_of[column.codes_N]
     values = [column.values[code] for code in single]
-    names = _unique([NO_LABEL if value is None else str(value) or EMPTY for value in values])
+    called = column.names()
+    names = [called[code] for code in single]
     expressions = [equals(column.name, value) for value in values]
     if grouped:
-        names += _unique([*names, f"{len(grouped):,} other values"])[-1:]
+        names += different([*called, f"{len(grouped):,} other values"])[-1:]
         expressions.append(_rest(column, values, [column.values[code] for code in grouped]))
     rows_G = np.bincount(codes_N, minlength=len(names))
     tokens_G = np.bincount(codes_N, weights=tokens_N, minlength=len(names))
@@ -119,17 +123,6 @@ def _n_values(source: RowSource, name: str, most: int) -> int:
         if len(seen) > most:
             break
     return min(len(seen), most + 1)
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """The names, with a number behind those that occur again: a value may be called `(no label)`."""
-    out: list[str] = []
-    for name in names:
-        spelled, again = name, 2
-        while spelled in out:
-            spelled, again = f"{name} #{again}", again + 1
-        out.append(spelled)
-    return out
 
 
 def _rest(column: LabelColumn, values: Sequence[Label], grouped: Sequence[Label]) -> str:

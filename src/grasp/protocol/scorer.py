@@ -54,7 +54,7 @@ class CalibrationFamily:
     def of(cls, protocol: ScoringProtocol, table: LabelTable | None = None) -> Self:
         """The protocol's own; `table` gives the labels of a family that needs them."""
         family = protocol.calibration.parsed
-        labels = None if family.label is None or table is None else table.column(family.label)
+        labels = None if family.label is None or table is None else table.column(family.label, f"calibration {family}")
         return cls(family, protocol.calibration.n_subsets, protocol.calibration.seed, labels)
 
     def blocks(self, n_rows: int) -> Iterator[SubsetBlock]:

@@ -90,10 +90,18 @@ def relevance_blocks(source: FeatureSource, kernel: str, columns: NDArray[np.int
         yield start, counted(block, negative)
 
 
-def checked_targets(source: FeatureSource, targets: Sequence[str] | None) -> tuple[str, ...]:
-    """The targets asked for, all of the artifact's if none were."""
+def checked_targets(source: FeatureSource, targets: Sequence[str] | None, where: str = "targets") -> tuple[str, ...]:
+    """The targets asked for, all of the artifact's if none were.
+
+    Args:
+        where: what a message names.
+    Raises:
+        ProtocolError: no target, one that the artifact lacks, or one twice.
+    """
     chosen = tuple(source.targets if targets is None else targets)
     unknown = [target for target in chosen if target not in source.targets]
     if unknown or not chosen:
-        raise ProtocolError(f"targets: got {list(chosen)}, the artifact has {list(source.targets)}")
+        raise ProtocolError(f"{where}: got {list(chosen)}, the artifact has {list(source.targets)}")
+    if twice := sorted({target for target in chosen if chosen.count(target) > 1}):
+        raise ProtocolError(f"{where}: got {', '.join(twice)} more than once; name each once")
     return chosen

@@ -39,11 +39,11 @@ def slice_table(
 ) -> pa.Table:
     """What each value of a label is worth, one line a value and target.
 
-    Columns: value, target, rows, tokens (if given), relevance_<kernel> (mean over the rows of what `top_rows` ranks,
-    whatever a protocol makes of it), if_dropped and if_doubled (change of utility against the whole corpus, in standard
-    deviations of A over the calibration family), redundancy (cosine of the value's sketch sum to the mean sketch of all
-    other rows; hidden and residual sketch together). A value that is the whole corpus cannot be dropped: null. The
-    metadata say what `predict` says.
+    Columns: value (as `LabelColumn.names` has it), target, rows, tokens (if given), relevance_<kernel> (mean over the
+    rows of what `top_rows` ranks, whatever a protocol makes of it), if_dropped and if_doubled (change of utility
+    against the whole corpus, in standard deviations of A over the calibration family), redundancy (cosine of the
+    value's sketch sum to the mean sketch of all other rows; hidden and residual sketch together). A value that is the
+    whole corpus cannot be dropped: null. The metadata say what `predict` says.
 
     Raises:
         ProtocolError: the artifact does not fit the protocol.
@@ -65,7 +65,7 @@ def slice_table(
     def per_value(values_G: NDArray[np.generic]) -> NDArray[np.generic]:
         return np.repeat(values_G, n_targets)
 
-    names = np.array([None if value is None else str(value) for value in labels.values], dtype=object)
+    names = np.array(labels.names(), dtype=object)
     columns = {
         "value": pa.array(per_value(names), pa.string()),
         "target": pa.array(list(scorer.units.targets) * len(names), pa.string()),

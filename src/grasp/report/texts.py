@@ -44,12 +44,12 @@ def ending(text: object, longest: int = 240) -> str:
 
 def signed(value: float | None, digits: int = 3) -> str:
     """With its sign; a dash where there is none."""
-    return DASH if value is None or isnan(value) else f"{value:+.{digits}f}".replace("-", MINUS)
+    return DASH if value is None or isnan(value) else f"{value:+z.{digits}f}".replace("-", MINUS)
 
 
 def number(value: float | None, digits: int = 3) -> str:
     """Without a sign unless it is negative; a dash where there is none."""
-    return DASH if value is None or isnan(value) else f"{value:.{digits}f}".replace("-", MINUS)
+    return DASH if value is None or isnan(value) else f"{value:z.{digits}f}".replace("-", MINUS)
 
 
 def interval(low: float, high: float) -> str:

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Label: TypeAlias = str | int | float | bool | None
+NO_LABEL = "(no label)"
+EMPTY = "(empty)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,26 @@ class LabelColumn:
         order = np.argsort(self.codes_N, kind="stable")
         parts = np.split(order, np.cumsum(self.counts)[:-1])
         return dict(zip(self.values, parts, strict=True))
+
+    def names(self) -> tuple[str, ...]:
+        """What people call the values, each another name; floors and caps speak of them by it.
+
+        A value goes by its own text: where one is spelled `(no label)`, what has none is `(no label) #2`.
+        """
+        spelled = [NO_LABEL if value is None else str(value) for value in self.values]
+        made = [value is None or not name.strip() for value, name in zip(self.values, spelled, strict=True)]
+        order = sorted(range(len(spelled)), key=made.__getitem__)
+        names = different([spelled[code] if spelled[code].strip() else EMPTY for code in order])
+        of_code = dict(zip(order, names, strict=True))
+        return tuple(of_code[code] for code in range(len(spelled)))
+
+
+def different(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with a number behind those that occur again: a value may be called `(no label)`."""
+    out: dict[str, None] = {}
+    for name in names:
+        spelled, again = name, 2
+        while spelled in out:
+            spelled, again = f"{name} #{again}", again + 1
+        out[spelled] = None
+    return tuple(out)

@@ -126,9 +126,15 @@ class LabelTable:
                 start += batch.num_rows
         return Selection(mask_N, n_null)
 
-    def column(self, name: str) -> LabelColumn:
-        """One label column, factorised: 4 bytes a row."""
-        self._known(name)
+    def column(self, name: str, where: str = "label") -> LabelColumn:
+        """One label column, factorised: 4 bytes a row.
+
+        Args:
+            where: what a message names.
+        Raises:
+            SubsetError: no such column.
+        """
+        self._known(name, where)
         code_of: dict[Label, int] = {}
         parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
         for batch in self._batches([name]):
