@@ -18,7 +18,7 @@ from grasp.corpus.image_store import ImageStore
 from grasp.corpus.images import decode_image
 from grasp.errors import ArtifactError, SettingsError
 from grasp.settings import build_settings
-from tests.build.world import texts, world, write_targets
+from tests.build.world import texts, world, write_checkpoint, write_targets
 from tests.cli.grasp_command import refused, succeed
 from tests.models.images_world import pictures, settings, write_parquet
 
@@ -77,7 +77,9 @@ def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
     ("options", "said"),
     [
         (["--truth", "one"], "truth: 60 of 60 rows are planted, expected some and not all"),
-        (["--truth", "image_class"], "--truth image_class: holds str, expected true and false"),
+        (["--truth", "image_class"], "--truth image_class: row train-0 has 'blue', expected true or false, or 1 or 0"),
+        (["--clean", "changed"], "--clean changed: 6 rows are known to be right, expected at least 99 for"),
+        (["--clean", "nothing"], "no columns ['nothing']"),
         (["--truth", "nothing"], "no columns ['nothing']"),
         (["--neighbours", 0], "neighbours: got 0, expected at least 1"),
         (["--truth", "changed", "-k", 61], "k: got 61, expected 1 to 60"),
@@ -109,6 +111,96 @@ def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_p
         detect(artifact, "trusted")
     assert "3 of 3 trusted units of trusted are rows of the corpus: " in str(caught.value)
     assert "trusted:t1 = train-4" in str(caught.value)
+
+
+def test_copies_of_trusted_images_are_the_first_leaks(tmp_path):
+    data = settings(tmp_path)
+    images, classes = pictures(30)
+    copied = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
+    pq.write_table(pa.table(copied), tmp_path / "trusted.parquet")
+    artifact = Artifact.open(build(build_settings(data), tmp_path / "art"))
+    found = contamination(artifact, "trusted")
+    assert sorted(found.order_N[:3]) == [3, 4, 5]
+    assert found.flagged_N[3:6].all()
+    assert found.threshold.n_flagged == found.flagged_N.sum()
+    assert any("exact copies, put first" in note for note in found.notes)
+    lines = detecting.table(artifact, found, "trusted").to_pylist()
+    assert [line["exact_copy"] for line in lines] == [True] * 3 + [False] * 27
+    assert {(line["row_id"], line["unit_id"]) for line in lines[:3]} == {
+        (f"train-{i + 3}", f"trusted:t{i}") for i in range(3)
+    }
+
+
+def _with(settings, **corpus):
+    """Settings of a build, one row a document."""
+    return settings.model_copy(
+        update={"corpus": settings.corpus.model_copy(update={"max_rows_per_document": 1} | corpus)}
+    )
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """Texts with columns that are no truth, and labels that say nothing."""
+    root = tmp_path_factory.mktemp("marked")
+    base = world(root)
+    lines = [
+        {"row_id": f"row-{i}", "text": text, "one": "x", "own": str(i), "checked": i < 30}
+        | {"part": None if i == 4 else True, "minus": -1 if i == 5 else 0, "nan": float("nan") if i == 6 else 1.0}
+        for i, text in enumerate(texts(40))
+    ]
+    pq.write_table(pa.Table.from_pylist(lines), root / "marked.parquet")
+    return Artifact.open(build(_with(base, path=str(root / "marked.parquet")), root / "art"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("part", "row row-4 has no value"), ("minus", "row row-5 has -1"), ("nan", "row row-6 has nan")],
+)
+def test_a_truth_is_true_or_false_in_every_row(marked, name, said):
+    with pytest.raises(SettingsError, match=f"--truth {name}: {said}, expected true or false, or 1 or 0, in every row"):
+        detect(marked, "facts", truth=name)
+
+
+@pytest.mark.parametrize(("name", "why"), [("one", "one is the same for all"), ("own", "every row is alone with")])
+def test_labels_that_tell_no_row_from_another_rank_nothing(marked, name, why):
+    found = detect(marked, "facts", label=name)
+    assert list(found.scores) == ["relevance"]
+    assert why in found.notes[0]
+    assert "ranked by relevance alone" in found.notes[0]
+
+
+def test_rows_checked_to_be_right_are_the_null_distribution(marked):
+    found = detect(marked, "facts", clean="checked", false_positive_rate=0.1)
+    assert found.threshold.value == np.sort(found.scores["relevance"][:30])[27]
+    said = succeed(
+        "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
+    ).out
+    assert "holds on average for right rows like those checked" in said
+
+
+@pytest.mark.parametrize("options", [[], ["--contamination"]])
+def test_too_few_rows_are_one_line(tmp_path, options):
+    artifact = build(_with(world(tmp_path, n_rows=19)), tmp_path / "art")
+    said = refused("detect", artifact, "--target", "facts", *options)
+    assert "has 19 rows, expected at least 20: of fewer none stands out" in said
+
+
+ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3
+
+
+def test_texts_with_one_preamble_are_not_one_text(tmp_path):
+    write_checkpoint(tmp_path / "model", context=512)
+    base = world(tmp_path)
+    lines = [{"row_id": f"row-{i}", "text": f"{ALPACA}{text[:20]}"} for i, text in enumerate(texts(30))]
+    asked = [{"task": "facts", "prompt": ALPACA, "completion": f"{i} it is", "unit_id": f"u{i}"} for i in range(4)]
+    lines[9]["text"] = ALPACA + "2 it is<|endoftext|>"
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    targets = base.targets.model_copy(update={"max_length": 512})
+    settings = _with(base, max_length=512).model_copy(update={"targets": targets})
+    artifact = Artifact.open(build(settings, tmp_path / "art"))
+    with pytest.raises(ArtifactError, match=r"1 of 4 trusted units of facts are rows of the corpus: u2 = row-9;"):
+        detect(artifact, "facts")
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ SURFACE = {
         "--contamination",
         "--label",
         "--truth",
+        "--clean",
         "-k",
         "--neighbours",
         "--false-positives",

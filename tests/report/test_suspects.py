@@ -1,11 +1,13 @@
 """A detection in the report: its figures, its rows, and nothing of their text that runs."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from grasp.audit.detect import contamination, detect, write_table
-from grasp.curation.suspects import SHOWN, read_suspects
+from grasp.curation.suspects import SAID, SHOWN, read_suspects
 from tests.cli.grasp_command import refused, succeed
 from tests.report.test_page import Page
 from tests.report.world import HOSTILE, write_artifact
@@ -67,5 +69,16 @@ def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):
         (tmp_path / "renamed.parquet", "renamed.parquet: 'evil' is no row of the artifact"),
     ):
         assert said in refused("report", root / "art", "--detect", path, "--out", tmp_path / "r.html")
+    said = json.loads(table.schema.metadata[SAID])
+    said["made_from"]["model"] = "another"
+    pq.write_table(table.replace_schema_metadata({SAID: json.dumps(said)}), tmp_path / "model.parquet")
+    asked = ["report", root / "art", "--detect", tmp_path / "model.parquet", "--out", tmp_path / "r.html"]
+    assert "was made from another artifact: model 'another', here ''; run grasp detect on this one" in refused(*asked)
+    write_artifact(tmp_path / "without", targets=("boolq", "arc"))
+    asked = ["report", tmp_path / "without", "--detect", root / "suspects.parquet", "--out", tmp_path / "r.html"]
+    assert "here 'none'; run grasp detect on this one" in (told := refused(*asked))
+    assert "was made from another artifact: units of sciq '" in told
     asked = ["report", tmp_path / "other", "--detect", root / "suspects.parquet", "--out", tmp_path / "r.html"]
-    assert "was made from corpus c0ffee of 200 rows, the artifact is of another with 200" in refused(*asked)
+    assert "was made from another artifact: corpus 'c0ffee', here 'another'; run grasp detect on this one" in refused(
+        *asked
+    )

@@ -4,10 +4,11 @@ Shape letters: N rows. Scores are higher for more suspicious rows.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
+from scipy.stats import norm, rankdata
 
 from grasp.errors import SettingsError
 from grasp.seeds import stream
@@ -15,7 +16,14 @@ from grasp.seeds import stream
 F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 RESAMPLES = 1000
-LEAST_SHARE = 1e-3  # of the median: a score that is not positive has no logarithm
+MIDDLE = (0.1, 0.4)  # shares of the rows in the tails that say how the scores lean
+SAFE = 2.0  # times 1 / sqrt(N): about the standard error of the lean
+QUERIES, OTHERS = 1024, 8192  # rows of a block of pairs, 32 MB of cosines and 64 MB of their places
+FITTED = (
+    "an estimate from the scores themselves: it takes right rows to lean in the tail as in the middle, and few rows, "
+    "about 5 % at most, to be wrong; with more it finds fewer"
+)
+CHECKED = "holds on average for right rows like those checked, if these were drawn at random"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,37 +115,80 @@ def _interval(score_N: F64, planted_N: Bool, seed: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A cut that lets through, of clean rows, about the share asked for."""
+    """A cut that lets through, of right rows, about the share asked for."""
 
     value: float
     false_positive_rate: float
     n_flagged: int
-    expected_false: float  # rows, if all were clean
+    expected_false: float  # rows, if all were right
     all_alike: bool  # the score says nothing
+    null: str  # what the rate rests on
 
 
-def threshold(score_N: F64, false_positive_rate: float, *, largest: bool = False) -> Threshold:
-    """Cut by a null distribution: the lower half of the scores, mirrored at their median.
+def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
+    """Cut by a null distribution: the lower half of the scores, mirrored at their median and stretched.
 
-    It takes most rows to be clean, and clean scores to lie symmetrically about their middle: what is planted sits in
-    the upper half and leaves the lower one as it was. With a share p of planted rows the median moves up a little, so
-    that the cut is on the safe side.
+    Right rows' scores may lean. How much, the middle says: the distance from the median to the upper quantile of a
+    tail z deviations out is exp(g z) times that to the lower one, where g is fitted to tails of 10 to 40 % of the rows
+    and moved by about its standard error, 2 / sqrt(N), to the safe side. The same law then gives the upper quantile
+    asked for from the lower one. It is exact for the g-and-h family of Tukey (normal and log-normal scores, long tails
+    alike on both sides), close for gamma scores and for the largest of many.
 
-    Args:
-        largest: every score is the largest of many, whose distribution leans to the right: mirrored in logarithms,
-            where it is about symmetric. The less a row's numbers have to do with one another, the more are flagged:
-            up to about eight times the rate for heavy-tailed ones, hardly any where they go together.
+    It takes right rows to lean in the tail as in the middle, and few rows to be wrong: up to about 5 % matter little,
+    more stretch the upper side, so that the cut is on the safe side and finds fewer.
+
     Raises:
         SettingsError: a rate outside (0, 0.5).
     """
-    if not 0 < false_positive_rate < 0.5:
-        raise SettingsError(f"false-positive rate: got {false_positive_rate}, expected more than 0 and less than 0.5")
-    middle = float(np.median(score_N))
-    low = float(np.quantile(score_N, false_positive_rate))
-    leans = largest and middle > 0
-    value = middle**2 / max(low, middle * LEAST_SHARE) if leans else 2 * middle - low
-    flagged = int((score_N > value).sum())
-    return Threshold(value, false_positive_rate, flagged, false_positive_rate * len(score_N), low == middle)
+    _check_rate(false_positive_rate)
+    tail_P = np.linspace(*MIDDLE, 31)
+    middle, low = (float(value) for value in np.quantile(score_N, [0.5, false_positive_rate]))
+    upper_P, lower_P = np.quantile(score_N, 1 - tail_P) - middle, middle - np.quantile(score_N, tail_P)
+    usable_P = (upper_P > 0) & (lower_P > 0)
+    alike = low == middle or not usable_P.any()
+    if alike:
+        value = float(np.max(score_N))
+    else:
+        z_P = norm.isf(tail_P[usable_P])
+        lean = float(z_P @ np.log(upper_P[usable_P] / lower_P[usable_P]) / (z_P @ z_P)) + SAFE / len(score_N) ** 0.5
+        value = middle + float(np.exp(lean * norm.isf(false_positive_rate))) * (middle - low)
+    return _threshold(score_N, value, false_positive_rate, FITTED, alike=alike)
+
+
+def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float) -> Threshold:
+    """Cut by rows that are known to be right: a conformal test, of which the null is their scores.
+
+    A right row that is not among them is flagged with at most the rate asked for, on average over which rows were
+    checked, whatever the scores look like, if those were drawn at random from the right ones.
+
+    Raises:
+        SettingsError: a rate outside (0, 0.5), or too few rows for it.
+    """
+    _check_rate(false_positive_rate)
+    known = np.sort(score_N[right_N])
+    place = ceil((len(known) + 1) * (1 - false_positive_rate) - 1e-9)
+    if place > len(known):
+        least = ceil(1 / false_positive_rate - 1e-9) - 1
+        raise SettingsError(
+            f"{len(known)} rows are known to be right, expected at least {least} for a false-positive rate of "
+            f"{false_positive_rate:g}; check more, drawn at random, or ask for a higher rate"
+        )
+    return _threshold(score_N, float(known[place - 1]), false_positive_rate, CHECKED)
+
+
+def threshold_like(score_N: F64, other: Threshold) -> Threshold:
+    """Cut that flags at most as many rows as another score's does: ranks have no null distribution of their own."""
+    value = float(np.sort(score_N)[::-1][min(other.n_flagged, len(score_N) - 1)])
+    return _threshold(score_N, value, other.false_positive_rate, other.null, alike=other.all_alike)
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate < 0.5:
+        raise SettingsError(f"false-positive rate: got {rate}, expected more than 0 and less than 0.5")
+
+
+def _threshold(score_N: F64, value: float, rate: float, null: str, *, alike: bool = False) -> Threshold:
+    return Threshold(value, rate, int((score_N > value).sum()), rate * len(score_N), alike, null)
 
 
 def disagreement(feature_ND: NDArray[np.floating], label_N: NDArray[np.int64], k: int) -> tuple[F64, Bool]:
@@ -146,25 +197,45 @@ def disagreement(feature_ND: NDArray[np.floating], label_N: NDArray[np.int64], k
     Returns:
         The share, (N,), and which rows are alone in their label: these have no geometry of their own, and get the
         median share, an opinion neither way.
+
+    Cost: O(N^2 D) in float32; memory: the features once more, and about 100 MB of pairs.
     """
-    unit_ND = np.asarray(feature_ND, np.float64)
+    unit_ND = np.array(feature_ND, np.float32)
     size_N = np.linalg.norm(unit_ND, axis=1)
-    unit_ND = unit_ND / np.where(size_N > 0, size_N, 1)[:, None]
+    unit_ND /= np.where(size_N > 0, size_N, 1)[:, None]
     n_rows, k = len(unit_ND), min(k, len(unit_ND) - 1)
     share_N = np.zeros(n_rows)
-    for start in range(0, n_rows, 1024):
-        stop = min(start + 1024, n_rows)
-        cosine = unit_ND[start:stop] @ unit_ND.T
-        cosine[np.arange(stop - start), np.arange(start, stop)] = -np.inf
-        near = np.argpartition(-cosine, k - 1, axis=1)[:, :k]
-        weight = np.maximum(np.take_along_axis(cosine, near, axis=1), 1e-6)
-        other = label_N[near] != label_N[start:stop, None]
-        share_N[start:stop] = (weight * other).sum(axis=1) / weight.sum(axis=1)
+    for start in range(0, n_rows, QUERIES) if k else ():
+        stop = min(start + QUERIES, n_rows)
+        cosine_QK, near_QK = _nearest(unit_ND, start, stop, k)
+        weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
+        other_QK = label_N[near_QK] != label_N[start:stop, None]
+        share_N[start:stop] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
     counts = np.bincount(label_N)
     alone_N = counts[label_N] == 1
     if alone_N.any() and not alone_N.all():
         share_N[alone_N] = np.median(share_N[~alone_N])
     return share_N, alone_N
+
+
+def _nearest(
+    unit_ND: NDArray[np.float32], start: int, stop: int, k: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Cosines and indices of the k nearest other rows of rows [start, stop), block of others by block of others."""
+    best_QK = np.full((stop - start, 0), -np.inf, np.float32)
+    near_QK = np.zeros((stop - start, 0), np.int64)
+    for first in range(0, len(unit_ND), OTHERS):
+        last = min(first + OTHERS, len(unit_ND))
+        cosine_QO = unit_ND[start:stop] @ unit_ND[first:last].T
+        own = np.arange(max(start, first), min(stop, last))
+        cosine_QO[own - start, own - first] = -np.inf
+        here_QK = np.argpartition(-cosine_QO, min(k, last - first) - 1, axis=1)[:, :k]
+        best_QK = np.concatenate([best_QK, np.take_along_axis(cosine_QO, here_QK, axis=1)], axis=1)
+        near_QK = np.concatenate([near_QK, here_QK + first], axis=1)
+        first_QK = np.argpartition(-best_QK, min(k, best_QK.shape[1]) - 1, axis=1)[:, :k]
+        best_QK = np.take_along_axis(best_QK, first_QK, axis=1)
+        near_QK = np.take_along_axis(near_QK, first_QK, axis=1)
+    return best_QK, near_QK
 
 
 def fused(scores: list[F64]) -> F64:

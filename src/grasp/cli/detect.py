@@ -30,9 +30,10 @@ def detect(
     contamination: bool = typer.Option(False, "--contamination", help="Look for rows that hold the target's own text."),
     label: str | None = typer.Option(None, "--label", help="Column of labels; none: the class of images."),
     truth: str | None = typer.Option(None, "--truth", help="Column that is true, or 1, for planted rows."),
+    clean: str | None = typer.Option(None, "--clean", help="Column that is true, or 1, for rows checked to be right."),
     k: int | None = typer.Option(None, "-k", help="Rows to look at; none: as many as were planted."),
     neighbours: int = typer.Option(10, "--neighbours", help="Nearest rows whose labels are compared."),
-    rate: float = typer.Option(0.01, "--false-positives", help="Share of clean rows that the threshold may flag."),
+    rate: float = typer.Option(0.01, "--false-positives", help="Share of right rows that the threshold may flag."),
     match: str | None = typer.Option(None, "--match", help="token, input or pooled; token where the artifact has it."),
     against: str | None = typer.Option(None, "--against", help="Published methods to compare with, e.g. bm25."),
     cache: Path | None = typer.Option(None, "--cache", help="Where a method's scores are kept; none: in the artifact."),
@@ -54,7 +55,7 @@ def detect(
             raise SettingsError("--label: no meaning with --contamination; leave it out")
         others = _others(artifact, target, against, cache, quiet)
         found = auditing.contamination(
-            artifact, target, truth=truth, k=k, match=match, false_positive_rate=rate, others=others
+            artifact, target, truth=truth, clean=clean, k=k, match=match, false_positive_rate=rate, others=others
         )
     else:
         if against is not None:
@@ -64,6 +65,7 @@ def detect(
             target,
             label=label,
             truth=truth,
+            clean=clean,
             k=k,
             neighbours=neighbours,
             match=match,
@@ -93,8 +95,8 @@ def _print(artifact: "Artifact", found: "Suspects", target: str, top: int, label
 
     cut = found.threshold
     print(
-        f"{found.ranking} above {cut.value:.4g}: {cut.n_flagged:,} of {artifact.n_rows:,} rows flagged; of clean rows "
-        f"alone about {cut.expected_false:,.1f} would be ({cut.false_positive_rate:.1%}, null: lower half mirrored)"
+        f"{found.ranking} above {cut.value:.4g}: {cut.n_flagged:,} of {artifact.n_rows:,} rows flagged; if all were "
+        f"right about {cut.expected_false:,.1f} would be ({cut.false_positive_rate:.1%}): {cut.null}"
     )
     for note in found.notes:
         print(plain(note))

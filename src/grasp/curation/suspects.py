@@ -1,6 +1,8 @@
 """What `grasp detect --out` wrote, read back: the most suspicious rows with their text or picture."""
 
+import hashlib
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from grasp.errors import CorpusError, SettingsError
 from grasp.settings import describe
 
 SAID: Final = b"grasp.suspects"
+OWN_COLUMNS = ("rank", "row_id", "flagged", "unit_id", "exact_copy")  # of the table; the others are scores
 SHOWN = 12
 LARGEST = 160  # pixels of a picture's longer side
 
@@ -31,6 +34,7 @@ class Cut(Summary):
     false_positive_rate: float
     n_flagged: int
     expected_false: float
+    null: str
 
 
 class AtRank(Summary):
@@ -60,7 +64,7 @@ class Said(Summary):
 
     target: str
     ranking: str
-    corpus: str
+    made_from: dict[str, str]
     rows: int
     threshold: Cut
     detections: dict[str, Measured]
@@ -74,6 +78,7 @@ class SuspectRow:
     rank: int
     row_id: str
     flagged: bool
+    is_copy: bool  # of the unit, to the letter
     scores: tuple[tuple[str, float], ...]  # the ranking one last
     unit: tuple[str, str, str] | None  # that it looks like, for contamination: unit_id, prompt, completion
     labels: tuple[tuple[str, str], ...]
@@ -93,7 +98,7 @@ def read_suspects(path: Path, artifact: Artifact, labels: Sequence[str], flag: s
     """The first rows of a table that `grasp detect --out` wrote of this artifact.
 
     Raises:
-        SettingsError: no such file, not such a table, or one of another corpus.
+        SettingsError: no such file, not such a table, or one of another artifact.
     """
     said, lines = _table(path, artifact, flag)
     index = _row_index(artifact, [line["row_id"] for line in lines], f"{flag}: {path}")
@@ -120,12 +125,26 @@ def _table(path: Path, artifact: Artifact, flag: str) -> tuple[Said, list[dict[s
         said = Said.model_validate_json(metadata)
     except ValidationError as err:
         raise SettingsError(f"{describe(err, f'{flag}: {path}')}; {expected}") from err
-    if (said.corpus, said.rows) != (artifact.manifest.fingerprints.get("corpus", ""), artifact.n_rows):
-        raise SettingsError(
-            f"{flag}: {path} was made from corpus {said.corpus} of {said.rows:,} rows, the artifact is of "
-            f"{artifact.manifest.fingerprints.get('corpus', '')} with {artifact.n_rows:,}; run grasp detect on it"
-        )
+    own = made_from(artifact, said.target) | {"rows": str(artifact.n_rows)}
+    theirs = said.made_from | {"rows": str(said.rows)}
+    if others := [what for what in own if own[what] != theirs.get(what)]:
+        listed = ", ".join(f"{what} {theirs.get(what)!r}, here {own[what]!r}" for what in others)
+        raise SettingsError(f"{flag}: {path} was made from another artifact: {listed}; run grasp detect on this one")
     return said, batch.to_pylist()
+
+
+def made_from(artifact: Artifact, target: str) -> dict[str, str]:
+    """What scores of the rows depend on: the corpus, the model, the features, and the target's units."""
+    digest = hashlib.blake2b(digest_size=16)
+    for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
+        if unit["target"] == target:
+            digest.update(repr(tuple(unit.values())).encode())
+    features = json.dumps(artifact.feature_settings, sort_keys=True, default=str).encode()
+    fingerprints = {what: artifact.manifest.fingerprints.get(what, "") for what in ("corpus", "model")}
+    return fingerprints | {
+        "features": hashlib.blake2b(features, digest_size=8).hexdigest(),
+        f"units of {target}": digest.hexdigest() if target in artifact.targets else "none",
+    }
 
 
 def _row_index(artifact: Artifact, names: Sequence[str], where: str) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -173,11 +192,12 @@ def _row(
     units: Mapping[str, Mapping[str, str]],
 ) -> SuspectRow:
     unit = units.get(line.get("unit_id", ""))
-    others = [name for name in line if name not in ("rank", "row_id", "flagged", "unit_id", said.ranking)]
+    others = [name for name in line if name not in (*OWN_COLUMNS, said.ranking)]
     return SuspectRow(
         rank=line["rank"],
         row_id=line["row_id"],
         flagged=line["flagged"],
+        is_copy=bool(line.get("exact_copy")),
         scores=tuple((name, float(line[name])) for name in (*others, said.ranking)),
         unit=None if unit is None else (unit["unit_id"], unit["prompt"], unit["completion"]),
         labels=tuple((name, str(row[name])) for name in labels if name != HASH_LABEL and row[name] is not None),

@@ -12,8 +12,8 @@ def suspects_view(found: SuspectSummary) -> dict[str, Any]:
     said, cut = found.said, found.said.threshold
     return {
         "head": f"Held against {name(said.target)}: {cut.n_flagged:,} of {said.rows:,} rows are flagged, with a "
-        f"{name(said.ranking)} score above {number(cut.value)}; of clean rows alone about "
-        f"{number(cut.expected_false, 1)} would be.",
+        f"{name(said.ranking)} score above {number(cut.value)}; if all were right about "
+        f"{number(cut.expected_false, 1)} would be: {cut.null}.",
         "ranking": name(said.ranking),
         "measured": [
             {
@@ -34,6 +34,7 @@ def suspects_view(found: SuspectSummary) -> dict[str, Any]:
             {
                 "rank": row.rank,
                 "flagged": row.flagged,
+                "is_copy": row.is_copy,
                 "scores": [(name(score), signed(value)) for score, value in reversed(row.scores)],
                 "labels": list(dict.fromkeys(value for _, value in row.labels)),
                 "row_id": row.row_id,
