@@ -12,8 +12,10 @@ from grasp.build.extend import add_target
 from grasp.build.local import build
 from grasp.errors import ArtifactError
 from grasp.models.classifier import ImageClassifier
-from grasp.settings import TargetSettings, build_settings
+from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
 from tests.models.images_world import TinyNet, pictures, settings, write_parquet, write_weights
+
+TAU = CLASSIFIER_FEATURES["tau"]
 
 
 def arrays(path):
@@ -46,7 +48,7 @@ def reference(root):
     h, xi = features(rows, classes)
     h_e, xi_e = features(trusted, trusted_classes)
     mean, covariance = h.mean(0), np.cov(h.T, bias=True)
-    value, vector = np.linalg.eigh(covariance + 10.0 * np.trace(covariance) / len(covariance) * np.eye(len(covariance)))
+    value, vector = np.linalg.eigh(covariance + TAU * np.trace(covariance) / len(covariance) * np.eye(len(covariance)))
     white = (vector / np.sqrt(value)) @ vector.T
     gamma = (xi**2).mean(0)
     scale = 1.0 / (gamma + 0.3 * gamma.mean())
