@@ -11,14 +11,17 @@ from grasp.audit import checks
 from grasp.audit import diagnose as diagnosing
 from grasp.audit.diagnose import diagnose
 from grasp.audit.kernels import Kernels
-from grasp.audit.sample import Rerun, sample_features, sample_rows
+from grasp.audit.sample import Rerun, environment_subsets, sample_features, sample_rows
 from grasp.audit.sketched import RANKS
 from grasp.build.local import build
-from grasp.errors import ArtifactError, GraspError
+from grasp.errors import ArtifactError, EnvironmentDataError, GraspError
+from grasp.protocol.development import Scored
 from grasp.protocol.scoring import ScoringProtocol, default_protocol
 from grasp.settings import build_settings
+from grasp.subsets.weights import as_csr
 from tests.build.world import world
 from tests.cli.grasp_command import refused, succeed
+from tests.curation.environments import write_artifact, write_environment
 from tests.models.images_world import settings as image_settings
 
 
@@ -274,6 +277,24 @@ def test_a_model_that_mixes_rows_is_found_out(plain, monkeypatch):
     assert "model.dtype: float32" in finding.advice
 
 
+def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(tmp_path):
+    art = write_artifact(tmp_path / "art")
+    env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
+    found = diagnose(art, rows=60, subsets=12, environment=env)
+    assert (found.n_subsets, found.compared) == (12, "subsets of env as far as they are among them")
+    stable = [finding for finding in found.findings if finding.name.startswith("ranking stability, ")]
+    assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, boolq"}
+    assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
+
+    index = sample_rows(art, 60, seed=0)
+    weights = environment_subsets(art, env, index, 12)
+    masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Scored.of(env, art).blocks])
+    for mine, mask in zip(weights, masks, strict=False):
+        np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
+    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample.*raise --rows"):
+        environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
+
+
 def test_an_image_classifier_is_diagnosed_alike(tmp_path):
     art = Artifact.open(build(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
     named = by_name(diagnose(art, rows=30, subsets=10))
@@ -285,7 +306,7 @@ def test_an_image_classifier_is_diagnosed_alike(tmp_path):
 
 def test_the_command(plain, tmp_path):
     out = succeed("diagnose", plain.path, "--rows", 16, "--subsets", 5, "--json", tmp_path / "d.json").out
-    assert f"{plain.path}: 16 rows, 5 subsets of half of them, full features from the model" in out
+    assert f"{plain.path}: 16 rows, 5 halves of them, full features from the model" in out
     assert out.count("    healthy: ") == len(LINES)
     assert len(json.loads((tmp_path / "d.json").read_text())["findings"]) == len(LINES)
     assert refused("diagnose", plain.path, "--rows", 3).startswith("diagnose: got 3 rows and 64 subsets, expected")

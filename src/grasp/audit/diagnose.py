@@ -15,13 +15,20 @@ from grasp.artifact.reader import RELEVANCE, Artifact
 from grasp.audit import checks
 from grasp.audit.finding import Finding, finding, missing
 from grasp.audit.kernels import Kernels
-from grasp.audit.sample import HOW_TO_KEEP, Rerun, SampleFeatures, sample_features, sample_rows
+from grasp.audit.sample import (
+    HOW_TO_KEEP,
+    Rerun,
+    SampleFeatures,
+    environment_subsets,
+    random_halves,
+    sample_features,
+    sample_rows,
+)
 from grasp.audit.sketched import NAMES, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.fidelity.environment import Environment
 from grasp.protocol.agreement import agreement
 from grasp.protocol.scoring import ScoringProtocol, default_protocol
-from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 T = TypeVar("T")
@@ -43,6 +50,7 @@ class Diagnosis:
 
     n_rows: int
     n_subsets: int
+    compared: str  # which subsets
     source: str  # where full features came from
     findings: tuple[Finding, ...]
 
@@ -63,9 +71,9 @@ def diagnose(
 
     Args:
         rows: rows of the sample; memory is rows^2 numbers and their full features.
-        subsets: halves of the sample that K is compared on.
-        environment: for the stability of the ranking of its subsets.
-        protocol: what predicts in the environment.
+        subsets: that K is compared on: of the environment, as far as they are in the sample, else halves of the sample.
+        environment: also for the stability of the ranking of its subsets.
+        protocol: what selects, and what predicts in the environment.
     Raises:
         SettingsError: fewer than 8 rows or 3 subsets.
         GraspError: the environment does not belong to the artifact.
@@ -75,7 +83,12 @@ def diagnose(
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, diagnostics need at least {MIN_ROWS}")
-    subject = _Subject.of(artifact, index, subsets, seed)
+    if environment is None:
+        weight_BN, compared = random_halves(len(index), subsets, seed), "halves of them"
+    else:
+        weight_BN = environment_subsets(artifact, environment, index, subsets)
+        compared = f"subsets of {environment.name} as far as they are among them"
+    subject = _Subject.of(artifact, index, weight_BN)
     chosen = protocol or default_protocol()
     findings = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
     if environment is None:
@@ -83,7 +96,7 @@ def diagnose(
     else:
         findings += _stability(artifact, environment, chosen)
     source = subject.features.source if isinstance(subject.features, SampleFeatures) else "nothing"
-    return Diagnosis(len(index), subsets, source, tuple(findings))
+    return Diagnosis(len(index), len(weight_BN), compared, source, tuple(findings))
 
 
 @dataclass(frozen=True)
@@ -97,15 +110,9 @@ class _Subject:
     features: SampleFeatures | GraspError
 
     @classmethod
-    def of(cls, artifact: Artifact, index: NDArray[np.int64], subsets: int, seed: int) -> "_Subject":
+    def of(cls, artifact: Artifact, index: NDArray[np.int64], weight_BN: F64) -> "_Subject":
         rerun = _or_error(lambda: Rerun.of(artifact))
-        features = _or_error(lambda: sample_features(artifact, index, rerun))
-        generator = stream(seed, "audit", "subsets")
-        half = len(index) // 2
-        weight_BN = np.zeros((subsets, len(index)))
-        for weight_N in weight_BN:
-            weight_N[generator.choice(len(index), size=half, replace=False)] = 1.0 / half
-        return cls(artifact, index, weight_BN, rerun, features)
+        return cls(artifact, index, weight_BN, rerun, _or_error(lambda: sample_features(artifact, index, rerun)))
 
     def array(self, name: str) -> F64:
         return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)

@@ -18,13 +18,17 @@ from grasp.build.forward import ShardForward
 from grasp.build.passes import Rows, row_passes
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError, CorpusError, GraspError, ModelError
+from grasp.errors import ArtifactError, CorpusError, EnvironmentDataError, GraspError, ModelError
 from grasp.features.extract import BatchFeatures
 from grasp.features.pooling import pool
+from grasp.fidelity.environment import Environment
+from grasp.fidelity.metrics import MIN_SUBSETS
 from grasp.models.causal_lm import REPOSITORY
 from grasp.models.reference import Reference, load_reference
+from grasp.protocol.development import Scored
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings, build_settings
+from grasp.subsets.weights import as_csr
 
 F64 = NDArray[np.float64]
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
@@ -150,6 +154,35 @@ def sample_rows(artifact: Artifact, n_rows: int, seed: int) -> NDArray[np.int64]
     shards = generator.permutation(grid.n_shards)[:MOST_SHARDS]
     pool_N = np.concatenate([np.arange(*grid.bounds(int(k))) for k in sorted(shards)])
     return np.sort(generator.choice(pool_N, size=min(n_rows, len(pool_N)), replace=False)).astype(np.int64)
+
+
+def random_halves(n_rows: int, subsets: int, seed: int) -> F64:
+    """Weights of halves of the sample, each adding up to 1, (B, N)."""
+    generator = stream(seed, "audit", "subsets")
+    half = n_rows // 2
+    weight_BN = np.zeros((subsets, n_rows))
+    for weight_N in weight_BN:
+        weight_N[generator.choice(n_rows, size=half, replace=False)] = 1.0 / half
+    return weight_BN
+
+
+def environment_subsets(
+    artifact: Artifact, environment: Environment, row_index: NDArray[np.int64], subsets: int
+) -> F64:
+    """Weights of an environment's first subsets as far as they are in the sample, each adding up to 1, (B, N).
+
+    Raises:
+        EnvironmentDataError: it is not the artifact's, or fewer than 3 of its subsets have rows in the sample.
+    """
+    blocks = Scored.of(environment, artifact).blocks
+    weight_BN = np.concatenate([as_csr(block.weights_BN)[:, row_index].toarray() for block in blocks])[:subsets]
+    total_B = weight_BN.sum(axis=1)
+    if (total_B > 0).sum() < MIN_SUBSETS:
+        raise EnvironmentDataError(
+            f"{environment.path}: {int((total_B > 0).sum())} of its subsets have rows among the {len(row_index)} of "
+            f"the sample, expected at least {MIN_SUBSETS}; raise --rows"
+        )
+    return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
 
 
 def sample_features(artifact: Artifact, row_index: NDArray[np.int64], rerun: Rerun | GraspError) -> SampleFeatures:

@@ -80,7 +80,7 @@ def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: 
     true_B = checks.subset_norms(weight_BN, full_NN)
     apart = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0
     numbers = {"error": found.error, "ranks": found.ranks, "width": float(found.width), "apart": apart}
-    value = f"K {found.error:.1%} off, ranks agree {found.ranks:+.2f} ({found.width} wide; K of halves differs by "
+    value = f"K {found.error:.1%} off, ranks agree {found.ranks:+.2f} ({found.width} wide; K of subsets differs by "
     value += f"{apart:.1%})"
     if half == "product":
         pooled = checks.rank_agreement(
@@ -110,7 +110,7 @@ def _wider(half: str, wide: Fit | None) -> str:
     named = f"{half}.*" if half == "product" else f"{half}.* and joint.*"
     leave = f"leave {named} out of the protocol"
     if wide is None:
-        return f"{leave}: no width up to {WIDEST} tells these halves apart"
+        return f"{leave}: no width up to {WIDEST} tells these subsets apart"
     measured = f"on this sample ranks {wide.ranks:+.2f}, {wide.error:.1%} off"
     return f"build with features.{half}_width: {wide.width} ({measured}), or {leave}"
 

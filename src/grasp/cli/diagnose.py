@@ -19,10 +19,16 @@ Examples:
 @app.command(epilog=EXAMPLES)
 def diagnose(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
-    environment: Path | None = typer.Option(None, "--environment", help="Retrained subsets: how stable is a ranking?"),
-    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file; none: the default protocol."),
+    environment: Path | None = typer.Option(
+        None, "--environment", help="Retrained subsets: what K is compared on, and how stable is a ranking?"
+    ),
+    protocol: Path | None = typer.Option(
+        None, "--protocol", help="Protocol file: what selects and predicts; none: the default protocol."
+    ),
     rows: int = typer.Option(256, "--rows", help="Rows of the sample."),
-    subsets: int = typer.Option(64, "--subsets", help="Halves of the sample on which K is compared."),
+    subsets: int = typer.Option(
+        64, "--subsets", help="Subsets on which K is compared: the environment's, else halves of the sample."
+    ),
     seed: int = typer.Option(0, "--seed", min=0, help="Seed of the sample."),
     json_file: Path | None = typer.Option(None, "--json", help="Findings with their numbers, as JSON."),
 ) -> None:
@@ -45,7 +51,7 @@ def diagnose(
         environment=None if environment is None else Environment.open(environment),
         protocol=None if protocol is None else load_protocol(protocol),
     )
-    print(f"{path}: {found.n_rows} rows, {found.n_subsets} subsets of half of them, full features from {found.source}")
+    print(f"{path}: {found.n_rows} rows, {found.n_subsets} {found.compared}, full features from {found.source}")
     for one in found.findings:
         print(plain(f"[{one.verdict}] {one.name}: {one.value}"))
         print("    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}"))
