@@ -248,9 +248,7 @@ def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Findin
     name = "pairs that complement"
     bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
     if not bent:
-        value = (
-            f"protocol {protocol.name} weighs no pairs of rows: their gains add up, and the best rows are the best set"
-        )
+        value = f"protocol {protocol.name} weighs no pairs of rows: gains add up, and no line on sketches bears on it"
         yield finding(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
     for component, omega in bent.items():
         half = component.split(".")[0]

@@ -132,9 +132,7 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
         "error": checks.scaled_error(found_B, true_B),
         "full_ranks": checks.rank_agreement(checks.subset_norms(weight_BN, full_NN), true_B),
     }
-    advice = (
-        f"the sketch is too narrow for what its features tell: see {half if half != 'joint' else 'residual'} sketch"
-    )
+    advice = "too narrow for what its features tell: build with the widths that the lines of the sketches name"
     if not numbers["full_ranks"] >= RANKS:
         advice = f"no width mends it, {half}.* is another kernel: use product.*, wide enough, or no geometry"
     return finding(
