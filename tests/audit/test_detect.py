@@ -180,9 +180,9 @@ def test_rows_checked_to_be_right_are_the_null_distribution(marked):
 
 @pytest.mark.parametrize("options", [[], ["--contamination"]])
 def test_too_few_rows_are_one_line(tmp_path, options):
-    artifact = build(_with(world(tmp_path, n_rows=19)), tmp_path / "art")
+    artifact = build(_with(world(tmp_path, n_rows=9)), tmp_path / "art")
     said = refused("detect", artifact, "--target", "facts", *options)
-    assert "has 19 rows, expected at least 20: of fewer none stands out" in said
+    assert "has 9 rows, expected at least 10: of fewer none stands out" in said
 
 
 ALPACA = "Below is an instruction that describes a task, paired with an input that gives more context. " * 3

@@ -37,7 +37,7 @@ NEIGHBOURS = 10
 FALSE_POSITIVE_RATE = 0.01
 CLASS_LABEL = "image_class"
 LISTED = 10
-LEAST_ROWS = 20  # fewer have no distribution to speak of
+LEAST_ROWS = 10  # fewer have no distribution to speak of
 KERNELS = ("token", "pooled", "input")
 
 
