@@ -14,7 +14,9 @@ from grasp.audit.kernels import Kernels
 from grasp.audit.sample import Rerun, environment_subsets, sample_features, sample_rows
 from grasp.audit.sketched import RANKS
 from grasp.build.local import build
+from grasp.build.moments import unspool_moments
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError
+from grasp.features.whitening import Whitener
 from grasp.protocol.development import Scored
 from grasp.protocol.scoring import ScoringProtocol, default_protocol
 from grasp.settings import build_settings
@@ -184,6 +186,23 @@ def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, of_plain):
     many = by_name(of_plain)["pooled for tokens"]
     assert many.numbers["share"] < many.numbers["same_share"] < 0.5  # the last 32 positions of up to 47
     assert many.verdict == "look"
+
+
+def test_the_share_is_taken_in_the_coordinates_of_the_token_kernel(plain):
+    index = sample_rows(plain, 20, seed=0)
+    features = sample_features(plain, index, Rerun.of(plain))
+    moments = unspool_moments(plain.moments, "token.")
+    whitener = Whitener.fit(moments, tau=0.01, alpha=1.0, epsilon=0.3)
+    at, root = features.positions, np.sqrt(whitener.precondition_V)
+    hidden, residual = (at.hidden_PH - whitener.mean_H) @ whitener.map_HH, at.residual_PV.toarray() * root
+    shares = []
+    for i in range(len(index)):
+        mine = at.row_P == i
+        whole = np.einsum("th,tv->hv", hidden[mine], residual[mine]) / mine.sum()
+        own = (features.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
+        kept = np.outer(own, features.residual_NV[[i]].toarray()[0] * root)
+        shares.append((whole * kept).sum() ** 2 / ((whole**2).sum() * (kept**2).sum()))
+    assert Kernels.of(plain, features).positions.kept_share == pytest.approx(np.mean(shares), rel=1e-5)
 
 
 def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(root):
