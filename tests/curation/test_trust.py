@@ -1,12 +1,23 @@
 """Intervals cover what they claim in a planted world, warn beyond what was covered, and refuse what is held out."""
 
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
-from grasp.curation.trust import Reach, Trust, UtilityLine, Watcher, sketches_for, slice_intervals, with_intervals
+from grasp.curation.trust import (
+    Reach,
+    Trust,
+    UtilityLine,
+    Watcher,
+    sketches_for,
+    slice_intervals,
+    slice_warnings,
+    with_intervals,
+)
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.protocol.predict import predict_with
 from grasp.protocol.scorer import CalibrationFamily, Scorer
@@ -172,14 +183,14 @@ def test_subsets_beyond_what_was_covered_are_named(artifact, scorer, tmp_path):
     share = one_topic.mean()
     assert words[0].startswith(f"keeps {share:.1%} of the rows, the environment's subsets 50.0% to 50.0%; its mean ")
     assert "hidden" in words[0].split(";")[1]
-    assert words[0].endswith("times as far from the corpus as any of them")
+    assert words[0].split(";")[1].endswith("times as far from the corpus as any of them")
     assert words[1].startswith("keeps 10.0% of the rows")
     assert words[2] == ""
     assert trust.beyond(scorer, scorer.sums(block.weights_BN), sized=False)[2] == ""
     watcher = Watcher(trust, scorer)
     predict_with(scorer, artifact, [block], watch=watcher).read()
     assert watcher.n_outside == 2
-    assert watcher.warnings[0].startswith("outside of what env covered: topic keeps ")
+    assert watcher.warnings[0].startswith("outside of what env covered: topic: keeps ")
 
 
 def test_many_subsets_beyond_are_counted(artifact, scorer, trust):
@@ -191,12 +202,47 @@ def test_many_subsets_beyond_are_counted(artifact, scorer, trust):
 
 
 def test_reach_is_the_range_of_the_family():
-    reach = Reach.of(np.array([0.2, 0.6]), {"hidden": np.array([1.0, 4.0])})
-    assert reach.beyond(0.2, {"hidden": 4.0}) == ""
-    assert reach.beyond(None, {"hidden": 16.0}) == (
+    predicted = {name: np.array([-4.12, 4.58]) for name in "abcde"}
+    reach = Reach.of(np.array([0.2, 0.6]), {"hidden": np.array([1.0, 4.0])}, predicted)
+    assert reach.beyond(0.2, {"hidden": 4.0}, {"a": 4.58, "b": -4.12}) == ""
+    assert reach.beyond(None, {"hidden": 16.0}, {}) == (
         "its mean hidden sketch is 2.0 times as far from the corpus as any of them"
     )
-    assert reach.beyond(0.61, {"hidden": 0.0}) == "keeps 61.0% of the rows, the environment's subsets 20.0% to 60.0%"
+    assert (
+        reach.beyond(0.61, {"hidden": 0.0}, {"a": 6.715})
+        == "keeps 61.0% of the rows, the environment's subsets 20.0% to 60.0%; "
+        "a is predicted +6.7, the environment's subsets -4.1 to +4.6"
+    )
+    assert reach.beyond(None, {"hidden": 0.0}, dict.fromkeys("abcde", -5.0)).endswith("; and 2 more targets")
+
+
+def test_predictions_beyond_those_of_the_environment_are_named(artifact, scorer, trust):
+    """The best mixture of the rows that the environment's subsets are of: no size and no geometry is beyond them."""
+    low, high = trust.reach.predicted["sciq"]
+    blocks = draw(artifact, 40)
+    values = predictions(artifact, scorer, blocks)[:, 0]
+    assert (low, high) == (values.min(), values.max())
+    narrow = replace(trust, reach=replace(trust.reach, predicted={"sciq": (low, high - 1e-3), "boolq": (-99, 99)}))
+    warned = [words for block in blocks for words in narrow.beyond(scorer, scorer.sums(block.weights))]
+    assert [b for b, words in enumerate(warned) if words] == [int(values.argmax())]
+    assert re.fullmatch(
+        r"sciq is predicted [+-][\d.]+, the environment's subsets [+-][\d.]+ to [+-][\d.]+", max(warned)
+    )
+    labels = LabelTable(artifact.rows_path).column("topic")
+    table = slice_table(artifact, PROTOCOL, labels, calibration=bind_family(labels))
+    assert (
+        slice_warnings(table, replace(trust, reach=replace(trust.reach, predicted={"sciq": (-99, 99)})), scorer) == ()
+    )
+    nothing = replace(trust, reach=replace(trust.reach, predicted={"sciq": (-99, -98)}))
+    found = slice_warnings(table, nothing, scorer)
+    values = [line for line in table.to_pylist() if line["target"] == "sciq"]
+    whole = scorer.score_tasks(scorer.whole())[1].utility_BE[0, 0]
+    first = values[0]
+    assert found[0].startswith(f"outside of what env covered: without {first['value']}: sciq is predicted ")
+    assert float(found[0].split(" is predicted ")[1].split(",")[0]) == pytest.approx(
+        whole + first["if_dropped"], abs=0.06
+    )
+    assert len(found) == min(len(values), 3) + (len(values) > 3)
 
 
 def test_what_is_held_out_is_refused(artifact, scorer, tmp_path):

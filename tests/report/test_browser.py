@@ -186,7 +186,15 @@ def test_an_environment_gives_intervals_and_a_warning(view):
     view.locator("#whatif-none").click()
     boxes(view).nth(0).check()
     assert view.locator("#whatif-warning").is_visible()
-    assert "Outside of what was retrained" in view.locator("#whatif-warning").text_content()
+    warning = view.locator("#whatif-warning").text_content()
+    assert "Outside of what was retrained" in warning
+    nats = view.evaluate("JSON.parse(document.getElementById('whatif-data').textContent).labels[0].nats")
+    utilities = view.locator("#whatif-results tr").evaluate_all(
+        "rows => rows.map((row) => Number(row.dataset.utility))"
+    )
+    beyond = [not low <= utility <= high for utility, (low, high) in zip(utilities, nats["predicted"], strict=True)]
+    assert any(beyond)
+    assert warning.count(" is predicted ") == sum(beyond)
     view.locator("#whatif-all").click()
     assert view.locator("#whatif-warning").is_hidden()
 

@@ -202,7 +202,7 @@ def _by(
     environment: Path | None,
     out: Path | None,
 ) -> None:
-    from grasp.curation.trust import Trust, slice_intervals
+    from grasp.curation.trust import Trust, slice_intervals, slice_warnings
     from grasp.fidelity.environment import Environment
     from grasp.protocol.label_slices import label_slices
     from grasp.protocol.scorer import Scorer
@@ -218,10 +218,12 @@ def _by(
         targets=targets,
         calibration=calibration,
     )
-    trust = None
+    trust: Trust | None = None
+    warnings: tuple[str, ...] = ()
     if environment is not None:
         scorer = Scorer.prepare(artifact, protocol, targets=targets, calibration=calibration)
         trust = Trust.of(scorer, artifact, Environment.open(environment))
+        warnings = slice_warnings(table, trust, scorer)
         table = slice_intervals(table, trust)
     print_protocol({key.decode(): value.decode() for key, value in table.schema.metadata.items()})
     if out is not None:
@@ -235,7 +237,7 @@ def _by(
     if slices.n_grouped:
         print(f"{slices.n_grouped:,} of the values are small and share one slice")
     if trust is not None:
-        print_trust(trust.title, trust.notes)
+        print_trust(trust.title, (*trust.notes, *warnings))
 
 
 def print_trust(title: str, notes: Sequence[str]) -> None:

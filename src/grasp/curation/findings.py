@@ -93,6 +93,7 @@ class NatsIntervals:
     least_share: float
     most_share: float
     distance: Mapping[str, float]  # squared, by sketch
+    predicted: Mapping[str, tuple[float, float]]  # the lowest and the highest utility of its subsets, by target
     notes: tuple[str, ...]
 
 
@@ -336,6 +337,7 @@ def _nats(scorer: Scorer, artifact: Artifact, model: SliceModel, question: Quest
         least_share=trust.reach.least,
         most_share=trust.reach.most,
         distance=dict(trust.reach.distance),
+        predicted=dict(trust.reach.predicted),
         notes=trust.notes,
     )
 

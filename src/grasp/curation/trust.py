@@ -6,6 +6,9 @@ of the subsets left out one by one they hold with probability 1 - 2 alpha at lea
 subset that is drawn as those of the environment were. They are for the mean over the environment's training seeds.
 Intervals of a difference between two subsets come from the differences of those residuals.
 
+Nothing says that the line goes on straight beyond the predictions that it was fitted to: a subset that is predicted
+higher or lower than all of the environment's is warned of, as is one of another size or one that leans further.
+
 A held-out environment is refused: once it has been fitted to, nothing is left to test the intervals on.
 Shape letters: B subsets of the environment, Q subsets asked about, T targets.
 """
@@ -106,23 +109,38 @@ class UtilityLine:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What an environment's subsets covered: shares of the corpus, and distances of their mean sketch from its."""
+    """What an environment's subsets covered: shares of the corpus, distances of their mean sketch from its, and what is
+    predicted of them."""
 
     least: float
     most: float
     distance: Mapping[str, float]  # the farthest, by sketch; squared, with weights that add up to 1
+    predicted: Mapping[str, tuple[float, float]]  # the lowest and the highest utility, by target
 
     @classmethod
-    def of(cls, share_B: F64, distance_B: Mapping[str, F64]) -> Self:
+    def of(cls, share_B: F64, distance_B: Mapping[str, F64], predicted_B: Mapping[str, F64]) -> Self:
         """Reach of a family."""
         farthest = {half: float(values.max()) for half, values in distance_B.items()}
-        return cls(float(share_B.min()), float(share_B.max()), farthest)
+        ends = {target: (float(values.min()), float(values.max())) for target, values in predicted_B.items()}
+        return cls(float(share_B.min()), float(share_B.max()), farthest, ends)
 
-    def beyond(self, share: float | None, distance: Mapping[str, float]) -> str:
+    def predicts_beyond(self, predicted: Mapping[str, float]) -> str:
+        """Which utilities the line of an interval was not fitted to, in words; empty if it was to all."""
+        parts = []
+        for target, (low, high) in self.predicted.items():
+            slack = SIZE_SLACK * max(abs(low), abs(high))
+            if target in predicted and not low - slack <= predicted[target] <= high + slack:
+                ends = f"{_digits(predicted[target])}, the environment's subsets {_digits(low)} to {_digits(high)}"
+                parts.append(f"{target} is predicted {ends}")
+        more = [f"and {len(parts) - NAMED} more targets"] if len(parts) > NAMED else []
+        return "; ".join([*parts[:NAMED], *more])
+
+    def beyond(self, share: float | None, distance: Mapping[str, float], predicted: Mapping[str, float]) -> str:
         """In which way a subset lies outside, in words; empty if it does not.
 
         Args:
             share: of the corpus that it keeps; None: a mixture has no size of its own.
+            predicted: utilities by target.
         """
         parts = []
         if share is not None and not self.least - SIZE_SLACK <= share <= self.most + SIZE_SLACK:
@@ -137,6 +155,8 @@ class Reach:
             parts.append(
                 f"its mean {' and '.join(far)} sketch is {times:.1f} times as far from the corpus as any of them"
             )
+        if words := self.predicts_beyond(predicted):
+            parts.append(words)
         return "; ".join(parts)
 
 
@@ -200,15 +220,16 @@ class Trust:
             )
         development = Development.of(environment, [artifact], targets=_theirs(environment, scorer, artifact))
         (scored,) = development.variants.values()
-        parts = [_measured(scorer, block) for block in scored.blocks]
+        parts = [_measured(scorer, scorer.sums(block.weights)) for block in scored.blocks]
         subset_ids = [name for block in scored.blocks for name in block.subset_ids]
         utilities = environment.utilities()
         order = [subset_ids.index(name) for name in utilities.subset_ids]
         predicted_BT = np.concatenate([part.utility_BT for part in parts])[order]
         own = {theirs: mine for mine, theirs in scored.renamed.items()}
         lines: dict[str, UtilityLine] = {}
+        place = {name: t for t, name in enumerate(scorer.units.targets)}
         for theirs in development.targets:
-            column = scorer.units.targets.index(own[theirs])
+            column = place[own[theirs]]
             realized_B = utilities.of(theirs).values_BSE.mean(axis=(1, 2))
             lines[own[theirs]] = UtilityLine.fit(own[theirs], predicted_BT[:, column], realized_B, coverage)
         share_B = np.concatenate([part.share_B for part in parts])
@@ -219,7 +240,7 @@ class Trust:
             seeds=utilities.seeds,
             coverage=coverage,
             lines=lines,
-            reach=Reach.of(share_B, distance_B),
+            reach=Reach.of(share_B, distance_B, {name: predicted_BT[:, place[name]] for name in lines}),
             notes=tuple(_notes(scorer, environment, lines)),
         )
 
@@ -257,12 +278,14 @@ class Trust:
         Args:
             sized: False for mixtures, whose weights say nothing of a size.
         """
-        share_B, distance = _share(scorer, sums), _distances(scorer, sums)
+        known = _measured(scorer, sums)
         return [
             self.reach.beyond(
-                float(share) if sized else None, {half: float(values[b]) for half, values in distance.items()}
+                float(known.share_B[b]) if sized else None,
+                {half: float(values[b]) for half, values in known.distance_B.items()},
+                dict(zip(scorer.units.targets, known.utility_BT[b].tolist(), strict=True)),
             )
-            for b, share in enumerate(share_B)
+            for b in range(len(known.share_B))
         ]
 
 
@@ -311,14 +334,12 @@ class Watcher:
             if words:
                 self.n_outside += 1
                 if len(self._first) < NAMED:
-                    self._first.append(f"{name} {words}")
+                    self._first.append(f"{name}: {words}")
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """One line a subset for the first few, and how many more there are."""
-        more = self.n_outside - len(self._first)
-        lines = [f"outside of what {self._trust.environment} covered: {words}" for words in self._first]
-        return (*lines, *([f"... and {more:,} more subsets"] if more else []))
+        return _warned(self._trust, self._first, self.n_outside, "subsets")
 
 
 def with_intervals(table: PredictionTable, trust: Trust) -> PredictionTable:
@@ -343,17 +364,33 @@ def slice_intervals(table: pa.Table, trust: Trust) -> pa.Table:
     return table.replace_schema_metadata({**(table.schema.metadata or {}), "grasp.unit.dropped": trust.title})
 
 
+def slice_warnings(table: pa.Table, trust: Trust, scorer: Scorer) -> tuple[str, ...]:
+    """Slices without which a prediction lies beyond those of the environment: the first few, and how many more."""
+    whole = dict(zip(scorer.units.targets, scorer.score_tasks(scorer.whole())[1].utility_BE[0].tolist(), strict=True))
+    without: dict[str, dict[str, float]] = {}
+    for line in table.select(["value", "target", "if_dropped"]).to_pylist():
+        if line["if_dropped"] is not None:
+            without.setdefault(line["value"], {})[line["target"]] = whole[line["target"]] + line["if_dropped"]
+    found = [f"without {value}: {words}" for value, of in without.items() if (words := trust.reach.predicts_beyond(of))]
+    return _warned(trust, found[:NAMED], len(found), "slices")
+
+
+def _warned(trust: Trust, first: Sequence[str], n_outside: int, what: str) -> tuple[str, ...]:
+    lines = [f"outside of what {trust.environment} covered: {words}" for words in first]
+    more = n_outside - len(first)
+    return (*lines, *([f"... and {more:,} more {what}"] if more else []))
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """One block of the environment's subsets."""
+    """One block of subsets."""
 
     utility_BT: F64
     share_B: F64
     distance_B: Mapping[str, F64]
 
 
-def _measured(scorer: Scorer, block: SubsetBlock) -> _Measured:
-    sums = scorer.sums(block.weights)
+def _measured(scorer: Scorer, sums: SubsetSums) -> _Measured:
     return _Measured(scorer.score_tasks(sums)[1].utility_BE, _share(scorer, sums), _distances(scorer, sums))
 
 
@@ -368,6 +405,10 @@ def _distances(scorer: Scorer, sums: SubsetSums) -> dict[str, F64]:
         return part.geometry(sums.mass, scorer.sketches[half].totals, "retained", "mean").cent_B
 
     return {half: distance(half, part) for half, part in sums.sketch.items()}
+
+
+def _digits(value: float) -> str:
+    return f"{value:+z.1f}" if abs(value) >= 1 else f"{value:+z.2f}"
 
 
 def _span(interval: Interval) -> Span:

@@ -76,6 +76,7 @@ def _nats(nats: NatsIntervals, targets: Sequence[str]) -> dict[str, Any]:
         "least": nats.least_share,
         "most": nats.most_share,
         "distance": {half: value for half, value in nats.distance.items() if half in COVERED},
+        "predicted": [nats.predicted.get(target) for target in targets],
     }
 
 

@@ -6,7 +6,7 @@
   if (!root) return;
   const { labels } = JSON.parse(document.getElementById("whatif-data").textContent);
   const $ = (id) => document.getElementById(id);
-  const MINUS = "\u2212", WHOLE = 100;
+  const MINUS = "\u2212", WHOLE = 100, NAMED = 3;
 
   // ------------------------------------------------------------------------------------------ prediction
 
@@ -52,10 +52,17 @@
     return values[k - 1] + share * (values[k] - values[k - 1]);
   }
 
-  function outside(model, f) {
+  function outside(model, f, predicted) {
     const rows = model.slices.map((slice) => slice.rows), total = rows.reduce((sum, x) => sum + x, 0);
     const kept = dot(f, rows), share = kept / total, { least, most, distance } = model.nats;
-    const parts = [], percent = (x) => (100 * x).toFixed(1) + " %";
+    const percent = (x) => (100 * x).toFixed(1) + " %", short = (x) => signed(x, Math.abs(x) >= 1 ? 1 : 2);
+    const parts = [], beyond = model.targets.flatMap((name, t) => {
+      const [low, high] = model.nats.predicted[t] ?? [-Infinity, Infinity], v = predicted[t];
+      const slack = 1e-9 * Math.max(Math.abs(low), Math.abs(high));
+      return v < low - slack || v > high + slack
+        ? [`${name} is predicted ${short(v)}, the retrained subsets ${short(low)} to ${short(high)}`] : [];
+    });
+    if (beyond.length > NAMED) beyond.splice(NAMED, Infinity, `and ${beyond.length - NAMED} more targets`);
     if (share < least - 1e-9 || share > most + 1e-9)
       parts.push(`it keeps ${percent(share)} of the rows, the retrained subsets ${percent(least)} to ${percent(most)}`);
     const far = Object.entries(distance).map(([half, reach]) => {
@@ -64,7 +71,7 @@
     });
     const times = Math.max(0, ...far);
     if (times) parts.push(`its mean sketch is ${times.toFixed(1)} times as far from the corpus as any of them`);
-    return parts.join("; ");
+    return [...parts, ...beyond].join("; ");
   }
 
   // ---------------------------------------------------------------------------------------- command, link
@@ -184,7 +191,7 @@
       : "Nothing is kept: there is no prediction.";
     const changes = kept ? utilities(model, f).map((v, t) => v - model.whole[t]) : model.targets.map(() => NaN);
     results(model, changes);
-    const warning = kept && model.nats && kept < all("rows") ? outside(model, f) : "";
+    const warning = kept && model.nats && kept < all("rows") ? outside(model, f, changes.map((x, t) => x + model.whole[t])) : "";
     $("whatif-warning").hidden = !warning;
     $("whatif-warning").textContent = warning ? `Outside of what was retrained: ${warning}. Trust the numbers less.` : "";
     $("whatif-command").textContent = command(model, percent) || "# nothing is kept";
