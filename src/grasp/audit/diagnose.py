@@ -266,7 +266,9 @@ def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Findin
 def _complements(component: str, omega: float, pairs: float, mass: float) -> Finding:
     advice = "greedy selection by this protocol has no guarantee: read the bound that `grasp select` prints"
     if component.startswith(("hidden", "joint")):
-        advice += "; hidden states are centred, so that about half of the pairs oppose: residual.* or product.* may not"
+        advice += "; hidden states are centred, so that about half of the pairs oppose whatever the rows are"
+    else:
+        advice += "; a narrow sketch gives small inner products a sign by chance: a wider one may be aligned"
     if omega > 0:
         advice = "the protocol rewards large norms: gains grow, and `grasp select` can give no bound; use a penalty"
     return finding(
