@@ -512,8 +512,11 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
         (["--family", "dice:1"], "family 'dice:1': unknown kind 'dice'; expected uniform:0.5, bernoulli:0.5, mixture:"),
         (["--family", "uniform:2"], "family 'uniform:2': got '2', expected a fraction between 0 and 1, both excluded"),
         (["--family", "mixture:tipic"], "--family: unknown column 'tipic' (did you mean 'topic'?)"),
-        (["--keep", "true", "--calibration", "dice"], "family 'dice': unknown kind 'dice'; expected uniform:0.5"),
-        (["--keep", "true", "--targets", "sciq"], "got ['sciq'], the artifact has ['facts']"),
+        (
+            ["--keep", "true", "--calibration", "dice"],
+            "--calibration: family 'dice': unknown kind 'dice'; expected uni",
+        ),
+        (["--keep", "true", "--targets", "sciq"], "--targets: got ['sciq'], the artifact has ['facts']"),
         (["--by", "topic", "--protocol", "/no/protocol.yaml"], "/no/protocol.yaml: no such settings file"),
         (["--weight", "true: -1"], "--weight: got 'true: -1', expected EXPR:NUMBER with 0 or more, e.g. "),
         (["--weight", "true"], "--weight: got 'true', expected EXPR:NUMBER with 0 or more, e.g. "),
@@ -550,7 +553,7 @@ def test_a_protocol_that_does_not_fit(art, tmp_path, content, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--target", "sciq"], "got ['sciq'], the artifact has ['facts']"),
+        (["--target", "sciq"], "--target: got ['sciq'], the artifact has ['facts']"),
         (["--target", "facts", "--match", "best"], "match: got 'best', expected one of ['pooled', 'token', 'input']"),
         (["--target", "facts", "--labels", "topic,era"], "--labels: got era; the artifact has row_index, row_id, "),
         (["--target", "facts", "--min-tokens", "49"], "--min-tokens: got 49, no row of "),

@@ -159,7 +159,7 @@ def test_select_writes_the_filtered_corpus_and_its_names(art, root, tmp_path):
         (["--target", "facts=-1"], "--target: got 'facts=-1', expected a target, or target=weight"),
         (["--diversity", "-1"], "--diversity: got -1, expected 0 or more"),
         (["--exclude-where", "topic ="], "expression 'topic =': "),
-        (["--exclude", "nothing.txt"], "--exclude nothing.txt: cannot be read"),
+        (["--exclude", "nothing.txt"], "--exclude: nothing.txt: no such file"),
         (["--documents", "some"], "--documents: got 'some', expected any, half or all"),
         (["--out", "kept.csv"], "--out: got kept.csv, expected a name that ends in .parquet"),
         (["--out", "nowhere/kept.parquet"], "--out: got nowhere/kept.parquet, but there is no directory nowhere"),
@@ -179,6 +179,29 @@ def test_select_refuses_in_one_line(arguments, said, art, tmp_path, monkeypatch)
     rest = [part for pair in zip(arguments[::2], arguments[1::2], strict=True) if pair[0] not in plain for part in pair]
     assert re.search(said, refused("select", art, *[part for pair in given.items() for part in pair], *rest))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_in_tokens_that_caps_cannot_fill_is_refused(art):
+    asked = ("select", art, "--target", "facts", "--by", "topic")
+    found = refused(*asked, "--budget", "50%tokens", "--cap", "5%")
+    assert re.match(r"--cap: leaves room for [\d,]+ tokens, the budget is [\d,]+; raise the caps", found)
+    out = succeed(*asked, "--budget", "50%tokens").out
+    share = SHARES.search(out)
+    assert share is not None
+    whole = sum(Artifact.open(art).rows(np.arange(Artifact.open(art).n_rows))["n_tokens"].to_pylist())
+    short = whole // 2 - int(share[4].replace(",", ""))
+    assert (f"of {whole // 2:,} tokens were taken: no row that is left fits" in out) == (short > 0)
+    assert "additive" in next(line for line in out.splitlines() if line.startswith("no selection of as many rows"))
+    assert "geometry is a penalty" not in out
+
+
+def test_exclusion_lists_of_other_editors(art, tmp_path):
+    asked = ("select", art, "--target", "facts", "--budget", "5", "--exclude", tmp_path / "seen.txt")
+    name = Artifact.open(art).rows(np.arange(1))["row_id"].to_pylist()[0]
+    (tmp_path / "seen.txt").write_bytes(b"\xef\xbb\xbf" + name.encode() + b"\r\n")
+    assert f"{tmp_path / 'seen.txt'}: 1 names exclude 1 rows; 0 are unknown" in succeed(*asked).lines
+    (tmp_path / "seen.txt").write_text("\n")
+    assert f"{tmp_path / 'seen.txt'}: is empty, and excludes nothing" in succeed(*asked).lines
 
 
 ODD = ("(no label)", None, "", "*", "a: b", 'it\'s "quoted" $HOME', "L" * 300 + "1", "L" * 300 + "2")

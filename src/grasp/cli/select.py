@@ -187,9 +187,8 @@ def _request(
     if exclude is not None:
         found = read_exclusion(artifact, exclude)
         excluded_N = found.mask_N
-        notes.append(
-            f"{exclude}: {found.listed:,} names exclude {int(found.mask_N.sum()):,} rows; {found.unknown:,} are unknown"
-        )
+        listed = f"{found.listed:,} names exclude {int(found.mask_N.sum()):,} rows; {found.unknown:,} are unknown"
+        notes.append(f"{exclude}: {listed if found.listed else 'is empty, and excludes nothing'}")
     if exclude_where is not None:
         chosen = table.selection(exclude_where)
         excluded_N = chosen.mask_N if excluded_N is None else excluded_N | chosen.mask_N

@@ -70,7 +70,7 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
 
 def _read_names(ids: str, by: str) -> frozenset[str]:
     try:
-        with fsspec.open(ids, "rt", encoding="utf-8") as file:
+        with fsspec.open(ids, "rt", encoding="utf-8-sig") as file:
             names = (line.rstrip("\n") for line in file)
             # a made name is the hash of the text, a dash, and the position in the corpus
             return frozenset(name.rpartition("-")[0] if by == CONTENT else name for name in names)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from grasp.artifact.reader import Artifact
 from grasp.corpus.documents import Document, read_documents
+from grasp.curation.files import written_aside
 from grasp.errors import CorpusError, SettingsError
 from grasp.settings import CorpusSettings, describe
 
@@ -101,9 +102,8 @@ def write_ids(artifact: Artifact, chosen_N: NDArray[np.bool_], rule: Rule, path:
         CorpusError: a name with a line break.
         SettingsError: no document is kept.
     """
-    part = path.with_name(path.name + ".part")
     lines = 0
-    with part.open("w", encoding="utf-8", newline="\n") as file:
+    with written_aside(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
         for document in document_rows(artifact, chosen_N):
             if not document.kept(rule):
                 continue
@@ -113,8 +113,7 @@ def write_ids(artifact: Artifact, chosen_N: NDArray[np.bool_], rule: Rule, path:
                 )
             file.write(document.name + "\n")
             lines += 1
-    _check_some(lines, rule)
-    part.replace(path)
+        _check_some(lines, rule)
     return lines
 
 
@@ -196,9 +195,10 @@ def _check_beginning(rows: DocumentRows, document: Document, settings: CorpusSet
 
 def _check_some(n_kept: int, rule: Rule) -> None:
     if not n_kept:
-        share = "half of their tokens" if rule == "half" else "all of their tokens"
+        share = {"any": "any", "half": "half", "all": "all"}[rule]
         raise SettingsError(
-            f"--documents {rule}: no document has {share} chosen; use --documents any, or a larger budget"
+            f"--documents {rule}: there is no document of whose tokens {share} were chosen; use --documents any, or a "
+            "larger budget"
         )
 
 

@@ -7,7 +7,6 @@ is written aside and renamed: where it exists, it is whole.
 import datetime
 import decimal
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.corpus.sources import ArrowChunk, Chunk, DatasetSource, FileSource, JsonRecord, open_source
+from grasp.curation.files import discard, written_aside
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 
@@ -64,20 +64,25 @@ def write_corpus(path: str, kept_M: NDArray[np.bool_], out: Path, kind: Format) 
         raise SettingsError(f"{out}: is there already; give another name, or remove it")
     if kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
-    part = out.with_name(out.name + ".part")
-    if part.exists():
-        shutil.rmtree(part)
-    shards = part if kind != "datasets" else out.with_name(out.name + ".shards.part")
-    if shards.exists():
-        shutil.rmtree(shards)
-    shards.mkdir(parents=True)
-    writer = _JsonLines(shards) if kind == "jsonl" else _Parquet(shards)
+    with written_aside(out) as part:
+        if kind != "datasets":
+            return _write_shards(path, kept_M, part, kind)
+        shards = out.with_name(out.name + ".shards.part")
+        discard(shards)
+        try:
+            n_records = _write_shards(path, kept_M, shards, kind)
+            _as_datasets(shards, part)
+        finally:
+            discard(shards)
+        return n_records
+
+
+def _write_shards(path: str, kept_M: NDArray[np.bool_], directory: Path, kind: Format) -> int:
+    directory.mkdir(parents=True)
+    writer = _JsonLines(directory) if kind == "jsonl" else _Parquet(directory)
     with writer:
         for chunk in _chunks(path, len(kept_M)):
             writer.add(chunk, kept_M)
-    if kind == "datasets":
-        _as_datasets(shards, part)
-    part.replace(out)
     return writer.n_records
 
 
@@ -223,6 +228,11 @@ def _as_datasets(shards: Path, out: Path) -> None:
     """Parquet shards as a `datasets` directory."""
     datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
     files = sorted(str(file) for file in shards.glob("*.parquet"))
-    cache = shards / "cache"
-    datasets.Dataset.from_parquet(files, cache_dir=str(cache)).save_to_disk(str(out))
-    shutil.rmtree(shards)
+    utils = datasets.utils
+    were_shown = not utils.are_progress_bars_disabled()
+    utils.disable_progress_bars()
+    try:
+        datasets.Dataset.from_parquet(files, cache_dir=str(shards / "cache")).save_to_disk(str(out))
+    finally:
+        if were_shown:
+            utils.enable_progress_bars()

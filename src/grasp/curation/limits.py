@@ -231,9 +231,9 @@ def _check_floors(
     if short:
         raise SettingsError(f"--floor: cannot be met: {_some(short)}; lower them, or raise the budget")
     room = int(np.minimum(cap_G, held_G).sum())
-    if unit == "rows" and room < budget:
+    if room < budget:
         raise SettingsError(
-            f"--cap: leaves room for {room:,} rows, the budget is {budget:,}; raise the caps, or lower the budget"
+            f"--cap: leaves room for {room:,} {unit}, the budget is {budget:,}; raise the caps, or lower the budget"
         )
 
 

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.curation.files import written_aside
 from grasp.curation.mixture import Mixture
 from grasp.curation.select import RowSelection
 from grasp.curation.sketches import ChosenRows
@@ -35,8 +36,10 @@ def read_exclusion(source: ChosenRows, path: Path) -> Exclusion:
     """Rows named in a list: Parquet with a column row_id or doc_id, or text with one name a line.
 
     Raises:
-        SettingsError: not such a file, or none of its names is one of the corpus.
+        SettingsError: not such a file, or none of its names, if it has any, is one of the corpus.
     """
+    if not path.is_file():
+        raise SettingsError(f"--exclude: {path}: no such file; expected a list of row_ids or doc_ids")
     names = _parquet_names(path) if path.suffix == ".parquet" else _text_names(path)
     values = pa.array(sorted(set(names)), pa.string())
     mask_N = np.zeros(source.n_rows, dtype=np.bool_)
@@ -50,7 +53,7 @@ def read_exclusion(source: ChosenRows, path: Path) -> Exclusion:
             mask_N[start : start + batch.num_rows] |= hit
             seen[place.drop_null().to_numpy()] = True
         start += batch.num_rows
-    if not seen.any():
+    if len(values) and not seen.any():
         raise SettingsError(
             f"--exclude {path}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
             f"expected names like {_example(source)!r}"
@@ -75,16 +78,14 @@ def selection_table(selection: RowSelection, source: ChosenRows, label: str | No
 
 def write_summary(data: Mapping[str, Any], path: Path) -> None:
     """JSON; it appears only when whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    with written_aside(path) as part:
+        part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_table(table: pa.Table, path: Path) -> None:
     """Parquet; it appears only when whole."""
-    part = path.with_name(path.name + ".part")
-    pq.write_table(table, part, compression="zstd", row_group_size=GROUP_ROWS)
-    part.replace(path)
+    with written_aside(path) as part:
+        pq.write_table(table, part, compression="zstd", row_group_size=GROUP_ROWS)
 
 
 def mixture_table(mixture: Mixture) -> pa.Table:
@@ -127,7 +128,7 @@ def _parquet_names(path: Path) -> list[str]:
 
 def _text_names(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
         return [line.rstrip("\r") for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as err:
         raise SettingsError(f"--exclude {path}: cannot be read: {' '.join(str(err).split())}") from err

@@ -203,7 +203,12 @@ def guarantee(selection: RowSelection) -> str:
         return f"no upper bound: {known.bound_reason}"
     if known.aligned and known.searched and selection.unit == "rows" and bool((selection.gain >= 0).all()):
         return "at least 1 - 1/e of the best gain: the pool is aligned, hence V submodular, and no gain is negative"
-    return "no selection of as many rows exceeds the bound: every geometry is a penalty, hence the relaxation concave"
+    why = (
+        "every geometry is a penalty, hence the relaxation concave"
+        if selection.protocol.components
+        else "it is that of parts of rows, and the protocol is additive"
+    )
+    return f"no selection of as many rows exceeds the bound: {why}"
 
 
 def _chosen(
@@ -245,8 +250,9 @@ def _notes(scorer: Scorer, objective: Objective, limits: Limits, picks: Picks, c
     notes = []
     if scorer.dropped:
         notes.append(f"left out, since it does not vary over the calibration family: {', '.join(scorer.dropped)}")
-    if picks.used < limits.budget and limits.unit == "rows":
-        notes.append(f"{picks.used:,} rows were taken, the caps leave no more")
+    if picks.used < limits.budget:
+        why = "no row that is left fits" if limits.unit == "tokens" else "the caps leave no more"
+        notes.append(f"{picks.used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
     if scorer.protocol.weighting == "count" and curve.peak < len(curve.rows) - 1:
         notes.append(
             f"the value is highest at {curve.rows[curve.peak]:,} rows and falls after them; rows are in order, so the "
