@@ -12,6 +12,7 @@ import pytest
 
 from grasp.artifact.reader import Artifact
 from grasp.curation.summaries import read_mixture, read_selection
+from grasp.errors import SettingsError
 from grasp.fidelity.environment import Environment
 from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.fidelity.evaluate import target_fingerprint
@@ -324,7 +325,10 @@ def test_mix_writes_weights_that_predict_to_the_value_it_says(arguments, art, tm
     found = predicted(art, weights, tmp_path / "mixture.protocol.yaml", tmp_path)
     assert summary["utility"]["facts"] == pytest.approx(found, rel=1e-5)
     assert f"gain {summary['gain']:+.3f}: the best mixture there is" in outcome.out
-    assert read_mixture(tmp_path / "mixture.json", Artifact.open(art).n_rows).gain == summary["gain"]
+    n_rows = Artifact.open(art).n_rows
+    assert read_mixture(tmp_path / "mixture.json", n_rows).gain == summary["gain"]
+    with pytest.raises(SettingsError, match=r"--selection: .* is the summary of a mixture, give it with --mixture"):
+        read_selection(tmp_path / "mixture.json", n_rows)
     assert load_protocol(tmp_path / "mixture.protocol.yaml").calibration.family == summary["calibration"].split(",")[0]
 
 

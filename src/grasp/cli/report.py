@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import names, output_file
+from grasp.cli.options import distinct_files, distinct_names, output_file
 from grasp.cli.tables import size_text
 
 # \b keeps the lines of the epilog as they are.
@@ -45,6 +45,8 @@ def report(
     Slices with intervals, interactions, rows with their text, sliders that predict what grasp predict predicts.
     """
     output_file("--out", out)
+    read = {"--selection": selection, "--mixture": mixture, "--detect": suspects, "--protocol": protocol}
+    distinct_files({"--out": out}, {f"{flag} reads": file for flag, file in read.items()})
     from grasp.artifact.reader import Artifact
     from grasp.curation.findings import Question, findings
     from grasp.fidelity.environment import Environment
@@ -52,8 +54,8 @@ def report(
     from grasp.report.page import write_report
 
     question = Question(
-        targets=names(targets),
-        by=names(by) or (),
+        targets=distinct_names("--targets", targets),
+        by=distinct_names("--by", by) or (),
         previous=[Artifact.open(place) for place in previous],
         environment=None if environment is None else Environment.open(environment),
         partial=partial,

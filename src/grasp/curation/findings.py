@@ -185,12 +185,14 @@ def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) 
         SubsetError: no such label, or one with a single value.
         SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
-    targets = checked_targets(artifact, question.targets)
+    targets = checked_targets(artifact, question.targets, "--targets")
+    chosen = NO_SELECTION if question.selection is None else read_selection(question.selection, artifact.n_rows)
+    mixed = NO_MIXTURE if question.mixture is None else read_mixture(question.mixture, artifact.n_rows)
     tokens_N = row_tokens(artifact)
     names = tuple(question.by) or sensible_labels(artifact)
     table = LabelTable(artifact.rows_path)
     retraining = _retraining(artifact, protocol, targets, question)
-    columns = [label_slices(table.column(name), tokens_N) for name in names]
+    columns = [label_slices(table.column(name, "--by"), tokens_N) for name in names]
     labels = [_label(artifact, protocol, one, table, targets, question) for one in columns]
     rows = tuple(_target_rows(artifact, target, names) for target in targets)
     return Findings(
@@ -205,8 +207,8 @@ def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) 
         no_text=None if any(row.text for one in rows for row in (*one.top, *one.bottom)) else NO_TEXT,
         trends=label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS,
         retraining=retraining,
-        selection=NO_SELECTION if question.selection is None else read_selection(question.selection, artifact.n_rows),
-        mixture=NO_MIXTURE if question.mixture is None else read_mixture(question.mixture, artifact.n_rows),
+        selection=chosen,
+        mixture=mixed,
         suspects=NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names),
     )
 

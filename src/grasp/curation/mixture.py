@@ -88,6 +88,7 @@ class Mixture:
         """All of it as plain JSON."""
         columns = (self.names, self.expressions, self.rows_G, self.current_G, self.proposed_G)
         return {
+            "kind": "mixture",
             "label": self.label,
             "slices": [
                 {

@@ -82,6 +82,7 @@ class RowSelection:
         """All but the rows, as plain JSON."""
         known, curve = self.certificate, self.curve
         return {
+            "kind": "selection",
             "rows": len(self.row_index),
             "tokens": self.n_tokens,
             "corpus_rows": self.n_rows,

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -57,6 +57,7 @@ class TrustSummary(Summary):
 class SelectionSummary(Summary):
     """A selection of rows, without the rows."""
 
+    kind: Literal["selection"]
     rows: int
     tokens: int
     corpus_rows: int
@@ -88,6 +89,7 @@ class MixedSlice(Summary):
 class MixtureSummary(Summary):
     """Weights of the values of a label."""
 
+    kind: Literal["mixture"]
     label: str
     slices: tuple[MixedSlice, ...]
     targets: dict[str, float]
@@ -102,6 +104,7 @@ class MixtureSummary(Summary):
 
 
 S = TypeVar("S", bound=Summary)
+FLAGS = {"selection": "--selection", "mixture": "--mixture"}
 
 
 def read_selection(path: Path, n_rows: int, flag: str = "--selection") -> SelectionSummary:
@@ -134,6 +137,9 @@ def _read(path: Path, flag: str, kind: type[S], command: str) -> S:
         raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
     except (IsADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as err:
         raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
+    found = data.get("kind") if isinstance(data, dict) else None
+    if found in FLAGS and FLAGS[found] != flag:
+        raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with {FLAGS[found]}; {expected}")
     try:
         return kind.model_validate(data)
     except ValidationError as err:

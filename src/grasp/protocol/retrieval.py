@@ -6,6 +6,7 @@ it, or those that an expression selects. Scores are kernels of relevance, publis
 Shape letters: N rows, E units of the artifact, Q queries, G values of a label.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -241,7 +242,7 @@ def _read_queries(path: Path, labels: Sequence[str]) -> pa.Table:
         raise SettingsError(f"--queries: {path}: has columns {table.column_names}, lacks {missing}")
     table = table.select(["unit_id", *labels]).set_column(0, "unit_id", table.column("unit_id").cast(pa.string()))
     names = table.column("unit_id").to_pylist()
-    twice = sorted({name for name in names if name is not None and names.count(name) > 1})
+    twice = sorted(name for name, times in Counter(names).items() if name is not None and times > 1)
     if twice:
         raise SettingsError(f"--queries: {path}: units {twice[:EXAMPLES]} occur more than once, expected each once")
     return table
