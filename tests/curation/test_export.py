@@ -16,9 +16,9 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.corpus import RowStore
 from grasp.curation.documents import corpus_settings, document_rows, kept_documents, write_ids
 from grasp.curation.export import checked_format, own_format, write_corpus
-from grasp.curation.files import written_aside
 from grasp.curation.records import read_exclusion, write_summary
 from grasp.errors import CorpusError, SettingsError
+from grasp.fidelity.files import written_aside
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl, write_parquet
 
 

@@ -9,8 +9,9 @@ import typer
 from grasp.cli.app import app
 from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
-from grasp.cli.tables import size_text, skipped_text
+from grasp.cli.tables import size_text
 from grasp.errors import SettingsError
+from grasp.report.texts import skipped_text
 from grasp.settings import BuildSettings, build_settings, target_settings
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.tables import show, size_text, skipped_text
+from grasp.cli.tables import show, size_text
+from grasp.report.texts import skipped_text
 
 
 @app.command(epilog="Example: grasp info art")

@@ -2,22 +2,13 @@
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 WIDTH_OF_FILES = 160  # where output is not a terminal
 GAP = "  "
 LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
 MOST_LINES = 30  # of a label's values that are printed
-SKIPPED = {
-    "empty": "empty documents",
-    "whitespace": "documents of white space",
-    "one_token": "rows of one token",
-    "cut": "ends of documents that were cut",
-    "no_image": "records without an image",
-    "no_class": "images without a class",
-    "broken_image": "broken images",
-}
 
 
 def size_text(size: float) -> str:
@@ -27,11 +18,6 @@ def size_text(size: float) -> str:
         size /= 1000
         power += 1
     return f"{size:,.0f} bytes" if power == 0 else f"{size:,.1f} {SIZES[power]}"
-
-
-def skipped_text(counts: Mapping[str, int]) -> str:
-    """What a corpus lost on the way to rows, by reason."""
-    return ", ".join(f"{count:,} {SKIPPED.get(reason, reason)}" for reason, count in counts.items())
 
 
 def plain(text: object) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from grasp.curation.amounts import Amount, Bound
 from grasp.curation.limits import value_code
-from grasp.curation.objective import HalfWeights, Slopes
+from grasp.curation.objective import Slopes
 from grasp.curation.quadratic_program import Programme, Solution, solve
 from grasp.errors import ProtocolError, SettingsError
 from grasp.protocol.label_slices import LabelSlices
@@ -29,7 +29,7 @@ from grasp.protocol.scorer import Scorer, SubsetSums
 from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64
 from grasp.subsets import RowIndex, SubsetBlock, write_subsets
-from grasp.utility.geometry import SketchSums, SketchTotals, SubsetMass
+from grasp.utility.geometry import QuadraticWeights, SketchSums, SketchTotals, SubsetMass
 
 SHOWN = 5
 SEEN_OFTEN = 4.0  # data repeated more often is known to be worth less and less
@@ -241,7 +241,7 @@ def _coefficients(scorer: Scorer, slopes: Slopes, parts: SubsetSums, rows_G: F64
     return linear_G, quadratic_GG
 
 
-def _omitted_linear(weights: HalfWeights, totals: SketchTotals, factor: float, mean_GD: F64, norm_G: F64) -> F64:
+def _omitted_linear(weights: QuadraticWeights, totals: SketchTotals, factor: float, mean_GD: F64, norm_G: F64) -> F64:
     """Linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N here."""
     return -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.own * norm_G)
 

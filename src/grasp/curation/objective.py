@@ -13,28 +13,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grasp.curation.sketches import ChosenRows, SketchRows
 from grasp.protocol.scorer import Scorer
 from grasp.protocol.source import F64
-from grasp.utility.geometry import SubsetMass
-
-JOINT = ("hidden", "residual")
-
-
-@dataclass(frozen=True, slots=True)
-class HalfWeights:
-    """omega / sigma of the components of one sketch; K_pair = K_raw - K_self is folded into the other two."""
-
-    raw: float = 0.0
-    own: float = 0.0  # of K_self
-    cent: float = 0.0
-
-    @property
-    def bend(self) -> float:
-        """Weight of ||s||^2: K_raw and K_cent share it."""
-        return self.raw + self.cent
+from grasp.utility.geometry import JOINT, QuadraticWeights, SubsetMass
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +25,7 @@ class Slopes:
     """The prediction for a weighted mean of targets, as weights of components in natural units."""
 
     relevance_T: Mapping[str, F64]  # by kernel
-    halves: Mapping[str, HalfWeights]
+    halves: Mapping[str, QuadraticWeights]
     constant: float  # what the means of the calibration family take off
 
     @classmethod
@@ -53,18 +36,20 @@ class Slopes:
         relevance: dict[str, F64] = {}
         constant = 0.0
         for kernel, weight in protocol.match.items():
-            inverse_T = _inverse(moments[kernel].std_E, moments[kernel].varies_E)
+            inverse_T = moments[kernel].inverse_E
             relevance[str(kernel)] = weight * weights_T * inverse_T
             constant -= float(relevance[str(kernel)] @ moments[kernel].mean_E)
         total = float(weights_T.sum())
-        halves: dict[str, HalfWeights] = {}
+        halves: dict[str, QuadraticWeights] = {}
         for name, omega in protocol.components.items():
-            slope = total * omega * float(_inverse(moments[name].std_E, moments[name].varies_E)[0])
+            slope = total * omega * float(moments[name].inverse_E[0])
             constant -= slope * float(moments[name].mean_E[0])
             half, kind = name.split(".")
             for one in JOINT if half == "joint" else (half,):
-                halves[one] = _plus(halves.get(one, HalfWeights()), kind, slope)
-        return cls(relevance, {half: weights for half, weights in halves.items() if weights != HalfWeights()}, constant)
+                halves[one] = halves.get(one, QuadraticWeights()).plus(kind, slope)
+        return cls(
+            relevance, {half: weights for half, weights in halves.items() if weights != QuadraticWeights()}, constant
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +113,7 @@ def _relevance(scorer: Scorer, slopes: Slopes) -> F64:
     return out_N
 
 
-def _half_linear(source: ChosenRows, scorer: Scorer, half: str, weights: HalfWeights, size: int) -> F64:
+def _half_linear(source: ChosenRows, scorer: Scorer, half: str, weights: QuadraticWeights, size: int) -> F64:
     """What K_self, K_cent and, on the omitted side, K_raw of one sketch add per kept row, (N,).
 
     Kept rows S, T the sum over the corpus: ||T - s||^2 = ||T||^2 - 2 <T, s> + ||s||^2, and the centred component is
@@ -148,18 +133,9 @@ def _half_linear(source: ChosenRows, scorer: Scorer, half: str, weights: HalfWei
     return out_N
 
 
-def _half_constant(scorer: Scorer, half: str, weights: HalfWeights, size: int) -> float:
+def _half_constant(scorer: Scorer, half: str, weights: QuadraticWeights, size: int) -> float:
     totals = scorer.sketches[half].totals
     constant = weights.cent * size**2 * float(totals.mean_D @ totals.mean_D)
     if scorer.protocol.side == "omitted":
         constant += weights.raw * float(totals.total_D @ totals.total_D) + weights.own * totals.norm
     return constant
-
-
-def _plus(weights: HalfWeights, kind: str, slope: float) -> HalfWeights:
-    raw, own, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
-    return HalfWeights(weights.raw + raw * slope, weights.own + own * slope, weights.cent + cent * slope)
-
-
-def _inverse(std_E: F64, varies_E: NDArray[np.bool_]) -> F64:
-    return np.divide(1.0, std_E, out=np.zeros_like(std_E), where=varies_E)

@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.curation.files import written_aside
 from grasp.curation.mixture import Mixture
 from grasp.curation.select import RowSelection
 from grasp.curation.sketches import ChosenRows
 from grasp.errors import SettingsError
+from grasp.fidelity.files import written_aside
 
 SUBSET = "selection"
 NAMES = ("row_id", "doc_id")

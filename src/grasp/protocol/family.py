@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from grasp.errors import ProtocolError, SettingsError
 from grasp.fidelity.controls import Control
+from grasp.fidelity.files import written_aside
 from grasp.protocol.scoring import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
 from grasp.protocol.source import FeatureSource
 from grasp.settings import Settings, describe, read_yaml
@@ -190,9 +191,9 @@ def default_family() -> ProtocolFamily:
 
 def write_default_family(path: Path) -> None:
     """Write the family that ships, with its comments, to be edited; the file appears only when whole."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(files("grasp.protocol").joinpath("family.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    part.replace(path)
+    text = files("grasp.protocol").joinpath("family.yaml").read_text(encoding="utf-8")
+    with written_aside(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def load_family(path: Path | str) -> ProtocolFamily:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import ShapeError
+from grasp.fidelity.files import written_aside
 from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
 from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64, FeatureSource
@@ -40,14 +41,11 @@ class PredictionTable:
 
     def write(self, path: Path | str) -> int:
         """Stream to Parquet, with the metadata in the file; it appears only when whole. Returns the lines."""
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
         lines = 0
-        with pq.ParquetWriter(part, self.schema, compression="zstd") as writer:
+        with written_aside(Path(path)) as part, pq.ParquetWriter(part, self.schema, compression="zstd") as writer:
             for table in self.tables:
                 writer.write_table(table)
                 lines += table.num_rows
-        part.replace(target)
         return lines
 
 

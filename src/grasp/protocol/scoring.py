@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, field_validator
 
 from grasp.errors import ProtocolError, SettingsError, SubsetError
+from grasp.fidelity.files import written_aside
 from grasp.settings import Positions, Settings, describe, read_yaml, write_yaml
 from grasp.subsets.blocks import Side
 from grasp.subsets.families import Family, parse_family
@@ -175,9 +176,8 @@ def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
     if target.suffix != ".json":
         write_yaml(protocol.model_dump(mode="json"), target)
         return
-    part = target.with_name(target.name + ".part")
-    part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    part.replace(target)
+    with written_aside(target) as part:
+        part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def _validated(data: dict[str, Any], where: str) -> ScoringProtocol:

@@ -23,6 +23,7 @@ from scipy.stats import norm
 
 import grasp
 from grasp.errors import ProtocolError
+from grasp.fidelity.files import written_aside
 from grasp.fidelity.metrics import RESAMPLES
 from grasp.protocol.criteria import agreement, standard_errors
 from grasp.protocol.development import DEFAULT_CALIBRATION, Development
@@ -200,9 +201,8 @@ def provenance(
 def write_provenance(record: Mapping[str, Any], protocol_path: Path) -> Path:
     """Write the record beside the protocol, as `<protocol>.provenance.json`; it appears only when whole."""
     path = protocol_path.with_suffix(".provenance.json")
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    with written_aside(path) as part:
+        part.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return path
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError, ShapeError
+from grasp.fidelity.files import written_aside
 from grasp.protocol.held import UnitSelection, relevance_sums
 from grasp.protocol.predict import describe
 from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
@@ -222,6 +223,5 @@ def row_tokens(source: RowSource) -> NDArray[np.int64]:
 
 def write_table(table: pa.Table, path: Path) -> None:
     """Parquet, written aside, then renamed."""
-    part = path.with_name(path.name + ".part")
-    pq.write_table(table, part, compression="zstd")
-    part.replace(path)
+    with written_aside(path) as part:
+        pq.write_table(table, part, compression="zstd")

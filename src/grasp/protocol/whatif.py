@@ -28,9 +28,7 @@ from grasp.protocol.label_slices import LabelSlices
 from grasp.protocol.scorer import Scorer
 from grasp.protocol.source import F64
 from grasp.subsets.blocks import Side
-from grasp.utility.geometry import SketchSums, SubsetMass, Weighting
-
-JOINT = ("hidden", "residual")
+from grasp.utility.geometry import JOINT, QuadraticWeights, SketchSums, SubsetMass, Weighting
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +41,6 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True)
-class Quadratic:
-    """Weights of the quadratic terms of one sketch: of u' C u, of sum_g u_g^2 p_g, and of v' C v."""
-
-    raw: float = 0.0
-    own: float = 0.0
-    cent: float = 0.0
-
-    def plus(self, kind: str, weight: float) -> "Quadratic":
-        """With the weight of one more component."""
-        raw, own, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
-        return Quadratic(self.raw + raw * weight, self.own + own * weight, self.cent + cent * weight)
-
-
-@dataclass(frozen=True, slots=True)
 class SliceFormula:
     """All components and their z-scores folded into one formula:
 
@@ -66,7 +50,7 @@ class SliceFormula:
 
     relevance_GT: F64
     taken_T: F64  # 0 on the retained side
-    quadratic: Mapping[str, Quadratic]  # by half
+    quadratic: Mapping[str, QuadraticWeights]  # by half
     constant_T: F64
 
 
@@ -113,14 +97,14 @@ class SliceModel:
     def formula(self) -> SliceFormula:
         """The predictions as one formula."""
         slope = {kernel: one.weight * one.inverse_T for kernel, one in self.kernels.items()}
-        quadratic: dict[str, Quadratic] = {}
+        quadratic: dict[str, QuadraticWeights] = {}
         constant_T = sum(
             (slope[kernel] * one.mean_T for kernel, one in self.kernels.items()), np.zeros(len(self.targets))
         )
         for name, one in self.geometry.items():
             half, kind = name.split(".")
             weight = one.weight * float(one.inverse_T[0])
-            quadratic[half] = quadratic.get(half, Quadratic()).plus(kind, weight)
+            quadratic[half] = quadratic.get(half, QuadraticWeights()).plus(kind, weight)
             constant_T = constant_T + weight * float(one.mean_T[0])
         relevance_GT = sum((slope[k] * sum_GT for k, sum_GT in self.relevance_GT.items()), np.zeros(self._shape))
         taken_T = sum((slope[k] * total_T for k, total_T in self.total_T.items()), np.zeros(len(self.targets)))
@@ -188,9 +172,7 @@ class SliceModel:
 
 def _component(scorer: Scorer, name: str, weight: float) -> Component:
     moments = scorer.task.moments[name]
-    varies_T = moments.varies_E
-    inverse_T = np.divide(1.0, moments.std_E, out=np.zeros_like(moments.std_E), where=varies_T)
-    return Component(weight, moments.mean_E, inverse_T)
+    return Component(weight, moments.mean_E, moments.inverse_E)
 
 
 def _grams(sketch: Mapping[str, SketchSums]) -> tuple[dict[str, F64], dict[str, F64]]:

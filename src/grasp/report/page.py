@@ -19,13 +19,14 @@ from grasp.curation.summaries import MixtureSummary, Realized, SelectionSummary,
 from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.fidelity.evaluate import AVERAGE, MethodResult, estimate_of
+from grasp.fidelity.files import written_aside
 from grasp.fidelity.metrics import Estimate, TargetMetrics
 from grasp.protocol.agreement import Agreement, TargetPoints
 from grasp.protocol.checkpoints import LabelTrend
 from grasp.protocol.interactions import Interactions, Pair
 from grasp.report import figures as draw
 from grasp.report.suspects import suspects_view
-from grasp.report.texts import ending, interval, name, number, plain, signed, unique_names
+from grasp.report.texts import ending, interval, name, number, plain, signed, skipped_text, unique_names
 from grasp.report.whatif import payload
 
 jinja2 = require("jinja2", extra="report", feature="a report")
@@ -36,7 +37,6 @@ View = dict[str, Any]
 
 SHARES_SHOWN = 30  # values of a label in a selection
 SCRIPTS = ("figures.js", "whatif.js")
-SKIPPED = {"empty": "empty", "whitespace": "only white space", "one_token": "of one token", "cut": "ends of documents"}
 
 
 def write_report(found: Findings, path: Path) -> int:
@@ -46,10 +46,9 @@ def write_report(found: Findings, path: Path) -> int:
         SettingsError: it cannot be written there.
     """
     data = render(found).encode()
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(data)
-        part.replace(path)
+        with written_aside(path) as part:
+            part.write_bytes(data)
     except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as err:
         raise SettingsError(f"--out: got {path}, which cannot be written ({err.strerror}); name a file") from err
     return len(data)
@@ -153,7 +152,7 @@ def _context(found: Findings, plots: dict[str, draw.Figure]) -> View:
         "mixture": None if isinstance(found.mixture, Missing) else _mixture(found.mixture, plots),
         "suspects": None if isinstance(found.suspects, Missing) else suspects_view(found.suspects),
         "min_tokens": MIN_TOKENS,
-        "skipped": ", ".join(f"{count:,} {SKIPPED.get(why, why)}" for why, count in found.built.skipped.items()),
+        "skipped": skipped_text(found.built.skipped),
         "commands": [plain(line, 4_000) for line in _commands(found)],
     }
 

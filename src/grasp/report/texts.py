@@ -1,7 +1,7 @@
 """Untrusted text and numbers as people read them."""
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -10,6 +10,15 @@ LONGEST_NAME = 60
 LONGEST_TEXT = 600
 DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
+SKIPPED = {
+    "empty": "empty documents",
+    "whitespace": "documents of white space",
+    "one_token": "rows of one token",
+    "cut": "ends of documents that were cut",
+    "no_image": "records without an image",
+    "no_class": "images without a class",
+    "broken_image": "broken images",
+}
 
 
 def plain(text: object, longest: int = LONGEST_TEXT) -> str:
@@ -64,3 +73,8 @@ def plotted(text: object) -> str:
 
 def _is_shown(ch: str) -> bool:
     return ch in JOINERS or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def skipped_text(counts: Mapping[str, int]) -> str:
+    """What a corpus lost on the way to rows, by reason."""
+    return ", ".join(f"{count:,} {SKIPPED.get(reason, reason)}" for reason, count in counts.items())

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from grasp.curation.findings import Findings, LabelFindings, Missing, NatsIntervals
-from grasp.protocol.whatif import Quadratic
 from grasp.report.texts import plain, unique_names
+from grasp.utility.geometry import QuadraticWeights
 
 COVERED = ("hidden", "residual")  # sketches by which it is told whether a subset lies outside of an environment's
 
@@ -52,7 +52,7 @@ def _order(label: LabelFindings) -> list[int]:
     return [int(g) for g in np.argsort(label.effects.dropped_GT.mean(axis=1), kind="stable")]
 
 
-def _quadratic(weights: Quadratic) -> dict[str, float]:
+def _quadratic(weights: QuadraticWeights) -> dict[str, float]:
     return {"raw": weights.raw, "own": weights.own, "cent": weights.cent}
 
 

@@ -31,6 +31,7 @@ F = NDArray[np.floating[Any]]
 Weighting = Literal["count", "mean"]
 Half = Literal["hidden", "residual", "joint", "product"]
 Kind = Literal["raw", "self", "pair", "cent"]
+JOINT: tuple[Half, ...] = ("hidden", "residual")  # what `joint` is made of
 
 # What a sum over weights costs in nanoseconds of one core: a column of a row that is gathered, by scipy; an entry that
 # is set in a dense matrix; a cell of that matrix, and its product with a column.
@@ -51,6 +52,25 @@ class Geometry:
     def __getitem__(self, kind: Kind) -> F64:
         values: F64 = getattr(self, f"{kind}_B")
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticWeights:
+    """Weights of K_raw, K_self and K_cent of one sketch; K_pair = K_raw - K_self is folded into the first two."""
+
+    raw: float = 0.0
+    own: float = 0.0  # of K_self
+    cent: float = 0.0
+
+    @property
+    def bend(self) -> float:
+        """Weight of ||s||^2: K_raw and K_cent share it."""
+        return self.raw + self.cent
+
+    def plus(self, kind: str, weight: float) -> "QuadraticWeights":
+        """With the weight of one more component."""
+        raw, own, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
+        return QuadraticWeights(self.raw + raw * weight, self.own + own * weight, self.cent + cent * weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +258,7 @@ def halves_needed(components: Mapping[str, float]) -> tuple[str, ...]:
     """Sketches that `half.kind` names rely on; `joint` needs hidden and residual."""
     halves = {name.split(".")[0] for name in components}
     if "joint" in halves:
-        halves |= {"hidden", "residual"}
+        halves |= set(JOINT)
     return tuple(half for half in ("hidden", "residual", "product") if half in halves)
 
 

@@ -38,10 +38,14 @@ class ComponentMoments:
         """Where the component has a variance worth the name; elsewhere it is dropped."""
         return np.asarray(self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
 
+    @property
+    def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
+        """1 / std; 0 where the component does not vary."""
+        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=self.varies_E)
+
     def z(self, value_BE: F64) -> F64:
         """(x - mean) / std; 0 where the component does not vary. Source: eq:component-predictor."""
-        inverse_E = np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=self.varies_E)
-        return np.asarray((value_BE - self.mean_E) * inverse_E)
+        return np.asarray((value_BE - self.mean_E) * self.inverse_E)
 
 
 class MomentsAccumulator:
