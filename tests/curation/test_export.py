@@ -173,11 +173,12 @@ def test_records_that_no_table_can_hold_are_told(tmp_path):
         write_corpus(str(path), np.ones(2, dtype=bool), tmp_path / "out", "parquet")
 
 
-def test_a_directory_that_is_there_is_left_alone_and_what_a_kill_left_is_redone(tmp_path):
+def test_directories_that_are_there_are_left_alone(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     (tmp_path / "out.part").mkdir()
-    (tmp_path / "out.part" / "part-00099.jsonl").write_text("left by a kill")
+    (tmp_path / "out.part" / "part-00099.jsonl").write_text("somebody's own")
     write_corpus(str(path), np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
+    assert (tmp_path / "out.part" / "part-00099.jsonl").exists()
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-00000.jsonl"]
     with pytest.raises(SettingsError, match="out: is there already; give another name, or remove it"):
         write_corpus(str(path), np.ones(25, dtype=bool), tmp_path / "out", "jsonl")

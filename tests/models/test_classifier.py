@@ -24,9 +24,10 @@ from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.features.extract import extract_images
 from grasp.models.classifier import ImageClassifier
+from grasp.models.factory import make_module, own_code
 from grasp.models.fitted_head import FittedHead, fit_linear
 from grasp.models.preprocessing import ByProcessor, BySettings, own_preprocessing
-from grasp.settings import ImageSettings, ModelSettings, build_settings
+from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings, build_settings
 from tests.models.images_world import TinyNet, encoded, picture, pictures, settings, write_weights
 
 
@@ -251,6 +252,20 @@ def test_a_module_of_ones_own_loads_from_the_current_directory_and_from_a_file(t
     assert done.stdout.strip() == "[3, 3, 4]", done.stderr
 
 
+def test_the_code_of_ones_own_module_is_part_of_its_fingerprint(tmp_path):
+    code = NET.replace("from beside import WIDTH", "WIDTH = 3")
+    prints = []
+    for change in ("mean", "amax", "mean"):
+        (tmp_path / f"{change}.py").write_text(code.replace("mean", change))
+        settings = ClassifierSettings(head="fc", factory=f"{tmp_path / change}.py:Net")
+        model = make_module(settings)
+        torch.nn.init.zeros_(model.fc.weight)
+        torch.nn.init.zeros_(model.fc.bias)
+        prints.append(ImageClassifier(model, settings, None).fingerprint())
+    assert prints[0] == prints[2] != prints[1]
+    assert own_code(torch.nn.Linear(2, 2)) == b"", "an installed package changes with every version of it"
+
+
 def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
     (tmp_path / "safetensors").mkdir()
     (tmp_path / "safetensors" / "__init__.py").write_text("raise RuntimeError")
@@ -266,6 +281,9 @@ def test_a_folder_of_ones_own_hides_no_package(tmp_path, monkeypatch):
         ("import no_such_package", "No module named 'no_such_package'"),
         ("1 / len('')", "ZeroDivisionError: division by zero"),
         ("Net = 3", "expected a class of torch.nn.Module"),
+        ("class Odd(Exception): ...\nraise Odd('of its own')", "Odd: of its own"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("def Net() -> 'unknown.Name': ...", "expected a class of torch.nn.Module"),
         (None, "no such file, seen from"),
     ],
 )

@@ -28,6 +28,7 @@ from grasp.audit.detection import (
 )
 from grasp.curation.suspects import SAID, made_from
 from grasp.errors import ArtifactError, SettingsError
+from grasp.fidelity.files import written_aside
 
 if TYPE_CHECKING:
     from grasp.protocol.ranking import MethodRows
@@ -313,8 +314,7 @@ def _said(artifact: Artifact, found: Suspects, target: str) -> dict[str, Any]:
 
 def write_table(artifact: Artifact, found: Suspects, target: str, path: Path) -> int:
     """The table as Parquet, whole or not at all; returns its rows."""
-    part = path.with_name(path.name + ".part")
     rows = table(artifact, found, target)
-    pq.write_table(rows, part)
-    part.replace(path)
+    with written_aside(path) as part:
+        pq.write_table(rows, part)
     return int(rows.num_rows)

@@ -210,10 +210,11 @@ def _by(
 
     tokens_N = row_tokens(artifact)
     slices = label_slices(labels.column(by), tokens_N)
+    column = slices.column if out is None else labels.column(by)  # a table has room for all values
     table = slice_table(
         artifact,
         protocol,
-        slices.column,
+        column,
         tokens_N=tokens_N,
         targets=targets,
         calibration=calibration,
@@ -279,7 +280,7 @@ def print_slices(title: str, by: str, lines: Sequence[dict[str, Any]]) -> None:
         ],
     )
     if len(shown) < len(ordered):
-        print(f"... and {len(ordered) - len(shown):,} more values between these halves; --out holds all")
+        print(f"... and {len(ordered) - len(shown):,} more values between these halves; --out holds them")
 
 
 def _print_predictions(lines: Sequence[dict[str, Any]], components: bool) -> None:

@@ -156,6 +156,8 @@ def _check_corpus(
 
     try:
         settings = corpus_settings(artifact, corpus)
+        if not needed and not Path(settings.path).exists():
+            return  # what is not read is not looked for, least of all on a hub
         found = open_source(settings.path)
     except (CorpusError, SettingsError) as err:
         if not needed:

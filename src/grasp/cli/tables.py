@@ -8,6 +8,7 @@ SIZES = ("bytes", "kB", "MB", "GB", "TB")
 WIDTH_OF_FILES = 160  # where output is not a terminal
 GAP = "  "
 LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
+ROOM = 6  # for the number behind a name that would be cut to the same as another
 MOST_LINES = 30  # of a label's values that are printed
 
 
@@ -35,7 +36,9 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], 
 
     A last column of text is cut to the width of the terminal, other cells at `LONGEST_CELL`; they stay different.
     """
-    columns = [_column(heading, [row[place] for row in rows]) for place, heading in enumerate(headings)]
+    columns = [
+        _column(heading, [row[place] for row in rows], is_name=place < left) for place, heading in enumerate(headings)
+    ]
     cells = [list(line) for line in zip(*columns, strict=True)]
     widths = [max(len(line[place]) for line in [list(headings), *cells]) for place in range(len(headings))]
     to_left = [place < left or heading == "text" for place, heading in enumerate(headings)]
@@ -51,16 +54,18 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], 
         print(GAP.join(aligned).rstrip())
 
 
-def _column(heading: str, cells: Sequence[object]) -> list[str]:
-    """One column as text."""
+def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str]:
+    """One column as text; names that are cut stay different."""
     if heading == "text" or heading.endswith("_id"):
         return [plain(cell) for cell in cells]
+    if not is_name:
+        return [_cut(plain(cell), LONGEST_CELL) for cell in cells]
     from grasp.subsets.labels import different
 
     known = list(dict.fromkeys(map(str, cells)))
-    shown = different([_cut(plain(cell), LONGEST_CELL) for cell in known])
-    spelled = dict(zip(known, shown, strict=True))
-    return [spelled[str(cell)] for cell in cells]
+    long = [name for name in known if len(plain(name)) > LONGEST_CELL]
+    spelled = dict(zip(long, different([_cut(plain(name), LONGEST_CELL - ROOM) for name in long]), strict=True))
+    return [spelled.get(str(cell), plain(cell)) for cell in cells]
 
 
 def _cut(text: str, width: int) -> str:

@@ -138,7 +138,7 @@ def _read(path: Path, flag: str, kind: type[S], command: str) -> S:
     except (IsADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as err:
         raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
     found = data.get("kind") if isinstance(data, dict) else None
-    if found in FLAGS and FLAGS[found] != flag:
+    if isinstance(found, str) and found in FLAGS and FLAGS[found] != flag:
         raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with {FLAGS[found]}; {expected}")
     try:
         return kind.model_validate(data)

@@ -47,8 +47,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
     Where the writing fails or is interrupted, nothing is left.
     """
-    part = path.with_name(path.name + ".part")
-    discard(part)
+    part = aside(path)
     try:
         yield part
         part.replace(path)
@@ -59,7 +58,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 def discard(path: Path) -> None:
     """Remove a file or a directory, if it is there."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.models.causal_lm import HEAD_TOLERANCE, device_of, dtype_of, load_checkpoint
-from grasp.models.factory import make_module
+from grasp.models.factory import make_module, own_code
 from grasp.models.fitted_head import FittedHead, linear_head
 from grasp.models.head import OutputHead
 from grasp.models.preprocessing import ByProcessor, BySettings, Preprocessing, own_preprocessing
@@ -135,8 +135,8 @@ class ImageClassifier:
             )
 
     def fingerprint(self) -> str:
-        """blake2b over the weights as loaded."""
-        digest = hashlib.blake2b(digest_size=16)
+        """blake2b over the weights as loaded, and over the code of a module of the user's own."""
+        digest = hashlib.blake2b(own_code(self.model), digest_size=16)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -21,20 +22,8 @@ from grasp.errors import ModelError
 from grasp.settings import ClassifierSettings
 
 FIELD = "model.classifier.factory"
-# what a module of the user's own may raise while it is run, besides what stops the process
-FAILURES = (
-    ImportError,
-    AttributeError,
-    SyntaxError,
-    NameError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    OSError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-)
+# whatever a module of the user's own raises while it is run, the end of a script included
+FAILURES = (Exception, SystemExit)
 
 
 def make_module(chosen: ClassifierSettings) -> nn.Module:
@@ -55,6 +44,19 @@ def make_module(chosen: ClassifierSettings) -> nn.Module:
     return model
 
 
+def own_code(model: nn.Module) -> bytes:
+    """The file that defines a module's class, unless a package brings it; what that file imports is not seen."""
+    try:
+        file = Path(inspect.getfile(type(model))).resolve()
+    except (TypeError, OSError):
+        return b""
+    paths = sysconfig.get_paths()
+    installed = [Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    if any(file.is_relative_to(place) for place in installed) or not file.is_file():
+        return b""
+    return file.read_bytes()
+
+
 def _factory(name: str) -> Callable[..., Any]:
     where = f"{FIELD}: {name!r}"
     source, colon, path = name.rpartition(":")
@@ -64,6 +66,8 @@ def _factory(name: str) -> Callable[..., Any]:
         found: Any = _from_file(Path(source), where) if source.endswith(".py") else _imported(source)
         for step in path.split("."):
             found = getattr(found, step)
+    except ModelError:
+        raise
     except FAILURES as err:
         raise ModelError(
             f"{where}: {_said(err)}; install the package, mend the name, or name a file, as in path/to/net.py:Net"
@@ -96,7 +100,7 @@ def _from_file(path: Path, where: str) -> ModuleType:
     sys.modules[name] = module  # where dataclasses and pickle look for it
     try:
         spec.loader.exec_module(module)
-    except FAILURES:
+    except BaseException:
         del sys.modules[name]
         raise
     return module
@@ -117,7 +121,7 @@ def _makes_modules(found: Any) -> bool:
         return False
     try:
         returned = typing.get_type_hints(found).get("return")
-    except (NameError, TypeError):
+    except FAILURES:  # an annotation is code too
         return False
     return inspect.isclass(returned) and issubclass(returned, nn.Module)
 
