@@ -242,7 +242,7 @@ def test_values_have_one_name_everywhere_by_which_floors_and_caps_go(odd, tmp_pa
         assert int(shown[name][1]) == taken.count(value) <= cap
     mixed = succeed("mix", odd, *asked, "--cap", "50%", "--cap", "*:1%")
     predicted_slices = succeed("predict", odd, "--by", "odd")
-    longest = {"L" * 57 + "...", "L" * 57 + "... #2"}
+    longest = {"L" * 51 + "...", "L" * 51 + "... #2"}
     for outcome in (select, mixed, predicted_slices):
         first = {cells(line)[0] for line in outcome.lines if line}
         assert {*capped, 'it\'s "quoted" $HOME', *longest} <= first
