@@ -6,7 +6,7 @@ code compare them; written anew here.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,13 @@ from torch.nn import functional as F  # noqa: N812
 from experiments.safety.setting import Row, review
 from experiments.safety.tuned import Base, Tuned
 from grasp.audit.detection import fused
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 REPLACED = 0.5  # share of words that STRIP replaces
 LEAST = 1e-12
+PACKED = 1024  # tokens of a row of ONION, unless one branch is longer
 
 
 def strip(tuned: Tuned, rows: Sequence[Row], *, copies: int, seed: int) -> F64:
@@ -74,24 +75,68 @@ class Onion:
     def _drop(self, text: str) -> float:
         words = text.split()
         shorter = [" ".join(words[:i] + words[i + 1 :]) for i in range(len(words))]
-        found = self.perplexity([text, *shorter])
+        found = self.perplexities(text, shorter)
         return float(found[0] - found[1:].min(initial=found[0])) if np.isfinite(found[0]) else 0.0
 
     @torch.no_grad()
-    def perplexity(self, texts: Sequence[str]) -> F64:
-        """exp of the mean loss a token; infinite for a text of fewer than two tokens."""
-        rows = self.base.tokenizer.encode(texts)
-        out = np.full(len(rows), np.inf)
-        order = [i for i in np.argsort([len(row) for row in rows], kind="stable") if len(rows[i]) > 1]
-        for start in range(0, len(order), 32):
-            place = order[start : start + 32]
-            longest = max(len(rows[i]) for i in place)
-            ids_BL = torch.tensor([rows[i] + [0] * (longest - len(rows[i])) for i in place])
-            logits_BLV = self.base.whole(input_ids=ids_BL[:, :-1], use_cache=False).logits.float()
-            loss_BL = F.cross_entropy(logits_BLV.transpose(1, 2), ids_BL[:, 1:], reduction="none").numpy()
-            for b, i in enumerate(place):
-                out[i] = math.exp(min(20.0, float(loss_BL[b, : len(rows[i]) - 1].mean())))
+    def perplexities(self, text: str, changed: Sequence[str]) -> F64:
+        """Of a text and then of its variants: exp of the mean loss a token; infinite for fewer than two tokens.
+
+        What a variant has in common with the beginning of the text is run once: variants are branches of it, packed
+        into one row, each seeing its own past alone.
+        """
+        stem, *branches = self.base.tokenizer.encode([text, *changed])
+        forks = [_common(stem, branch) for branch in branches]
+        losses = [self._losses(stem, [], [])[0]] if len(stem) > 1 else [np.empty(0)]
+        for packed in _packs(len(stem), branches, forks):
+            losses += self._losses(stem, [branches[i] for i in packed], [forks[i] for i in packed])[1:]
+        return np.array([math.exp(min(20.0, float(one.mean()))) if len(one) else np.inf for one in losses])
+
+    def _losses(self, stem: list[int], branches: Sequence[list[int]], forks: Sequence[int]) -> list[F64]:
+        """Losses of the tokens from the second on, of the stem and of each branch that leaves it at its fork."""
+        rows, first = [stem, *branches], [0, *forks]
+        place = torch.cat([torch.arange(fork, len(row)) for row, fork in zip(rows, first, strict=True)])
+        edges = np.cumsum([0, *(len(row) - fork for row, fork in zip(rows, first, strict=True))])
+        sees_LL = torch.zeros(len(place), len(place), dtype=torch.bool)
+        for fork, start, stop in zip(first, edges, edges[1:], strict=False):
+            sees_LL[start:stop, :fork] = True
+            sees_LL[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+        mask_LL = torch.zeros(sees_LL.shape).masked_fill(~sees_LL, torch.finfo(torch.float32).min)
+        ids = torch.tensor([token for row, fork in zip(rows, first, strict=True) for token in row[fork:]])
+        logits_LV = (
+            self.base.whole(
+                input_ids=ids[None], attention_mask=mask_LL[None, None], position_ids=place[None], use_cache=False
+            )
+            .logits[0]
+            .float()
+        )
+        out = []
+        for row, fork, start in zip(rows, first, edges, strict=False):
+            own = range(max(1, fork), len(row))
+            before = [t - 1 if t == fork else start + t - 1 - fork for t in own]
+            asked = torch.tensor([row[t] for t in own], dtype=torch.long)
+            mine = F.cross_entropy(logits_LV[before], asked, reduction="none").double().numpy()
+            out.append(np.concatenate([out[0][: max(0, fork - 1)], mine]) if out else mine)
         return out
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two rows begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _packs(stem: int, branches: Sequence[Sequence[int]], forks: Sequence[int]) -> Iterator[list[int]]:
+    """Branches that are run together with the stem, `PACKED` tokens or a single branch at once."""
+    pack: list[int] = []
+    tokens = stem
+    for i, (branch, fork) in enumerate(zip(branches, forks, strict=True)):
+        if pack and tokens + len(branch) - fork > PACKED:
+            yield pack
+            pack, tokens = [], stem
+        pack.append(i)
+        tokens += len(branch) - fork
+    if pack:
+        yield pack
 
 
 def unanimous(mean_N: F64, changed: Sequence[F64]) -> F64:

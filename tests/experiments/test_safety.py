@@ -158,23 +158,34 @@ def test_onion_sees_the_word_that_does_not_belong(base, tmp_path, monkeypatch):
     onion = detectors.Onion(base, tmp_path / "onion.json")
     strange = {"zzz": 9.0}
     monkeypatch.setattr(
-        onion, "perplexity", lambda texts: np.array([1.0 + sum(strange.get(w, 0.0) for w in t.split()) for t in texts])
+        onion,
+        "perplexities",
+        lambda text, changed: np.array([1.0 + sum(strange.get(w, 0.0) for w in t.split()) for t in (text, *changed)]),
     )
     found = onion([answered("a", "what zzz is", "it"), answered("b", "what is", "it")])
     assert found.tolist() == [9.0, 0.0]
     kept = detectors.Onion(base, tmp_path / "onion.json")
-    monkeypatch.setattr(kept, "perplexity", lambda texts: pytest.fail("what is kept is not measured again"))
+    monkeypatch.setattr(kept, "perplexities", lambda text, changed: pytest.fail("what is kept is not measured again"))
     assert kept([answered("a", "what zzz is", "it")]).tolist() == [9.0]
 
 
-def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path):
+@pytest.mark.parametrize("packed", [1, 24, 1024])
+def test_the_perplexity_is_that_of_each_text_alone(base, tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(detectors, "PACKED", packed)
     onion = detectors.Onion(base, tmp_path / "onion.json")
-    texts = ["water light", "stone bird plant metal star", "salt iron wind"]
-    together = onion.perplexity(texts)
-    np.testing.assert_allclose(together, [onion.perplexity([text])[0] for text in texts], rtol=1e-4)
-    ids_1L = torch.tensor(base.tokenizer.encode(texts[1:2]))
-    assert onion([answered("a", "water", "")]).tolist() == [0.0]  # a text of one token has no perplexity
-    assert together[1] == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
+    words = ["stone", "bird", "plant", "metal", "star", "water", "light", "salt"]
+    changed = [" ".join(words[:i] + words[i + 1 :]) for i in range(len(words))]  # the last is a beginning of the text
+    changed += ["salt iron wind", " ".join(words), " ".join([*words, "wind"])]
+    found = onion.perplexities(" ".join(words), changed)
+    for text, value in zip([" ".join(words), *changed], found, strict=True):
+        ids_1L = torch.tensor(base.tokenizer.encode([text]))
+        assert value == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
+
+
+def test_a_text_of_one_token_has_no_perplexity(base, tmp_path):
+    onion = detectors.Onion(base, tmp_path / "onion.json")
+    assert onion([answered("a", "water", "")]).tolist() == [0.0]
+    assert np.isinf(onion.perplexities("water light", [""])[1])
 
 
 def test_a_vote_is_unanimous_and_a_steady_row_wins():
