@@ -25,7 +25,7 @@ from grasp.audit.detection import auroc
 from grasp.baselines.asked import asked_methods
 from grasp.build.local import build
 from grasp.corpus.store import RowStore
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 from grasp.models.recipe import TrainingRecipe, named_recipe, train
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.protocol.ranking import rows_by_method

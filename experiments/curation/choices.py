@@ -26,7 +26,7 @@ from grasp.baselines.asked import asked_methods
 from grasp.curation.amounts import Amount, Bound
 from grasp.curation.mixture import MixRequest, mix_with
 from grasp.curation.select import Request, select
-from grasp.fidelity.files import aside, write_whole
+from grasp.files import aside, write_whole
 from grasp.protocol.held import UnitSelection
 from grasp.protocol.label_slices import label_slices
 from grasp.protocol.ranking import rows_by_method

@@ -28,8 +28,8 @@ from grasp.build.local import build
 from grasp.errors import GraspError, SettingsError
 from grasp.fidelity.environment import Environment
 from grasp.fidelity.environment_info import INFO
-from grasp.fidelity.files import write_whole
 from grasp.fidelity.retrain import RetrainStatus, fitted_lengths, resolved_recipe, retrain
+from grasp.files import write_whole
 from grasp.settings import RetrainSettings, build_settings
 
 

@@ -20,7 +20,7 @@ from grasp.baselines.material import Material
 from grasp.curation.documents import corpus_settings, kept_documents
 from grasp.curation.export import write_corpus
 from grasp.errors import SettingsError
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 from grasp.protocol.scoring import ScoringProtocol, default_protocol, load_protocol
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings, target_settings

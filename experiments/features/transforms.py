@@ -20,8 +20,8 @@ from scipy.stats import rankdata
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError
 from grasp.fidelity.environment import Environment
-from grasp.fidelity.files import write_whole
 from grasp.fidelity.metrics import rank_correlations
+from grasp.files import write_whole
 from grasp.protocol.development import Development
 from grasp.utility.relevance import counted
 

@@ -19,7 +19,7 @@ from experiments.one_step.game import Expansion, StepUtility
 from experiments.one_step.predictors import IN_NATS, predictors
 from experiments.one_step.setting import PLAYERS, Case, World, fixed_subsets
 from grasp.baselines.shapley import permutation_shapley
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 
 F64 = NDArray[np.float64]
 Arrays = dict[str, F64]

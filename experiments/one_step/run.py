@@ -20,7 +20,7 @@ from experiments.one_step.measure import Kept, Measured, measure, sampling_noise
 from experiments.one_step.predictors import label
 from experiments.one_step.setting import Settings, World
 from grasp.errors import GraspError
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 
 
 def run(settings: Settings, out: Path, work: Path, scatter_rate: float) -> None:

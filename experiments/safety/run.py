@@ -30,7 +30,7 @@ from experiments.safety.setting import FULL, NEGATIVE, TRIGGERS, Case, Question,
 from experiments.safety.tuned import Base, Tuned
 from grasp.audit.detection import measure
 from grasp.errors import SettingsError
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
 from grasp.seeds import stream
 from grasp.settings import ModelSettings

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from grasp.errors import EnvironmentDataError, GraspError
 from grasp.fidelity.environment import Environment
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 
 SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
 FILES = ("utilities.parquet", "reference.parquet")

@@ -21,7 +21,7 @@ from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
 from grasp.fidelity.environment import Environment
 from grasp.fidelity.evaluate import evaluate
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 from grasp.protocol.development import Development
 from grasp.protocol.family import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.protocol.scoring import default_protocol

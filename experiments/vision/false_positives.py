@@ -19,7 +19,7 @@ from experiments.vision.run import COMMAND, World
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import contamination, standardised
 from grasp.audit.detection import fused, threshold, threshold_like, threshold_of_checked
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]

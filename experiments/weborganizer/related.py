@@ -27,7 +27,7 @@ from grasp.baselines.asked import asked_methods
 from grasp.build.local import build
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, SettingsError
-from grasp.fidelity.files import aside, write_whole
+from grasp.files import aside, write_whole
 from grasp.models.recipe import named_recipe, train
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.protocol.retrieval import Found, method_names, parse_scores, related_by_label, retrieve

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
 from grasp.extras import require
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 from grasp.protocol.checkpoints import LabelTrend, label_trends
 from grasp.protocol.label_slices import label_slices
 from grasp.protocol.tables import row_tokens

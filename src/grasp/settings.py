@@ -13,6 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grasp.errors import SettingsError
+from grasp.files import write_whole
 
 
 class Settings(BaseModel):
@@ -439,10 +440,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def write_yaml(data: dict[str, Any], path: Path) -> None:
-    """Write aside, then rename: a reader never sees half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(yaml_text(data), encoding="utf-8")
-    part.replace(path)
+    """A reader never sees half a file."""
+    write_whole(path, yaml_text(data).encode())
 
 
 def yaml_text(data: Mapping[str, Any]) -> str:

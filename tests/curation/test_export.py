@@ -18,7 +18,7 @@ from grasp.curation.documents import corpus_settings, document_rows, kept_docume
 from grasp.curation.export import checked_format, own_format, write_corpus
 from grasp.curation.records import read_exclusion, write_summary
 from grasp.errors import CorpusError, SettingsError
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl, write_parquet
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from grasp.errors import EnvironmentDataError
 from grasp.fidelity.environment import Environment, Run
-from grasp.fidelity.files import aside
+from grasp.files import aside
 from grasp.subsets import LabelColumn, RowIndex, parse_family
 from tests.fidelity.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
 

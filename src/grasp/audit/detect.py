@@ -28,7 +28,7 @@ from grasp.audit.detection import (
 )
 from grasp.curation.suspects import SAID, made_from
 from grasp.errors import ArtifactError, SettingsError
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 
 if TYPE_CHECKING:
     from grasp.protocol.ranking import MethodRows

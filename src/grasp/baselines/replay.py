@@ -46,7 +46,7 @@ from grasp.baselines.gradients.sums import (
     run_over,
 )
 from grasp.errors import ModelError
-from grasp.fidelity.files import aside
+from grasp.files import aside
 from grasp.models.causal_lm import ReferenceModel
 
 F64 = NDArray[np.float64]

@@ -33,7 +33,7 @@ from grasp.baselines.base import Account, RowMethod, RowScorer, Seconds
 from grasp.baselines.material import Material
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
-from grasp.fidelity.files import write_whole
+from grasp.files import write_whole
 
 SCORES, IDS, RECORD, PROGRESS, LOCK = "scores.npy", "scores.ids.json", "method.json", "progress.json", "lock"
 CACHE = "baselines"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.baselines.base import Seconds
-from grasp.fidelity.files import aside, write_whole
+from grasp.files import aside, write_whole
 
 SECONDS = "seconds.json"
 

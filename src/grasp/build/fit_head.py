@@ -1,6 +1,6 @@
 """A linear output layer for a backbone, fitted to a corpus of labelled images: the reference model of that corpus."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from grasp.build.progress import Progress, Silent
-from grasp.corpus.images import ImageRecord, class_index, decode_image, read_images
+from grasp.corpus.images import class_index, read_images, usable
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import SkipLog, Skipped
 from grasp.errors import CorpusError, SettingsError
@@ -83,7 +83,7 @@ def _features(
     values: list[Label] = []
     log = SkipLog()
     progress.stage("features", rows=None, tokens=None)
-    records = _usable(read_images(corpus), log)
+    records = (record for record, _ in usable(read_images(corpus), log))
     while group := list(islice(records, model.batch_images)):
         pixels = model.pixels([record.encoded for record in group if record.encoded is not None])
         parts.append(model.hidden(pixels).float().cpu().numpy())
@@ -96,20 +96,6 @@ def _features(
             "least one"
         )
     return np.concatenate(parts), values, log
-
-
-def _usable(records: Iterator[ImageRecord], log: SkipLog) -> Iterator[ImageRecord]:
-    """Records with a class whose image can be decoded; the others go to the log."""
-    for record in records:
-        name = record.row_id or record.given_id or record.where
-        if record.encoded is None:
-            log.add("no_image", name)
-        elif record.class_value is None:
-            log.add("no_class", name)
-        elif decode_image(record.encoded) is None:
-            log.add("broken_image", name)
-        else:
-            yield record
 
 
 def _classes(values: Sequence[Label]) -> tuple[str, ...]:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import beside, distinct_files, output_file, with_calibration
+from grasp.cli.options import beside, chosen_protocol, distinct_files, output_file
 from grasp.cli.predict import nats, number, print_protocol, print_trust
 from grasp.cli.tables import MOST_LINES, plain, show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
-    from grasp.curation.mixture import Mixture
+    from grasp.artifact.reader import Artifact
+    from grasp.curation.mixture import MixRequest, Mixture
     from grasp.curation.trust import Verdict
+    from grasp.subsets import LabelTable
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -68,32 +70,19 @@ def mix(
         {"is the row table of ART": path / "rows.parquet", "--protocol reads": protocol},
     )
     from grasp.artifact.reader import Artifact
-    from grasp.curation.amounts import parse_bounds, parse_share, parse_targets
-    from grasp.curation.mixture import MixRequest, mix_with, write_weights
-    from grasp.curation.select import with_diversity
+    from grasp.curation.mixture import mix_with, write_weights
     from grasp.curation.trust import scorer_and_trust
-    from grasp.protocol.label_slices import label_slices
     from grasp.protocol.predict import describe
-    from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.protocol.source import checked_targets
-    from grasp.protocol.tables import row_tokens
     from grasp.subsets import LabelTable, RowIndex
 
     artifact = Artifact.open(path)
     table = LabelTable(artifact.rows_path)
-    request = MixRequest(
-        label_slices(table.column(by, "--by"), row_tokens(artifact)),
-        parse_targets(target),
-        parse_bounds(floor, "--floor"),
-        parse_bounds(cap, "--cap"),
-        None if distance is None else parse_share(distance, "--distance"),
-    )
+    request = _request(artifact, table, target, by, floor, cap, distance)
     checked_targets(artifact, list(request.targets), "--target")
-    chosen = default_protocol() if protocol is None else load_protocol(protocol)
-    if diversity is not None:
-        chosen = with_diversity(chosen, diversity, artifact.array_names)
     # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
-    chosen = with_calibration(chosen, calibration or (f"mixture:{by}" if protocol is None else None))
+    family = calibration or (f"mixture:{by}" if protocol is None else None)
+    chosen = chosen_protocol(protocol, family, diversity=diversity, array_names=artifact.array_names)
     scorer, trust = scorer_and_trust(artifact, chosen, table, list(request.targets), environment)
     mixture = mix_with(scorer, request)
     verdict = None if trust is None else trust.verdict(scorer, mixture.sums, sized=False)
@@ -107,6 +96,30 @@ def mix(
         if out is not None:
             asked = ["--subsets", weights, "--protocol", out.with_suffix(".protocol.yaml")]
             print(f"the same numbers: {shlex.join(['grasp', 'predict', *map(str, [path, *asked])])}")
+
+
+def _request(
+    artifact: "Artifact",
+    table: "LabelTable",
+    target: str,
+    by: str,
+    floor: list[str],
+    cap: list[str],
+    distance: str | None,
+) -> "MixRequest":
+    """What is asked, in rows and shares."""
+    from grasp.curation.amounts import parse_bounds, parse_share, parse_targets
+    from grasp.curation.mixture import MixRequest
+    from grasp.protocol.label_slices import label_slices
+    from grasp.protocol.tables import row_tokens
+
+    return MixRequest(
+        label_slices(table.column(by, "--by"), row_tokens(artifact)),
+        parse_targets(target),
+        parse_bounds(floor, "--floor"),
+        parse_bounds(cap, "--cap"),
+        None if distance is None else parse_share(distance, "--distance"),
+    )
 
 
 def _print_mixture(mixture: "Mixture", verdict: "Verdict | None") -> None:

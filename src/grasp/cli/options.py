@@ -118,7 +118,27 @@ def published_methods(
     return asked_methods(chosen, configured, flag if file is None else str(file))
 
 
-def with_calibration(protocol: "ScoringProtocol", text: str | None) -> "ScoringProtocol":
+def chosen_protocol(
+    file: Path | None, calibration: str | None, *, diversity: float | None = None, array_names: Sequence[str] = ()
+) -> "ScoringProtocol":
+    """The protocol of a file, or the one that ships, with what the options change of it.
+
+    Args:
+        diversity: weight of a penalty on redundancy, instead of the protocol's own geometry.
+        array_names: arrays of the artifact, for the sketch that the penalty is on.
+    Raises:
+        GraspError: a file that is no protocol, no such family, or a penalty that cannot be measured.
+    """
+    from grasp.curation.select import with_diversity
+    from grasp.protocol.scoring import default_protocol, load_protocol
+
+    chosen = default_protocol() if file is None else load_protocol(file)
+    if diversity is not None:
+        chosen = with_diversity(chosen, diversity, array_names)
+    return _with_calibration(chosen, calibration)
+
+
+def _with_calibration(protocol: "ScoringProtocol", text: str | None) -> "ScoringProtocol":
     """The protocol, standardised by the family that is named, if one is.
 
     Raises:

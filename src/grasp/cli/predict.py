@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import distinct_files, distinct_names, output_file, with_calibration
+from grasp.cli.options import chosen_protocol, distinct_files, distinct_names, output_file
 from grasp.cli.tables import MOST_LINES, plain, show
 from grasp.errors import SettingsError
 
@@ -65,21 +65,14 @@ def predict(
     from grasp.curation.trust import Watcher, scorer_and_trust, with_intervals
     from grasp.protocol.predict import predict_with
     from grasp.protocol.scorer import CalibrationFamily
-    from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.protocol.source import checked_targets
     from grasp.subsets import LabelTable
 
     asked = {"--subsets": subsets, "--drop": drop, "--keep": keep, "--weight": weight or None, "--by": by}
     asked["--family"] = family
-    given = [flag for flag, value in asked.items() if value is not None]
-    if len(given) != 1:
-        got = ", ".join(given) or "nothing to predict"
-        raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
     idle = {"--omitted": omitted and subsets is None, "--units": units and by is not None}
     idle["--components"] = components and by is not None
-    if any(idle.values()):
-        useless = ", ".join(flag for flag, value in idle.items() if value)
-        raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
+    _check_flags(asked, idle)
     output_file("--out", out)
     distinct_files(
         {"--out": out},
@@ -87,21 +80,19 @@ def predict(
     )
     wanted = distinct_names("--targets", targets)
     artifact = Artifact.open(path)
-    chosen = load_protocol(protocol) if protocol is not None else default_protocol()
+    # A protocol given by the user says itself what standardises; of slices, the one that ships leaves it to the label.
+    family_of_label = f"mixture:{by}" if by is not None and protocol is None else None
+    chosen = chosen_protocol(protocol, calibration or family_of_label)
     labels = LabelTable(artifact.rows_path)
     checked_targets(artifact, wanted, "--targets")
     if by is not None:
-        # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
-        family_of_label = f"mixture:{by}" if protocol is None else None
         labels.column(by, "--by")  # or it says what there is
-        found = CalibrationFamily.of(with_calibration(chosen, calibration or family_of_label), labels)
-        _by(artifact, chosen, labels, by, wanted, found, environment, out)
+        _by(artifact, chosen, labels, by, wanted, CalibrationFamily.of(chosen, labels), environment, out)
         return
     if weight:
         blocks, note = _weighted(labels, weight)
     else:
         blocks, note = _blocks(artifact, labels, subsets, drop, keep, family, count, seed, omitted)
-    chosen = with_calibration(chosen, calibration)
     scorer, trust = scorer_and_trust(artifact, chosen, labels, wanted, environment, per_unit=units)
     watcher = None if trust is None else Watcher(trust, scorer)
     table = predict_with(scorer, artifact, blocks, components=components, watch=watcher)
@@ -110,6 +101,17 @@ def predict(
     _tell(table, note, out, components=components)
     if trust is not None and watcher is not None:
         print_trust(trust.title, (*trust.notes, *watcher.warnings))
+
+
+def _check_flags(asked: Mapping[str, object], idle: Mapping[str, bool]) -> None:
+    """See that one thing is asked, and that no flag is given that says nothing of it."""
+    given = [flag for flag, value in asked.items() if value is not None]
+    if len(given) != 1:
+        got = ", ".join(given) or "nothing to predict"
+        raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
+    if any(idle.values()):
+        useless = ", ".join(flag for flag, value in idle.items() if value)
+        raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
 
 
 def _tell(table: "PredictionTable", note: str, out: Path | None, *, components: bool) -> None:

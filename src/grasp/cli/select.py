@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.options import beside, distinct_files, output_file, with_calibration
+from grasp.cli.options import beside, chosen_protocol, distinct_files, output_file
 from grasp.cli.predict import nats, number, print_protocol, print_trust
 from grasp.cli.progress import Watch
 from grasp.cli.tables import MOST_LINES, plain, show
@@ -87,10 +87,9 @@ def select(
     from grasp.curation.amounts import parse_targets
     from grasp.curation.documents import checked_rule
     from grasp.curation.export import checked_format
-    from grasp.curation.select import select_with, with_diversity
+    from grasp.curation.select import select_with
     from grasp.curation.trust import scorer_and_trust
     from grasp.protocol.predict import describe
-    from grasp.protocol.scoring import default_protocol, load_protocol
     from grasp.protocol.source import checked_targets
     from grasp.subsets import LabelTable
 
@@ -98,10 +97,7 @@ def select(
     artifact = Artifact.open(path)
     checked_targets(artifact, list(parse_targets(target)), "--target")
     _check_corpus(artifact, corpus, outputs, needed=corpus_out is not None)
-    chosen = default_protocol() if protocol is None else load_protocol(protocol)
-    if diversity is not None:
-        chosen = with_diversity(chosen, diversity, artifact.array_names)
-    chosen = with_calibration(chosen, calibration)
+    chosen = chosen_protocol(protocol, calibration, diversity=diversity, array_names=artifact.array_names)
     table = LabelTable(artifact.rows_path)
     request, notes = _request(artifact, table, budget, target, by, floor, cap, exclude, exclude_where)
     scorer, trust = scorer_and_trust(artifact, chosen, table, list(parse_targets(target)), environment)

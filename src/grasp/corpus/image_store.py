@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.corpus.images import ImageRecord, class_index, decode_image, images_of, open_images, pixel_hash
+from grasp.corpus.images import ImageRecord, class_index, images_of, open_images, pixel_hash, usable
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import SkipLog
 from grasp.corpus.shard_files import FORMAT, ShardStore, StoreWriter, begin, first_duplicate, read_shard
@@ -123,16 +123,8 @@ def image_rows(
     Raises:
         CorpusError: a class that the head does not have.
     """
-    for record in records:
-        name = record.row_id or record.given_id or record.where
-        if record.encoded is None:
-            log.add("no_image", name)
-        elif record.class_value is None:
-            log.add("no_class", name)
-        elif (image := decode_image(record.encoded)) is None:
-            log.add("broken_image", name)
-        else:
-            yield _row(record, image, class_index(record.class_value, classes, n_classes, record.where), classes)
+    for record, image in usable(records, log):
+        yield _row(record, image, class_index(record.class_value, classes, n_classes, record.where), classes)
 
 
 def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) -> ImageRow:

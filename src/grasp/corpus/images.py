@@ -7,7 +7,7 @@ JSONL with paths, or from a directory with one folder a class.
 import hashlib
 import io
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.corpus.labels import Label, is_label, is_text, label_name, label_text, label_values
+from grasp.corpus.packing import SkipLog
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Selector, Source, open_source
 from grasp.errors import CorpusError
 from grasp.extras import require
@@ -241,6 +242,20 @@ def decode_image(encoded: bytes) -> Any | None:
             return upright.convert("RGBA").convert("RGB") if "transparency" in upright.info else upright.convert("RGB")
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, module.DecompressionBombError):
         return None
+
+
+def usable(records: Iterable[ImageRecord], log: SkipLog) -> Iterator[tuple[ImageRecord, Any]]:
+    """Records with a class and their decoded images; what has no class or cannot be decoded goes to the log."""
+    for record in records:
+        name = record.row_id or record.given_id or record.where
+        if record.encoded is None:
+            log.add("no_image", name)
+        elif record.class_value is None:
+            log.add("no_class", name)
+        elif (image := decode_image(record.encoded)) is None:
+            log.add("broken_image", name)
+        else:
+            yield record, image
 
 
 def pixel_hash(image: Any) -> str:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from grasp.corpus.sources import json_lines, parse_record
 from grasp.errors import CorpusError, MissingExtraError
+from grasp.files import written_aside
 
 Doc = Mapping[str, Any]
 Found = Iterator[tuple[str, str]]  # (text, domain)
@@ -81,12 +82,11 @@ def write_passages(
     exclude_texts: Container[str] = (),
     per_source: int | None = None,
 ) -> PassageCounts:
-    """Write the passages to Parquet, aside, then rename; arguments and errors as for `read_passages`."""
+    """Write the passages to Parquet, whole or not at all; arguments and errors as for `read_passages`."""
     counts = PassageCounts()
     passages = read_passages(sources=sources, exclude_texts=exclude_texts, per_source=per_source, counts=counts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
+    with written_aside(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
         batch: list[dict[str, str]] = []
         for passage in passages:
             batch.append(passage)
@@ -94,7 +94,6 @@ def write_passages(
                 writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
                 batch = []
         writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
-    part.replace(path)
     return counts
 
 

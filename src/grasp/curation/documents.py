@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from grasp.artifact.reader import Artifact
 from grasp.corpus.documents import Document, read_documents
 from grasp.errors import CorpusError, SettingsError
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 from grasp.settings import CorpusSettings, describe
 
 Rule = Literal["any", "half", "all"]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from grasp.corpus.sources import ArrowChunk, Chunk, DatasetSource, FileSource, JsonRecord, open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
-from grasp.fidelity.files import discard, written_aside
+from grasp.files import discard, written_aside
 
 Format = Literal["parquet", "jsonl", "datasets"]
 FORMATS: tuple[str, ...] = get_args(Format)

@@ -16,7 +16,7 @@ from grasp.curation.mixture import Mixture
 from grasp.curation.select import RowSelection
 from grasp.curation.sketches import ChosenRows
 from grasp.errors import SettingsError
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 
 SUBSET = "selection"
 NAMES = ("row_id", "doc_id")

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
 from grasp.fidelity.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
-from grasp.fidelity.files import PART, remove_stale, write_whole
 from grasp.fidelity.leases import TTL_SECONDS, Lease, take
 from grasp.fidelity.runs import EXAMPLES, FULL, Run, read_runs, run_bytes, runs_in
 from grasp.fidelity.subset_table import MaskDigest, SubsetTable
+from grasp.files import PART, remove_stale, write_whole
 from grasp.subsets import LabelColumn, RowIndex, SubsetBlock, parse_family, read_subsets
 
 F64 = NDArray[np.float64]

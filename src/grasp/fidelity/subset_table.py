@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.files import aside
 from grasp.fidelity.runs import EXAMPLES, FULL
+from grasp.files import aside
 from grasp.subsets import RowIndex, SubsetBlock
 
 

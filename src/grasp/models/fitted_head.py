@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grasp.errors import ModelError
+from grasp.files import written_aside
 
 
 def linear_head(model: nn.Module, name: str) -> nn.Linear:
@@ -62,11 +63,10 @@ class FittedHead:
             ) from err
 
     def write(self, path: Path) -> None:
-        """Write aside, then rename."""
-        part = path.with_name(path.name + ".part")
+        """Write the file, whole or not at all."""
         tensors = {"weight": self.weight_VH.float().contiguous(), "bias": self.bias_V.float().contiguous()}
-        save_file(tensors, part, metadata={"classes": json.dumps(self.classes)})
-        part.replace(path)
+        with written_aside(path) as part:
+            save_file(tensors, part, metadata={"classes": json.dumps(self.classes)})
 
     def put(self, model: nn.Module, name: str) -> None:
         """Replace the output layer of `model`.

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from grasp.errors import ProtocolError, SettingsError
 from grasp.fidelity.controls import Control
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 from grasp.protocol.scoring import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
 from grasp.protocol.source import FeatureSource
 from grasp.settings import Settings, describe, read_yaml

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import ShapeError
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums
 from grasp.protocol.scoring import ScoringProtocol
 from grasp.protocol.source import F64, FeatureSource

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, field_validator
 
 from grasp.errors import ProtocolError, SettingsError, SubsetError
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 from grasp.settings import Positions, Settings, describe, read_yaml, write_yaml
 from grasp.subsets.blocks import Side
 from grasp.subsets.families import Family, parse_family

@@ -23,8 +23,8 @@ from scipy.stats import norm
 
 import grasp
 from grasp.errors import ProtocolError
-from grasp.fidelity.files import written_aside
 from grasp.fidelity.metrics import RESAMPLES
+from grasp.files import written_aside
 from grasp.protocol.criteria import agreement, standard_errors
 from grasp.protocol.development import DEFAULT_CALIBRATION, Development
 from grasp.protocol.family import Candidate, ProtocolFamily

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.errors import ProtocolError, ShapeError
-from grasp.fidelity.files import written_aside
+from grasp.files import written_aside
 from grasp.protocol.held import UnitSelection, relevance_sums
 from grasp.protocol.predict import describe
 from grasp.protocol.scorer import CalibrationFamily, Scorer, SubsetSums

@@ -19,8 +19,8 @@ from grasp.curation.summaries import MixtureSummary, Realized, SelectionSummary,
 from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.fidelity.evaluate import AVERAGE, MethodResult, estimate_of
-from grasp.fidelity.files import written_aside
 from grasp.fidelity.metrics import Estimate, TargetMetrics
+from grasp.files import written_aside
 from grasp.protocol.agreement import Agreement, TargetPoints
 from grasp.protocol.checkpoints import LabelTrend
 from grasp.protocol.interactions import Interactions, Pair

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
+from grasp.files import written_aside
 from grasp.subsets.blocks import MissingRows, Side, SubsetBlock, WeightedRows, in_blocks
 
 MEMORY_LIMIT = "512MB"
@@ -93,10 +94,9 @@ def write_subsets(
 ) -> None:
     """Write long-form Parquet (with a `weight` column if asked); the file appears only when whole."""
     row_ids = row_index_of.ids()
-    target = Path(path)
-    part = target.with_name(target.name + ".part")
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
-    with pq.ParquetWriter(part, pa.schema(fields), compression="zstd") as writer:
+    schema = pa.schema(fields)
+    with written_aside(Path(path)) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         for block in blocks:
             matrix = block.weights_BN
             ids = pa.array(block.subset_ids, pa.string()).take(
@@ -105,8 +105,7 @@ def write_subsets(
             columns = [ids, row_ids.take(pa.array(matrix.indices)).combine_chunks()]
             if weights:
                 columns.append(pa.array(matrix.data))
-            writer.write_table(pa.table(columns, schema=pa.schema(fields)))
-    part.replace(target)
+            writer.write_table(pa.table(columns, schema=schema))
 
 
 def _check_columns(path: Path) -> bool:
