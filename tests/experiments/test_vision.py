@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.vision import command, methods, run
+from experiments.vision import command, false_positives, methods, run
 from experiments.vision.methods import Head
 from grasp.audit.detection import auroc
 from grasp.models.fitted_head import fit_linear
@@ -110,6 +110,32 @@ def test_rows_of_the_command_are_those_of_the_formulas():
     fitted = command.values(pictures(head), head.label_N, None, 3)
     assert auroc(-fitted["GRASP (token)"], changed) > 0.9
     assert not np.allclose(fitted["GRASP (token)"], found["GRASP (token)"])
+
+
+class Labelled:
+    """Scores of 2,000 rows by a label each; the right label has a high one."""
+
+    label = {"train": np.zeros(2000, np.int64)}
+
+    def noisy(self, seed):
+        wrong = np.random.default_rng(seed).random(2000) < 0.1
+        return wrong.astype(np.int64), wrong
+
+    def command(self, label):
+        value = np.random.default_rng(7).normal(size=2000) - 6.0 * label
+        return dict.fromkeys(run.COMMAND, value)
+
+
+def test_rates_of_flagged_rows_are_near_those_asked_for():
+    shares = dict(false_positives.simulated(repeats=3))
+    assert len(shares) == 2 * (len(false_positives.SHAPES) + 1)
+    assert 0.003 < shares["normal, 10,000 rows"]["1%"] < 0.015
+    assert 0.03 < shares["normal, 10,000 rows"]["5%"] < 0.06
+    found = dict(false_positives.images(Labelled(), 2))
+    assert 0.0 < found["CIFAR-10, relevance"]["1%"] < 0.02
+    checked = found["CIFAR-10, a tenth wrong, fused, checked, 5%"]
+    assert 0.01 < checked["of right"] < 0.12
+    assert checked["of wrong"] > 0.95
 
 
 def test_a_picture_without_features_is_refused():
