@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +39,33 @@ def grouped(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def interval(values: list[float], alone: tuple[float, float] | None) -> str:
-    """Mean with a 95 % interval: of Student's t over cases, or of one case's own rows."""
-    mean = float(np.mean(values))
+def interval(values: list[float], seeds: list[str], alone: tuple[float, float] | None) -> str:
+    """Mean with a 95 % interval: of Student's t over seeds, of one seed over its cases, of one case over its rows.
+
+    Cases of one seed have the same planted rows: with several seeds, theirs are the means that vary.
+    """
     if len(values) == 1:
-        return f"{mean:.3f}" if alone is None else f"{mean:.3f} [{alone[0]:.3f}, {alone[1]:.3f}]"
-    half = float(t.ppf(0.975, len(values) - 1)) * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return f"{mean:.3f} ± {half:.3f}"
+        return f"{values[0]:.3f}" if alone is None else f"{values[0]:.3f} [{alone[0]:.3f}, {alone[1]:.3f}]"
+    by_seed: dict[str, list[float]] = defaultdict(list)
+    for value, seed in zip(values, seeds, strict=True):
+        by_seed[seed].append(value)
+    each = [float(np.mean(of)) for of in by_seed.values()] if len(by_seed) > 1 else values
+    half = float(t.ppf(0.975, len(each) - 1)) * float(np.std(each, ddof=1)) / len(each) ** 0.5
+    return f"{np.mean(each):.3f} ± {half:.3f}"
 
 
-def detection_lines(cases: Iterable[dict[str, Any]]) -> list[str]:
+def detection_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
     """One line a method, the highest mean AUROC first."""
     by_method: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for case in cases:
+    for name, case in cases.items():
         for method, one in case["detection"].items():
-            by_method[method].append(one)
+            by_method[method].append(one | {"seed": name.rpartition("-")[2]})
     lines = []
     for method, found in sorted(by_method.items(), key=lambda pair: -np.mean([one["auroc"] for one in pair[1]])):
-        alone = (found[0]["auroc_low"], found[0]["auroc_high"])
-        cells = [interval([one["auroc"] for one in found], alone)]
-        cells.append(interval([one["average_precision"] for one in found], None))
-        cells.append(interval([one["at_k"]["f1"] for one in found], None))
+        alone, seeds = (found[0]["auroc_low"], found[0]["auroc_high"]), [one["seed"] for one in found]
+        cells = [interval([one["auroc"] for one in found], seeds, alone)]
+        cells.append(interval([one["average_precision"] for one in found], seeds, None))
+        cells.append(interval([one["at_k"]["f1"] for one in found], seeds, None))
         best = [np.mean([one["best"][part] for one in found]) for part in ("f1", "precision", "recall")]
         cells.append(" / ".join(f"{value:.2f}" for value in best))
         paper = PAPER.get(method)
@@ -68,21 +74,31 @@ def detection_lines(cases: Iterable[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def removal_lines(name: str, case: dict[str, Any]) -> list[str]:
-    """Before fine-tuning, after it, and after it without what each method found."""
-    if case["all rows"] is None:
+def removal_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Before fine-tuning, after it, and after it without what each method found; a number a seed."""
+    cases = {name: case for name, case in cases.items() if case["all rows"] is not None}
+    if not cases:
         return []
-    there = [key for key in SUCCESS if key in case["all rows"]["trained"]]
-    out = [f"{name}: {case['planted']} of {case['rows']} rows planted", ""]
+    first = next(iter(cases.values()))
+    there = [key for key in SUCCESS if key in first["all rows"]["trained"]]
+    out = [f"{', '.join(cases)}: {first['planted']} of {first['rows']} rows planted in each", ""]
     out += [f"| rows taken out by | planted among them | {' | '.join(key.replace('_', ' ') for key in there)} |"]
     out += ["|---" * (2 + len(there)) + "|"]
-    states = {"(before fine-tuning)": (None, case["all rows"]["untrained"])}
-    states["none"] = (0, case["all rows"]["trained"])
-    states |= {method: (one["planted_among_them"], one) for method, one in case["removed"].items()}
-    for method, (caught, one) in states.items():
-        cells = [f"{one[key]:.2f}" for key in there]
-        out.append(f"| {method} | {'-' if caught is None else caught} | {' | '.join(cells)} |")
+    states = [_states(case) for case in cases.values()]
+    for method in dict.fromkeys(name for of in states for name in of):
+        each = [of.get(method, {}) for of in states]
+        cells = [" / ".join(_cell(one.get(key)) for one in each) for key in ("planted_among_them", *there)]
+        out.append(f"| {method} | {' | '.join(cells)} |")
     return [*out, ""]
+
+
+def _states(case: dict[str, Any]) -> dict[str, dict[str, float]]:
+    untrained, trained = (case["all rows"][state] for state in ("untrained", "trained"))
+    return {"(before fine-tuning)": untrained, "none": {"planted_among_them": 0, **trained}, **case["removed"]}
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -90,9 +106,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     out = []
     for title, cases in grouped(found).items():
         out += [f"### {title}", "", f"Cases: {', '.join(cases)}.", ""]
-        out += [HEAD, "|---" * 7 + "|", *detection_lines(cases.values()), ""]
-        for name, case in cases.items():
-            out += removal_lines(name, case)
+        out += [HEAD, "|---" * 7 + "|", *detection_lines(cases), ""]
+        for kind in dict.fromkeys(name.rpartition("-")[0] for name in cases):
+            out += removal_lines({name: case for name, case in cases.items() if name.rpartition("-")[0] == kind})
     return out
 
 

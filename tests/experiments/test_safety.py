@@ -15,7 +15,7 @@ pytest.importorskip("kronfluence")
 from experiments.safety import detectors, setting
 from experiments.safety.run import DETECT, Experiment, plan, success
 from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
-from experiments.safety.tables import lines
+from experiments.safety.tables import detection_lines, lines, removal_lines
 from experiments.safety.tuned import Base, Tuned, collate, losses
 from grasp.errors import CorpusError
 from grasp.models.causal_lm import ReferenceModel
@@ -219,6 +219,32 @@ def test_pieces_are_kept_and_the_result_is_theirs(data, model, tmp_path):
     assert 0 <= cases["misleading-0"]["all rows"]["trained"]["truthfulness"] <= 1
     case = fresh.case("file-0")
     assert cases["file-0"]["all rows"]["trained"] == success(fresh.tuned(case), case)
+
+
+def test_seeds_vary_and_not_the_cases_of_one_seed():
+    auroc = {"cf-42": 0.5, "bond-42": 0.7, "cf-43": 0.6, "bond-43": 0.8, "cf-44": 0.8, "bond-44": 1.0}
+    found = {name: {"detection": {"STRIP": measured(value)}} for name, value in auroc.items()}
+    half = 4.302653 * np.std([0.6, 0.7, 0.9], ddof=1) / 3**0.5
+    assert f"| STRIP | 6 | {0.733:.3f} ± {half:.3f} |" in detection_lines(found)[0]
+    of_one = {name: case for name, case in found.items() if name.endswith("42")}
+    half = 12.706205 * np.std([0.5, 0.7], ddof=1) / 2**0.5
+    assert f"| STRIP | 2 | 0.600 ± {half:.3f} |" in detection_lines(of_one)[0]
+    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"cf-42": found["cf-42"]})[0]
+
+
+def measured(auroc):
+    cut = dict.fromkeys(("f1", "precision", "recall"), auroc)
+    around = {"auroc_low": auroc - 0.1, "auroc_high": auroc + 0.1, "average_precision": auroc}
+    return {"auroc": auroc, **around, "at_k": cut, "best": cut}
+
+
+def test_removal_has_a_number_a_seed():
+    state = {"attack_success": 0.5, "accuracy": 0.75}
+    case = {"planted": 2, "rows": 20, "all rows": {"untrained": state, "trained": state}, "removed": {}}
+    again = case | {"removed": {"loss": {"planted_among_them": 1, "attack_success": 0.25, "accuracy": 1.0}}}
+    shown = removal_lines({"cf-42": case, "cf-43": again})
+    assert shown[0] == "cf-42, cf-43: 2 of 20 rows planted in each"
+    assert shown[-2] == "| loss | - / 1 | - / 0.25 | - / 1.00 |"
 
 
 def test_the_plan_begins_with_what_tells_most_and_has_no_piece_twice():
