@@ -86,12 +86,13 @@ def shown(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def together(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reports of the same environment and targets as one; of a method that several have, the first counts."""
-    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
     for report in reports:
         own = shown(report)
         targets = [name for name in dict.fromkeys(one["target"] for one in report["results"]) if name != AVERAGE]
-        new = {**report, "results": [], "notes": [], "ceilings": ceilings(report["results"], targets)}
-        into = merged.setdefault((report["environment"], own[0]["target"]), new)
+        over = targets[0] if len(targets) == 1 else f"average of {len(targets)} tasks"
+        new = {**report, "over": over, "results": [], "notes": [], "ceilings": ceilings(report["results"], targets)}
+        into = merged.setdefault((report["environment"], *targets), new)
         there = {record["method"] for record in into["results"]}
         into["results"] += [record for record in own if record["method"] not in there]
         into["notes"] += [note for note in report["notes"] if note not in into["notes"]]
@@ -101,7 +102,7 @@ def together(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(report: dict[str, Any], seconds: dict[int, float]) -> str:
     """Markdown; what is no predictor comes after what is, under its own heading."""
     lines = [
-        f"## {report['environment']}, {report['results'][0]['target']}",
+        f"## {report['environment']}, {report['over']}",
         "",
         f"{report['family']}, {report['n_subsets']} subsets, seeds {', '.join(map(str, report['seeds']))}. "
         f"Ceilings: {report['ceilings']}. 100,000 subsets over one float a row: {seconds[1]:.2f} s.",

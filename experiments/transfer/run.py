@@ -11,7 +11,7 @@ roles of the environments are set aside here: no protocol that ships is selected
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ from grasp.protocol.family import Candidate, ProtocolFamily, candidate_of, defau
 from grasp.protocol.scoring import default_protocol
 from grasp.protocol.selection import select
 
+Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
+
 METRICS = ("task_rho", "mean_lds", "positive")
+SAME = "without_geometry_over_the_same"
 CALIBRATED_ON = (
     ("sciq",),
     ("basic_skills_logical_reasoning",),
@@ -66,21 +69,26 @@ def run(artifact: Artifact, environments: Sequence[Environment], resamples: int)
         developments = [Development.of(one, [artifact], targets=tasks) for one in environments]
         best = select(family, developments, resamples=resamples).best.candidate
         chosen[" + ".join(tasks)] = (tasks, best)
-    return [_row(artifact, environments, name, tasks, candidate) for name, (tasks, candidate) in chosen.items()]
-
-
-def _row(
-    artifact: Artifact, environments: Sequence[Environment], name: str, tasks: Sequence[str], candidate: Candidate
-) -> dict[str, Any]:
-    """One protocol on every task of every environment, and the means over tasks that it was not calibrated on."""
-    found = {one.name: tested(artifact, one, candidate) for one in environments}
-    others = [r for own in found.values() for target, r in own.items() if target not in tasks]
-    return {
-        "calibrated_on": name,
-        "protocol": candidate.name,
-        "environments": found,
-        "mean_over_unseen": {metric: float(np.mean([r[metric] for r in others])) for metric in METRICS},
+    measured = {
+        name: {one.name: tested(artifact, one, candidate) for one in environments}
+        for name, (_, candidate) in chosen.items()
     }
+    return [
+        {
+            "calibrated_on": name,
+            "protocol": candidate.name,
+            "environments": measured[name],
+            "mean_over_unseen": mean_without(measured[name], tasks),
+            SAME: mean_without(measured["none"], tasks),
+        }
+        for name, (tasks, candidate) in chosen.items()
+    ]
+
+
+def mean_without(found: Tested, tasks: Sequence[str]) -> dict[str, float]:
+    """Means over all tasks of all environments but `tasks`."""
+    others = [r for own in found.values() for target, r in own.items() if target not in tasks]
+    return {metric: float(np.mean([r[metric] for r in others])) for metric in METRICS}
 
 
 def tested(artifact: Artifact, environment: Environment, candidate: Candidate) -> dict[str, dict[str, Any]]:
@@ -109,8 +117,9 @@ def main() -> None:
         sys.exit(f"error: {err}")
     write_whole(args.out, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
     for row in found:
-        means = ", ".join(f"{name} {value:.3f}" for name, value in row["mean_over_unseen"].items())
-        print(f"{row['calibrated_on']:<40} {row['protocol']}\n    tasks that were not calibrated on: {means}")
+        print(f"{row['calibrated_on']:<40} {row['protocol']}")
+        for said, key in (("tasks not calibrated on", "mean_over_unseen"), ("the same, no geometry", SAME)):
+            print(f"    {said}: {', '.join(f'{name} {value:.3f}' for name, value in row[key].items())}")
 
 
 if __name__ == "__main__":

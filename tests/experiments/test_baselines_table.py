@@ -44,13 +44,17 @@ def test_oracles_come_after_predictors_under_their_own_headings():
 
 
 def test_reports_of_one_environment_are_one_table_of_averages():
-    first = report(record("bm25"), record("bm25") | {"target": "average", "task_rho": 0.1})
-    second = report(*(record(name) | {"target": "average", "task_rho": 0.2} for name in ("bm25", "lasso")))
+    tasks = [record("bm25"), record("bm25") | {"target": "openbookqa"}]
+    first = report(*tasks, record("bm25") | {"target": "average", "task_rho": 0.1})
+    second = report(*tasks, *(record(name) | {"target": "average", "task_rho": 0.2} for name in ("bm25", "lasso")))
     alone = report(record("bm25") | {"task_rho": 0.3})
     whole, of_one = together([first, second | {"notes": ["said", "more"]}, alone])
+    assert (whole["over"], of_one["over"]) == ("average of 2 tasks", "sciq")
     assert [(one["method"], one["task_rho"]) for one in whole["results"]] == [("bm25", 0.1), ("lasso", 0.2)]
     assert whole["notes"] == ["said", "more"]
     assert [(one["target"], one["task_rho"]) for one in of_one["results"]] == [("sciq", 0.3)]
+    of_one_too = report(record("searched"), record("searched") | {"target": "average"})
+    assert len(together([first, of_one_too])) == 2  # its average is not over the same tasks
 
 
 def test_every_kept_width_is_swept_and_more_floats_take_longer():
