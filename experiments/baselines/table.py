@@ -92,7 +92,7 @@ def together(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         targets = [name for name in dict.fromkeys(one["target"] for one in report["results"]) if name != AVERAGE]
         over = targets[0] if len(targets) == 1 else f"average of {len(targets)} tasks"
         new = {**report, "over": over, "results": [], "notes": [], "ceilings": ceilings(report["results"], targets)}
-        into = merged.setdefault((report["environment"], *targets), new)
+        into = merged.setdefault((report["environment"], *sorted(targets)), new)
         there = {record["method"] for record in into["results"]}
         into["results"] += [record for record in own if record["method"] not in there]
         into["notes"] += [note for note in report["notes"] if note not in into["notes"]]

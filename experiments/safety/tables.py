@@ -56,12 +56,13 @@ def interval(values: list[float], seeds: list[str], alone: tuple[float, float] |
 
 def detection_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
     """One line a method, the highest mean AUROC first."""
-    by_method: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_method: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for name, case in cases.items():
         for method, one in case["detection"].items():
-            by_method[method].append(one | {"seed": name.rpartition("-")[2]})
+            by_method[method][name] = one | {"seed": name.rpartition("-")[2]}
+    balanced = {method: _at_every_seed(found) for method, found in by_method.items()}
     lines = []
-    for method, found in sorted(by_method.items(), key=lambda pair: -np.mean([one["auroc"] for one in pair[1]])):
+    for method, found in sorted(balanced.items(), key=lambda pair: -np.mean([one["auroc"] for one in pair[1]])):
         alone, seeds = (found[0]["auroc_low"], found[0]["auroc_high"]), [one["seed"] for one in found]
         cells = [interval([one["auroc"] for one in found], seeds, alone)]
         cells.append(interval([one["average_precision"] for one in found], seeds, None))
@@ -70,8 +71,19 @@ def detection_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
         cells.append(" / ".join(f"{value:.2f}" for value in best))
         paper = PAPER.get(method)
         cells.append("-" if paper is None else f"{paper[1]}; {paper[0]} / {paper[2]} / {paper[3]}")
-        lines.append(f"| {method} | {len(found)} | {' | '.join(cells)} |")
+        counts = f"{len(found)}, {len(set(seeds))} seed{'s' * (len(set(seeds)) > 1)}"
+        lines.append(f"| {method} | {counts} | {' | '.join(cells)} |")
     return lines
+
+
+def _at_every_seed(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases of those kinds that every seed has, so that seeds do not differ by their triggers."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for name in found:
+        kind, _, seed = name.rpartition("-")
+        kinds[seed].add(kind)
+    common = set.intersection(*kinds.values())
+    return [one for name, one in found.items() if name.rpartition("-")[0] in common] or list(found.values())
 
 
 def removal_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -81,7 +93,7 @@ def removal_lines(cases: Mapping[str, dict[str, Any]]) -> list[str]:
         return []
     first = next(iter(cases.values()))
     there = [key for key in SUCCESS if key in first["all rows"]["trained"]]
-    out = [f"{', '.join(cases)}: {first['planted']} of {first['rows']} rows planted in each", ""]
+    out = [f"{', '.join(cases)}: {first['planted']} of {first['rows']} rows planted{' in each' * (len(cases) > 1)}", ""]
     out += [f"| rows taken out by | planted among them | {' | '.join(key.replace('_', ' ') for key in there)} |"]
     out += ["|---" * (2 + len(there)) + "|"]
     states = [_states(case) for case in cases.values()]

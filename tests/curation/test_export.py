@@ -18,7 +18,6 @@ from grasp.curation.documents import corpus_settings, document_rows, kept_docume
 from grasp.curation.export import checked_format, own_format, write_corpus
 from grasp.curation.records import read_exclusion, write_summary
 from grasp.errors import CorpusError, SettingsError
-from grasp.files import written_aside
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl, write_parquet
 
 
@@ -286,19 +285,7 @@ def test_an_exclusion_table_needs_a_column_of_names(tmp_path):
         read_exclusion(artifact, tmp_path / "list.parquet")
 
 
-def interrupted(path, stop):
-    with written_aside(path) as part:
-        (part / "deep").mkdir(parents=True)
-        raise stop
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
-def test_what_is_interrupted_leaves_nothing(stop, tmp_path):
-    (tmp_path / "old").write_text("old")
-    for name in ("new", "old"):
-        with pytest.raises(stop):
-            interrupted(tmp_path / name, stop)
+def test_a_summary_that_is_no_json_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         write_summary({"x": float("nan")}, tmp_path / "summary.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
-    assert (tmp_path / "old").read_text() == "old"
+    assert list(tmp_path.iterdir()) == []

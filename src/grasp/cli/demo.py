@@ -36,7 +36,7 @@ def demo(
     from grasp.artifact.reader import Artifact
     from grasp.demo import make
 
-    print("Passages of twelve sources, a model of 0.35 M parameters trained on them, one pass over the corpus.")
+    print("Passages of twelve sources, a model of 0.36 M parameters trained on them, one pass over the corpus.")
     with Watch(quiet=quiet) as watch:
         made = make(out, watch)
     artifact = Artifact.open(made.artifact_path)

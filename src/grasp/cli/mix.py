@@ -81,8 +81,9 @@ def mix(
     request = _request(artifact, table, target, by, floor, cap, distance)
     checked_targets(artifact, list(request.targets), "--target")
     # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
-    family = calibration or (f"mixture:{by}" if protocol is None else None)
-    chosen = chosen_protocol(protocol, family, diversity=diversity, array_names=artifact.array_names)
+    if calibration is None and protocol is None:
+        calibration = f"mixture:{by}"
+    chosen = chosen_protocol(protocol, calibration, diversity=diversity, array_names=artifact.array_names)
     scorer, trust = scorer_and_trust(artifact, chosen, table, list(request.targets), environment)
     mixture = mix_with(scorer, request)
     verdict = None if trust is None else trust.verdict(scorer, mixture.sums, sized=False)

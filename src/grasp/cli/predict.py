@@ -80,13 +80,15 @@ def predict(
     )
     wanted = distinct_names("--targets", targets)
     artifact = Artifact.open(path)
-    # A protocol given by the user says itself what standardises; of slices, the one that ships leaves it to the label.
-    family_of_label = f"mixture:{by}" if by is not None and protocol is None else None
-    chosen = chosen_protocol(protocol, calibration or family_of_label)
     labels = LabelTable(artifact.rows_path)
     checked_targets(artifact, wanted, "--targets")
     if by is not None:
         labels.column(by, "--by")  # or it says what there is
+        # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
+        if calibration is None and protocol is None:
+            calibration = f"mixture:{by}"
+    chosen = chosen_protocol(protocol, calibration)
+    if by is not None:
         _by(artifact, chosen, labels, by, wanted, CalibrationFamily.of(chosen, labels), environment, out)
         return
     if weight:
