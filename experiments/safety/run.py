@@ -312,8 +312,13 @@ def main() -> None:
     for name, piece in pieces:
         if experiment.do(name, piece):
             print(f"{name}, {piece}: {time.process_time() - began:.0f} CPU s so far", flush=True)
-            found = experiment.result(case for case, _ in plan(len(BACKDOOR_SEEDS)))
-            write_whole(asked.out, (json.dumps(found, indent=1) + "\n").encode())
+            _write(experiment, asked.out)
+    _write(experiment, asked.out)  # also where other processes made the pieces
+
+
+def _write(experiment: Experiment, out: Path) -> None:
+    found = experiment.result(case for case, _ in plan(len(BACKDOOR_SEEDS)))
+    write_whole(out, (json.dumps(found, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -42,14 +42,17 @@ def grouped(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def interval(values: list[float], seeds: list[str], alone: tuple[float, float] | None) -> str:
     """Mean with a 95 % interval: of Student's t over seeds, of one seed over its cases, of one case over its rows.
 
-    Cases of one seed have the same planted rows: with several seeds, theirs are the means that vary.
+    Cases of one seed have the same planted rows: with several seeds, theirs are the means that vary. Of two seeds no
+    interval is worth having: both are shown. What no seed changes has the interval over rows.
     """
-    if len(values) == 1:
+    if len(set(values)) == 1:
         return f"{values[0]:.3f}" if alone is None else f"{values[0]:.3f} [{alone[0]:.3f}, {alone[1]:.3f}]"
     by_seed: dict[str, list[float]] = defaultdict(list)
     for value, seed in zip(values, seeds, strict=True):
         by_seed[seed].append(value)
     each = [float(np.mean(of)) for of in by_seed.values()] if len(by_seed) > 1 else values
+    if len(by_seed) == 2:
+        return f"{np.mean(each):.3f} ({' and '.join(f'{value:.3f}' for value in each)})"
     half = float(t.ppf(0.975, len(each) - 1)) * float(np.std(each, ddof=1)) / len(each) ** 0.5
     return f"{np.mean(each):.3f} ± {half:.3f}"
 

@@ -230,6 +230,9 @@ def test_seeds_vary_and_not_the_cases_of_one_seed():
     half = 12.706205 * np.std([0.5, 0.7], ddof=1) / 2**0.5
     assert f"| STRIP | 2, 1 seed | 0.600 ± {half:.3f} |" in detection_lines(of_one)[0]
     assert "| 0.500 [0.400, 0.600] |" in detection_lines({"cf-42": found["cf-42"]})[0]
+    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"file-0": found["cf-42"], "file-1": found["cf-42"]})[0]
+    of_two = {name: case for name, case in found.items() if not name.endswith("44")}
+    assert "| STRIP | 4, 2 seeds | 0.650 (0.600 and 0.700) |" in detection_lines(of_two)[0]
     del found["bond-43"], found["bond-44"]  # so that what differs between seeds is not the trigger
     half = 4.302653 * np.std([0.5, 0.6, 0.8], ddof=1) / 3**0.5
     assert f"| STRIP | 3, 3 seeds | 0.633 ± {half:.3f} |" in detection_lines(found)[0]
