@@ -190,15 +190,11 @@ class Experiment:
         elif name == "random":
             score_N = stream(case.seed, "safety", "random").random(len(case.rows))
         else:
-            score_N = np.array(self._known(case.name)[name])
+            score_N = np.array(_known(self.kept(case.name))[name])
         out = set(np.argsort(-score_N, kind="stable")[: case.k].tolist())
         tuned = self._train(case, tuple(row for i, row in enumerate(case.rows) if i not in out))
         caught = int(sum(case.planted_N[i] for i in out))
         return {"removed": case.k, "planted_among_them": caught, **success(tuned, case)}
-
-    def _known(self, name: str) -> dict[str, list[float]]:
-        pieces = self.kept(name)
-        return {key: value for piece in _SCORED if piece in pieces for key, value in pieces[piece]["found"].items()}
 
     # ------------------------------------------------------------------------------------------------- result
 
@@ -212,14 +208,15 @@ class Experiment:
         return out
 
     def _measured(self, case: Case, pieces: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        for key, value in self._known(case.name).items():
+        known = _known(pieces)
+        for key, value in known.items():
             if (case.name, key) not in self._detections:
                 self._detections[case.name, key] = asdict(measure(np.array(value), case.planted_N))
         return {
             "rows": len(case.rows),
             "planted": case.k,
             "judged": {"rows": len(case.judged), "triggered": len(case.triggered), "questions": len(case.questions)},
-            "detection": {key: self._detections[case.name, key] for key in self._known(case.name)},
+            "detection": {key: self._detections[case.name, key] for key in known},
             "all rows": pieces.get("all rows", {}).get("found"),
             "removed": {p.removeprefix("without "): v["found"] for p, v in pieces.items() if p.startswith("without ")},
             "seconds": {piece: round(value["seconds"], 1) for piece, value in pieces.items()},
@@ -227,6 +224,11 @@ class Experiment:
 
 
 _SCORED = (*DETECT, "onion")
+
+
+def _known(pieces: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """Every score that the pieces of a case hold."""
+    return {key: value for piece in _SCORED if piece in pieces for key, value in pieces[piece]["found"].items()}
 
 
 def _of_model(case: Case, tuned: Tuned) -> Scores:
