@@ -69,6 +69,8 @@ class Onion:
     def _score(self, text: str) -> float:
         if text not in self._known:
             self._known[text] = self._drop(text)
+            if self.path.exists():  # what another process has kept meanwhile
+                self._known = json.loads(self.path.read_bytes()) | self._known
             write_whole(self.path, json.dumps(self._known).encode())
         return float(self._known[text])
 

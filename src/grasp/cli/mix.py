@@ -80,10 +80,7 @@ def mix(
     table = LabelTable(artifact.rows_path)
     request = _request(artifact, table, target, by, floor, cap, distance)
     checked_targets(artifact, list(request.targets), "--target")
-    # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
-    if calibration is None and protocol is None:
-        calibration = f"mixture:{by}"
-    chosen = chosen_protocol(protocol, calibration, diversity=diversity, array_names=artifact.array_names)
+    chosen = chosen_protocol(protocol, calibration, label=by, diversity=diversity, array_names=artifact.array_names)
     scorer, trust = scorer_and_trust(artifact, chosen, table, list(request.targets), environment)
     mixture = mix_with(scorer, request)
     verdict = None if trust is None else trust.verdict(scorer, mixture.sums, sized=False)

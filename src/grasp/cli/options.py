@@ -119,11 +119,18 @@ def published_methods(
 
 
 def chosen_protocol(
-    file: Path | None, calibration: str | None, *, diversity: float | None = None, array_names: Sequence[str] = ()
+    file: Path | None,
+    calibration: str | None,
+    *,
+    label: str | None = None,
+    diversity: float | None = None,
+    array_names: Sequence[str] = (),
 ) -> "ScoringProtocol":
     """The protocol of a file, or the one that ships, with what the options change of it.
 
     Args:
+        label: what is asked by. Mixtures of it standardise the protocol that ships, where no family is named; a
+            protocol of the user's own says itself what does.
         diversity: weight of a penalty on redundancy, instead of the protocol's own geometry.
         array_names: arrays of the artifact, for the sketch that the penalty is on.
     Raises:
@@ -135,6 +142,8 @@ def chosen_protocol(
     chosen = default_protocol() if file is None else load_protocol(file)
     if diversity is not None:
         chosen = with_diversity(chosen, diversity, array_names)
+    if calibration is None and file is None and label is not None:
+        calibration = f"mixture:{label}"
     return _with_calibration(chosen, calibration)
 
 

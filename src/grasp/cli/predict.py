@@ -84,10 +84,7 @@ def predict(
     checked_targets(artifact, wanted, "--targets")
     if by is not None:
         labels.column(by, "--by")  # or it says what there is
-        # A protocol given by the user says itself what standardises; the one that ships leaves it to the question.
-        if calibration is None and protocol is None:
-            calibration = f"mixture:{by}"
-    chosen = chosen_protocol(protocol, calibration)
+    chosen = chosen_protocol(protocol, calibration, label=by)
     if by is not None:
         _by(artifact, chosen, labels, by, wanted, CalibrationFamily.of(chosen, labels), environment, out)
         return

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from grasp.curation.documents import Rule
     from grasp.curation.select import Request, RowSelection
     from grasp.curation.trust import Verdict
+    from grasp.protocol.scorer import Scorer
     from grasp.subsets import LabelTable
 
 PLACES = 8  # of the curve that are printed
@@ -78,16 +79,12 @@ def select(
     Relevance minus the protocol's geometry, by exact marginal gains, with a bound on what any choice could reach.
     """
     outputs = {**beside("--out", out), "--ids-out": ids_out, "--corpus-out": corpus_out}
-    _check_outputs(out, ids_out, corpus_out, form, corpus)
-    distinct_files(
-        outputs,
-        {"is the row table of ART": path / "rows.parquet", "--exclude reads": exclude, "--protocol reads": protocol},
-    )
+    reads = {"is the row table of ART": path / "rows.parquet", "--exclude reads": exclude, "--protocol reads": protocol}
+    _check_outputs(outputs, reads, form, corpus)
     from grasp.artifact.reader import Artifact
     from grasp.curation.amounts import parse_targets
     from grasp.curation.documents import checked_rule
     from grasp.curation.export import checked_format
-    from grasp.curation.select import select_with
     from grasp.curation.trust import scorer_and_trust
     from grasp.protocol.predict import describe
     from grasp.protocol.source import checked_targets
@@ -101,9 +98,7 @@ def select(
     table = LabelTable(artifact.rows_path)
     request, notes = _request(artifact, table, budget, target, by, floor, cap, exclude, exclude_where)
     scorer, trust = scorer_and_trust(artifact, chosen, table, list(parse_targets(target)), environment)
-    with Watch(quiet=quiet) as watch:
-        watch.stage("selecting", rows=None, tokens=None)
-        selection = select_with(scorer, artifact, request, progress=_Advance(watch))
+    selection = _watched(scorer, artifact, request, quiet=quiet)
     verdict = None if trust is None else trust.verdict(scorer, selection.sums)
     print_protocol(describe(scorer))
     _print_selection(selection, verdict, notes)
@@ -111,6 +106,15 @@ def select(
         _write(selection, verdict, artifact, out, by)
     if ids_out is not None or corpus_out is not None:
         _write_documents(artifact, selection, rule, ids_out, corpus_out, kind, corpus)
+
+
+def _watched(scorer: "Scorer", artifact: "Artifact", request: "Request", *, quiet: bool) -> "RowSelection":
+    """Select, and tell how far it is."""
+    from grasp.curation.select import select_with
+
+    with Watch(quiet=quiet) as watch:
+        watch.stage("selecting", rows=None, tokens=None)
+        return select_with(scorer, artifact, request, progress=_Advance(watch))
 
 
 class _Advance:
@@ -126,9 +130,10 @@ class _Advance:
 
 
 def _check_outputs(
-    out: Path | None, ids_out: Path | None, corpus_out: Path | None, form: str | None, corpus: str | None
+    outputs: Mapping[str, Path | None], reads: Mapping[str, Path | None], form: str | None, corpus: str | None
 ) -> None:
-    """See that everything can be written before the work begins."""
+    """See that everything can be written before the work begins, and over nothing that is read."""
+    out, ids_out, corpus_out = (outputs[flag] for flag in ("--out", "--ids-out", "--corpus-out"))
     for flag, file in (("--out", out), ("--ids-out", ids_out)):
         output_file(flag, file)
     if out is not None and out.suffix != ".parquet":
@@ -140,6 +145,7 @@ def _check_outputs(
     if corpus_out is None and (form is not None or corpus is not None):
         useless = ", ".join(flag for flag, value in (("--format", form), ("--corpus", corpus)) if value is not None)
         raise SettingsError(f"select: got {useless} without --corpus-out, where it has no meaning; leave it out")
+    distinct_files(outputs, reads)
 
 
 def _check_corpus(
