@@ -32,9 +32,9 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from grasp.build.forward import PositionBatch, PositionSums, TokenKernel, forward_units
-from grasp.build.local import build
 from grasp.corpus.store import RowStore
+from grasp.extract.forward import PositionBatch, PositionSums, TokenKernel, forward_units
+from grasp.extract.local import build
 from grasp.features.extract import extract
 from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.positions import position_mask

@@ -178,7 +178,7 @@ def forward_backward(job: Job) -> None:
 
 def grasp_build(match: str) -> Callable[[Job], int]:
     def run(job: Job) -> int:
-        from grasp.build.local import build  # noqa: PLC0415
+        from grasp.extract.local import build  # noqa: PLC0415
 
         return bytes_below(build(settings_of(job, match), job.out / "run"), but="tokens")
 
@@ -322,7 +322,7 @@ class Contender:
     needs_artifact: bool = False
 
 
-TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.build.local", "transformers.models.llama")
+TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.extract.local", "transformers.models.llama")
 METHODS = ("grasp.baselines.predict", "grasp.baselines.material", *OWN)
 CONTENDERS: dict[str, Contender] = {
     "body forward": Contender(body_forward, TORCH, (1, 4, 8), "no head"),

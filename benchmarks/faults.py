@@ -50,21 +50,21 @@ import psutil
 from grasp.artifact.files import write_whole
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
-from grasp.build.local import build
 from grasp.cli import REFUSALS
 from grasp.errors import ArtifactError, GraspError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.retrain import retrain
+from grasp.extract.local import build
+from grasp.runs.environment import Environment
+from grasp.runs.retrain import retrain
 from grasp.settings import build_settings, read_yaml, retrain_settings, write_yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.build.world import world
+from tests.extract.world import world
 
 STEPS = {"steps": 4, "warmup_steps": 1, "batch_rows": 8}
 SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 64}
 LONGEST = 300.0
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["grasp.build.local", "grasp.fidelity.retrain", "transformers.models.llama"])
+SERVER.set_forkserver_preload(["grasp.extract.local", "grasp.runs.retrain", "transformers.models.llama"])
 
 
 class FaultError(Exception):
@@ -174,8 +174,8 @@ def work(verb: str, root: Path, out: Path) -> None:
         return
     engine = None
     if verb == "ray":
-        from grasp.build.cluster import ClusterSpec  # noqa: PLC0415
-        from grasp.build.ray_engine import RayEngine  # noqa: PLC0415
+        from grasp.extract.cluster import ClusterSpec  # noqa: PLC0415
+        from grasp.extract.ray_engine import RayEngine  # noqa: PLC0415
 
         engine = RayEngine(ClusterSpec(workers=2))
     build(build_settings(read_yaml(root / "build.yaml")), out, resume=True, engine=engine)

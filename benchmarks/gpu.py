@@ -37,16 +37,16 @@ from retrain import finish, random_rows, seconds_a_step
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.artifact.reader import Artifact
-from grasp.build.local import build
 from grasp.corpus.store import RowStore
+from grasp.extract.local import build
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.recipe import named_recipe
 from grasp.models.tokenizer import train_tokenizer
-from grasp.protocol.source import RowSums
+from grasp.predict.geometry import MASK_ROWS
+from grasp.predict.source import RowSums
+from grasp.predict.sweep_torch import masked_sums
+from grasp.predict.weights import PackedMasks
+from grasp.runs.recipe import named_recipe
 from grasp.settings import BuildSettings, build_settings
-from grasp.subsets.weights import PackedMasks
-from grasp.utility.geometry import MASK_ROWS
-from grasp.utility.sweep_torch import masked_sums
 
 UNITS, WIDTH = 640, 129
 TOLERANCE = {"arrays": 2e-3, "sums": 2e-6}  # those of tests/test_gpu.py

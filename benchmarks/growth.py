@@ -29,13 +29,14 @@ from memory import peak_bytes  # the file beside this one
 from grasp.artifact.reader import Artifact
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
-from grasp.curation.amounts import parse_budget, parse_targets
-from grasp.curation.select import Request, select
-from grasp.protocol.predict import predict
-from grasp.protocol.scorer import CalibrationFamily
-from grasp.protocol.scoring import ScoringProtocol, default_protocol
-from grasp.protocol.tables import slice_table
-from grasp.subsets import LabelTable, parse_family
+from grasp.choose.amounts import parse_budget, parse_targets
+from grasp.choose.select import Request, select
+from grasp.predict.families import parse_family
+from grasp.predict.predictions import predict
+from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.row_tables import slice_table
+from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.slices import LabelTable
 
 SHARD_ROWS, LABELS, TARGETS = 16_384, 24, 5
 SUBSET_ROWS = 1_000

@@ -68,7 +68,7 @@ def child(what: str, text: str, batches: Sequence[int]) -> None:
 
 
 def grasp_build_for_methods(job: Job) -> None:
-    from grasp.build.local import build  # noqa: PLC0415
+    from grasp.extract.local import build  # noqa: PLC0415
 
     build(settings_of(job, "pooled"), job.artifact)
 
@@ -120,7 +120,7 @@ def sweep(job: Job) -> dict[str, Any]:
     import sweep as sums  # noqa: PLC0415 - the script beside this one
     import torch  # noqa: PLC0415
 
-    from grasp.utility.sweep import Sweep  # noqa: PLC0415
+    from grasp.predict.sweep import Sweep  # noqa: PLC0415
 
     torch.set_num_threads(job.threads)
     n_rows = job.rows

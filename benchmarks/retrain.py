@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from grasp.models.recipe import TrainingRecipe, named_recipe
-from grasp.models.rows import InMemoryRows, Share, batch_order, token_batches
-from grasp.models.training import Trainer
+from grasp.runs.recipe import TrainingRecipe, named_recipe
+from grasp.runs.training import Trainer
+from grasp.runs.training_rows import InMemoryRows, Share, batch_order, token_batches
 
 WARM_UP = 5
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.reader import Artifact
-from grasp.fidelity.environment import Environment
-from grasp.protocol.methods import Asked, compare
-from grasp.protocol.scoring import default_protocol, load_protocol
+from grasp.predict.protocol import default_protocol, load_protocol
+from grasp.runs.environment import Environment
+from grasp.runs.methods import Asked, compare
 
 RELATIVE = 2.0**-11
 

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from scipy.sparse import csr_array
 
-from grasp.protocol.source import RowSums
-from grasp.subsets.weights import OmittedRows, PackedMasks, SliceShares, Weights
-from grasp.utility import sweep_torch
-from grasp.utility.sweep import Sweep
+from grasp.predict import sweep_torch
+from grasp.predict.source import RowSums
+from grasp.predict.sweep import Sweep
+from grasp.predict.weights import OmittedRows, PackedMasks, SliceShares, Weights
 
 STREAM_BYTES = 512 << 20
 PLAIN_SUBSETS = 200

@@ -6,7 +6,7 @@ python experiments/keep.py bench-out/environments/cc-topic experiments/environme
 import argparse
 from pathlib import Path
 
-from grasp.fidelity.environment import Environment
+from grasp.runs.environment import Environment
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import torch
 from scipy.sparse import csr_array
 
 from grasp.artifact.reader import Artifact
-from grasp.build.local import build
-from grasp.models.recipe import train
-from grasp.models.stacked import train_stacked
+from grasp.extract.local import build
 from grasp.models.unit_loss import evaluate_units
-from grasp.subsets.weights import PackedMasks
-from grasp.utility import sweep_torch
+from grasp.predict import sweep_torch
+from grasp.predict.weights import PackedMasks
+from grasp.runs.recipe import train
+from grasp.runs.stacked import train_stacked
 
 from .build.world import world
 from .models.toy import RECIPE, corpus, units

@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import rankdata, spearmanr
 
 from grasp.artifact.reader import Artifact
-from grasp.build.local import build
-from grasp.protocol.tables import ranked_rows
+from grasp.extract.local import build
+from grasp.predict.row_tables import ranked_rows
 from grasp.settings import BuildSettings, build_settings
 
 PAGES = Path(__file__).parents[2] / "shared" / "data" / "cc_weborganizer.parquet"

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from experiments.table import AVERAGE, ceilings
-from grasp.subsets.weights import PackedMasks
-from grasp.utility.sweep import Sweep
+from grasp.predict.sweep import Sweep
+from grasp.predict.weights import PackedMasks
 
 SUBSETS = 100_000
 BLOCK, ROUNDS = 512, 3

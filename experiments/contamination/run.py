@@ -22,13 +22,13 @@ from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_t
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import column, contamination, method_scores
 from grasp.audit.detection import auroc
+from grasp.audit.ranking import rows_by_method
 from grasp.baselines.asked import asked_methods
-from grasp.build.local import build
 from grasp.corpus.store import RowStore
+from grasp.extract.local import build
 from grasp.files import write_whole
-from grasp.models.recipe import TrainingRecipe, named_recipe, train
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.protocol.ranking import rows_by_method
+from grasp.runs.recipe import TrainingRecipe, named_recipe, train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
 from grasp.targets import Unit, load_units

@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 from experiments.curation.setting import World
 from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
+from grasp.audit.ranking import rows_by_method
 from grasp.baselines.asked import asked_methods
-from grasp.curation.amounts import Amount, Bound
-from grasp.curation.mixture import MixRequest, mix_with
-from grasp.curation.select import Request, select
+from grasp.choose.amounts import Amount, Bound
+from grasp.choose.mixture import MixRequest, mix_with
+from grasp.choose.select import Request, select
 from grasp.files import aside, write_whole
-from grasp.protocol.held import UnitSelection
-from grasp.protocol.label_slices import label_slices
-from grasp.protocol.ranking import rows_by_method
-from grasp.protocol.scorer import CalibrationFamily, Scorer
-from grasp.protocol.scoring import ScoringProtocol
-from grasp.protocol.tables import row_tokens
+from grasp.predict.held import UnitSelection
+from grasp.predict.label_slices import label_slices
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.row_tables import row_tokens
+from grasp.predict.scorer import CalibrationFamily, Scorer
+from grasp.predict.slices import LabelTable
 from grasp.seeds import stream
-from grasp.subsets import LabelTable
 
 I64 = NDArray[np.int64]
 RANDOM, BM25, ADDITIVE, GRASP, MIXTURE = "random", "bm25", "additive", "grasp", "mixture"

@@ -17,16 +17,17 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from grasp.errors import ModelError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.leases import held
-from grasp.fidelity.retrain import POLL_SECONDS, Worker, row_index
-from grasp.models.recipe import TrainingRecipe
-from grasp.models.rows import RowSource, Share, batch_order, token_batches
 from grasp.models.tokenizer import HfTokenizer
-from grasp.models.training import label_weights
 from grasp.models.unit_loss import evaluate_units
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.subset_tables import read_subsets
+from grasp.runs.environment import Environment
+from grasp.runs.leases import held
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.retrain import POLL_SECONDS, Worker, row_index
+from grasp.runs.training import label_weights
+from grasp.runs.training_rows import RowSource, Share, batch_order, token_batches
 from grasp.settings import RetrainSettings
-from grasp.subsets import SubsetBlock, read_subsets
 
 NAME = "gpt2"
 

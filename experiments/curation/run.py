@@ -24,12 +24,12 @@ from experiments.curation.gpt2 import fill_gpt2, reference
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
 from grasp.artifact.reader import Artifact
-from grasp.build.local import build
 from grasp.errors import GraspError, SettingsError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.environment_info import INFO
-from grasp.fidelity.retrain import RetrainStatus, fitted_lengths, resolved_recipe, retrain
+from grasp.extract.local import build
 from grasp.files import write_whole
+from grasp.runs.environment import Environment
+from grasp.runs.environment_info import INFO
+from grasp.runs.retrain import RetrainStatus, fitted_lengths, resolved_recipe, retrain
 from grasp.settings import RetrainSettings, build_settings
 
 

@@ -19,11 +19,11 @@ from scipy.stats import rankdata
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.metrics import rank_correlations
 from grasp.files import write_whole
-from grasp.protocol.development import Development
-from grasp.utility.relevance import counted
+from grasp.predict.counted import counted
+from grasp.runs.development import Development
+from grasp.runs.environment import Environment
+from grasp.runs.metrics import rank_correlations
 
 F64 = NDArray[np.float64]
 

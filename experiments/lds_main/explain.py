@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.metrics import spearman, unit_leverage
 from grasp.files import write_whole
-from grasp.protocol.development import Scored
-from grasp.protocol.scoring import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
+from grasp.runs.development import Scored
+from grasp.runs.environment import Environment
+from grasp.runs.metrics import spearman, unit_leverage
 
 F64 = NDArray[np.float64]
 

@@ -29,9 +29,9 @@ from grasp.baselines.gradients.sums import (
 )
 from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.llama import StackedLlama
-from grasp.models.recipe import TrainingRecipe
-from grasp.models.stacked import StackedModels
+from grasp.runs.llama import StackedLlama
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.stacked import StackedModels
 from grasp.targets.units import UnitTokens
 
 F64 = NDArray[np.float64]

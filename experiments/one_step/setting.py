@@ -14,13 +14,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grasp.artifact.reader import Artifact
 from grasp.baselines.gradients.per_example import Example
-from grasp.build.local import build
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import SettingsError
+from grasp.extract.local import build
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.llama import StackedLlama
-from grasp.models.recipe import TrainingRecipe, named_recipe, train
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.runs.llama import StackedLlama
+from grasp.runs.recipe import TrainingRecipe, named_recipe, train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units

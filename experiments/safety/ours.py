@@ -12,13 +12,13 @@ from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect, method_scores
+from grasp.audit.ranking import rows_by_method
 from grasp.baselines.asked import asked_methods
-from grasp.build.local import build
-from grasp.protocol.predict import predict
-from grasp.protocol.ranking import rows_by_method
-from grasp.protocol.scoring import Calibration, ScoringProtocol, load_protocol
+from grasp.extract.local import build
+from grasp.predict.blocks import MissingRows, in_blocks
+from grasp.predict.predictions import predict
+from grasp.predict.protocol import Calibration, ScoringProtocol, load_protocol
 from grasp.settings import build_settings
-from grasp.subsets.blocks import MissingRows, in_blocks
 
 F64 = NDArray[np.float64]
 TARGET = "trusted"

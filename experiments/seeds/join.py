@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grasp.errors import EnvironmentDataError, GraspError
-from grasp.fidelity.environment import Environment
 from grasp.files import write_whole
+from grasp.runs.environment import Environment
 
 SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
 FILES = ("utilities.parquet", "reference.parquet")

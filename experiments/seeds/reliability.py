@@ -19,9 +19,9 @@ import numpy as np
 from experiments.lds_main.explain import F64, Compared, compared, write_json
 from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.metrics import spearman
-from grasp.protocol.scoring import default_protocol
+from grasp.predict.protocol import default_protocol
+from grasp.runs.environment import Environment
+from grasp.runs.metrics import spearman
 
 
 def run(artifact: Artifact, environment: Environment) -> dict[str, Any]:

@@ -19,13 +19,13 @@ import numpy as np
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.evaluate import evaluate
 from grasp.files import write_whole
-from grasp.protocol.development import Development
-from grasp.protocol.family import Candidate, ProtocolFamily, candidate_of, default_family
-from grasp.protocol.scoring import default_protocol
-from grasp.protocol.selection import select
+from grasp.predict.protocol import default_protocol
+from grasp.runs.candidates import Candidate, ProtocolFamily, candidate_of, default_family
+from grasp.runs.development import Development
+from grasp.runs.environment import Environment
+from grasp.runs.evaluate import evaluate
+from grasp.runs.selection import select
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect
-from grasp.build.fit_head import fit_head
-from grasp.build.local import build
 from grasp.corpus.images import decode_image
+from grasp.extract.fit_head import fit_head
+from grasp.extract.local import build
 from grasp.settings import build_settings
 
 F64 = NDArray[np.float64]

@@ -22,8 +22,8 @@ from experiments.vision.command import Pictures
 from experiments.vision.features import SPLITS, chosen, splits
 from experiments.vision.methods import F64, Head
 from grasp.audit.detection import auroc
-from grasp.fidelity.metrics import spearman
 from grasp.models.fitted_head import fit_linear
+from grasp.runs.metrics import spearman
 from grasp.seeds import stream
 
 NOISE, COMPONENTS, DECAY, CLASSES = 0.1, 128, 0.05, 10

@@ -23,14 +23,14 @@ from transformers.utils import logging as hf_logging
 
 from experiments.curation.setting import held_out_documents
 from grasp.artifact.reader import Artifact
+from grasp.audit.retrieval import Found, method_names, parse_scores, related_by_label, retrieve
 from grasp.baselines.asked import asked_methods
-from grasp.build.local import build
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, SettingsError
+from grasp.extract.local import build
 from grasp.files import aside, write_whole
-from grasp.models.recipe import named_recipe, train
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.protocol.retrieval import Found, method_names, parse_scores, related_by_label, retrieve
+from grasp.runs.recipe import named_recipe, train
 from grasp.settings import CorpusSettings, build_settings
 
 LABELS = ("topic", "format")

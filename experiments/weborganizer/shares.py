@@ -20,10 +20,10 @@ from grasp.artifact.reader import Artifact
 from grasp.errors import GraspError
 from grasp.extras import require
 from grasp.files import write_whole
-from grasp.protocol.checkpoints import LabelTrend, label_trends
-from grasp.protocol.label_slices import label_slices
-from grasp.protocol.tables import row_tokens
-from grasp.subsets import LabelTable
+from grasp.predict.label_slices import label_slices
+from grasp.predict.row_tables import row_tokens
+from grasp.predict.slices import LabelTable
+from grasp.report.trends import LabelTrend, label_trends
 
 F64 = NDArray[np.float64]
 SHOWN = 5  # of the categories that gain most and lose most

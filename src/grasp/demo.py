@@ -11,14 +11,14 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from grasp.artifact.reader import Artifact
-from grasp.build.local import build
-from grasp.build.progress import Progress, Silent
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.evaluate import artifact_targets
-from grasp.models.recipe import named_recipe, train
+from grasp.extract.local import build
+from grasp.extract.progress import Progress, Silent
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.runs.environment import Environment
+from grasp.runs.evaluate import artifact_targets
+from grasp.runs.recipe import named_recipe, train
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 

@@ -12,14 +12,14 @@ import pytest
 from grasp.artifact.reader import Artifact
 from grasp.audit import detect as detecting
 from grasp.audit.detect import contamination, detect
-from grasp.build.fit_head import fit_head
-from grasp.build.local import build
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.images import decode_image
 from grasp.errors import ArtifactError, SettingsError
+from grasp.extract.fit_head import fit_head
+from grasp.extract.local import build
 from grasp.settings import build_settings
-from tests.build.world import texts, world, write_checkpoint, write_targets
 from tests.cli.grasp_command import refused, succeed
+from tests.extract.world import texts, world, write_checkpoint, write_targets
 from tests.models.images_world import pictures, settings, write_parquet
 
 

@@ -13,18 +13,18 @@ from grasp.audit.diagnose import diagnose
 from grasp.audit.kernels import Kernels
 from grasp.audit.sample import Rerun, environment_subsets, sample_features, sample_rows
 from grasp.audit.sketched import RANKS
-from grasp.build.local import build
-from grasp.build.moments import unspool_moments
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError
+from grasp.extract.local import build
+from grasp.extract.moments import unspool_moments
 from grasp.features.whitening import Whitener
-from grasp.protocol.development import Scored
-from grasp.protocol.scoring import ScoringProtocol, default_protocol
+from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.weights import as_csr
+from grasp.runs.development import Scored
 from grasp.settings import build_settings
-from grasp.subsets.weights import as_csr
-from tests.build.world import world
 from tests.cli.grasp_command import refused, succeed
-from tests.curation.environments import write_artifact, write_environment
+from tests.extract.world import world
 from tests.models.images_world import settings as image_settings
+from tests.runs.environments import write_artifact, write_environment
 
 
 @pytest.fixture(scope="module")

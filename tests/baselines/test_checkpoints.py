@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.baselines.checkpoints import find_checkpoints
 from grasp.errors import ModelError
-from grasp.models.recipe import TrainingRecipe
-from grasp.models.rows import Share, batch_order, token_batches
-from grasp.models.training import Trainer
-from tests.build.world import write_checkpoint
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.training import Trainer
+from grasp.runs.training_rows import Share, batch_order, token_batches
+from tests.extract.world import write_checkpoint
 
 
 def run_of(world):

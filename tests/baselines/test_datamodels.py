@@ -8,9 +8,9 @@ import pytest
 from grasp.baselines.material import Material, Retrained
 from grasp.baselines.predict import predict
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
-from grasp.fidelity.metrics import spearman
-from grasp.fidelity.oracles import lasso_oracle, mask_features
-from grasp.subsets import parse_family
+from grasp.predict.families import parse_family
+from grasp.runs.metrics import spearman
+from grasp.runs.oracles import lasso_oracle, mask_features
 from tests.baselines.world import N_ROWS, asked, cache
 
 

@@ -10,9 +10,9 @@ from grasp.baselines.retraining_shapley import RetrainingGame
 from grasp.baselines.shapley import exact_shapley
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
-from grasp.fidelity.environment import Environment
-from grasp.models.recipe import TrainingRecipe, train
 from grasp.models.unit_loss import evaluate_units
+from grasp.runs.environment import Environment
+from grasp.runs.recipe import TrainingRecipe, train
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
 TOPIC = np.arange(N_ROWS) % 3

@@ -18,8 +18,8 @@ from grasp.baselines.registry import METHODS, entry_of
 from grasp.baselines.stored import Cache, identity, stored_scores
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
-from grasp.fidelity.predictions import read_row_scores
-from grasp.subsets import RowIndex
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.predictions import read_row_scores
 from tests.baselines.test_contract import Clock, Killed
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 

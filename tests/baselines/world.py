@@ -15,14 +15,14 @@ from grasp.artifact.reader import Artifact
 from grasp.baselines.asked import AskedMethod, asked_methods
 from grasp.baselines.material import Material
 from grasp.baselines.stored import Cache, StoredScores
-from grasp.build.local import build
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.retrain import retrain
+from grasp.extract.local import build
 from grasp.models.tokenizer import train_tokenizer
-from grasp.protocol.development import Scored
-from grasp.protocol.methods import retrained
+from grasp.runs.development import Scored
+from grasp.runs.environment import Environment
+from grasp.runs.methods import retrained
+from grasp.runs.retrain import retrain
 from grasp.settings import build_settings, retrain_settings
-from tests.build.world import TOPICS, texts, write_targets
+from tests.extract.world import TOPICS, texts, write_targets
 
 N_ROWS = 40
 N_UNITS = 6

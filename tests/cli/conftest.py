@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from grasp.settings import write_yaml
-from tests.build.world import world
 from tests.cli.grasp_command import succeed
+from tests.extract.world import world
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.reader import Artifact
 from grasp.models.tokenizer import train_tokenizer
-from tests.build.world import texts, write_corpus
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
+from tests.extract.world import texts, write_corpus
 
 TWO_ROWS = [{"row_id": "a", "text": "water light"}, {"row_id": "b", "text": "cell river energy"}]
 

@@ -14,15 +14,17 @@ from grasp.artifact import remote
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArtifactWriter
-from grasp.protocol.predict import predict
-from grasp.protocol.scorer import CalibrationFamily
-from grasp.protocol.scoring import default_protocol, load_protocol
-from grasp.protocol.tables import row_tokens, slice_table
+from grasp.predict.blocks import one_subset
+from grasp.predict.families import parse_family
+from grasp.predict.predictions import predict
+from grasp.predict.protocol import default_protocol, load_protocol
+from grasp.predict.row_tables import row_tokens, slice_table
+from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.settings import write_yaml
-from grasp.subsets import LabelTable, RowIndex, parse_family, read_subsets, write_subsets
-from grasp.subsets.blocks import one_subset
-from tests.build.world import write_targets
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
+from tests.extract.world import write_targets
 
 GEOMETRY = {
     "name": "with geometry",

@@ -11,13 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import Artifact
-from grasp.curation.summaries import read_mixture, read_selection
+from grasp.choose.summaries import read_mixture, read_selection
 from grasp.errors import SettingsError
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.fidelity.evaluate import target_fingerprint
-from grasp.protocol.scoring import load_protocol
-from grasp.subsets import LabelTable, RowIndex, parse_family
+from grasp.predict.families import parse_family
+from grasp.predict.protocol import load_protocol
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.environment import Environment
+from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit
 from tests.cli.grasp_command import cells, refused, succeed
 

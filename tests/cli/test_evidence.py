@@ -22,14 +22,14 @@ from scipy import stats
 from grasp.artifact.reader import Artifact
 from grasp.cli import progress
 from grasp.cli.progress import Watch
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.retrain import RetrainStatus
-from grasp.protocol.development import Scored
-from grasp.protocol.family import candidate_of, default_family, load_family
-from grasp.protocol.scoring import default_protocol, load_protocol, save_protocol
+from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
+from grasp.runs.candidates import candidate_of, default_family, load_family
+from grasp.runs.development import Scored
+from grasp.runs.environment import Environment
+from grasp.runs.retrain import RetrainStatus
 from grasp.settings import read_yaml, write_yaml
-from tests.build.world import write_targets
 from tests.cli.grasp_command import cells, refused, succeed
+from tests.extract.world import write_targets
 
 FAMILY = {
     "sides": ["retained"],

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import Artifact
-from tests.build.world import TOPICS
 from tests.cli.grasp_command import cells, refused, succeed
+from tests.extract.world import TOPICS
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from experiments.contamination.plant import CLEAN, NATURAL, folded, grams, own_t
 from experiments.contamination.readme import lines
 from experiments.contamination.run import gram_overlap, make, recall, scores, table
 from grasp.audit.detect import column
-from grasp.models.llama import LlamaShape
-from grasp.models.recipe import named_recipe
+from grasp.runs.llama import LlamaShape
+from grasp.runs.recipe import named_recipe
 from grasp.targets import Unit
-from tests.build.world import WORDS
+from tests.extract.world import WORDS
 
 
 def units(count=12):

@@ -17,17 +17,17 @@ from experiments.curation.gpt2 import train_gpt2
 from experiments.curation.run import Experiment
 from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, held_out_documents, with_choices
 from experiments.curation.table import estimate
-from grasp.build.local import build
 from grasp.errors import SettingsError
-from grasp.fidelity.environment import Environment
-from grasp.models.llama import LlamaShape
-from grasp.models.recipe import named_recipe
-from grasp.models.rows import InMemoryRows
-from grasp.protocol.held import UnitSelection
-from grasp.protocol.scoring import default_protocol, save_protocol
+from grasp.extract.local import build
+from grasp.predict.held import UnitSelection
+from grasp.predict.protocol import default_protocol, save_protocol
+from grasp.runs.environment import Environment
+from grasp.runs.llama import LlamaShape
+from grasp.runs.recipe import named_recipe
+from grasp.runs.training_rows import InMemoryRows
 from grasp.settings import build_settings
 from grasp.targets import Unit
-from tests.build.world import WORDS, write_checkpoint, write_corpus
+from tests.extract.world import WORDS, write_checkpoint, write_corpus
 
 SHAPE = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 48}
 RECIPE = {"shape": SHAPE, "steps": 3, "warmup_steps": 1, "batch_rows": 4}
@@ -196,7 +196,7 @@ def test_both_architectures_are_trained_on_what_either_chose(experiment):
 
 def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, monkeypatch):
     first = experiment.out.read_bytes()
-    monkeypatch.setattr("grasp.fidelity.retrain.train_stacked", None)
+    monkeypatch.setattr("grasp.runs.retrain.train_stacked", None)
     monkeypatch.setattr("experiments.curation.gpt2.train_gpt2", None)
     monkeypatch.setattr("experiments.curation.choices.select", None)
     Experiment(experiment.settings, experiment.work, experiment.out).run(cross=True)

@@ -16,11 +16,11 @@ from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError
 from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.llama import LlamaShape, StackedLlama
-from grasp.models.recipe import named_recipe
+from grasp.runs.llama import LlamaShape, StackedLlama
+from grasp.runs.recipe import named_recipe
 from grasp.targets.units import UnitTokens
 from tests.baselines.gradient_world import NoTokenizer, autograd, objective, rows, units
-from tests.build.world import texts, write_targets
+from tests.extract.world import texts, write_targets
 
 SHAPE = LlamaShape(vocab_size=97, hidden=16, intermediate=24, layers=2, heads=2, context=32)
 RECIPE = named_recipe("tiny").model_copy(update={"shape": SHAPE})

@@ -13,8 +13,8 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.autograd.functional import hessian
 
-from grasp.utility.geometry import geometry
-from grasp.utility.predictor import additive, interaction_surrogate
+from grasp.predict.geometry import geometry
+from grasp.predict.predictor import additive, interaction_surrogate
 
 ROWS, WIDTH, STEPS, RATE = 24, 3, 15, 0.2
 

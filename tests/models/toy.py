@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from grasp.models.llama import LlamaShape
-from grasp.models.recipe import TrainingRecipe
-from grasp.models.rows import InMemoryRows
+from grasp.runs.llama import LlamaShape
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.training_rows import InMemoryRows
 from grasp.targets import UnitTokens
 
 RECIPE = TrainingRecipe(

@@ -14,9 +14,9 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from grasp.artifact.reader import Artifact
-from grasp.curation.findings import MIN_TOKENS, Question, findings
-from grasp.protocol.scoring import ScoringProtocol, default_protocol
-from grasp.protocol.tables import slice_table
+from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.row_tables import slice_table
+from grasp.report.findings import MIN_TOKENS, Question, findings
 from grasp.report.page import render
 from grasp.settings import write_yaml
 from tests.cli.grasp_command import refused, succeed
@@ -152,8 +152,8 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     found = findings(artifact, default_protocol(), Question(by=("topic",)))
     label = found.labels[0]
-    from grasp.curation.findings import _calibration  # noqa: PLC0415
-    from grasp.subsets import LabelTable  # noqa: PLC0415
+    from grasp.predict.slices import LabelTable  # noqa: PLC0415
+    from grasp.report.findings import _calibration  # noqa: PLC0415
 
     table = LabelTable(artifact.rows_path)
     calibration = _calibration(default_protocol(), "topic", table, Question())

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.audit.detect import contamination, detect, write_table
-from grasp.curation.suspects import SAID, SHOWN, read_suspects
+from grasp.audit.suspects import SAID, SHOWN, read_suspects
 from tests.cli.grasp_command import refused, succeed
 from tests.report.test_page import Page
 from tests.report.world import HOSTILE, write_artifact

@@ -8,10 +8,12 @@ import pyarrow as pa
 
 from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.fidelity.evaluate import target_fingerprint
-from grasp.subsets import LabelTable, RowIndex, parse_family
+from grasp.predict.families import parse_family
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.environment import Environment
+from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.evaluate import target_fingerprint
 from grasp.targets import Unit
 
 TOPICS = ("games", "science", "travel", "art", None)

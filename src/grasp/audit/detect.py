@@ -26,12 +26,12 @@ from grasp.audit.detection import (
     threshold_like,
     threshold_of_checked,
 )
-from grasp.curation.suspects import SAID, made_from
+from grasp.audit.suspects import SAID, made_from
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import written_aside
 
 if TYPE_CHECKING:
-    from grasp.protocol.ranking import MethodRows
+    from grasp.audit.ranking import MethodRows
 
 F64 = NDArray[np.float64]
 NEIGHBOURS = 10

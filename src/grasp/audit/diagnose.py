@@ -26,9 +26,9 @@ from grasp.audit.sample import (
 )
 from grasp.audit.sketched import NAMES, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
-from grasp.fidelity.environment import Environment
-from grasp.protocol.agreement import agreement
-from grasp.protocol.scoring import ScoringProtocol, default_protocol
+from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.runs.agreement import agreement
+from grasp.runs.environment import Environment
 
 F64 = NDArray[np.float64]
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from scipy.sparse import csr_array, diags_array
 from grasp.artifact.reader import Artifact
 from grasp.audit import checks
 from grasp.audit.sample import PositionFeatures, SampleFeatures
-from grasp.build.finish import PooledKernel, whiten
-from grasp.build.moments import unspool_moments
+from grasp.extract.finish import PooledKernel, whiten
+from grasp.extract.moments import unspool_moments
 from grasp.features.moments import Moments
 from grasp.features.pooling import PooledFeatures
 from grasp.features.product_sketch import ProductSketch

@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 
 from grasp.artifact.reader import Artifact
-from grasp.build.forward import ShardForward
-from grasp.build.passes import Rows, row_passes
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, CorpusError, EnvironmentDataError, GraspError, ModelError
+from grasp.extract.forward import ShardForward
+from grasp.extract.passes import Rows, row_passes
 from grasp.features.extract import BatchFeatures
 from grasp.features.pooling import pool
-from grasp.fidelity.environment import Environment
-from grasp.fidelity.metrics import MIN_SUBSETS
 from grasp.models.causal_lm import REPOSITORY
 from grasp.models.reference import Reference, load_reference
-from grasp.protocol.development import Scored
+from grasp.predict.weights import as_csr
+from grasp.runs.development import Scored
+from grasp.runs.environment import Environment
+from grasp.runs.metrics import MIN_SUBSETS
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings, build_settings
-from grasp.subsets.weights import as_csr
 
 F64 = NDArray[np.float64]
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large

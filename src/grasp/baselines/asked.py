@@ -15,7 +15,7 @@ from grasp.baselines.base import Method, SubsetMethod
 from grasp.baselines.registry import METHODS, entry_of
 from grasp.errors import SettingsError
 from grasp.extras import require
-from grasp.fidelity.predictions import Weighting
+from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, describe
 
 GRASP = "grasp"  # may be named among the methods; its own predictions are always there

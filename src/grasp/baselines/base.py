@@ -23,8 +23,8 @@ from grasp.settings import Settings
 if TYPE_CHECKING:
     from grasp.baselines.material import Material
     from grasp.baselines.work import WorkArea
-    from grasp.fidelity.predictions import Predictions
-    from grasp.subsets import SubsetBlock
+    from grasp.predict.blocks import SubsetBlock
+    from grasp.runs.predictions import Predictions
 
 F64 = NDArray[np.float64]
 Scores = NDArray[np.floating[Any]]

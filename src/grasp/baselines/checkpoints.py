@@ -1,6 +1,6 @@
 """Checkpoints of one training run: where they are, which learning rate led to them, their Adam moments.
 
-`grasp retrain` and `grasp.models.recipe.train` keep `checkpoint-<step>` directories with `model.safetensors`,
+`grasp retrain` and `grasp.runs.recipe.train` keep `checkpoint-<step>` directories with `model.safetensors`,
 `optimizer.safetensors` and `training.json`, which holds the recipe. A checkpoint of the Hugging Face trainer has its
 learning rate in `trainer_state.json`; its moments are a pickle, which is not read.
 """
@@ -22,8 +22,8 @@ from torch import Tensor
 from grasp.artifact.files import entry_of
 from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.llama import StackedLlama
-from grasp.models.recipe import OPTIMIZER, RECORD, WEIGHTS, TrainingRecipe
+from grasp.runs.llama import StackedLlama
+from grasp.runs.recipe import OPTIMIZER, RECORD, WEIGHTS, TrainingRecipe
 from grasp.settings import ModelSettings
 
 CONFIG = "config.json"

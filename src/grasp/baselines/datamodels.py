@@ -9,7 +9,9 @@ from pydantic import Field
 from grasp.baselines.base import Account, SubsetMethod
 from grasp.baselines.material import Material
 from grasp.errors import EnvironmentDataError
-from grasp.fidelity.oracles import (
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.slices import LabelTable
+from grasp.runs.oracles import (
     FOLDS,
     SubsetFeatures,
     fraction_features,
@@ -17,9 +19,8 @@ from grasp.fidelity.oracles import (
     mask_features,
     ridge_oracle,
 )
-from grasp.fidelity.predictions import Predictions
+from grasp.runs.predictions import Predictions
 from grasp.settings import Settings
-from grasp.subsets import LabelTable, SubsetBlock
 
 MASKS = "masks"
 

@@ -18,7 +18,7 @@ from grasp.baselines.gradients.settings import WeightedSettings
 from grasp.baselines.gradients.store import Update
 from grasp.baselines.material import Material
 from grasp.errors import ModelError, SettingsError
-from grasp.models.recipe import RECORD
+from grasp.runs.recipe import RECORD
 from grasp.settings import refuse_idle
 
 EPSILON = 1e-8

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
-from grasp.build.progress import Progress, Silent
 from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError
-from grasp.fidelity.environment import Environment, Utilities
+from grasp.extract.progress import Progress, Silent
+from grasp.predict.blocks import SubsetBlock
+from grasp.runs.environment import Environment, Utilities
 from grasp.settings import BuildSettings, build_settings
-from grasp.subsets import SubsetBlock
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from grasp.baselines.base import Account, RowMethod, SubsetMethod
 from grasp.baselines.material import Material
 from grasp.baselines.stored import Cache, StoredScores, stored_scores
 from grasp.errors import SettingsError
-from grasp.fidelity.predictions import Cost, Predictions, RowScores, Standing, Weighting
-from grasp.subsets import Side, SubsetBlock
+from grasp.predict.blocks import Side, SubsetBlock
+from grasp.runs.predictions import Cost, Predictions, RowScores, Standing, Weighting
 
 ANY = ("", "any")  # the one column of scores that do not depend on the unit
 COUNTED = "scores are added up over a subset, not averaged"

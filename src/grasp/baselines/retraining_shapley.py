@@ -20,14 +20,15 @@ from grasp.baselines.material import Material
 from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_shapley, permutation_shapley
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
-from grasp.fidelity.predictions import Weighting
-from grasp.fidelity.retrain import resolved_device
-from grasp.models.recipe import TrainingRecipe
-from grasp.models.stacked import train_stacked
-from grasp.models.training import Trainer
 from grasp.models.unit_loss import evaluate_units
+from grasp.predict.labels import LabelColumn
+from grasp.predict.slices import LabelTable
+from grasp.runs.predictions import Weighting
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.retrain import resolved_device
+from grasp.runs.stacked import train_stacked
+from grasp.runs.training import Trainer
 from grasp.settings import Settings, describe, refuse_idle
-from grasp.subsets import LabelColumn, LabelTable
 
 F64 = NDArray[np.float64]
 Masks = NDArray[np.bool_]

@@ -16,7 +16,7 @@ from grasp.settings import BuildSettings, build_settings, target_settings
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo
-    from grasp.build.cluster import ClusterSpec
+    from grasp.extract.cluster import ClusterSpec
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -127,8 +127,8 @@ def _run_remote(settings: BuildSettings, url: str, resume: bool, quiet: bool, sp
 
 def _run(settings: BuildSettings, out: Path, resume: bool, quiet: bool, spec: "ClusterSpec | None") -> "ArtifactInfo":
     from grasp.artifact.inspection import info
-    from grasp.build.local import build as build_artifact
-    from grasp.build.ray_engine import RayEngine
+    from grasp.extract.local import build as build_artifact
+    from grasp.extract.ray_engine import RayEngine
 
     engine = None if spec is None else RayEngine(spec)
     complete = resume and (out / "manifest.json").exists()
@@ -154,7 +154,7 @@ def _say(done: "ArtifactInfo", where: str) -> None:
 
 def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:
     from grasp.artifact.reader import Artifact
-    from grasp.build.extend import add_target as add_targets
+    from grasp.extract.extend import add_target as add_targets
 
     given = data.pop("targets", {})
     if data or not isinstance(given, dict) or "names" in given:

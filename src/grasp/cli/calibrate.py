@@ -11,7 +11,7 @@ from grasp.cli.tables import show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
-    from grasp.protocol.selection import Selection
+    from grasp.runs.selection import Selection
 
 SHOWN = 10
 # \b keeps the lines of the epilog as they are.
@@ -50,11 +50,11 @@ def calibrate(
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
     from grasp.artifact.reader import Artifact
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.family import default_family, load_family
-    from grasp.protocol.methods import developments_of
-    from grasp.protocol.scoring import save_protocol
-    from grasp.protocol.selection import freeze, provenance, select, write_provenance
+    from grasp.predict.protocol import save_protocol
+    from grasp.runs.candidates import default_family, load_family
+    from grasp.runs.environment import Environment
+    from grasp.runs.methods import developments_of
+    from grasp.runs.selection import freeze, provenance, select, write_provenance
 
     chosen_from = default_family() if family is None else load_family(family)
     developments = developments_of(
@@ -78,7 +78,7 @@ def _list(listing: Path, paths: list[Path], environments: list[Path], family: Pa
         raise SettingsError(f"calibrate: {useless} has no meaning with --list; leave it out")
     if listing.exists():
         raise SettingsError(f"--list: {listing} is there already; give another name, or remove it")
-    from grasp.protocol.family import write_default_family
+    from grasp.runs.candidates import write_default_family
 
     write_default_family(listing)
     print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")

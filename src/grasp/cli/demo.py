@@ -14,7 +14,7 @@ from grasp.cli.tables import plain, show, size_text
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
     from grasp.demo import Demo
-    from grasp.fidelity.environment import Environment
+    from grasp.runs.environment import Environment
 
 SHOWN_TARGETS = ("sciq", "commonsense_qa", "basic_skills_logical_reasoning")
 RANDOM_SUBSETS = 10_000
@@ -61,10 +61,11 @@ def demo(
 
 def _slices(artifact: "Artifact") -> None:
     from grasp.cli.predict import print_slices
-    from grasp.protocol.scorer import CalibrationFamily
-    from grasp.protocol.scoring import default_protocol
-    from grasp.protocol.tables import row_tokens, slice_table
-    from grasp.subsets import LabelTable, parse_family
+    from grasp.predict.families import parse_family
+    from grasp.predict.protocol import default_protocol
+    from grasp.predict.row_tables import row_tokens, slice_table
+    from grasp.predict.scorer import CalibrationFamily
+    from grasp.predict.slices import LabelTable
 
     protocol = default_protocol()
     labels = LabelTable(artifact.rows_path).column("source")
@@ -86,7 +87,7 @@ def _slices(artifact: "Artifact") -> None:
 
 
 def _rows(artifact: "Artifact") -> None:
-    from grasp.protocol.tables import ranked_rows
+    from grasp.predict.row_tables import ranked_rows
 
     for title, bottom in (("Rows that help SciQ most", False), ("Rows that help SciQ least", True)):
         rows = ranked_rows(artifact, "sciq", 6, bottom=bottom, min_tokens=32).to_pylist()
@@ -96,9 +97,9 @@ def _rows(artifact: "Artifact") -> None:
 
 
 def _random_subsets(artifact: "Artifact", path: Path) -> None:
-    from grasp.protocol.predict import predict
-    from grasp.protocol.scoring import default_protocol
-    from grasp.subsets import parse_family
+    from grasp.predict.families import parse_family
+    from grasp.predict.predictions import predict
+    from grasp.predict.protocol import default_protocol
 
     blocks = parse_family("uniform:0.1").draw(
         RANDOM_SUBSETS, n_rows=artifact.n_rows, labels=None, seed=0, purpose="demo"
@@ -144,8 +145,8 @@ def _decide(made: "Demo", environment: "Environment | None") -> None:
 
 
 def _report(made: "Demo", artifact: "Artifact", environment: "Environment | None") -> None:
-    from grasp.curation.findings import Question, findings
-    from grasp.protocol.scoring import default_protocol
+    from grasp.predict.protocol import default_protocol
+    from grasp.report.findings import Question, findings
     from grasp.report.page import write_report
 
     selection, mixture = made.kept_path.with_suffix(".json"), made.mixture_path.with_suffix(".json")

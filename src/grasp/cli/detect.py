@@ -80,7 +80,7 @@ def _others(
     artifact: "Artifact", target: str, against: str | None, cache: Path | None, quiet: bool
 ) -> "dict[str, F64]":
     from grasp.audit.detect import method_scores
-    from grasp.protocol.ranking import rows_by_method
+    from grasp.audit.ranking import rows_by_method
 
     asked = published_methods(asked_names("--against", against), None, {"--cache": cache}, "--against")
     with Watch(quiet=quiet) as watch:

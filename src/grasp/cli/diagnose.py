@@ -40,8 +40,8 @@ def diagnose(
     output_file("--json", json_file)
     from grasp.artifact.reader import Artifact
     from grasp.audit.diagnose import diagnose as examine
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.scoring import load_protocol
+    from grasp.predict.protocol import load_protocol
+    from grasp.runs.environment import Environment
 
     found = examine(
         Artifact.open(path),

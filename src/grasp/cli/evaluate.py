@@ -14,9 +14,9 @@ from grasp.errors import SettingsError
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
     from grasp.baselines.asked import AskedMethod
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.family import Candidate
-    from grasp.protocol.scoring import ScoringProtocol
+    from grasp.predict.protocol import ScoringProtocol
+    from grasp.runs.candidates import Candidate
+    from grasp.runs.environment import Environment
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -73,8 +73,8 @@ def evaluate(
     output_file("--csv", csv_file)
     published = _methods(methods, method_settings, checkpoints, cache)
     from grasp.artifact.reader import Artifact
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.methods import Asked, compare
+    from grasp.runs.environment import Environment
+    from grasp.runs.methods import Asked, compare
 
     artifact, found = Artifact.open(path), Environment.open(environment)
     protocols = _protocols(protocol)
@@ -115,7 +115,7 @@ def _methods(
 
 def _protocols(path: Path | None) -> "dict[str, ScoringProtocol]":
     """The protocol that ships and, beside it, the one of a file; two of one name are told apart by the file's."""
-    from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.predict.protocol import default_protocol, load_protocol
 
     shipped = default_protocol()
     if path is None:
@@ -129,9 +129,9 @@ def _controls(
     artifact: "Artifact", environment: "Environment", development: list[Path], family: Path | None, resamples: int
 ) -> "tuple[dict[str, Candidate], list[str]]":
     """Controls with weights selected on development environments; none given: on the evaluated one, if it is one."""
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.family import default_family, load_family
-    from grasp.protocol.methods import control_methods, developments_of
+    from grasp.runs.candidates import default_family, load_family
+    from grasp.runs.environment import Environment
+    from grasp.runs.methods import control_methods, developments_of
 
     if not development and environment.role != "dev":
         raise SettingsError(

@@ -60,7 +60,7 @@ def fit_head(
     data = merged(config, assign, flags)
     require(data, REQUIRED, "fit-head")
     settings = fit_settings(data)
-    from grasp.build.fit_head import fit_head as fit
+    from grasp.extract.fit_head import fit_head as fit
 
     with Watch(quiet=quiet) as watch:
         done = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)

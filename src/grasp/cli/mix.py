@@ -14,9 +14,9 @@ from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
-    from grasp.curation.mixture import MixRequest, Mixture
-    from grasp.curation.trust import Verdict
-    from grasp.subsets import LabelTable
+    from grasp.choose.mixture import MixRequest, Mixture
+    from grasp.predict.slices import LabelTable
+    from grasp.runs.trust import Verdict
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -70,11 +70,12 @@ def mix(
         {"is the row table of ART": path / "rows.parquet", "--protocol reads": protocol},
     )
     from grasp.artifact.reader import Artifact
-    from grasp.curation.mixture import mix_with, write_weights
-    from grasp.curation.trust import scorer_and_trust
-    from grasp.protocol.predict import describe
-    from grasp.protocol.source import checked_targets
-    from grasp.subsets import LabelTable, RowIndex
+    from grasp.choose.mixture import mix_with, write_weights
+    from grasp.predict.predictions import describe
+    from grasp.predict.slices import LabelTable
+    from grasp.predict.source import checked_targets
+    from grasp.predict.subset_tables import RowIndex
+    from grasp.runs.trust import scorer_and_trust
 
     artifact = Artifact.open(path)
     table = LabelTable(artifact.rows_path)
@@ -106,10 +107,10 @@ def _request(
     distance: str | None,
 ) -> "MixRequest":
     """What is asked, in rows and shares."""
-    from grasp.curation.amounts import parse_bounds, parse_share, parse_targets
-    from grasp.curation.mixture import MixRequest
-    from grasp.protocol.label_slices import label_slices
-    from grasp.protocol.tables import row_tokens
+    from grasp.choose.amounts import parse_bounds, parse_share, parse_targets
+    from grasp.choose.mixture import MixRequest
+    from grasp.predict.label_slices import label_slices
+    from grasp.predict.row_tables import row_tokens
 
     return MixRequest(
         label_slices(table.column(by, "--by"), row_tokens(artifact)),
@@ -155,8 +156,8 @@ def _print_mixture(mixture: "Mixture", verdict: "Verdict | None") -> None:
 
 
 def _write(mixture: "Mixture", verdict: "Verdict | None", out: Path) -> None:
-    from grasp.curation.records import mixture_table, write_summary, write_table
-    from grasp.protocol.scoring import save_protocol
+    from grasp.choose.records import mixture_table, write_summary, write_table
+    from grasp.predict.protocol import save_protocol
 
     write_table(mixture_table(mixture), out)
     record = out.with_suffix(".json")

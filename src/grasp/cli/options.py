@@ -11,8 +11,8 @@ from grasp.settings import read_yaml
 
 if TYPE_CHECKING:
     from grasp.baselines.asked import AskedMethod
-    from grasp.build.cluster import ClusterSpec
-    from grasp.protocol.scoring import ScoringProtocol
+    from grasp.extract.cluster import ClusterSpec
+    from grasp.predict.protocol import ScoringProtocol
 
 
 def merged(config: Path | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
@@ -136,8 +136,8 @@ def chosen_protocol(
     Raises:
         GraspError: a file that is no protocol, no such family, or a penalty that cannot be measured.
     """
-    from grasp.curation.select import with_diversity
-    from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.choose.select import with_diversity
+    from grasp.predict.protocol import default_protocol, load_protocol
 
     chosen = default_protocol() if file is None else load_protocol(file)
     if diversity is not None:
@@ -153,7 +153,7 @@ def _with_calibration(protocol: "ScoringProtocol", text: str | None) -> "Scoring
     Raises:
         SettingsError: no such family.
     """
-    from grasp.subsets import parse_family
+    from grasp.predict.families import parse_family
 
     if text is None:
         return protocol
@@ -177,7 +177,7 @@ def cluster(engine: str, workers: int | None, address: str | None, threads: int 
         if address is not None:
             raise SettingsError(f"--address: got {address!r}, which has no meaning without --engine ray; leave it out")
         return None
-    from grasp.build.cluster import ClusterSpec
+    from grasp.extract.cluster import ClusterSpec
 
     return ClusterSpec(address, workers, threads or 1)
 

@@ -13,10 +13,11 @@ from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
-    from grasp.protocol.predict import PredictionTable
-    from grasp.protocol.scorer import CalibrationFamily
-    from grasp.protocol.scoring import ScoringProtocol
-    from grasp.subsets import LabelTable, SubsetBlock
+    from grasp.predict.blocks import SubsetBlock
+    from grasp.predict.predictions import PredictionTable
+    from grasp.predict.protocol import ScoringProtocol
+    from grasp.predict.scorer import CalibrationFamily
+    from grasp.predict.slices import LabelTable
 
 
 # \b keeps the lines of the epilog as they are.
@@ -62,11 +63,11 @@ def predict(
     Utility is in standard deviations over the calibration family; higher is better.
     """
     from grasp.artifact.reader import Artifact
-    from grasp.curation.trust import Watcher, scorer_and_trust, with_intervals
-    from grasp.protocol.predict import predict_with
-    from grasp.protocol.scorer import CalibrationFamily
-    from grasp.protocol.source import checked_targets
-    from grasp.subsets import LabelTable
+    from grasp.predict.predictions import predict_with
+    from grasp.predict.scorer import CalibrationFamily
+    from grasp.predict.slices import LabelTable
+    from grasp.predict.source import checked_targets
+    from grasp.runs.trust import Watcher, scorer_and_trust, with_intervals
 
     asked = {"--subsets": subsets, "--drop": drop, "--keep": keep, "--weight": weight or None, "--by": by}
     asked["--family"] = family
@@ -138,8 +139,9 @@ def _blocks(
     omitted: bool,
 ) -> tuple[Iterator["SubsetBlock"], str]:
     """The subsets asked for, and what is worth saying of them."""
-    from grasp.subsets import RowIndex, parse_family, read_subsets
-    from grasp.subsets.blocks import one_subset
+    from grasp.predict.blocks import one_subset
+    from grasp.predict.families import parse_family
+    from grasp.predict.subset_tables import RowIndex, read_subsets
 
     if subsets is not None:
         index = RowIndex.from_parquet(artifact.rows_path)
@@ -167,7 +169,7 @@ def _weighted(labels: "LabelTable", texts: Sequence[str]) -> tuple[Iterator["Sub
     """The corpus with the rows of each expression at its weight; where a row is in several, their product."""
     import numpy as np
 
-    from grasp.subsets.blocks import one_subset
+    from grasp.predict.blocks import one_subset
 
     weight_N = np.ones(labels.n_rows)
     for expression, weight in [_weight(text) for text in texts]:
@@ -203,11 +205,11 @@ def _by(
     environment: Path | None,
     out: Path | None,
 ) -> None:
-    from grasp.curation.trust import Trust, slice_intervals, slice_warnings
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.label_slices import label_slices
-    from grasp.protocol.scorer import Scorer
-    from grasp.protocol.tables import row_tokens, slice_table
+    from grasp.predict.label_slices import label_slices
+    from grasp.predict.row_tables import row_tokens, slice_table
+    from grasp.predict.scorer import Scorer
+    from grasp.runs.environment import Environment
+    from grasp.runs.trust import Trust, slice_intervals, slice_warnings
 
     tokens_N = row_tokens(artifact)
     slices = label_slices(labels.column(by), tokens_N)
@@ -229,7 +231,7 @@ def _by(
         table = slice_intervals(table, trust)
     print_protocol({key.decode(): value.decode() for key, value in table.schema.metadata.items()})
     if out is not None:
-        from grasp.protocol.tables import write_table
+        from grasp.predict.row_tables import write_table
 
         write_table(table, out)
         print(f"{out}: {table.num_rows:,} lines")

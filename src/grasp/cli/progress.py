@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from grasp.fidelity.retrain import RetrainStatus
+    from grasp.runs.retrain import RetrainStatus
 
 LINE_SECONDS = 10.0
 

@@ -48,10 +48,10 @@ def report(
     read = {"--selection": selection, "--mixture": mixture, "--detect": suspects, "--protocol": protocol}
     distinct_files({"--out": out}, {f"{flag} reads": file for flag, file in read.items()})
     from grasp.artifact.reader import Artifact
-    from grasp.curation.findings import Question, findings
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.scoring import default_protocol, load_protocol
+    from grasp.predict.protocol import default_protocol, load_protocol
+    from grasp.report.findings import Question, findings
     from grasp.report.page import write_report
+    from grasp.runs.environment import Environment
 
     question = Question(
         targets=distinct_names("--targets", targets),

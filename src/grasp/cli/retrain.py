@@ -13,7 +13,7 @@ from grasp.cli.progress import Watch
 from grasp.settings import RetrainSettings, Settings, retrain_settings
 
 if TYPE_CHECKING:
-    from grasp.fidelity.environment import Environment
+    from grasp.runs.environment import Environment
 
 REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
 # \b keeps the lines of the epilog as they are.
@@ -72,8 +72,8 @@ def retrain(
     data = merged(config, assign, flags)
     require(data, REQUIRED, f"retrain --resume: there is no {replay}" if resume and config is None else "retrain")
     settings = retrain_settings(data)
-    from grasp.fidelity.retrain import fitted_lengths
-    from grasp.fidelity.retrain import retrain as run
+    from grasp.runs.retrain import fitted_lengths
+    from grasp.runs.retrain import retrain as run
 
     settings = fitted_lengths(settings)
     spec = cluster(engine, settings.workers, address, settings.threads)

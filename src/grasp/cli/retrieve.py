@@ -14,7 +14,7 @@ from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
-    from grasp.protocol.retrieval import Found, Related
+    from grasp.audit.retrieval import Found, Related
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -64,9 +64,9 @@ def retrieve(
     output_file("--out", out)
     places = _numbers(k)
     from grasp.artifact.reader import Artifact
-    from grasp.curation.records import write_table
-    from grasp.protocol.retrieval import method_names, parse_scores, per_query
-    from grasp.protocol.retrieval import retrieve as run
+    from grasp.audit.retrieval import method_names, parse_scores, per_query
+    from grasp.audit.retrieval import retrieve as run
+    from grasp.choose.records import write_table
 
     asked = parse_scores(methods, names(fusion) or [])
     published = published_methods(method_names(asked), method_settings, {})
@@ -105,7 +105,7 @@ def _numbers(text: str) -> list[int]:
 def _related(
     artifact: "Artifact", queries: Path | None, by: str | None, target: str | None, related: str | None
 ) -> "Sequence[Related]":
-    from grasp.protocol.retrieval import related_by_expression, related_by_label
+    from grasp.audit.retrieval import related_by_expression, related_by_label
 
     if queries is not None:
         labels = distinct_names("--by", by) or []

@@ -14,8 +14,8 @@ from grasp.errors import SettingsError
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
+    from grasp.audit.ranking import MethodRows
     from grasp.baselines.asked import AskedMethod
-    from grasp.protocol.ranking import MethodRows
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -58,7 +58,7 @@ def score(
     given = {"--environment": environment, "--checkpoints": checkpoints}
     asked = _method(method, match, given | {"--method-settings": method_settings, "--cache": cache}, method_settings)
     from grasp.artifact.reader import Artifact
-    from grasp.protocol.source import checked_targets
+    from grasp.predict.source import checked_targets
 
     artifact = Artifact.open(path)
     if match is not None:
@@ -73,7 +73,7 @@ def score(
     for k, worst in parts:
         _show(source, target, k, worst, kernel, min_tokens, columns)
     if out is not None:
-        from grasp.protocol.tables import write_ranking
+        from grasp.predict.row_tables import write_ranking
 
         lines = write_ranking(
             source, target, out, parts or [(source.n_rows, False)], kernel=kernel, min_tokens=min_tokens
@@ -114,8 +114,8 @@ def _scored(
     quiet: bool,
 ) -> "MethodRows":
     """The rows under a method's scores."""
-    from grasp.fidelity.environment import Environment
-    from grasp.protocol.ranking import rows_by_method
+    from grasp.audit.ranking import rows_by_method
+    from grasp.runs.environment import Environment
 
     known = None if environment is None else Environment.open(environment)
     with Watch(quiet=quiet) as watch:
@@ -132,8 +132,8 @@ def _show(
     columns: list[str],
 ) -> None:
     """Print the best, or worst, rows with some columns of the row table and their text."""
-    from grasp.protocol.ranking import MethodRows
-    from grasp.protocol.tables import ranked_rows
+    from grasp.audit.ranking import MethodRows
+    from grasp.predict.row_tables import ranked_rows
 
     artifact, by = (source.artifact, source.label) if isinstance(source, MethodRows) else (source, "relevance")
     table = ranked_rows(source, target, k, bottom=worst, kernel=kernel, min_tokens=min_tokens)
@@ -152,7 +152,7 @@ def _show(
 
 def _columns(artifact: "Artifact", asked: list[str] | None) -> list[str]:
     """Columns of the row table to show: those asked for, else the first two labels."""
-    from grasp.subsets import LabelTable
+    from grasp.predict.slices import LabelTable
 
     if asked is None:
         return list(artifact.manifest.details.get("labels", []))[:2]

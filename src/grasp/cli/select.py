@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from grasp.artifact.reader import Artifact
-    from grasp.curation.documents import Rule
-    from grasp.curation.select import Request, RowSelection
-    from grasp.curation.trust import Verdict
-    from grasp.protocol.scorer import Scorer
-    from grasp.subsets import LabelTable
+    from grasp.choose.documents import Rule
+    from grasp.choose.select import Request, RowSelection
+    from grasp.predict.scorer import Scorer
+    from grasp.predict.slices import LabelTable
+    from grasp.runs.trust import Verdict
 
 PLACES = 8  # of the curve that are printed
 # \b keeps the lines of the epilog as they are.
@@ -82,13 +82,13 @@ def select(
     reads = {"is the row table of ART": path / "rows.parquet", "--exclude reads": exclude, "--protocol reads": protocol}
     _check_outputs(outputs, reads, form, corpus)
     from grasp.artifact.reader import Artifact
-    from grasp.curation.amounts import parse_targets
-    from grasp.curation.documents import checked_rule
-    from grasp.curation.export import checked_format
-    from grasp.curation.trust import scorer_and_trust
-    from grasp.protocol.predict import describe
-    from grasp.protocol.source import checked_targets
-    from grasp.subsets import LabelTable
+    from grasp.choose.amounts import parse_targets
+    from grasp.choose.documents import checked_rule
+    from grasp.choose.export import checked_format
+    from grasp.predict.predictions import describe
+    from grasp.predict.slices import LabelTable
+    from grasp.predict.source import checked_targets
+    from grasp.runs.trust import scorer_and_trust
 
     rule, kind = checked_rule(documents), None if form is None else checked_format(form)
     artifact = Artifact.open(path)
@@ -110,7 +110,7 @@ def select(
 
 def _watched(scorer: "Scorer", artifact: "Artifact", request: "Request", *, quiet: bool) -> "RowSelection":
     """Select, and tell how far it is."""
-    from grasp.curation.select import select_with
+    from grasp.choose.select import select_with
 
     with Watch(quiet=quiet) as watch:
         watch.stage("selecting", rows=None, tokens=None)
@@ -152,8 +152,8 @@ def _check_corpus(
     artifact: "Artifact", corpus: str | None, outputs: Mapping[str, Path | None], *, needed: bool
 ) -> None:
     """See that the corpus is where it is said to be, and that nothing is written over it."""
+    from grasp.choose.documents import corpus_settings
     from grasp.corpus.sources import FileSource, open_source
-    from grasp.curation.documents import corpus_settings
     from grasp.errors import CorpusError
 
     try:
@@ -182,9 +182,9 @@ def _request(
     exclude_where: str | None,
 ) -> tuple["Request", list[str]]:
     """What is asked, and what is worth saying of what is excluded."""
-    from grasp.curation.amounts import parse_bounds, parse_budget, parse_targets
-    from grasp.curation.records import read_exclusion
-    from grasp.curation.select import Request
+    from grasp.choose.amounts import parse_bounds, parse_budget, parse_targets
+    from grasp.choose.records import read_exclusion
+    from grasp.choose.select import Request
 
     notes: list[str] = []
     excluded_N: NDArray[np.bool_] | None = None
@@ -210,7 +210,7 @@ def _request(
 
 
 def _print_selection(selection: "RowSelection", verdict: "Verdict | None", notes: list[str]) -> None:
-    from grasp.curation.select import guarantee
+    from grasp.choose.select import guarantee
 
     taken, known = len(selection.row_index), selection.certificate
     print(f"{taken:,} of {selection.n_rows:,} rows ({taken / selection.n_rows:.1%}), {selection.n_tokens:,} tokens")
@@ -280,8 +280,8 @@ def _print_labels(selection: "RowSelection") -> None:
 def _write(
     selection: "RowSelection", verdict: "Verdict | None", artifact: "Artifact", out: Path, label: str | None
 ) -> None:
-    from grasp.curation.records import selection_table, write_summary, write_table
-    from grasp.protocol.scoring import save_protocol
+    from grasp.choose.records import selection_table, write_summary, write_table
+    from grasp.predict.protocol import save_protocol
 
     write_table(selection_table(selection, artifact, label), out)
     record = out.with_suffix(".json")
@@ -304,8 +304,8 @@ def _write_documents(
 ) -> None:
     import numpy as np
 
-    from grasp.curation.documents import corpus_settings, kept_documents, write_ids
-    from grasp.curation.export import checked_format, own_format, write_corpus
+    from grasp.choose.documents import corpus_settings, kept_documents, write_ids
+    from grasp.choose.export import checked_format, own_format, write_corpus
 
     chosen_N = np.zeros(selection.n_rows, dtype=np.bool_)
     chosen_N[selection.row_index] = True

@@ -60,7 +60,7 @@ def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str
         return [plain(cell) for cell in cells]
     if not is_name:
         return [_cut(plain(cell), LONGEST_CELL) for cell in cells]
-    from grasp.subsets.labels import different
+    from grasp.predict.labels import different
 
     known = list(dict.fromkeys(map(str, cells)))
     long = [name for name in known if len(plain(name)) > LONGEST_CELL]

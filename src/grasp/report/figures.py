@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from grasp.curation.findings import LabelFindings
-from grasp.curation.summaries import MixtureSummary, SelectionSummary
+from grasp.choose.summaries import MixtureSummary, SelectionSummary
 from grasp.extras import require
-from grasp.fidelity.evaluate import EvaluationReport
-from grasp.fidelity.metrics import Estimate
-from grasp.protocol.agreement import TargetPoints
-from grasp.protocol.checkpoints import LabelTrend
-from grasp.protocol.interactions import Interactions
+from grasp.report.findings import LabelFindings
+from grasp.report.interactions import Interactions
 from grasp.report.texts import plotted
+from grasp.report.trends import LabelTrend
+from grasp.runs.agreement import TargetPoints
+from grasp.runs.evaluate import EvaluationReport
+from grasp.runs.metrics import Estimate
 
 go = require("plotly.graph_objects", extra="report", feature="a report")
 

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 
 import grasp
-from grasp.curation.findings import MIN_TOKENS, Findings, LabelFindings, Missing, Retraining, ScoredBy
-from grasp.curation.summaries import MixtureSummary, Realized, SelectionSummary, TrustSummary
+from grasp.choose.summaries import MixtureSummary, Realized, SelectionSummary, TrustSummary
 from grasp.errors import SettingsError
 from grasp.extras import require
-from grasp.fidelity.evaluate import AVERAGE, MethodResult, estimate_of
-from grasp.fidelity.metrics import Estimate, TargetMetrics
 from grasp.files import written_aside
-from grasp.protocol.agreement import Agreement, TargetPoints
-from grasp.protocol.checkpoints import LabelTrend
-from grasp.protocol.interactions import Interactions, Pair
 from grasp.report import figures as draw
+from grasp.report.findings import MIN_TOKENS, Findings, LabelFindings, Missing, Retraining, ScoredBy
+from grasp.report.interactions import Interactions, Pair
 from grasp.report.suspects import suspects_view
 from grasp.report.texts import ending, interval, name, number, plain, signed, skipped_text, unique_names
+from grasp.report.trends import LabelTrend
 from grasp.report.whatif import payload
+from grasp.runs.agreement import Agreement, TargetPoints
+from grasp.runs.evaluate import AVERAGE, MethodResult, estimate_of
+from grasp.runs.metrics import Estimate, TargetMetrics
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")

@@ -3,7 +3,7 @@
 import base64
 from typing import Any
 
-from grasp.curation.suspects import SuspectSummary
+from grasp.audit.suspects import SuspectSummary
 from grasp.report.texts import name, number, plain, signed
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from grasp.curation.findings import Findings, LabelFindings, Missing, NatsIntervals
+from grasp.predict.geometry import QuadraticWeights
+from grasp.report.findings import Findings, LabelFindings, Missing, NatsIntervals
 from grasp.report.texts import plain, unique_names
-from grasp.utility.geometry import QuadraticWeights
 
 COVERED = ("hidden", "residual")  # sketches by which it is told whether a subset lies outside of an environment's
 

@@ -1,6 +1,6 @@
 "use strict";
 // Predicts, while sliders move, what `grasp predict` says of the same weights. The formula is that of
-// grasp.protocol.whatif.SliceFormula: f weights of the slices, n their rows, u = f or 1 - f by the side.
+// grasp.predict.slice_model.SliceFormula: f weights of the slices, n their rows, u = f or 1 - f by the side.
 (() => {
   const root = document.getElementById("whatif-app");
   if (!root) return;

@@ -1,0 +1,96 @@
+"""Rows ranked by a published method: its stored scores, seen as an artifact with one kernel."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import Artifact
+from grasp.baselines.asked import AskedMethod
+from grasp.baselines.material import Material
+from grasp.baselines.predict import scores
+from grasp.baselines.stored import Cache, StoredScores
+from grasp.extract.progress import Progress, Silent
+from grasp.predict.source import F32, Blocks
+from grasp.runs.development import Scored
+from grasp.runs.environment import Environment
+from grasp.runs.methods import retrained
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRows:
+    """The rows of an artifact under the scores of a method: a `RowSource` whose one kernel is the method."""
+
+    artifact: Artifact
+    label: str
+    found: StoredScores
+
+    @property
+    def n_rows(self) -> int:
+        return self.artifact.n_rows
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return self.artifact.targets
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        return (f"relevance_{self.label}",)
+
+    @property
+    def units(self) -> pa.Table:
+        return self.artifact.units
+
+    @property
+    def feature_settings(self) -> Mapping[str, Any]:
+        return self.artifact.feature_settings
+
+    def unit_columns(self, target: str) -> NDArray[np.int64]:
+        """Columns of the target's units: those of the artifact."""
+        return self.artifact.unit_columns(target)
+
+    def array_blocks(
+        self, name: str, *, columns: NDArray[np.int64] | None = None, block_rows: int | None = None
+    ) -> Blocks:
+        """Scores in blocks of the stored size; one that does not depend on the unit is the same in every column."""
+        del name, block_rows
+        chosen = np.arange(len(self.units)) if columns is None else columns
+        for start, block in self.found:
+            own: F32 = block.astype(np.float32)
+            yield start, own[:, chosen] if own.shape[1] > 1 else np.repeat(own, len(chosen), axis=1)
+
+    def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table:
+        """Chosen rows of the row table."""
+        return self.artifact.rows(row_index)
+
+    def row_batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """The row table, batch by batch."""
+        return self.artifact.row_batches(columns)
+
+
+def rows_by_method(
+    artifact: Artifact,
+    asked: AskedMethod,
+    *,
+    environment: Environment | None = None,
+    checkpoints: Sequence[Path] = (),
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> MethodRows:
+    """Score the rows by a method, unless that was done before.
+
+    Args:
+        environment: for a method that is made from retrained subsets.
+    Raises:
+        GraspError: what the method needs is not there, or it scores no rows.
+    """
+    known = None
+    if environment is not None:
+        scored = Scored.of(environment, artifact)
+        known = retrained(scored, environment.utilities().of(*scored.renamed.values()))
+    material = Material(artifact, checkpoint_places=tuple(checkpoints), retrained=known, progress=progress or Silent())
+    return MethodRows(artifact, asked.label, scores(asked, material, Cache.of(artifact, cache)))

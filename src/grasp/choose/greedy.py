@@ -1,0 +1,334 @@
+"""Greedy choice of rows for a quadratic objective, by exact marginal gains.
+
+    gain of row k at S = linear_k + sum_h curvature_h (||phi_kh||^2 + 2 <phi_kh, s_h>),   s the sketch sum of S
+
+Without curvature the gains are constant: the rows are sorted once, and the result is optimal. A small corpus is
+searched row by row. A larger one is searched in rounds: the gains of all rows are brought up to date, the best few
+thousand become a pool, and a block of rows is taken from the pool, one by one, each by its exact gain. Sentinels,
+rows spread over the ranks below the pool, are kept up to date with it: a round ends as soon as one of them beats the
+pool. So duplicates thin each other out inside a block as well, and the cost is near-linear in the rows.
+
+Bringing gains up to date is lazy. Since a gain was computed the sum s has moved by some delta, and the gain by
+2 <phi_k, C delta> = 2 <mean, C delta> + 2 <phi_k - mean, C delta> (C: the curvatures). The first part is the same for
+all rows, the second is at most 2 ||phi_k - mean|| ||C delta||. Rows whose upper bound stays below what is surely
+reached are not read. The rows taken are the same as without laziness.
+Shape letters: N rows, P rows of a pool, D sketch widths together, K rows taken.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.choose.limits import I64, Ledger, Limits
+from grasp.choose.objective import Objective
+from grasp.predict.source import F64
+
+SEARCHED_ROWS = 8_192  # a corpus up to this size is searched row by row
+INNER_ROWS = 1_024  # what is searched row by row inside a pool
+INNER_BLOCK = 128
+SENTINELS = 128
+ROUNDS = 128  # blocks are as large as brings about so many rounds
+POOL_BLOCKS = 4  # a pool holds so many blocks at least
+RANKED = 2  # pool and sentinels reach down to the rank of so many pools
+LAZY_SHARE = 0.25  # past this share of the rows, all are read: blocks are cheaper than single rows
+DEAD = -np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Rows in the order in which they were taken."""
+
+    row_index: I64  # (K,)
+    gain: F64  # (K,) exact marginal gain at that moment
+    used: int  # cost of all of them
+    rounds: int
+    rows_read: int  # sketches read to keep gains up to date; rounds x rows without laziness
+    searched: bool  # every row was the best of all rows that could be taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Candidates in memory; sentinels are watched and not taken."""
+
+    row_P: I64
+    base_P: F64  # gain of the row on its own
+    sketch_PD: F64
+    sentinel_P: NDArray[np.bool_]
+
+    def part(self, where: I64, sentinels: I64) -> "_Pool":
+        both = np.concatenate([where, sentinels])
+        watched = np.concatenate([self.sentinel_P[where], np.ones(len(sentinels), dtype=np.bool_)])
+        return _Pool(self.row_P[both], self.base_P[both], self.sketch_PD[both], watched)
+
+
+class _Greedy:
+    """State of one selection."""
+
+    def __init__(self, objective: Objective, limits: Limits, progress: Callable[[int], None] | None) -> None:
+        self.objective = objective
+        self.limits = limits
+        self.ledger = Ledger(limits)
+        self.bends_D = objective.bends_D
+        self.vector_D = np.zeros(len(self.bends_D))  # 2 C s: what a gain's product is taken with
+        self.alive_N = limits.allowed_N.copy()
+        self.base_N = objective.linear_N.copy()
+        self.norm_N = np.zeros(len(self.base_N))  # over all halves
+        for half, norm_N in objective.sketches.norms().items() if objective.curvature else ():
+            self.base_N += objective.curvature[half] * norm_N
+            self.norm_N += norm_N
+        self.rows: list[int] = []
+        self.gains: list[float] = []
+        self.rounds = 0
+        self.rows_read = 0
+        self._progress = progress
+
+    # ------------------------------------------------------------------------------------------- choosing
+
+    def sorted_once(self) -> None:
+        """Gains that never change: best first, each row that there is room for."""
+        while (order := self._by_key()).size:
+            for row in order.tolist():
+                code, cost = self.limits.code(row), self.limits.cost(row)
+                if cost <= self.ledger.room(code):
+                    self._take(row, code, cost, float(self.base_N[row]))
+                if self.ledger.used == self.limits.budget:
+                    break
+            self._revive()
+
+    def search(self) -> None:
+        """Row by row over all rows at once."""
+        while self.alive_N.any():
+            rows = np.flatnonzero(self.alive_N)
+            self.rounds += 1
+            self.rows_read += len(rows)
+            self._from(_Pool(rows, self.base_N[rows], self._sketches(rows), np.zeros(len(rows), np.bool_)), len(rows))
+            self._revive()
+
+    def by_rounds(self) -> None:
+        """Blocks of rows out of pools."""
+        gains = _Gains(self)
+        block = max(1, -(-self._expected_rows() // ROUNDS))
+        size = max(INNER_ROWS, POOL_BLOCKS * block)
+        while self.alive_N.any():
+            best, beyond = gains.best(size)
+            pool = self._pool(best, beyond)
+            self.rounds += 1
+            taken = self._in_pool(pool, block)
+            gains.moved()
+            if self._progress is not None:
+                self._progress(len(self.rows))
+            self._close()
+            if not taken:
+                self.alive_N[best] = False  # none of them fits any more
+            if not self.alive_N.any():
+                self._revive()
+
+    def _in_pool(self, pool: _Pool, quota: int) -> int:
+        """Take up to `quota` rows of a pool that may be too large to search row by row."""
+        if len(pool.row_P) <= INNER_ROWS + 2 * SENTINELS:
+            return self._from(pool, quota)
+        taken = 0
+        alive_P = np.ones(len(pool.row_P), dtype=np.bool_)
+        while taken < quota:
+            key_P = self._keys(pool.row_P, pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.vector_D))
+            watched = pool.sentinel_P
+            open_P = alive_P & ~watched & self.alive_N[pool.row_P]
+            if not open_P.any() or (taken and _top(key_P, watched) > _top(key_P, open_P)):
+                break
+            best, beyond = _ranked(np.where(open_P, key_P, DEAD), pool.row_P, INNER_ROWS)
+            watch = np.concatenate([beyond, np.flatnonzero(watched)])
+            got = self._from(pool.part(best, watch), min(INNER_BLOCK, quota - taken))
+            taken += got
+            if not got:
+                alive_P[best] = False
+        return taken
+
+    def _from(self, pool: _Pool, quota: int) -> int:
+        """Take up to `quota` rows, always the best of the pool, until a sentinel beats it. Returns how many."""
+        gain_P = pool.base_P + np.einsum("pd,d->p", pool.sketch_PD, self.vector_D)
+        rate_P = self._keys(pool.row_P, np.ones(len(gain_P)))
+        dead_P = pool.sentinel_P.copy()
+        watched = np.flatnonzero(pool.sentinel_P)
+        taken = 0
+        while taken < quota:
+            key_P = np.where(dead_P, DEAD, gain_P * rate_P)
+            j = int(key_P.argmax())
+            if key_P[j] == DEAD or (taken and len(watched) and (gain_P * rate_P)[watched].max() > key_P[j]):
+                break
+            row = int(pool.row_P[j])
+            code, cost = self.limits.code(row), self.limits.cost(row)
+            if cost > self.ledger.room(code):
+                dead_P |= self._refused(pool.row_P, code, cost)
+                continue
+            self._take(row, code, cost, float(gain_P[j]))
+            dead_P[j] = True
+            taken += 1
+            step_D = 2.0 * self.bends_D * pool.sketch_PD[j]
+            self.vector_D += step_D
+            gain_P += pool.sketch_PD @ step_D
+        return taken
+
+    # ------------------------------------------------------------------------------------------ accounting
+
+    def _take(self, row: int, code: int, cost: int, gain: float) -> None:
+        self.ledger.take(code, cost)
+        self.alive_N[row] = False
+        self.rows.append(row)
+        self.gains.append(gain)
+
+    def _refused(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
+        """Rows of a pool that fit no more than the one that was refused: same value, as dear or dearer."""
+        codes_N, cost_N = self.limits.codes_N, self.limits.cost_N
+        out_P = np.ones(len(row_P), dtype=np.bool_) if codes_N is None else codes_N[row_P] == code
+        if cost_N is not None:
+            out_P &= cost_N[row_P] >= cost
+        self.alive_N[row_P[out_P]] = False
+        return out_P
+
+    def _close(self) -> None:
+        """Drop the rows that there is no room for any more."""
+        self.alive_N &= self._fits()
+
+    def _revive(self) -> None:
+        """At the end: what was set aside for floors may have made room again for rows that were refused."""
+        self.alive_N = self.limits.allowed_N & self._fits()
+        self.alive_N[np.array(self.rows, dtype=np.int64)] = False
+
+    def _fits(self) -> NDArray[np.bool_]:
+        room_G = self.ledger.room_per_value()
+        codes_N, cost_N = self.limits.codes_N, self.limits.cost_N
+        room = room_G[0] if codes_N is None else room_G[codes_N]
+        fits = (1 if cost_N is None else cost_N) <= room
+        return np.broadcast_to(np.asarray(fits), self.alive_N.shape)
+
+    def _keys(self, row_P: I64, gain_P: F64) -> F64:
+        """What rows are ranked by: the gain, or under `count` and a budget in tokens the gain a token."""
+        if self.limits.cost_N is None or self.objective.sketches.scorer.protocol.weighting == "mean":
+            return gain_P
+        return gain_P / self.limits.cost_N[row_P]
+
+    def _by_key(self) -> I64:
+        rows = np.flatnonzero(self.alive_N)
+        return rows[np.argsort(-self._keys(rows, self.base_N[rows]), kind="stable")]
+
+    def _expected_rows(self) -> int:
+        if self.limits.cost_N is None:
+            return self.limits.budget
+        return int(self.limits.budget / max(float(self.limits.cost_N[self.limits.allowed_N].mean()), 1.0))
+
+    def _sketches(self, rows: I64) -> F64:
+        return self.objective.sketches.rows(rows)
+
+    def _pool(self, best: I64, beyond: I64) -> _Pool:
+        rows = np.concatenate([best, beyond])
+        watched = np.zeros(len(rows), dtype=np.bool_)
+        watched[len(best) :] = True
+        return _Pool(rows, self.base_N[rows], self._sketches(rows), watched)
+
+
+class _Gains:
+    """Gains of all rows, each as of some round, and how far they can have moved since."""
+
+    def __init__(self, state: _Greedy) -> None:
+        self._state = state
+        sketches = state.objective.sketches
+        self._mean_D = sketches.joined({half: sketches.mean(half) for half in sketches.halves})
+        n_rows = len(state.base_N)
+        off_N = state.norm_N - 2.0 * sketches.dot(self._mean_D) + float(self._mean_D @ self._mean_D)
+        self._reach_N = np.sqrt(np.maximum(off_N, 0.0))  # ||phi_i - mean||
+        self._gain_N = state.base_N.copy()  # exact while the sum is 0
+        self._round_N = np.zeros(n_rows, dtype=np.int32)
+        self._vectors: list[F64] = [state.vector_D.copy()]  # by round
+
+    def moved(self) -> None:
+        """Rows were taken: the sum has moved."""
+        self._vectors.append(self._state.vector_D.copy())
+
+    def best(self, count: int) -> tuple[I64, I64]:
+        """The rows with the highest exact gains, and sentinels from the ranks below; by row index."""
+        self._refresh(RANKED * count)
+        alive = np.flatnonzero(self._state.alive_N)
+        key = self._state._keys(alive, self._gain_N[alive])
+        fresh = self._round_N[alive] == len(self._vectors) - 1
+        best, beyond = _ranked(np.where(fresh, key, DEAD), alive, count)
+        return alive[best], alive[beyond[fresh[beyond]]]
+
+    def _refresh(self, count: int) -> None:
+        """Make sure that the `count` best rows have gains of this round."""
+        state, now = self._state, len(self._vectors) - 1
+        alive = np.flatnonzero(state.alive_N)
+        stale = alive
+        if count < len(alive) and now:
+            middle, spread = self._window(alive)
+            lower, upper = state._keys(alive, middle - spread), state._keys(alive, middle + spread)
+            sure = np.partition(lower, len(alive) - count)[len(alive) - count]
+            stale = alive[upper >= sure]
+        stale = stale[self._round_N[stale] != now]
+        if not stale.size:
+            return
+        state.rows_read += len(stale)
+        sketches, vector_D = state.objective.sketches, self._vectors[now]
+        if len(stale) > LAZY_SHARE * len(self._gain_N):
+            self._gain_N = state.base_N + sketches.dot(vector_D)
+            self._round_N[:] = now
+        else:
+            self._gain_N[stale] = state.base_N[stale] + sketches.dot_rows(stale, vector_D)
+            self._round_N[stale] = now
+
+    def _window(self, rows: I64) -> tuple[F64, F64]:
+        """Where the gains of rows lie now: a middle, and how far off it they may be."""
+        vectors = np.array(self._vectors)
+        delta_RD = vectors[-1] - vectors
+        shift_R = delta_RD @ self._mean_D
+        length_R = np.linalg.norm(delta_RD, axis=1)
+        since = self._round_N[rows]
+        slack = 1e-9 * (1.0 + np.abs(self._gain_N[rows]))  # rounding
+        return self._gain_N[rows] + shift_R[since], self._reach_N[rows] * length_R[since] + slack
+
+
+def choose(objective: Objective, limits: Limits, progress: Callable[[int], None] | None = None) -> Picks:
+    """Take rows until the budget is used up, best exact marginal gain first; ties go to the earlier row.
+
+    Under a budget in tokens, rows are ranked by gain where the weighting is `mean` (every row then counts alike), and
+    by gain a token where it is `count`.
+
+    Args:
+        progress: called with the number of rows taken so far.
+    Source: prop:aligned-submodularity (the marginal gain). Cost: near-linear in the rows; memory: some 60 bytes a row,
+        and a pool.
+    """
+    state = _Greedy(objective, limits, progress)
+    searched = True
+    if not objective.curvature:
+        state.sorted_once()
+    elif int(limits.allowed_N.sum()) <= SEARCHED_ROWS:
+        state.search()
+    else:
+        searched = False
+        state.by_rounds()
+    return Picks(
+        row_index=np.array(state.rows, dtype=np.int64),
+        gain=np.array(state.gains),
+        used=state.ledger.used,
+        rounds=state.rounds,
+        rows_read=state.rows_read,
+        searched=searched,
+    )
+
+
+def _ranked(key_P: F64, row_P: I64, count: int) -> tuple[I64, I64]:
+    """Positions of the `count` highest keys, by row; and of SENTINELS that are spread over the next ranks."""
+    order = np.flatnonzero(key_P > DEAD)
+    if len(order) <= count:
+        return order, np.empty(0, dtype=np.int64)
+    far = min(len(order), RANKED * count)
+    ranked = order[np.argpartition(-key_P[order], far - 1)[:far]] if far < len(order) else order
+    ranked = ranked[np.lexsort((row_P[ranked], -key_P[ranked]))]
+    spread = np.unique(np.linspace(count, far - 1, SENTINELS).astype(np.int64))
+    return np.sort(ranked[:count]), ranked[spread]
+
+
+def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
+    return float(key_P[where_P].max(initial=DEAD))

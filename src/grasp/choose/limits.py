@@ -1,0 +1,242 @@
+"""What a selection may hold: a budget, floors and caps for the values of a label, rows that are out of the question.
+
+Costs are rows (1 each) or tokens, and so are floors and caps. A ledger keeps what is left while rows are taken. It
+never lets a floor get out of reach: what the open floors still need is set aside. Rows that are refused stay refused
+while rows are taken, but for what a floor in tokens had set aside and did not need.
+Shape letters: N rows, G values of the label.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.choose.amounts import Amount, Bound, Unit
+from grasp.errors import SettingsError
+from grasp.predict.labels import LabelColumn
+
+SHOWN = 5
+NAME_SHOWN = 60
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Checked: a selection within these limits exists, and the ledger finds one."""
+
+    budget: int
+    unit: Unit
+    allowed_N: NDArray[np.bool_]
+    cost_N: I64 | None  # None: every row costs 1
+    values: tuple[str, ...]  # of the label; one value, of all rows, where there is none
+    codes_N: NDArray[np.int32] | None
+    floor_G: I64
+    cap_G: I64
+    largest_G: I64  # cost of the dearest row of each value
+
+    @classmethod
+    def of(
+        cls,
+        budget: Amount,
+        allowed_N: NDArray[np.bool_],
+        *,
+        tokens_N: I64 | None = None,
+        labels: LabelColumn | None = None,
+        floors: Sequence[Bound] = (),
+        caps: Sequence[Bound] = (),
+    ) -> Self:
+        """Turn amounts into numbers, and see that they can be met.
+
+        Args:
+            allowed_N: rows that may be taken.
+            tokens_N: tokens of every row; needed where the budget is in tokens.
+        Raises:
+            SettingsError: a budget of nothing or beyond the pool, floors or caps without a label, of an unknown
+                value or in another unit than the budget, floors that cannot be met (which, and by how much).
+        """
+        unit: Unit = budget.unit or "rows"
+        if unit == "tokens" and tokens_N is None:
+            raise SettingsError("--budget: a budget in tokens needs the tokens of every row, got none")
+        cost_N = tokens_N if unit == "tokens" else None
+        size = _checked_budget(budget, unit, allowed_N, cost_N)
+        if labels is None and (floors or caps):
+            raise SettingsError("--floor, --cap: need a label; name it with --by, e.g. --by topic")
+        names = ("all",) if labels is None else labels.names()
+        codes_N = None if labels is None else labels.codes_N
+        held_G, largest_G = _available(allowed_N, cost_N, codes_N, len(names))
+        floor_G = _amounts(floors, "--floor", labels, names, unit, size, np.zeros(len(names), dtype=np.int64))
+        cap_G = _amounts(caps, "--cap", labels, names, unit, size, np.full(len(names), size, dtype=np.int64))
+        _check_floors(names, unit, size, floor_G, cap_G, held_G, largest_G)
+        return cls(size, unit, allowed_N, cost_N, names, codes_N, floor_G, np.minimum(cap_G, size), largest_G)
+
+    def cost(self, row: int) -> int:
+        """What one row costs."""
+        return 1 if self.cost_N is None else int(self.cost_N[row])
+
+    def code(self, row: int) -> int:
+        """Which value of the label a row has."""
+        return 0 if self.codes_N is None else int(self.codes_N[row])
+
+    @property
+    def has_label_limits(self) -> bool:
+        """Whether any floor or cap binds."""
+        return bool(self.floor_G.any() or (self.cap_G < self.budget).any())
+
+
+class Ledger:
+    """What has been taken, and what may be."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._used = 0
+        self._used_G = [0] * len(limits.values)
+        self._floor_G = limits.floor_G.tolist()
+        self._cap_G = limits.cap_G.tolist()
+        # taking rows for a floor may overshoot it by all but one token of the dearest row
+        self._slack_G = np.where(limits.floor_G > 0, limits.largest_G - 1, 0).tolist()
+        self._owed = sum(self._floor_G)
+        self._slack = sum(self._slack_G)
+
+    @property
+    def used(self) -> int:
+        """Cost of what has been taken."""
+        return self._used
+
+    @property
+    def used_per_value(self) -> I64:
+        """(G,) cost taken of each value."""
+        return np.array(self._used_G, dtype=np.int64)
+
+    def room(self, code: int) -> int:
+        """Cost up to which a row of this value may be taken."""
+        limits = self._limits
+        need = self._need(code)
+        own = need + (self._slack_G[code] if need else 0)
+        free = limits.budget - self._used - (self._owed + self._slack - own)
+        return int(min(self._cap_G[code] - self._used_G[code], free))
+
+    def room_per_value(self) -> I64:
+        """(G,) cost up to which a row of each value may be taken."""
+        return np.array([self.room(g) for g in range(len(self._cap_G))], dtype=np.int64)
+
+    def take(self, code: int, cost: int) -> None:
+        """Take a row that there is room for."""
+        need = self._need(code)
+        self._used += cost
+        self._used_G[code] += cost
+        if need:
+            left = self._need(code)
+            self._owed -= need - left
+            if not left:
+                self._slack -= self._slack_G[code]
+
+    def _need(self, code: int) -> int:
+        return int(max(0, self._floor_G[code] - self._used_G[code]))
+
+
+def _checked_budget(budget: Amount, unit: Unit, allowed_N: NDArray[np.bool_], cost_N: I64 | None) -> int:
+    whole = len(allowed_N) if cost_N is None else int(cost_N.sum())
+    pool = int(allowed_N.sum()) if cost_N is None else int(cost_N[allowed_N].sum())
+    size = budget.of(whole)
+    least = 1 if cost_N is None else int(cost_N[allowed_N].min(initial=np.iinfo(np.int64).max))
+    if size > pool:
+        left = "" if pool == whole else f" of {whole:,}, the others being excluded"
+        raise SettingsError(f"--budget: got {size:,} {unit}, the pool has {pool:,}{left}; ask for less")
+    if size < least:
+        raise SettingsError(
+            f"--budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
+        )
+    return size
+
+
+def _available(
+    allowed_N: NDArray[np.bool_], cost_N: I64 | None, codes_N: NDArray[np.int32] | None, n_values: int
+) -> tuple[I64, I64]:
+    """(G,) cost of all allowed rows of each value, and of the dearest."""
+    codes = np.zeros(int(allowed_N.sum()), np.int32) if codes_N is None else codes_N[allowed_N]
+    if cost_N is None:
+        held_G = np.bincount(codes, minlength=n_values).astype(np.int64)
+        return held_G, np.ones(n_values, dtype=np.int64)
+    cost = cost_N[allowed_N]
+    largest_G = np.zeros(n_values, dtype=np.int64)
+    np.maximum.at(largest_G, codes, cost)
+    held_G = np.zeros(n_values, dtype=np.int64)
+    np.add.at(held_G, codes, cost)
+    return held_G, largest_G
+
+
+def _amounts(
+    bounds: Sequence[Bound],
+    flag: str,
+    labels: LabelColumn | None,
+    names: Sequence[str],
+    unit: Unit,
+    budget: int,
+    default_G: I64,
+) -> I64:
+    """(G,) floors or caps in the unit of the budget; a bound for every value gives way to one for a single value."""
+    out_G = default_G
+    for bound in sorted(bounds, key=lambda bound: bound.value is not None):
+        if bound.amount.unit not in (None, unit):
+            of = "of every value" if bound.value is None else bound.value
+            raise SettingsError(f"{flag} {of}: is in {bound.amount.unit}, the budget is in {unit}; use one unit")
+        amount = bound.amount.of(budget, up=flag == "--floor")
+        if bound.value is None:
+            out_G = np.full(len(names), amount, dtype=np.int64)
+            continue
+        assert labels is not None
+        out_G[value_code(bound.value, names, flag, labels.name)] = amount
+    return out_G
+
+
+def value_code(value: str, names: Sequence[str], flag: str, label: str, n_grouped: int = 0) -> int:
+    """Position of a value by its name; blanks around it do not count where no value has them.
+
+    Args:
+        n_grouped: values that are not named, since they share the last position.
+    Raises:
+        SettingsError: the label has no such value.
+    """
+    for spelled in (value, value.strip()):
+        if spelled in names:
+            return list(names).index(spelled)
+    some = ", ".join(_short(name) for name in names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    here, grouped = (" here", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
+    raise SettingsError(f"{flag}: {label} has no value {value.strip()!r}{here}; it has {some}{grouped}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_SHOWN else f"{name[: NAME_SHOWN - 3]}..."
+
+
+def _check_floors(
+    names: Sequence[str], unit: Unit, budget: int, floor_G: I64, cap_G: I64, held_G: I64, largest_G: I64
+) -> None:
+    short = [
+        f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(held_G[g]):,}"
+        for g in np.flatnonzero(floor_G > held_G).tolist()
+    ]
+    overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
+    short += [
+        f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
+        + (f", closer than its longest row of {int(largest_G[g]):,}" if floor_G[g] <= cap_G[g] else "")
+        for g in np.flatnonzero((floor_G > 0) & (cap_G < budget) & (floor_G + overshoot_G > cap_G)).tolist()
+    ]
+    asked = int(floor_G.sum() + overshoot_G.sum())
+    if asked > budget:
+        longest = " with its longest row each" if unit == "tokens" else ""
+        short.append(f"together they take {asked:,} {unit}{longest}, the budget is {budget:,}")
+    if short:
+        raise SettingsError(f"--floor: cannot be met: {_some(short)}; lower them, or raise the budget")
+    room = int(np.minimum(cap_G, held_G).sum())
+    if room < budget:
+        raise SettingsError(
+            f"--cap: leaves room for {room:,} {unit}, the budget is {budget:,}; raise the caps, or lower the budget"
+        )
+
+
+def _some(parts: Sequence[str]) -> str:
+    more = f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+    return "; ".join(parts[:SHOWN]) + more

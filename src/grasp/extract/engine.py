@@ -1,0 +1,66 @@
+"""Who runs the reference model over rows: this process, or workers elsewhere. What comes out is the same."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from grasp.extract.forward import (
+    PositionSums,
+    ShardForward,
+    TokenKernel,
+    UnitFeatures,
+    forward_shard,
+    position_sums,
+)
+from grasp.extract.passes import Rows
+from grasp.models.reference import Reference
+from grasp.settings import FeatureSettings, ModelSettings
+
+
+class Workers(Protocol):
+    """Runs the reference model over rows that are handed in; the caller writes what comes back."""
+
+    def position_sums(self, parts: Iterable[Rows]) -> Iterator[PositionSums]:
+        """Sums for the token-level moments of each part, in the order of the parts, whoever is done first."""
+
+    def forward(
+        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, *, keep_positions: bool = False
+    ) -> Iterator[tuple[int, ShardForward]]:
+        """The forward half of each shard with its number, as they are done."""
+
+
+class Engine(Protocol):
+    """Brings workers up for one build, and down after it."""
+
+    def start(
+        self, model: Reference, settings: ModelSettings, features: FeatureSettings, units: UnitFeatures
+    ) -> AbstractContextManager[Workers]:
+        """Workers that run what `settings` loads; `model` is the one that this process has loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class InProcess:
+    """The model of this process, one shard after the other."""
+
+    model: Reference
+    features: FeatureSettings
+
+    def position_sums(self, parts: Iterable[Rows]) -> Iterator[PositionSums]:
+        for rows in parts:
+            yield position_sums(self.model, rows, self.features)
+
+    def forward(
+        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, *, keep_positions: bool = False
+    ) -> Iterator[tuple[int, ShardForward]]:
+        for k, rows in shards:
+            yield k, forward_shard(self.model, rows, self.features, kernel, keep_positions=keep_positions)
+
+
+class LocalEngine:
+    """`--engine local`: nothing is started."""
+
+    def start(
+        self, model: Reference, settings: ModelSettings, features: FeatureSettings, units: UnitFeatures
+    ) -> AbstractContextManager[Workers]:
+        return nullcontext(InProcess(model, features))

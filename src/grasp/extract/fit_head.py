@@ -1,0 +1,112 @@
+"""A linear output layer for a backbone, fitted to a corpus of labelled images: the reference model of that corpus."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from grasp.corpus.images import class_index, read_images, usable
+from grasp.corpus.labels import Label
+from grasp.corpus.packing import SkipLog, Skipped
+from grasp.errors import CorpusError, SettingsError
+from grasp.extract.progress import Progress, Silent
+from grasp.models.classifier import ImageClassifier
+from grasp.models.fitted_head import FittedHead, fit_linear
+from grasp.settings import CorpusSettings, ModelSettings
+
+MIN_CLASSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFit:
+    """What was fitted, and how well it does on the images that it was fitted to."""
+
+    classes: tuple[str, ...]
+    n_images: int
+    left_out: Skipped  # images that could not be used, by reason
+    accuracy: float
+    loss: float  # nats an image
+
+
+def fit_head(
+    model: ModelSettings,
+    corpus: CorpusSettings,
+    out: Path,
+    *,
+    decay: float = 0.1,
+    progress: Progress | None = None,
+) -> HeadFit:
+    """Fit multinomial logistic regression to what the output layer reads, and write it to `out`.
+
+    The features of all images are held at once: 4 H bytes an image.
+
+    Args:
+        decay: weight decay in units of the mean variance of a feature; larger fits a noisy label less.
+    Raises:
+        GraspError: the model or the corpus cannot be used, or has fewer than two classes.
+    """
+    chosen = model.classifier
+    if chosen is None:
+        raise SettingsError("fit-head: model.classifier is missing; name at least model.classifier.head")
+    if chosen.fitted_head is not None:
+        raise SettingsError("model.classifier.fitted_head: a head is fitted to the model without one; leave it out")
+    bare = chosen.model_copy(update={"classes": ()})
+    backbone = ImageClassifier.load(model.model_copy(update={"classifier": bare}))
+    hidden_NH, values, left_out = _features(backbone, corpus, progress or Silent())
+    classes = chosen.classes or _classes(values)
+    if len(classes) < MIN_CLASSES:
+        raise CorpusError(f"{corpus.path}: its images have {len(classes)} class, expected at least {MIN_CLASSES}")
+    class_N = np.array([class_index(value, classes, len(classes), corpus.path) for value in values])
+    scale = float(hidden_NH.var(axis=0).mean()) or 1.0
+    weight_VH, bias_V = fit_linear(hidden_NH, class_N, len(classes), decay=decay * scale)
+    FittedHead(torch.from_numpy(weight_VH), torch.from_numpy(bias_V), classes).write(out)
+    logits_NV = hidden_NH @ weight_VH.T + bias_V
+    return HeadFit(
+        classes=classes,
+        n_images=len(class_N),
+        left_out=left_out.frozen(),
+        accuracy=float((logits_NV.argmax(axis=1) == class_N).mean()),
+        loss=float(np.mean(np.logaddexp.reduce(logits_NV, axis=1) - logits_NV[np.arange(len(class_N)), class_N])),
+    )
+
+
+def _features(
+    model: ImageClassifier, corpus: CorpusSettings, progress: Progress
+) -> tuple[NDArray[np.float32], list[Label], SkipLog]:
+    """What the output layer reads of every image that can be used, their classes as given, and what cannot."""
+    parts: list[NDArray[np.float32]] = []
+    values: list[Label] = []
+    log = SkipLog()
+    progress.stage("features", rows=None, tokens=None)
+    records = (record for record, _ in usable(read_images(corpus), log))
+    while group := list(islice(records, model.batch_images)):
+        pixels = model.pixels([record.encoded for record in group if record.encoded is not None])
+        parts.append(model.hidden(pixels).float().cpu().numpy())
+        values += [record.class_value for record in group]
+        progress.advance(len(group), len(group))
+    if not parts:
+        counts = ", ".join(f"{count} {reason}" for reason, count in log.counts.items())
+        raise CorpusError(
+            f"{corpus.path}: none of its {log.counts.total()} images can be used ({counts or 'empty'}), expected at "
+            "least one"
+        )
+    return np.concatenate(parts), values, log
+
+
+def _classes(values: Sequence[Label]) -> tuple[str, ...]:
+    """Names in order; numbers are their own names, from 0 to the largest."""
+    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    if len(numbers) == len(values):
+        if min(numbers) < 0:
+            raise CorpusError(f"classes: got the number {min(numbers)}, expected numbers from 0 or names")
+        return tuple(str(k) for k in range(max(numbers) + 1))
+    names: set[Any] = set(values)
+    strange = sorted({type(name).__name__ for name in names if not isinstance(name, str)})
+    if strange:
+        raise CorpusError(f"classes: got {', '.join(strange)} among them, expected all names or all numbers from 0")
+    return tuple(sorted(names))

@@ -1,0 +1,364 @@
+"""The forward half of a shard: everything that needs the model. One pass gives every relevance kernel.
+
+Shape letters: N rows of the shard, E units, S unit positions, H hidden width, V vocabulary, D sketch width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array, vstack
+from torch import Tensor
+
+from grasp.errors import ArtifactError, ModelError
+from grasp.extract.passes import Rows, Units, row_passes, unit_passes
+from grasp.features.extract import BatchFeatures, bad_rows
+from grasp.features.input_match import (
+    InputTargets,
+    hidden_gradient,
+    input_relevance,
+    input_tokens,
+    input_whitener,
+    prepare_input_targets,
+)
+from grasp.features.moments import MomentAccumulator, PositionMoments
+from grasp.features.pooling import PooledFeatures, pool
+from grasp.features.product_sketch import ProductSketch
+from grasp.features.residuals import SparseResidual, stack_residuals
+from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
+from grasp.features.whitening import Whitener
+from grasp.models.causal_lm import BATCH_ROWS
+from grasp.models.head import OutputHead
+from grasp.models.reference import Reference
+from grasp.settings import FeatureSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PositionBatch:
+    """Features of a few rows at the positions of the token kernel, in order of row."""
+
+    hidden_PH: Tensor
+    residual: SparseResidual
+    row_P: Tensor
+    input_P: Tensor  # token at the position
+    n_rows: int
+
+    @classmethod
+    def of(cls, batch: BatchFeatures, n_rows: int) -> Self:
+        """From a forward pass whose second specification is that of the kernel."""
+        return cls(*batch.take(1), batch.inputs(1), n_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFeatures:
+    """The units' side, before any moments are known."""
+
+    pooled: PooledFeatures
+    hidden_SH: Tensor
+    residual: SparseResidual
+    unit_S: Tensor
+    input_S: Tensor  # token at the position
+    loss_E: NDArray[np.float32]
+
+    @property
+    def n_units(self) -> int:
+        return len(self.loss_E)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same, with its tensors on another device."""
+        residual = SparseResidual(
+            self.residual.index_PK.to(device), self.residual.value_PK.to(device), self.residual.loss_P.to(device)
+        )
+        moved = {name: getattr(self, name).to(device) for name in ("hidden_SH", "unit_S", "input_S")}
+        return replace(self, residual=residual, **moved)
+
+    def block(self, start: int, stop: int) -> PositionBatch:
+        """Some of the units as if they were rows."""
+        mask_S = (self.unit_S >= start) & (self.unit_S < stop)
+        return PositionBatch(
+            self.hidden_SH[mask_S],
+            self.residual.at(mask_S),
+            self.unit_S[mask_S] - start,
+            self.input_S[mask_S],
+            stop - start,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenKernel:
+    """What the token and input kernels and the product sketch need from the moments."""
+
+    moments: PositionMoments
+    targets: TokenTargets | None
+    inputs: InputTargets | None
+    sketch: ProductSketch | None
+
+    @classmethod
+    def prepare(
+        cls, units: UnitFeatures, moments: PositionMoments, settings: FeatureSettings, model: Reference
+    ) -> Self:
+        """Fold the moments into the units.
+
+        Raises:
+            ModelError: the input kernel is asked for and the head is quantised.
+        """
+        weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
+        whitener = Whitener.fit(moments.token, **weighing)
+        of_units = units.unit_S, units.n_units
+        targets = inputs = sketch = None
+        if settings.token:
+            targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
+        if moments.input is not None:
+            own = input_whitener(moments.input, **weighing)
+            inputs = prepare_input_targets(model.head, units.residual, units.input_S, *of_units, own, BATCH_ROWS)
+        if settings.product_width:
+            sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
+        return cls(moments=moments, targets=targets, inputs=inputs, sketch=sketch)
+
+    def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
+        """Relevance and product sketch of the rows of one batch."""
+        out = self.relevance(batch)
+        if self.sketch is not None:
+            out["product_sketch"] = self.sketch.apply(batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows)
+        return {name: array.cpu().numpy() for name, array in out.items()}
+
+    def relevance(self, batch: PositionBatch) -> dict[str, Tensor]:
+        """Relevance of the rows of one batch by each kernel that is built, (n_rows, E)."""
+        out: dict[str, Tensor] = {}
+        of_rows = batch.row_P, batch.n_rows
+        if self.targets is not None:
+            out["relevance_token"] = token_relevance(self.targets, batch.hidden_PH, batch.residual, *of_rows)
+        if self.inputs is not None:
+            out["relevance_input"] = input_relevance(self.inputs, batch.residual, batch.input_P, *of_rows)
+        return out
+
+    def unit_relevance(self, units: UnitFeatures) -> dict[str, NDArray[np.float64]]:
+        """Relevance of each unit to itself by each kernel that is built, (E,)."""
+        blocks: list[dict[str, NDArray[np.float64]]] = []
+        for start in range(0, units.n_units, BATCH_ROWS):
+            stop = min(start + BATCH_ROWS, units.n_units)
+            found = self.relevance(units.block(start, stop))
+            blocks.append({name: part[:, start:stop].diagonal().double().cpu().numpy() for name, part in found.items()})
+        return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Features at the positions of the token kernel, as they are kept: float16, in order of row."""
+
+    hidden_PH: NDArray[np.float16]
+    index_PK: NDArray[np.int32]
+    value_PK: NDArray[np.float16]
+    row_P: NDArray[np.int32]
+    input_P: NDArray[np.int32]
+
+    def batches(self, n_rows: int, device: torch.device) -> Iterator[PositionBatch]:
+        """A few rows at a time."""
+        edges = np.searchsorted(self.row_P, np.arange(0, n_rows + BATCH_ROWS, BATCH_ROWS))
+        for block, (low, high) in enumerate(pairwise(edges)):
+            first = block * BATCH_ROWS
+            value = torch.from_numpy(self.value_PK[low:high]).to(device).float()
+            residual = SparseResidual(
+                index_PK=torch.from_numpy(self.index_PK[low:high]).to(device).long(),
+                value_PK=value,
+                loss_P=value.new_zeros(high - low),
+            )
+            hidden = torch.from_numpy(self.hidden_PH[low:high]).to(device).float()
+            row = torch.from_numpy(self.row_P[low:high]).to(device).long() - first
+            token = torch.from_numpy(self.input_P[low:high]).to(device).long()
+            yield PositionBatch(hidden, residual, row, token, min(BATCH_ROWS, n_rows - first))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardForward:
+    """What the forward pass gave for the rows of one shard, in row order."""
+
+    pooled: PooledFeatures
+    loss_N: NDArray[np.float32]
+    token: dict[str, NDArray[np.float32]]  # relevance_token, relevance_input, product_sketch, where they are built
+    positions: Positions | None = None  # where features are kept and the token kernel is built
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        """The features from which a target can be added later."""
+        residual = self.pooled.residual_NV
+        arrays: dict[str, NDArray[Any]] = {
+            "hidden": self.pooled.hidden_NH,
+            "residual_value": residual.data,
+            "residual_index": residual.indices.astype(np.int32),
+            "residual_indptr": residual.indptr.astype(np.int64),
+            "loss": self.loss_N,
+        }
+        if self.positions is not None:
+            arrays |= {f"position.{field.name}": getattr(self.positions, field.name) for field in fields(Positions)}
+        return arrays
+
+    def spool(self) -> dict[str, NDArray[Any]]:
+        """Everything but the positions, as named arrays for the work area of a build."""
+        return replace(self, positions=None).kept() | {f"token.{name}": array for name, array in self.token.items()}
+
+    @classmethod
+    def unspool(cls, arrays: dict[str, NDArray[Any]], vocab: int) -> Self:
+        """From the arrays of a FeatureSpool."""
+        residual = csr_array(
+            (arrays["residual_value"], arrays["residual_index"], arrays["residual_indptr"]),
+            shape=(len(arrays["loss"]), vocab),
+        )
+        token = {name.removeprefix("token."): array for name, array in arrays.items() if name.startswith("token.")}
+        positions = None
+        if "position.row_P" in arrays:
+            names = [field.name for field in fields(Positions)]
+            lacking = [name for name in names if f"position.{name}" not in arrays]
+            if lacking:
+                raise ArtifactError(f"features: kept by another version, without {lacking}; build the artifact again")
+            positions = Positions(**{name: arrays[f"position.{name}"] for name in names})
+        return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token, positions)
+
+
+def forward_units(model: Reference, units: Units, names: list[str], settings: FeatureSettings) -> UnitFeatures:
+    """Hidden states and residuals of all units; `names` are for messages."""
+    pooled, hidden, residual, unit_of, tokens, order = [], [], [], [], [], []
+    loss_E = np.empty(len(units), dtype=np.float32)
+    for index, batch in unit_passes(model, units, (settings.pooling, "all"), settings.top_k):
+        _refuse_bad(batch, [names[e] for e in index], "unit")
+        loss_E[index] = batch.row_loss(len(index)).cpu().numpy()
+        pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
+        part_hidden, part_residual, row_P = batch.take(1)
+        hidden.append(part_hidden)
+        residual.append(part_residual)
+        unit_of.append(torch.from_numpy(index).to(row_P.device)[row_P])
+        tokens.append(batch.inputs(1))
+        order.append(index)
+    return UnitFeatures(
+        pooled=_in_order(pooled, np.concatenate(order)),
+        hidden_SH=torch.cat(hidden),
+        residual=stack_residuals(residual),
+        unit_S=torch.cat(unit_of),
+        input_S=torch.cat(tokens),
+        loss_E=loss_E,
+    )
+
+
+def forward_shard(
+    model: Reference,
+    rows: Rows,
+    settings: FeatureSettings,
+    kernel: TokenKernel | None,
+    *,
+    keep_positions: bool = False,
+) -> ShardForward:
+    """Run the model over one shard, a batch of like lengths at a time, and put the results back in row order."""
+    specs = (settings.pooling,) if kernel is None else (settings.pooling, settings.token_positions)
+    names = rows.table.column("row_id")
+    order, pooled, token, positions = [], [], [], []
+    loss_N = np.empty(len(rows), dtype=np.float32)
+    for index, batch in row_passes(model, rows, specs, settings.top_k):
+        _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
+        order.append(index)
+        loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
+        pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
+        if kernel is not None:
+            at_positions = PositionBatch.of(batch, len(index))
+            token.append(kernel.apply(at_positions))
+            if keep_positions:
+                positions.append(_positions(at_positions, index))
+    where = np.concatenate(order)
+    back = np.argsort(where)
+    return ShardForward(
+        pooled=_in_order(pooled, where),
+        loss_N=loss_N,
+        token={name: np.concatenate([part[name] for part in token])[back] for name in token[0]} if token else {},
+        positions=_join_positions(positions) if positions else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PositionSums:
+    """Token-level moments while rows are added; `input` where the input kernel is built. Parts merge."""
+
+    token: MomentAccumulator
+    input: MomentAccumulator | None
+
+    @classmethod
+    def empty(cls, model: Reference, settings: FeatureSettings) -> Self:
+        size = model.hidden_size, model.vocab_size
+        return cls(MomentAccumulator(*size), MomentAccumulator(*size) if settings.input else None)
+
+    def add(self, batch: BatchFeatures, head: OutputHead) -> None:
+        """Add all positions of a forward pass."""
+        _add(self.token, batch.hidden_PH, batch.residual)
+        if self.input is not None:
+            _add(self.input, hidden_gradient(head, batch.residual), input_tokens(batch.input_P))
+
+    def merge(self, other: "PositionSums") -> None:
+        """Add what another part has. The order of merges decides the last digits: keep it."""
+        self.token.merge(other.token)
+        if self.input is not None and other.input is not None:
+            self.input.merge(other.input)
+
+    def moments(self) -> PositionMoments:
+        """The moments so far; at least one position."""
+        return PositionMoments(self.token.moments(), None if self.input is None else self.input.moments())
+
+
+def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> None:
+    into.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
+
+
+def position_sums(model: Reference, rows: Rows, settings: FeatureSettings) -> PositionSums:
+    """Sums for the token-level moments over the used positions of `rows`."""
+    sums = PositionSums.empty(model, settings)
+    names = rows.table.column("row_id")
+    for index, batch in row_passes(model, rows, (settings.token_positions,), settings.top_k):
+        _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
+        sums.add(batch, model.head)
+    return sums
+
+
+def _positions(batch: PositionBatch, index: NDArray[np.int64]) -> Positions:
+    hidden = batch.hidden_PH.half()
+    if not bool(hidden.isfinite().all()):
+        raise ModelError(
+            "keep_features: hidden states beyond 65504 do not fit the float16 in which positions are kept; "
+            "build without keep_features"
+        )
+    return Positions(
+        hidden_PH=hidden.cpu().numpy(),
+        index_PK=batch.residual.index_PK.int().cpu().numpy(),
+        value_PK=batch.residual.value_PK.half().cpu().numpy(),
+        row_P=index[batch.row_P.cpu().numpy()].astype(np.int32),
+        input_P=batch.input_P.int().cpu().numpy(),
+    )
+
+
+def _join_positions(parts: list[Positions]) -> Positions:
+    """Positions of all batches in order of row."""
+    row_P = np.concatenate([part.row_P for part in parts])
+    order = np.argsort(row_P, kind="stable")
+    return Positions(
+        hidden_PH=np.concatenate([part.hidden_PH for part in parts])[order],
+        index_PK=np.concatenate([part.index_PK for part in parts])[order],
+        value_PK=np.concatenate([part.value_PK for part in parts])[order],
+        row_P=row_P[order],
+        input_P=np.concatenate([part.input_P for part in parts])[order],
+    )
+
+
+def _in_order(parts: list[PooledFeatures], where: NDArray[np.int64]) -> PooledFeatures:
+    back = np.argsort(where)
+    residual = vstack([part.residual_NV for part in parts], format="csr")[back]
+    return PooledFeatures(np.concatenate([part.hidden_NH for part in parts])[back], residual)
+
+
+def _refuse_bad(batch: BatchFeatures, names: list[str], what: str) -> None:
+    bad = bad_rows(batch, len(names))
+    if bad:
+        named = ", ".join(repr(names[b]) for b in bad[:5])
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ModelError(
+            f"{what} {named}{more}: the model computed NaN or infinity, expected finite hidden states and losses; "
+            "use model.dtype float32, or take it out"
+        )

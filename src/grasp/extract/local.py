@@ -1,0 +1,446 @@
+"""The build: rows, moments, shards, artifact. Killed at any moment, it goes on where it was, with any engine.
+
+One process, the one that is called, reads the corpus, merges the moments and writes; where the model runs is the
+engine's business. So a worker that dies takes nothing with it but the shard that it had.
+"""
+
+import hashlib
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+import grasp
+from grasp.artifact.features import FeatureSpool
+from grasp.artifact.layout import BUILD, MANIFEST
+from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
+from grasp.corpus.image_store import ImageStore
+from grasp.corpus.store import RowStore
+from grasp.errors import ArtifactError, ModelError
+from grasp.extract.engine import Engine, LocalEngine, Workers
+from grasp.extract.finish import PooledKernel
+from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_units
+from grasp.extract.moments import (
+    Store,
+    build_token_moments,
+    pooled_moments,
+    spool_moments,
+    spool_pooled_sample,
+    spool_position_moments,
+)
+from grasp.extract.progress import Progress, Silent
+from grasp.features.moments import Moments
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.classifier import ImageClassifier
+from grasp.models.reference import Reference, load_reference
+from grasp.settings import BuildSettings, read_yaml, write_yaml
+from grasp.targets import UnitSet, load_units
+from grasp.targets.images import load_image_units
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything a build reads, ready."""
+
+    settings: BuildSettings
+    model: Reference
+    store: Store
+    unit_set: UnitSet
+    units: UnitFeatures
+    positions_E: list[int]  # tokens that carry loss, per unit
+    model_fingerprint: str
+
+    @property
+    def n_units(self) -> int:
+        return len(self.unit_set.units)
+
+
+def build(
+    settings: BuildSettings,
+    out: Path,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+    engine: Engine | None = None,
+) -> Path:
+    """Build the artifact `out`, or go on with one that was begun with the same settings.
+
+    Args:
+        engine: where the model runs; none: in this process. It is no setting: a build may go on with another one.
+    Raises:
+        GraspError: bad input, named; nothing that was finished is lost.
+    """
+    progress = progress or Silent()
+    began = Clock()
+    with ArtifactLock.acquire(out) as lock:
+        gone_on = begin(settings, out, resume)
+        if (out / MANIFEST).exists():
+            clean(settings, out)  # a kill may have come between the manifest and this
+            return out
+        inputs = prepare(settings, load_reference(settings.model), out / "tokens", progress)
+        work = out / "work" / _digest(identity(inputs))
+        with (engine or LocalEngine()).start(inputs.model, settings.model, settings.features, inputs.units) as workers:
+            token = build_token_kernel(inputs, workers, work, progress)
+            shards, pooled = run_model(inputs, token, workers, out, work, progress)
+            kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
+            writer = ArtifactWriter.open(
+                out,
+                identity=identity(inputs),
+                n_rows=inputs.store.n_rows,
+                shard_rows=settings.shard_rows,
+                arrays=array_specs(inputs, token, kernel),
+                dtype=settings.array_dtype,
+                lock=lock,
+            )
+            for k, shard in shards([k for k in range(writer.n_shards) if k not in writer.finished]):
+                finish_shard(inputs, kernel, writer, k, shard)
+        close(inputs, token, pooled, writer, None if gone_on else began)
+        clean(settings, out)
+    return out
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time since it was made; CPU seconds are of all threads of this process."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    cpu: float = field(default_factory=time.process_time)
+
+    def seconds(self) -> dict[str, float]:
+        return {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
+
+
+def begin(settings: BuildSettings, out: Path, resume: bool) -> bool:
+    """Claim `out` for these settings by its run.yaml, or see that it was begun with the same ones.
+
+    A build that failed before anything was finished, on a misspelt target say, claims nothing.
+
+    Returns:
+        Whether something was begun here.
+    Raises:
+        ArtifactError: something was begun here and `resume` is False, or with other settings (all named).
+    """
+    path, now = out / "run.yaml", settings.model_dump(mode="json")
+    begun = any(out.glob("tokens/shard-*.json")) or (out / "work").exists() or (out / BUILD).exists()
+    if path.exists() and begun:
+        if not resume:
+            raise ArtifactError(
+                f"{out}: a build was begun here; run again with --resume to go on, or delete {out} to start again"
+            )
+        changed = list(changes(read_yaml(path), now))
+        if changed:
+            raise ArtifactError(
+                f"{path}: the build begun here has other settings: {'; '.join(changed)}; go on with the old ones, or "
+                f"delete {out} to start again"
+            )
+    else:
+        write_yaml(now, path)
+    return path.exists() and begun
+
+
+def prepare(settings: BuildSettings, model: Reference, tokens: Path, progress: Progress) -> Inputs:
+    """Rows on disk, units through the model."""
+    progress.stage("rows", rows=None, tokens=None)
+    if isinstance(model, ImageClassifier):
+        return prepare_images(settings, model, tokens, progress)
+    refuse_longer(model, settings.corpus.max_length, "corpus.max_length: rows")
+    unit_set = load_units(settings.targets)
+    unit_tokens = unit_set.tokenize(model.tokenizer, settings.targets.max_length)
+    refuse_longer(model, max(len(unit.input_ids) for unit in unit_tokens), "targets.max_length: a unit")
+    store = RowStore.write(
+        tokens,
+        settings.corpus,
+        model.tokenizer,
+        shard_rows=settings.shard_rows,
+        progress=_difference(progress),
+    )
+    names = [unit.unit_id for unit in unit_set.units]
+    progress.stage("units", rows=None, tokens=None)
+    return Inputs(
+        settings=settings,
+        model=model,
+        store=store,
+        unit_set=unit_set,
+        units=forward_units(model, unit_tokens, names, settings.features),
+        positions_E=[len(unit.input_ids) - unit.first for unit in unit_tokens],
+        model_fingerprint=model.fingerprint(),
+    )
+
+
+def prepare_images(settings: BuildSettings, model: ImageClassifier, images: Path, progress: Progress) -> Inputs:
+    """Images on disk, trusted images through the model."""
+    classes, n_classes = model.classes, model.vocab_size
+    unit_set, shard = load_image_units(settings.targets, settings.corpus, classes, n_classes)
+    store = ImageStore.write(
+        images,
+        settings.corpus,
+        classes,
+        n_classes,
+        shard_rows=settings.shard_rows,
+        progress=_difference(progress),
+    )
+    names = [unit.unit_id for unit in unit_set.units]
+    progress.stage("units", rows=None, tokens=None)
+    return Inputs(
+        settings=settings,
+        model=model,
+        store=store,
+        unit_set=unit_set,
+        units=forward_units(model, shard, names, settings.features),
+        positions_E=[1] * len(names),
+        model_fingerprint=model.fingerprint(),
+    )
+
+
+def refuse_longer(model: ReferenceModel, length: int, what: str) -> None:
+    """Positions beyond those that the model was made for give numbers without meaning, or none at all."""
+    if model.context is not None and length > model.context:
+        raise ModelError(
+            f"{what} of {length} tokens, the model has {model.context} positions; set {model.context} or less"
+        )
+
+
+def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: Progress) -> TokenKernel | None:
+    """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
+    features = inputs.settings.features
+    if not features.token and not features.product_width:
+        return None
+    spool = FeatureSpool(work / "token-moments")
+    moments = build_token_moments(inputs.model, inputs.store, features, spool, workers, progress)
+    return TokenKernel.prepare(inputs.units, moments, features, inputs.model)
+
+
+Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]
+
+
+def run_model(
+    inputs: Inputs, token: TokenKernel | None, workers: Workers, out: Path, work: Path, progress: Progress
+) -> tuple[Shards, Moments]:
+    """What gives the forward halves of the shards that are asked for, in any order, and the pooled moments.
+
+    A corpus no larger than the moment sample goes through the model at once: its features are spooled, its moments
+    are exact, and shards are read back. Of a larger one only the sample is spooled, and shards run when asked for.
+    """
+    model, store, features = inputs.model, inputs.store, inputs.settings.features
+    kept = FeatureSpool(out / "features") if inputs.settings.keep_features else None
+    exact = store.n_rows <= features.moment_rows
+    spool = FeatureSpool(work / "features") if exact else None
+
+    def run(wanted: Sequence[int]) -> Iterator[tuple[int, ShardForward]]:
+        there = [k for k in wanted if spool is not None and spool.has(k)]
+        for k in there:
+            assert spool is not None
+            yield k, ShardForward.unspool(spool.read(k), model.vocab_size)
+        left = sorted(set(wanted) - set(there))
+        if left:
+            announce(progress, store, len(left))
+        keep = kept is not None and features.token
+        for k, shard in workers.forward(((k, store.shard(k)) for k in left), token, keep_positions=keep):
+            if kept is not None:
+                kept.write(k, shard.kept())
+            if spool is not None:
+                spool.write(k, shard.spool())
+            progress.advance(len(shard.loss_N), round(store.n_tokens * len(shard.loss_N) / store.n_rows))
+            yield k, shard
+
+    if spool is not None:
+        for _ in run([k for k in range(store.n_shards) if not spool.has(k)]):
+            pass
+        return run, pooled_moments(spool, store.n_shards, model.hidden_size, model.vocab_size)
+    sample = FeatureSpool(work / "pooled-sample")
+    parts = spool_pooled_sample(store, features, sample, workers, progress)
+    return run, pooled_moments(sample, parts, model.hidden_size, model.vocab_size)
+
+
+def array_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
+    """Width, unit, sign and stored scale of every array of the artifact."""
+    width = {"hidden_sketch": pooled.project_HD.shape[1], "residual_sketch": pooled.sketch_VD.shape[1]}
+    if inputs.settings.features.product_width:
+        width["product_sketch"] = inputs.settings.features.product_width
+    sketches = {name: ArraySpec(size, unit="none", sign="none") for name, size in width.items()}
+    return sketches | relevance_specs(inputs, token, pooled)
+
+
+def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKernel) -> dict[str, ArraySpec]:
+    """The relevance matrices: one column a unit, stored in units of its own power of two."""
+    own: dict[str, NDArray[np.float64]] = {}
+    if pooled.units is not None:
+        own["relevance_pooled"] = pooled.unit_relevance(inputs.units.pooled)
+    if token is not None:
+        own |= token.unit_relevance(inputs.units)
+    return {
+        name: ArraySpec(
+            inputs.n_units,
+            unit="inner product of preconditioned gradients; unitless",
+            sign="positive: training on the row should lower the unit's loss",
+            scale_E=relevance_scale(own_E),
+        )
+        for name, own_E in own.items()
+    }
+
+
+def finish_shard(inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward) -> None:
+    """Sketches and pooled relevance of one shard, and the shard into the artifact."""
+    arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.token
+    table = inputs.store.shard(k).table.append_column("loss", pa.array(shard.loss_N, pa.float32()))
+    writer.write_shard(k, arrays, table, column_sums(arrays))
+
+
+def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
+    """Sum and sum of squares of every column, for means, gains and closed-form moments."""
+    sums: dict[str, NDArray[np.float64]] = {}
+    for name, array in arrays.items():
+        wide = array.astype(np.float64)
+        sums[f"{name}.total"] = wide.sum(axis=0)
+        sums[f"{name}.square"] = (wide**2).sum(axis=0)
+    return sums
+
+
+def close(
+    inputs: Inputs, token: TokenKernel | None, pooled: Moments, writer: ArtifactWriter, began: Clock | None
+) -> None:
+    """Gains of the sketches, moments, units, manifest: the artifact is complete."""
+    if writer.complete:
+        return
+    sums, n_rows = writer.sums(), inputs.store.n_rows
+    moments = spool_moments(pooled, "pooled.")
+    if token is not None:
+        moments |= spool_position_moments(token.moments)
+    gains = {
+        name: sketch_gain(sums[f"{name}.square"], n_rows)
+        for name in ("hidden_sketch", "residual_sketch", "product_sketch")
+        if f"{name}.square" in sums
+    }
+    writer.finish(manifest=manifest(inputs, began), moments=moments, units=unit_table(inputs), gains=gains)
+
+
+def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
+    """c such that the mean squared norm over the corpus is 1; 1 if every sketch is zero. Source: eq:feature-sketch."""
+    mean = float(square_D.sum()) / n_rows
+    return 1.0 / float(np.sqrt(mean)) if mean > 0 else 1.0
+
+
+def relevance_scale(own_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Power of two per unit that brings its relevance well inside float16, (E,).
+
+    From each unit's relevance to itself: for the token kernel |a_ie|^2 <= a_ii a_ee, and the typical a_ii is taken
+    to be that of the units. 2^-6 leaves room for rows a thousand times as strong.
+    """
+    own_E = np.abs(own_E)
+    positive = own_E > 0
+    typical = float(np.median(own_E[positive])) if positive.any() else 1.0
+    size_E = np.sqrt(np.where(positive, own_E, typical) * typical)
+    return np.asarray(np.exp2(np.clip(np.round(np.log2(size_E)) - 6.0, -100, 100)), dtype=np.float64)
+
+
+def unit_table(inputs: Inputs) -> pa.Table:
+    """One row a unit, in the order of the columns of the relevance arrays."""
+    units = inputs.unit_set.units
+    return pa.table(
+        {
+            "unit_id": [unit.unit_id for unit in units],
+            "target": [unit.target for unit in units],
+            "n_positions": pa.array(inputs.positions_E, pa.int32()),
+            "loss": pa.array(inputs.units.loss_E, pa.float32()),
+            "prompt": [unit.prompt for unit in units],
+            "completion": [unit.completion for unit in units],
+        }
+    )
+
+
+def identity(inputs: Inputs) -> dict[str, Any]:
+    """All that decides the numbers."""
+    model = inputs.model
+    return {
+        "model": inputs.model_fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        **model.batching,
+        "corpus": inputs.store.fingerprint,
+        "targets": inputs.unit_set.fingerprint,
+        "features": inputs.settings.features.model_dump(mode="json"),
+    }
+
+
+def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
+    """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
+    store, model = inputs.store, inputs.model
+    reader, reader_fingerprint = model.reader
+    return {
+        "made_by": {
+            "program": f"grasp {grasp.__version__}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        "fingerprints": {
+            "model": inputs.model_fingerprint,
+            reader: reader_fingerprint,
+            "corpus": store.fingerprint,
+            "targets": inputs.unit_set.fingerprint,
+        },
+        "settings": inputs.settings.model_dump(mode="json"),
+        "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
+        "details": {
+            "model": type(model.model).__name__,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "n_tokens": store.n_tokens,
+            "n_documents": store.n_documents,
+            "labels": list(store.label_columns),
+            "classes": list(model.classes) if isinstance(model, ImageClassifier) else None,
+            "loss": "nats a token, mean over the positions that the head was applied to",
+            "build_seconds": None if began is None else began.seconds(),
+        },
+    }
+
+
+def clean(settings: BuildSettings, out: Path) -> None:
+    """Remove the work area, and the tokens unless they are kept."""
+    unwanted = [out / "work"] if settings.keep_tokens else [out / "work", out / "tokens"]
+    for directory in unwanted:
+        if directory.exists():
+            shutil.rmtree(directory)
+
+
+def changes(then: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Every leaf in which two plain settings differ."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted(then.keys() | now.keys()):
+            yield from changes(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))
+    elif then != now:
+        yield f"{where} was {then!r}, is {now!r}"
+
+
+def announce(progress: Progress, store: Store, shards: int) -> None:
+    """The forward pass over so many shards begins."""
+    share = shards / store.n_shards
+    progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
+
+
+def _difference(progress: Progress) -> Callable[[int], None]:
+    """Rows so far -> rows more."""
+    done = 0
+
+    def advance(so_far: int) -> None:
+        nonlocal done
+        progress.advance(so_far - done, 0)
+        done = so_far
+
+    return advance
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()

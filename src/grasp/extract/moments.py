@@ -1,0 +1,130 @@
+"""Moments of the training rows: sampled when the corpus is large, exact when it is not.
+
+Token moments are taken in a pass of their own over a few whole rows; pooled moments come from features that the
+shards spooled, so a small corpus is read once and exactly.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.artifact.features import FeatureSpool
+from grasp.corpus.image_store import ImageStore
+from grasp.corpus.store import RowStore
+from grasp.extract.engine import Workers
+from grasp.extract.forward import PositionSums, ShardForward
+from grasp.extract.progress import Progress
+from grasp.features.moments import MomentAccumulator, Moments, PositionMoments
+from grasp.models.reference import Reference
+from grasp.seeds import stream
+from grasp.settings import FeatureSettings
+
+Store = RowStore | ImageStore
+
+PART_ROWS = 256
+
+
+def sample_rows(supervised_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
+    """Whole rows, drawn uniformly, until they hold `positions` supervised positions; in row order.
+
+    A corpus that has no more than that is taken whole.
+    """
+    order = stream(seed, "moments", "token").permutation(len(supervised_N))
+    reached = np.cumsum(supervised_N[order])
+    count = int(np.searchsorted(reached, positions, side="left")) + 1
+    return np.sort(order[:count])
+
+
+def pooled_sample(n_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
+    """`rows` rows drawn uniformly without replacement, in row order."""
+    return np.sort(stream(seed, "moments", "pooled").choice(n_rows, size=rows, replace=False))
+
+
+def row_lengths(store: Store) -> NDArray[np.int64]:
+    """Tokens of every row, (N,); eight bytes a row is all that is held."""
+    return np.concatenate(
+        [np.asarray(store.shard(k).table.column("n_tokens"), dtype=np.int64) for k in range(store.n_shards)]
+    )
+
+
+def build_token_moments(
+    model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
+) -> PositionMoments:
+    """Token-level moments over the sample; computed once, kept in the work area for a resumed build.
+
+    Each part of PART_ROWS rows has its own sums, which are merged in the order of the rows: the same digits, however
+    many workers there are.
+    """
+    if work.has(0):
+        return unspool_position_moments(work.read(0))
+    length_N = row_lengths(store)
+    index = sample_rows(length_N - store.unpredicted, settings.moment_positions, settings.seed)
+    progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
+    parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]
+    sums = PositionSums.empty(model, settings)
+    found = workers.position_sums(store.rows(part) for part in parts)
+    for part, own in zip(parts, found, strict=True):
+        sums.merge(own)
+        progress.advance(len(part), int(length_N[part].sum()))
+    moments = sums.moments()
+    work.write(0, spool_position_moments(moments))
+    return moments
+
+
+def spool_pooled_sample(
+    store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
+) -> int:
+    """Run the model over the sample for the pooled moments; returns the number of parts in the work area."""
+    index = pooled_sample(store.n_rows, settings.moment_rows, settings.seed)
+    size = store.shard_rows
+    parts = {k: index[start : start + size] for k, start in enumerate(range(0, len(index), size))}
+    progress.stage("pooled moments", rows=len(index), tokens=None)
+    left = [k for k in parts if not work.has(k)]
+    progress.advance(sum(len(parts[k]) for k in parts.keys() - set(left)), 0)
+    for k, shard in workers.forward(((k, store.rows(parts[k])) for k in left), None):
+        work.write(k, shard.spool())
+        progress.advance(len(parts[k]), 0)
+    return len(parts)
+
+
+def pooled_moments(work: FeatureSpool, parts: int, hidden_size: int, vocab: int) -> Moments:
+    """Row-level moments from spooled features, part after part."""
+    accumulator = MomentAccumulator(hidden_size, vocab)
+    for k in range(parts):
+        pooled = ShardForward.unspool(work.read(k), vocab).pooled
+        accumulator.add(pooled.hidden_NH, pooled.residual_NV.indices, pooled.residual_NV.data)
+    return accumulator.moments()
+
+
+def spool_moments(moments: Moments, prefix: str) -> dict[str, NDArray[np.generic]]:
+    """As named arrays."""
+    return {
+        f"{prefix}count": np.array([moments.count], dtype=np.int64),
+        f"{prefix}mean": moments.mean_H,
+        f"{prefix}covariance": moments.covariance_HH,
+        f"{prefix}gamma": moments.gamma_V,
+    }
+
+
+def spool_position_moments(moments: PositionMoments) -> dict[str, NDArray[np.generic]]:
+    """As named arrays, `token.` and, where it is built, `input.`."""
+    arrays = spool_moments(moments.token, "token.")
+    return arrays if moments.input is None else arrays | spool_moments(moments.input, "input.")
+
+
+def unspool_position_moments(arrays: Mapping[str, NDArray[Any]]) -> PositionMoments:
+    """Back from named arrays."""
+    has_input = "input.count" in arrays
+    return PositionMoments(unspool_moments(arrays, "token."), unspool_moments(arrays, "input.") if has_input else None)
+
+
+def unspool_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> Moments:
+    """Back from named arrays."""
+    return Moments(
+        count=int(arrays[f"{prefix}count"][0]),
+        mean_H=np.asarray(arrays[f"{prefix}mean"], dtype=np.float64),
+        covariance_HH=np.asarray(arrays[f"{prefix}covariance"], dtype=np.float64),
+        gamma_V=np.asarray(arrays[f"{prefix}gamma"], dtype=np.float64),
+    )

@@ -1,0 +1,113 @@
+"""`--engine ray`: the reference model runs in actors on a Ray cluster; rows go there, features come back.
+
+The corpus is read and tokenised by the calling process into its row store, which is resumable, fingerprinted, and cut
+into the shards that are built; what is spread is the forward pass, shard by shard. Ray Data would read the corpus in
+an order and in blocks of its own, and the shards of a resumed build would have to be matched to them again; reading
+costs a hundredth of the pass. Shards and features travel through Ray's object store, so nodes need no common disk:
+only the model has to be where the settings say, on every node. The calling process is the only one that writes.
+
+Results are those of the local engine, bit for bit on the same device with the same number of threads: shards are the
+same, batches within a shard are the same, and moments are merged in the order of the rows.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from grasp.extract.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
+from grasp.extract.forward import (
+    PositionSums,
+    ShardForward,
+    TokenKernel,
+    UnitFeatures,
+    forward_shard,
+    position_sums,
+)
+from grasp.extract.passes import Rows
+from grasp.features.moments import PositionMoments
+from grasp.models.reference import Reference, load_reference
+from grasp.settings import FeatureSettings, ModelSettings
+
+
+class ModelActor:
+    """A worker: the model, loaded when the first job comes, and the token kernel of the moments that it was given."""
+
+    def __init__(self, directory: str, settings: ModelSettings, features: FeatureSettings) -> None:
+        enter(directory)
+        self._settings = settings
+        self._features = features
+        self._model: Reference | None = None
+        self._kernel: TokenKernel | None = None
+
+    def position_sums(self, rows: Rows) -> PositionSums:
+        """See InProcess."""
+        return position_sums(self._loaded(), rows, self._features)
+
+    def forward(
+        self, rows: Rows, kernel: tuple[UnitFeatures, PositionMoments] | None, keep_positions: bool
+    ) -> ShardForward:
+        """See InProcess; `kernel` is what the token kernel is made of, the same in every call that has it."""
+        model = self._loaded()
+        prepared = None if kernel is None else self._prepared(*kernel)
+        return forward_shard(model, rows, self._features, prepared, keep_positions=keep_positions)
+
+    def _loaded(self) -> Reference:
+        if self._model is None:
+            self._model = load_reference(self._settings)
+        return self._model
+
+    def _prepared(self, units: UnitFeatures, moments: PositionMoments) -> TokenKernel:
+        if self._kernel is None:
+            model = self._loaded()
+            self._kernel = TokenKernel.prepare(units.to(model.device), moments, self._features, model)
+        return self._kernel
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorkers:
+    """The actors of one build."""
+
+    cluster: Cluster
+    actors: list[Any]
+    units: UnitFeatures  # on the CPU
+
+    def position_sums(self, parts: Iterable[Rows]) -> Iterator[PositionSums]:
+        """In the order of the parts. Those that are done early wait for their turn, a few of them at most."""
+        early: dict[int, PositionSums] = {}
+        due, most = 0, JOBS_A_WORKER * len(self.actors)
+
+        def call(actor: Any, rows: Rows) -> Any:
+            return actor.position_sums.remote(rows)
+
+        for k, sums in self.cluster.spread(self.actors, enumerate(parts), call, wait=lambda: len(early) >= most):
+            early[k] = sums
+            while due in early:
+                yield early.pop(due)
+                due += 1
+
+    def forward(
+        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, *, keep_positions: bool = False
+    ) -> Iterator[tuple[int, ShardForward]]:
+        material = self.cluster.put(None if kernel is None else (self.units, kernel.moments))
+
+        def call(actor: Any, rows: Rows) -> Any:
+            return actor.forward.remote(rows, material, keep_positions)
+
+        yield from self.cluster.spread(self.actors, shards, call)
+
+
+@dataclass(frozen=True, slots=True)
+class RayEngine:
+    """Workers on a Ray cluster."""
+
+    spec: ClusterSpec
+
+    @contextmanager
+    def start(
+        self, model: Reference, settings: ModelSettings, features: FeatureSettings, units: UnitFeatures
+    ) -> Iterator[RayWorkers]:
+        with connected(self.spec) as cluster:
+            actors = cluster.actors(ModelActor, os.getcwd(), settings, features)
+            yield RayWorkers(cluster, actors, units.to("cpu"))

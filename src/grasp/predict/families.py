@@ -1,0 +1,186 @@
+"""Families of subsets, drawn lazily: subset b depends on (seed, purpose, b) alone, never on its block.
+
+`uniform:F`     a fraction F of the rows, every such set equally likely; its size is round(F N), at least 1.
+`bernoulli:Q`   each row is RETAINED independently with probability Q. (In eq:ratio-scaling q is the
+                probability of being omitted, so Q = 1 - q.)
+`mixture:LABEL` each value of the label keeps a fraction drawn from Beta(1/2, 1/2); within the value the
+                rows are drawn uniformly. Rows without the label form a value of their own.
+`groups:LABEL`  each value of the label is kept or dropped whole with probability 1/2; never none, never all.
+
+A draw that comes out empty (for groups: or whole) is made again from the same stream, and counted.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.errors import SubsetError
+from grasp.predict.blocks import SubsetBlock, WeightedRows, in_blocks
+from grasp.predict.labels import Label, LabelColumn
+from grasp.predict.weights import SliceShares
+from grasp.seeds import stream
+
+FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups"]
+MAX_REDRAWS = 10_000
+MANY_VALUES = 1_000  # of a mixture's label: more are drawn all at once, other subsets of the same distribution
+SPELLINGS = "uniform:0.5, bernoulli:0.5, mixture:LABEL or groups:LABEL"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A way to draw subsets; `fraction` for uniform and bernoulli, `label` for mixture and groups."""
+
+    kind: FamilyKind
+    fraction: float | None = None
+    label: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.fraction if self.label is None else self.label}"
+
+    def draw(
+        self,
+        n_subsets: int,
+        *,
+        n_rows: int,
+        labels: LabelColumn | Sequence[Label] | None = None,
+        seed: int,
+        purpose: str,
+        block: int = 256,
+    ) -> Iterator[SubsetBlock]:
+        """Draw `n_subsets` subsets of `n_rows` rows, in blocks of at most `block`.
+
+        Args:
+            labels: the label of every row; needed by mixture and groups only.
+            purpose: what the family is for, e.g. "calibration" or "evaluation"; families with different
+                purposes are disjoint streams.
+        Raises:
+            SubsetError: no rows, labels missing or of another length, a single value under groups.
+        """
+        if n_rows < 1:
+            raise SubsetError(f"family {self}: the corpus has {n_rows} rows; there is nothing to draw from")
+        column = self._column(labels, n_rows)
+        if self.kind == "groups" and column is not None:
+            return self._unions(n_subsets, column, seed, purpose, block)
+        return in_blocks(self._subsets(n_subsets, n_rows, column, seed, purpose), n_rows, block)
+
+    def _unions(
+        self, n_subsets: int, column: LabelColumn, seed: int, purpose: str, block: int
+    ) -> Iterator[SubsetBlock]:
+        """Whole values kept or dropped: a number for each value is all that a subset takes."""
+        for first in range(0, n_subsets, block):
+            names, shares, redrawn = [], [], 0
+            for b in range(first, min(first + block, n_subsets)):
+                rng = stream(seed, "family", purpose, b)
+                while (keep := rng.random(len(column.values)) < 0.5).all() or not keep.any():
+                    redrawn += 1
+                names.append(_name(purpose, b))
+                shares.append(keep.astype(np.float64))
+            yield SubsetBlock(tuple(names), SliceShares(np.stack(shares), column.codes_N), redrawn)
+
+    def _subsets(
+        self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
+    ) -> Iterator[WeightedRows]:
+        parts = None if column is None else _Parts.of(column)
+        for b in range(n_subsets):
+            rng = stream(seed, "family", purpose, b)
+            redrawn = 0
+            while (rows := self._rows(rng, n_rows, parts)).size == 0:
+                redrawn += 1
+                if redrawn == MAX_REDRAWS:
+                    raise SubsetError(
+                        f"family {self}: {MAX_REDRAWS} draws in a row left none of the {n_rows} rows; "
+                        "ask for a larger fraction"
+                    )
+            yield WeightedRows(_name(purpose, b), rows, None, redrawn)
+
+    def _rows(self, rng: np.random.Generator, n_rows: int, parts: "_Parts | None") -> NDArray[np.int64]:
+        if parts is not None:
+            return parts.mixed(rng)
+        if self.kind == "uniform":
+            return _choose(rng, n_rows, max(1, round(_fraction(self) * n_rows)))
+        return np.flatnonzero(rng.random(n_rows) < _fraction(self))
+
+    def _column(self, labels: LabelColumn | Sequence[Label] | None, n_rows: int) -> LabelColumn | None:
+        if self.label is None:
+            return None
+        if labels is None:
+            raise SubsetError(f"family {self}: needs the label {self.label!r} of every row, got none")
+        column = labels if isinstance(labels, LabelColumn) else LabelColumn.of(labels, self.label)
+        if column.n_rows != n_rows:
+            raise SubsetError(f"family {self}: got {column.n_rows} labels for {n_rows} rows; expected one a row")
+        if self.kind == "groups" and len(column.values) < 2:
+            raise SubsetError(
+                f"family {self}: label {self.label!r} has the single value {column.values[0]!r}; "
+                "groups needs two or more, or every subset would be empty or whole"
+            )
+        return column
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Rows by value. Shape letters: G values, N rows."""
+
+    counts_G: NDArray[np.int64]
+    rows_N: NDArray[np.int64]  # those of the first value, then those of the second, ...
+    code_N: NDArray[np.int64]  # of these rows, ascending
+
+    @classmethod
+    def of(cls, column: LabelColumn) -> Self:
+        rows_N = np.argsort(column.codes_N, kind="stable")
+        return cls(column.counts, rows_N, column.codes_N[rows_N].astype(np.int64))
+
+    def mixed(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Of each value a fraction drawn from Beta(1/2, 1/2); ascending."""
+        kept_G = np.rint(rng.beta(0.5, 0.5, size=len(self.counts_G)) * self.counts_G).astype(np.int64)
+        first_G = np.cumsum(self.counts_G) - self.counts_G
+        if len(kept_G) > MANY_VALUES:  # shuffle within all values by one sort, and take the first of each
+            shuffled_N = self.rows_N[np.argsort(self.code_N + rng.random(len(self.rows_N)), kind="stable")]
+            place_N = np.arange(len(shuffled_N)) - first_G[self.code_N]
+            return np.sort(shuffled_N[place_N < kept_G[self.code_N]])
+        picks = [
+            self.rows_N[first + _choose(rng, int(n), int(kept))]
+            for first, n, kept in zip(first_G, self.counts_G, kept_G, strict=True)
+        ]
+        return np.sort(np.concatenate(picks))
+
+
+def parse_family(text: str) -> Family:
+    """Read `uniform:0.5`, `bernoulli:0.5`, `mixture:topic`, `groups:topic`; `uniform(0.5)` means the same."""
+    spelled = text.strip()
+    if spelled.endswith(")") and "(" in spelled:
+        spelled = spelled[:-1].replace("(", ":", 1)
+    kind, _, argument = (part.strip() for part in spelled.partition(":"))
+    if kind in ("uniform", "bernoulli"):
+        return Family("uniform" if kind == "uniform" else "bernoulli", fraction=_parse_fraction(text, argument))
+    if kind in ("mixture", "groups"):
+        if not argument:
+            raise SubsetError(f"family {text!r}: names no label; expected {kind}:LABEL, e.g. {kind}:topic")
+        return Family("mixture" if kind == "mixture" else "groups", label=argument)
+    raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {SPELLINGS}")
+
+
+def _parse_fraction(text: str, argument: str) -> float:
+    try:
+        fraction = float(argument)
+    except ValueError:
+        fraction = math.nan
+    if not 0.0 < fraction < 1.0:
+        raise SubsetError(f"family {text!r}: got {argument!r}, expected a fraction between 0 and 1, both excluded")
+    return fraction
+
+
+def _name(purpose: str, b: int) -> str:
+    return f"{purpose}-{b:06d}"
+
+
+def _fraction(family: Family) -> float:
+    assert family.fraction is not None
+    return family.fraction
+
+
+def _choose(rng: np.random.Generator, n: int, size: int) -> NDArray[np.int64]:
+    return np.sort(rng.choice(n, size=size, replace=False, shuffle=False)).astype(np.int64, copy=False)

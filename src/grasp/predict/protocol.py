@@ -1,0 +1,187 @@
+"""A frozen choice of side, weighting, kernels and component weights, as a small file with its provenance."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from pydantic import Field, ValidationError, field_validator
+
+from grasp.errors import ProtocolError, SettingsError, SubsetError
+from grasp.files import written_aside
+from grasp.predict.blocks import Side
+from grasp.predict.families import Family, parse_family
+from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
+from grasp.settings import Positions, Settings, describe, read_yaml, write_yaml
+
+Match = Literal["token", "input", "pooled"]
+COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
+NOT_SELECTED = "not selected on development environments: additive core"
+NOT_SELECTED_OTHER = "not selected on development environments"
+
+
+class Standardize(Settings):
+    """What is brought to mean 0 and standard deviation 1 over the calibration family, and when."""
+
+    task: Literal["mean_relevance", "mean_of_standardised"] = Field(
+        "mean_relevance",
+        description="mean_relevance: z of the mean A of a task's units. mean_of_standardised: each unit's A is divided "
+        "by its own standard deviation first; z of the mean of these.",
+    )
+    unit: Literal["own_relevance"] = Field("own_relevance", description="A unit is scored by z of its own A.")
+
+
+class Calibration(Settings):
+    """The family whose moments standardise the components; never the interventions that are scored."""
+
+    family: str = Field("uniform:0.5", description="Family, e.g. uniform:0.5 or mixture:topic.")
+    n_subsets: int = Field(256, ge=2, description="Subsets drawn, where moments have no closed form.")
+    seed: int = Field(0, ge=0, description="Seed of the draw.")
+
+    @field_validator("family")
+    @classmethod
+    def _is_family(cls, text: str) -> str:
+        try:
+            return str(parse_family(text))
+        except SubsetError as err:
+            raise ValueError(str(err)) from err
+
+    @property
+    def parsed(self) -> Family:
+        return parse_family(self.family)
+
+
+class Requirements(Settings):
+    """Feature settings that the protocol relies on; what is left out may be anything."""
+
+    pooling: Positions | None = Field(None, description="Positions averaged by `pooled`.")
+    token_positions: Positions | None = Field(None, description="Row positions used by `token` and `input`.")
+    top_k: int | None = Field(None, description="Probabilities kept per residual.")
+    alpha: float | None = Field(None, description="Exponent of the preconditioners.")
+    epsilon: float | None = Field(None, description="Their eps, relative to the mean.")
+    tau: float | None = Field(None, description="Tikhonov term of the whitening.")
+    hidden_width: int | None = Field(None, description="Width of the hidden sketch.")
+    residual_width: int | None = Field(None, description="Width of the residual sketch.")
+    product_width: int | None = Field(None, description="Width of the product sketch.")
+
+
+class ScoringProtocol(Settings):
+    """How a subset is scored. Source: eq:component-predictor; omega carries the sign, a penalty is negative."""
+
+    name: str = Field(min_length=1, description="Name of the protocol.")
+    side: Side = Field("retained", description="Rows that are scored; omitted flips the sign of A.")
+    weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
+    match: dict[Match, float] | Literal["auto"] = Field(
+        "auto",
+        description="Weights of the kernels' z-scores; auto: token and input where the artifact has both, else token "
+        "or pooled.",
+    )
+    negative: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it.",
+    )
+    components: dict[str, float] = Field(
+        {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
+    )
+    standardize: Standardize = Standardize()
+    calibration: Calibration = Calibration()
+    requires: Requirements = Requirements()
+    selected_on: tuple[str, ...] | None = Field(
+        None, description="Development environments that the protocol was selected on; null: none."
+    )
+
+    @field_validator("match")
+    @classmethod
+    def _some_match(cls, match: dict[Match, float] | str) -> dict[Match, float] | str:
+        if isinstance(match, dict) and not any(match.values()):
+            raise ValueError("expected auto, or at least one kernel with a weight other than 0, e.g. {token: 1}")
+        if isinstance(match, dict) and not all(math.isfinite(weight) for weight in match.values()):
+            raise ValueError("weights must be finite")
+        return match
+
+    @field_validator("components")
+    @classmethod
+    def _known_components(cls, components: dict[str, float]) -> dict[str, float]:
+        unknown = [name for name in components if not COMPONENT.fullmatch(name)]
+        if unknown:
+            raise ValueError(
+                f"unknown {unknown}; expected one of {'|'.join(get_args(Half))}, a dot, "
+                f"and one of {'|'.join(get_args(Kind))}"
+            )
+        if not all(math.isfinite(omega) for omega in components.values()):
+            raise ValueError("weights must be finite")
+        return components
+
+    @property
+    def provenance(self) -> str:
+        """Where the choice comes from, in words."""
+        if self.selected_on:
+            return f"selected on {', '.join(self.selected_on)}"
+        return NOT_SELECTED_OTHER if self.components else NOT_SELECTED
+
+    def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
+        """This protocol with `match: auto` resolved, kernels in the order of `Match`, if the artifact can serve it.
+
+        Raises:
+            ProtocolError: kernels or sketches that the artifact lacks, feature settings other than required;
+                all of them in one message.
+        """
+        match = self._resolved(array_names)
+        needed = [f"relevance_{kernel}" for kernel in match]
+        needed += [f"{half}_sketch" for half in halves_needed(self.components)]
+        problems = [
+            f"needs array {name!r}, the artifact has {list(array_names)}" for name in needed if name not in array_names
+        ]
+        for field, expected in self.requires.model_dump(exclude_none=True).items():
+            found = feature_settings.get(field)
+            if found != expected:
+                problems.append(f"features.{field}: requires {expected!r}, the artifact was built with {found!r}")
+        if problems:
+            raise ProtocolError(
+                f"protocol {self.name!r} does not fit the artifact: {'; '.join(problems)}; "
+                "build an artifact with these settings, or choose another protocol"
+            )
+        return self.model_copy(update={"match": match})
+
+    def _resolved(self, array_names: Sequence[str]) -> dict[Match, float]:
+        if self.match == "auto":
+            if "relevance_token" not in array_names:
+                return {"pooled": 1.0}
+            return {"token": 1.0, "input": 1.0} if "relevance_input" in array_names else {"token": 1.0}
+        return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
+
+
+def default_protocol() -> ScoringProtocol:
+    """The protocol that ships with the package."""
+    with as_file(files("grasp.predict").joinpath("default.yaml")) as path:
+        return load_protocol(path)
+
+
+def load_protocol(path: Path | str) -> ScoringProtocol:
+    """Read a protocol from YAML (JSON is YAML too); every mismatch is in the message."""
+    try:
+        data = read_yaml(Path(path))
+    except SettingsError as err:
+        raise ProtocolError(str(err)) from err
+    return _validated(data, str(path))
+
+
+def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
+    """Write a protocol so that `load_protocol` gives it back: YAML, or JSON by its name; it appears only when whole."""
+    target = Path(path)
+    if target.suffix != ".json":
+        write_yaml(protocol.model_dump(mode="json"), target)
+        return
+    with written_aside(target) as part:
+        part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def _validated(data: dict[str, Any], where: str) -> ScoringProtocol:
+    try:
+        return ScoringProtocol.model_validate(data)
+    except ValidationError as err:
+        raise ProtocolError(describe(err, f"protocol {where}", ScoringProtocol)) from err

@@ -1,0 +1,289 @@
+"""Label expressions over rows.parquet: `topic = 'Games' AND format != 'FAQs'`.
+
+The expression is not trusted. DuckDB parses it (it is not run for that), the parse tree is checked against a
+list of what a condition on labels may contain, and only then is it evaluated, on batches of rows handed in from
+memory, by a connection that has external access off and its configuration locked. Two walls: what the list lets
+through by mistake still cannot reach a file, the environment, or another table.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from grasp.errors import SubsetError
+from grasp.predict.labels import Label, LabelColumn
+
+BATCH = 1 << 16
+MAX_LENGTH = 20_000
+OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
+
+EXPRESSION_CLASSES = frozenset(
+    (
+        "CONJUNCTION",
+        "COMPARISON",
+        "OPERATOR",
+        "BETWEEN",
+        "CONSTANT",
+        "COLUMN_REF",
+        "FUNCTION",
+        "CAST",
+        "CASE",
+        "COLLATE",
+        "TYPE",
+    )
+)
+_FUNCTION_NAMES = """
+    + - * / // % ** || ~~ !~~ ~~* !~~* ~~~ like_escape ilike_escape not_like_escape not_ilike_escape
+    regexp_matches regexp_full_match lower upper trim ltrim rtrim length strlen contains starts_with ends_with
+    prefix suffix substring substr left right replace concat split_part levenshtein jaccard
+    abs floor ceil ceiling round sign sqrt ln log log2 log10 exp pow power greatest least isnan isfinite isinf
+    year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
+"""
+FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+STATEMENTS = frozenset(
+    (
+        "attach",
+        "call",
+        "copy",
+        "create",
+        "delete",
+        "detach",
+        "drop",
+        "export",
+        "from",
+        "import",
+        "insert",
+        "install",
+        "load",
+        "pragma",
+        "select",
+        "set",
+        "update",
+        "with",
+    )
+)
+STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
+PLAIN_SELECT = frozenset(
+    ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rows that satisfy an expression, (N,); `n_null` rows gave neither true nor false: not selected."""
+
+    mask_N: NDArray[np.bool_]
+    n_null: int
+
+
+class LabelTable:
+    """The label columns of an artifact, for slices and families; the file is read in batches, never whole."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            with pq.ParquetFile(self.path) as file:
+                self._schema: pa.Schema = file.schema_arrow
+                self.n_rows = int(file.metadata.num_rows)
+        except (FileNotFoundError, pa.ArrowException) as err:
+            raise SubsetError(f"{self.path}: cannot be read as a table of rows: {' '.join(str(err).split())}") from err
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns an expression may name."""
+        return tuple(self._schema.names)
+
+    def select(self, expression: str) -> NDArray[np.bool_]:
+        """(N,) mask of the rows for which `expression` is true; see `selection` for the count of NULLs."""
+        return self.selection(expression).mask_N
+
+    def selection(self, expression: str) -> Selection:
+        """Evaluate a condition on the columns.
+
+        Raises:
+            SubsetError: syntax error (and where), unknown column (and the close ones), anything that is not a
+                condition on one row's columns, or a value that cannot be compared.
+        """
+        with _locked_connection() as db:
+            names = self._columns_of(_checked(db, expression, self.columns), expression)
+            query = f"{OPENING}{expression}\n) AS selected FROM row_batch"
+            self._expect_boolean(db, expression, query, names)
+            mask_N = np.zeros(self.n_rows, dtype=np.bool_)
+            start = n_null = 0
+            for batch in self._batches(names):
+                result = _evaluate(db, expression, query, batch).column(0)
+                n_null += result.null_count
+                mask_N[start : start + batch.num_rows] = result.fill_null(False).to_numpy()
+                start += batch.num_rows
+        return Selection(mask_N, n_null)
+
+    def column(self, name: str, where: str = "label") -> LabelColumn:
+        """One label column, factorised: 4 bytes a row.
+
+        Args:
+            where: what a message names.
+        Raises:
+            SubsetError: no such column.
+        """
+        self._known(name, where)
+        code_of: dict[Label, int] = {}
+        parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+        for batch in self._batches([name]):
+            encoded = batch.column(0).dictionary_encode(null_encoding="encode")
+            codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
+            parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
+        return LabelColumn(name, tuple(code_of), np.concatenate(parts))
+
+    def values(self, column: str) -> Mapping[Label, NDArray[np.int64]]:
+        """Row indices of each value of a label; rows without it stand under `None`."""
+        return self.column(column).groups()
+
+    def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
+        try:
+            with pq.ParquetFile(self.path) as file:
+                yield from file.iter_batches(batch_size=BATCH, columns=names or self.columns[:1])
+        except (pa.ArrowException, OSError) as err:
+            raise SubsetError(f"{self.path}: damaged: {' '.join(str(err).split())}; restore it from a copy") from err
+
+    def _known(self, name: str, where: str = "label") -> str:
+        """The column as the file spells it; SQL does not mind case."""
+        if name in self.columns:
+            return name
+        spelled = {column.lower(): column for column in self.columns}
+        if name.lower() in spelled:
+            return spelled[name.lower()]
+        close = difflib.get_close_matches(name.lower(), list(spelled), 1, cutoff=0.5)
+        meant = f" (did you mean {spelled[close[0]]!r}?)" if close else ""
+        raise SubsetError(
+            f"{where}: unknown column {name!r}{meant}; the columns are {list(self.columns)}; "
+            "text goes in 'single quotes'"
+        )
+
+    def _columns_of(self, tree: dict[str, Any], expression: str) -> list[str]:
+        where = f"expression {expression!r}"
+        names = [node["column_names"] for node in _expressions(tree) if node["class"] == "COLUMN_REF"]
+        dotted = [".".join(path) for path in names if len(path) != 1]
+        if dotted:
+            raise SubsetError(f"{where}: {dotted[0]!r} has a dot; a column is one name of {list(self.columns)}")
+        return sorted({self._known(path[0], where) for path in names})
+
+    def _expect_boolean(self, db: duckdb.DuckDBPyConnection, expression: str, query: str, names: list[str]) -> None:
+        """Find type errors before the file is read."""
+        fields = [self._schema.field(name) for name in names or self.columns[:1]]
+        empty = pa.RecordBatch.from_pylist([], schema=pa.schema(fields))
+        kind = _evaluate(db, expression, query, empty).schema.types[0]
+        if kind != pa.bool_():
+            raise SubsetError(f"expression {expression!r}: gives {kind}, expected a condition that is true or false")
+
+
+def _locked_connection() -> duckdb.DuckDBPyConnection:
+    db = duckdb.connect(":memory:")
+    db.execute("SET threads = 1")  # rows come back in the order they went in
+    db.execute("SET python_enable_replacements = false")
+    db.execute("SET autoinstall_known_extensions = false")
+    db.execute("SET autoload_known_extensions = false")
+    db.execute("SET enable_external_access = false")
+    db.execute("SET lock_configuration = true")
+    return db
+
+
+def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str, ...]) -> dict[str, Any]:
+    """The parse tree of `expression`, if it is one condition and nothing else."""
+    where = f"expression {expression!r}"
+    if not expression.strip():
+        raise SubsetError(f"{where}: is empty; expected a condition such as topic = 'Games'")
+    if len(expression) > MAX_LENGTH or "\0" in expression:
+        raise SubsetError(
+            f"expression {expression[:60]!r}...: {len(expression)} characters; "
+            f"expected at most {MAX_LENGTH} of plain text"
+        )
+    if (word := expression.split(maxsplit=1)[0].lower()) in STATEMENTS and word not in columns:
+        raise SubsetError(f"{where}: {STATEMENT_REFUSED}")
+    parsed = _parse(db, expression)
+    if parsed.get("error"):
+        raise SubsetError(f"{where}: {_syntax_error(expression, parsed)}")
+    statements = parsed["statements"]
+    node = statements[0]["node"]
+    if len(statements) != 1 or not _is_plain(node):
+        raise SubsetError(f"{where}: is more than a condition; expected one, such as topic = 'Games' AND n_tokens > 64")
+    condition: dict[str, Any] = node["select_list"][0]
+    for item in _expressions(condition):
+        _allow(item, where)
+    return condition
+
+
+def _parse(db: duckdb.DuckDBPyConnection, expression: str) -> dict[str, Any]:
+    try:
+        row = db.execute("SELECT json_serialize_sql(?)", [f"{OPENING}{expression}\n)"]).fetchall()[0]
+        tree: dict[str, Any] = json.loads(row[0])
+    except RecursionError as err:
+        raise SubsetError(f"expression {expression[:60]!r}...: is nested too deeply; split it") from err
+    except duckdb.Error as err:
+        raise SubsetError(f"expression {expression!r}: {_one_line(err)}") from err
+    return tree
+
+
+def _syntax_error(expression: str, parsed: dict[str, Any]) -> str:
+    if parsed.get("error_type") != "parser":
+        return STATEMENT_REFUSED
+    message = " ".join(str(parsed["error_message"]).split())
+    at = int(parsed["position"]) - len(OPENING) if parsed.get("position") else -1
+    if not 0 <= at < len(expression):
+        return f"{message.split(' at or near')[0]} at its end"
+    return f"{message} (character {at + 1}: ...{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]})"
+
+
+def _is_plain(node: dict[str, Any]) -> bool:
+    return (
+        node["type"] == "SELECT_NODE"
+        and node["from_table"]["type"] == "EMPTY"
+        and len(node["select_list"]) == 1
+        and not any(node.get(key) for key in PLAIN_SELECT)
+        and not node["cte_map"]["map"]
+    )
+
+
+def _expressions(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every node of a parse tree that has a class, in no particular order."""
+    left = [tree]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            if "class" in item:
+                yield item
+            left.extend(item.values())
+        elif isinstance(item, list):
+            left.extend(item)
+
+
+def _allow(item: dict[str, Any], where: str) -> None:
+    kind = item["class"]
+    if kind not in EXPRESSION_CLASSES or item["type"] == "OPERATOR_TRY":
+        raise SubsetError(
+            f"{where}: {kind.lower()} is refused; a condition uses columns, constants and plain functions"
+        )
+    if kind == "FUNCTION":
+        name = item["function_name"]
+        if name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog"):
+            raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
+
+
+def _evaluate(db: duckdb.DuckDBPyConnection, expression: str, query: str, batch: pa.RecordBatch) -> pa.Table:
+    try:
+        db.register("row_batch", pa.Table.from_batches([batch]))
+        return db.sql(query).to_arrow_table()
+    except duckdb.Error as err:
+        raise SubsetError(f"expression {expression!r}: {_one_line(err)}") from err
+
+
+def _one_line(err: duckdb.Error) -> str:
+    return str(err).split("\n\n", maxsplit=1)[0].replace("\n", " ").replace("\t", " ")

@@ -1,0 +1,242 @@
+"""Mean and standard deviation of every component over a calibration family.
+
+Sampled moments are accumulated block by block. For uniform and Bernoulli families the moments of every component are
+known in closed form, for either weighting. Given its size m, a subset is a uniform draw of m rows without replacement:
+A and K_self are g(m) times the mean of a fixed number per row over the drawn rows, and K_raw, K_pair and K_cent are
+sums over pairs of drawn rows, whose variance takes the chances that two, three and four given rows are drawn.
+Shape letters: B subsets, E units (or targets), N rows, n rows of a block, D sketch width, M sizes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom
+
+from grasp.errors import SubsetError
+from grasp.predict.blocks import Side
+from grasp.predict.families import Family
+from grasp.predict.geometry import Kind, Weighting
+
+F64 = NDArray[np.float64]
+
+# A spread this small against the component's own size is rounding, not variance.
+RELATIVE_ZERO = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentMoments:
+    """Moments of one component over a calibration family; (E,) for relevance, (1,) for geometry."""
+
+    mean_E: F64
+    std_E: F64
+
+    @property
+    def varies_E(self) -> NDArray[np.bool_]:  # noqa: N802 - a shape suffix
+        """Where the component has a variance worth the name; elsewhere it is dropped."""
+        return np.asarray(self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
+
+    @property
+    def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
+        """1 / std; 0 where the component does not vary."""
+        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=self.varies_E)
+
+    def z(self, value_BE: F64) -> F64:
+        """(x - mean) / std; 0 where the component does not vary. Source: eq:component-predictor."""
+        return np.asarray((value_BE - self.mean_E) * self.inverse_E)
+
+
+class MomentsAccumulator:
+    """Mean and population standard deviation of named components over blocks of subsets (Chan's merge)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean: dict[str, F64] = {}
+        self._scatter: dict[str, F64] = {}
+
+    def add(self, components: Mapping[str, F64]) -> None:
+        """Add B subsets: (B, E) or (B,) values by name, the same names in every block."""
+        n_new = 0
+        for name, value in components.items():
+            value_BE = np.asarray(value, dtype=np.float64).reshape(len(value), -1)
+            n_new = len(value_BE)
+            mean_E = value_BE.mean(axis=0)
+            scatter_E = ((value_BE - mean_E) ** 2).sum(axis=0)
+            if self.count:
+                shift_E = mean_E - self._mean[name]
+                total = self.count + n_new
+                scatter_E += self._scatter[name] + shift_E**2 * (self.count * n_new / total)
+                mean_E = self._mean[name] + shift_E * (n_new / total)
+            self._mean[name], self._scatter[name] = mean_E, scatter_E
+        self.count += n_new
+
+    def moments(self) -> dict[str, ComponentMoments]:
+        """Moments of the subsets so far.
+
+        Raises:
+            SubsetError: fewer than two subsets; a standard deviation needs two.
+        """
+        if self.count < 2:
+            raise SubsetError(f"calibration: got {self.count} subsets, expected at least 2 to standardise by")
+        return {
+            name: ComponentMoments(self._mean[name], np.sqrt(self._scatter[name] / self.count)) for name in self._mean
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RowMoments:
+    """Sums over the corpus of numbers x_ie that are given per row: enough for the closed forms."""
+
+    n_rows: int
+    mean_E: F64
+    scatter_E: F64  # sum of (x - mean)^2
+
+    @classmethod
+    def of(cls, values_NE: NDArray[Any]) -> Self:
+        """Moments of one block of rows."""
+        values_NE = np.asarray(values_NE, dtype=np.float64)
+        mean_E = values_NE.mean(axis=0)
+        return cls(len(values_NE), mean_E, ((values_NE - mean_E) ** 2).sum(axis=0))
+
+    def merge(self, other: Self) -> Self:
+        """Moments of both sets of rows."""
+        n_rows = self.n_rows + other.n_rows
+        shift_E = other.mean_E - self.mean_E
+        scatter_E = self.scatter_E + other.scatter_E + shift_E**2 * (self.n_rows * other.n_rows / n_rows)
+        return type(self)(n_rows, self.mean_E + shift_E * (other.n_rows / n_rows), scatter_E)
+
+    @property
+    def total_E(self) -> F64:  # noqa: N802 - a shape suffix
+        """Sum over the corpus."""
+        return np.asarray(self.mean_E * self.n_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PairSums:
+    """Sums over the corpus of one sketch about its mean, psi = phi - mean: enough for the moments of its geometry."""
+
+    n_rows: int
+    mean_D: F64
+    gram_DD: F64  # sum of psi psi^T
+    square: float  # sum of ||psi||^4
+    skew_D: F64  # sum of ||psi||^2 psi
+
+    @classmethod
+    def empty(cls, mean_D: F64) -> Self:
+        """No rows yet."""
+        width = len(mean_D)
+        return cls(0, mean_D, np.zeros((width, width)), 0.0, np.zeros(width))
+
+    def plus(self, sketch_nD: NDArray[Any]) -> Self:
+        """With the rows of one block."""
+        psi_nD = np.asarray(sketch_nD, dtype=np.float64) - self.mean_D
+        norm_n = np.einsum("nd,nd->n", psi_nD, psi_nD)
+        return type(self)(
+            self.n_rows + len(psi_nD),
+            self.mean_D,
+            self.gram_DD + psi_nD.T @ psi_nD,
+            self.square + float(norm_n @ norm_n),
+            self.skew_D + norm_n @ psi_nD,
+        )
+
+
+def has_closed_form(family: Family) -> bool:
+    """Whether the moments of all components are known without drawing."""
+    return family.kind in ("uniform", "bernoulli")
+
+
+def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
+    """Exact mean and standard deviation of A_e over a uniform or Bernoulli family.
+
+    Source: eq:grasp-subset-relevance under the draw; the mean of an inclusion-weighted sum as in eq:ratio-scaling.
+    """
+    sign = 1.0 if side == "retained" else -1.0
+    moments = _mean_times(rows, _sizes(family, rows.n_rows, side), 1.0 if weighting == "count" else 0.0)
+    return ComponentMoments(sign * moments.mean_E, moments.std_E)
+
+
+def self_moments(norms: RowMoments, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
+    """Exact mean and standard deviation of K_self; `norms` are those of ||phi_i||^2. Source: eq:ia-components."""
+    return _mean_times(norms, _sizes(family, norms.n_rows, side), 1.0 if weighting == "count" else -1.0)
+
+
+def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
+    """Exact mean and standard deviation of a geometric component over a uniform or Bernoulli family.
+
+    With s the sum of psi over the m drawn rows, X = sum_{i != j} <psi_i, psi_j>, Y = sum_i ||psi_i||^2 and
+    L = <s, mean>: K_cent = X + Y, K_self = Y + 2 L + m ||mean||^2, K_raw = X + Y + 2 m L + m^2 ||mean||^2.
+    Source: eq:ia-components under the draw. Deviation: none; the paper takes these moments from a sample.
+    """
+    size_M, chance_M = _sizes(family, sums.n_rows, side)
+    gain_M = np.ones_like(size_M) if weighting == "count" else np.where(size_M > 0, 1.0 / np.maximum(size_M, 1.0), 0.0)
+    mean_norm = float(sums.mean_D @ sums.mean_D)
+    one_M, zero_M = np.ones_like(size_M), np.zeros_like(size_M)
+    weights_3M, shift_M = {  # of X, Y and L, and what is added
+        "raw": (np.array([one_M, one_M, 2.0 * size_M]), size_M**2 * mean_norm),
+        "self": (np.array([zero_M, one_M, 2.0 * one_M]), size_M * mean_norm),
+        "pair": (np.array([one_M, zero_M, 2.0 * (size_M - 1.0)]), (size_M**2 - size_M) * mean_norm),
+        "cent": (np.array([one_M, one_M, zero_M]), zero_M),
+    }[kind]
+    mean_3M, product_33M = _drawn_sums(sums, size_M)
+    covariance_33M = product_33M - mean_3M[:, None] * mean_3M[None]
+    given_M = gain_M**2 * (np.einsum("am,am->m", weights_3M, mean_3M) + shift_M)
+    spread_M = gain_M**4 * np.einsum("am,abm,bm->m", weights_3M, covariance_33M, weights_3M)
+    mean = float(chance_M @ given_M)
+    variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (given_M - mean) ** 2))
+    return ComponentMoments(np.array([mean]), np.array([np.sqrt(variance)]))
+
+
+def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
+    """E of X, Y and L, (3, M), and of their products, (3, 3, M), over draws of m rows; the psi add up to 0."""
+    one, two, three, four = (_all_drawn(k, sums.n_rows, size_M) for k in (1, 2, 3, 4))
+    norm = float(np.trace(sums.gram_DD))
+    along = float(sums.mean_D @ sums.gram_DD @ sums.mean_D)
+    skew = float(sums.skew_D @ sums.mean_D)
+    squares = float((sums.gram_DD**2).sum()) - sums.square  # sum over pairs i != j of <psi_i, psi_j>^2
+    chains = sums.square - squares  # sum over i, j, k all different of <psi_i, psi_j> <psi_i, psi_k>
+    disjoint = norm**2 - 2.0 * squares - 4.0 * chains
+    xx = 2.0 * squares * two + 4.0 * chains * three + disjoint * four
+    xy = -2.0 * sums.square * two + (2.0 * sums.square - norm**2) * three
+    xl = 2.0 * skew * (three - two)
+    yy = sums.square * one + (norm**2 - sums.square) * two
+    yl, ll = skew * (one - two), along * (one - two)
+    mean_3M = np.array([-norm * two, norm * one, np.zeros_like(one)])
+    return mean_3M, np.array([[xx, xy, xl], [xy, yy, yl], [xl, yl, ll]])
+
+
+def _all_drawn(k: int, n_rows: int, size_M: F64) -> F64:
+    """Chance that k given rows are all among m rows drawn without replacement, (M,)."""
+    chance_M = np.ones_like(size_M)
+    for i in range(k):
+        chance_M = chance_M * (np.maximum(size_M - i, 0.0) / (n_rows - i) if n_rows > i else 0.0)
+    return chance_M
+
+
+def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
+    """Sizes of the side and their probabilities; draws without a retained row do not occur."""
+    fraction = family.fraction
+    assert fraction is not None
+    if family.kind == "uniform":
+        size = np.array([max(1.0, float(round(fraction * n_rows)))])
+        chance = np.ones(1)
+    else:
+        low, high = binom.interval(1.0 - 1e-15, n_rows, fraction)
+        size = np.arange(max(1.0, low), high + 1.0)
+        chance = binom.pmf(size, n_rows, fraction)
+        chance = chance / chance.sum()
+    return (size if side == "retained" else n_rows - size), chance
+
+
+def _mean_times(rows: RowMoments, sizes: tuple[F64, F64], power: float) -> ComponentMoments:
+    """Moments of m^power * (mean of x over m rows drawn without replacement), m random; 0 where m = 0."""
+    size_M, chance_M = sizes
+    drawn_M = np.maximum(size_M, 1.0)
+    gain_M = np.where(size_M > 0, drawn_M**power, 0.0)
+    spread = float(chance_M @ (gain_M**2 * (1.0 / drawn_M - 1.0 / rows.n_rows)))
+    mean_gain = float(chance_M @ gain_M)
+    gain_variance = float(chance_M @ (gain_M - mean_gain) ** 2)
+    row_variance_E = rows.scatter_E / max(rows.n_rows - 1, 1)
+    variance_E = spread * row_variance_E + gain_variance * rows.mean_E**2
+    return ComponentMoments(mean_gain * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))

@@ -1,0 +1,185 @@
+"""Weights of B subsets over N rows in the form that is smallest for their shape.
+
+    csr_array      few rows of each: 12 bytes an entry
+    OmittedRows    nearly all rows of each: entries for what is missing
+    PackedMasks    a good part of a large corpus: one bit a row
+    SliceShares    whole slices: one number a slice, whatever N
+
+All of them mean the same matrix of weights w_i of the retained side. What is summed over subsets takes each form as
+it is (`grasp.predict.sweep`); `as_csr` is for everyone else.
+Shape letters: B subsets, N rows of the corpus, G slices.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+F64 = NDArray[np.float64]
+
+_ONES_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class OmittedRows:
+    """Weights 1 - o_i: the whole corpus but for the entries of `omitted_BN`."""
+
+    omitted_BN: csr_array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.omitted_BN.shape
+
+    def csr(self) -> csr_array:
+        """The weights one by one, without those that are 0."""
+        weights_N, rows, values = np.ones(self.shape[1]), [], []
+        for b in range(self.shape[0]):
+            own = slice(self.omitted_BN.indptr[b], self.omitted_BN.indptr[b + 1])
+            changed = self.omitted_BN.indices[own]
+            weights_N[changed] -= self.omitted_BN.data[own]
+            rows.append(np.flatnonzero(weights_N))
+            values.append(weights_N[rows[-1]])
+            weights_N[changed] = 1.0
+        return _joined(rows, values, self.shape)
+
+    def sizes(self) -> NDArray[np.int64]:
+        gone_BN = csr_array((self.omitted_BN.data == 1.0, self.omitted_BN.indices, self.omitted_BN.indptr), self.shape)
+        return self.shape[1] - np.asarray(gone_BN.sum(axis=1), dtype=np.int64).ravel()
+
+    def squared(self) -> Self:
+        """w^2 = 1 - (2 o - o^2)."""
+        square_BN = self.omitted_BN.copy()
+        square_BN.data = square_BN.data * (2.0 - square_BN.data)
+        return type(self)(square_BN)
+
+    def sums(self) -> tuple[F64, F64]:
+        return self.shape[1] - _row_sums(self.omitted_BN), _row_sums(abs(self.omitted_BN))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMasks:
+    """Weights 0 and 1, eight rows a byte, first row in the highest bit; (B, ceil(N / 8)) uint8."""
+
+    bits_BN: NDArray[np.uint8]
+    n_rows: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.bits_BN), self.n_rows
+
+    def csr(self) -> csr_array:
+        rows = [np.flatnonzero(np.unpackbits(bits, count=self.n_rows)) for bits in self.bits_BN]
+        return _joined(rows, [np.ones(len(row)) for row in rows], self.shape)
+
+    def sizes(self) -> NDArray[np.int64]:
+        return self.sums()[0].astype(np.int64)
+
+    def squared(self) -> Self:
+        return self
+
+    def sums(self) -> tuple[F64, F64]:
+        kept_B = np.array([_ONES_OF_BYTE[bits].sum() for bits in self.bits_BN], dtype=np.float64)
+        return kept_B, self.n_rows - kept_B
+
+    def columns(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """(B, stop - start) zeros and ones of the rows [start, stop)."""
+        first = start // 8
+        part = np.unpackbits(self.bits_BN[:, first : -(-stop // 8)], axis=1)
+        return part[:, start - 8 * first : stop - 8 * first]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceShares:
+    """Every row of slice g has the weight of the slice: w_i = share_g(i)."""
+
+    share_BG: F64
+    codes_N: NDArray[np.integer]  # slice of each row; blocks of one question share the array itself
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.share_BG), len(self.codes_N)
+
+    def csr(self) -> csr_array:
+        rows, values = [], []
+        for share_G in self.share_BG:
+            weights_N = share_G[self.codes_N]
+            rows.append(np.flatnonzero(weights_N))
+            values.append(weights_N[rows[-1]])
+        return _joined(rows, values, self.shape)
+
+    def sizes(self) -> NDArray[np.int64]:
+        return (self.share_BG > 0) @ self._rows_G
+
+    def squared(self) -> Self:
+        return type(self)(self.share_BG**2, self.codes_N)
+
+    def sums(self) -> tuple[F64, F64]:
+        return self.share_BG @ self._rows_G, np.abs(1.0 - self.share_BG) @ self._rows_G
+
+    def indicators(self) -> csr_array:
+        """(G, N), 1 where a row is in the slice."""
+        order = np.argsort(self.codes_N, kind="stable")
+        indptr = np.concatenate([[0], np.cumsum(self._rows_G)])
+        return csr_array((np.ones(len(order)), order, indptr), shape=(len(self._rows_G), len(order)))
+
+    @property
+    def _rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
+        return np.bincount(self.codes_N, minlength=self.share_BG.shape[1]).astype(np.int64)
+
+
+Compact = OmittedRows | PackedMasks | SliceShares
+Weights = csr_array | Compact
+
+
+def as_csr(weights: Weights) -> csr_array:
+    """The (B, N) matrix of weights, without stored zeros where it is made here; 12 bytes an entry."""
+    return weights if isinstance(weights, csr_array) else weights.csr()
+
+
+def canonical(weights_BN: csr_array) -> csr_array:
+    """The same matrix with one entry for a row and none for 0: what `sizes` and `squared` count on."""
+    if weights_BN.has_canonical_format and weights_BN.data.all():
+        return weights_BN
+    own_BN = weights_BN.copy()
+    own_BN.sum_duplicates()
+    own_BN.eliminate_zeros()
+    return own_BN
+
+
+def squared(weights: Weights) -> Weights:
+    """Weights w_i^2 in the same form."""
+    return weights.power(2) if isinstance(weights, csr_array) else weights.squared()
+
+
+def is_plain(weights: Weights) -> bool:
+    """Whether all weights are 0 or 1, so that they are their own squares."""
+    if isinstance(weights, PackedMasks):
+        return True
+    if isinstance(weights, SliceShares):
+        return bool(np.isin(weights.share_BG, (0.0, 1.0)).all())
+    return bool(np.all((weights.omitted_BN if isinstance(weights, OmittedRows) else weights).data == 1.0))
+
+
+def sizes(weights: Weights) -> NDArray[np.int64]:
+    """Rows with a weight above zero, (B,)."""
+    return np.diff(weights.indptr).astype(np.int64) if isinstance(weights, csr_array) else weights.sizes()
+
+
+def weight_sums(weights: Weights) -> tuple[F64, F64]:
+    """Sum of w_i, and sum over the corpus of |1 - w_i|, (B,) each."""
+    if not isinstance(weights, csr_array):
+        return weights.sums()
+    outside = abs(1.0 - weights.data) - 1.0
+    change = csr_array((outside, weights.indices, weights.indptr), shape=weights.shape)
+    return _row_sums(weights), weights.shape[1] + _row_sums(change)
+
+
+def _joined(rows: list[NDArray[np.int64]], values: list[F64], shape: tuple[int, int]) -> csr_array:
+    indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+    return csr_array((np.concatenate(values), np.concatenate(rows), indptr), shape=shape)
+
+
+def _row_sums(matrix_BN: csr_array) -> F64:
+    return np.asarray(matrix_BN.sum(axis=1), dtype=np.float64).ravel()

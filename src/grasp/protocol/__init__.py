@@ -1,1 +1,0 @@
-"""Frozen scoring protocols, and prediction by them from an artifact."""

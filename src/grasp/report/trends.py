@@ -1,0 +1,100 @@
+"""Relevance by label over checkpoints of one model: several artifacts of one corpus, oldest first.
+
+Shape letters: C checkpoints, G slices, T targets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import ArtifactError
+from grasp.predict.held import UnitSelection, relevance_sums
+from grasp.predict.label_slices import LabelSlices
+from grasp.predict.source import F64
+
+
+@dataclass(frozen=True, slots=True)
+class LabelTrend:
+    """What the slices of one label contribute, checkpoint by checkpoint.
+
+    Within each checkpoint and target the positive means add up to 1, and so do the negative ones (to -1): relative
+    preferences, whatever the size of the signal. Source: fig:weborganizer-contribution.
+    """
+
+    label: str
+    kernel: str
+    checkpoints: tuple[str, ...]
+    mean_CGT: F64  # mean relevance over the rows of the slice
+    share_CGT: F64
+
+
+def label_trends(
+    artifacts: Sequence[Artifact], labels: Sequence[LabelSlices], targets: Sequence[str]
+) -> tuple[LabelTrend, ...]:
+    """Mean relevance of every slice at every checkpoint, and its share.
+
+    Args:
+        artifacts: oldest first, the last one being that of `labels`.
+    Raises:
+        ArtifactError: an artifact of another corpus, without one of the targets, or without a kernel in common.
+    """
+    last = artifacts[-1]
+    for artifact in artifacts[:-1]:
+        _check_belongs(artifact, last, targets)
+    kernel = _common_kernel(artifacts)
+    names = checkpoint_names(artifacts)
+    indicators = [one.indicators() for one in labels]
+    sums = [relevance_sums(one, kernel, UnitSelection.of(one, targets), indicators) for one in artifacts]
+    trends = []
+    for place, one in enumerate(labels):
+        mean_CGT = np.stack([own[place] for own in sums]) / one.rows_G[:, None]
+        trends.append(LabelTrend(one.label, kernel, names, mean_CGT, _shares(mean_CGT)))
+    return tuple(trends)
+
+
+def checkpoint_names(artifacts: Sequence[Artifact]) -> tuple[str, ...]:
+    """Names that tell the artifacts apart: those of their models' directories, else their own paths."""
+    for of in (_model_name, lambda artifact: artifact.path.name, lambda artifact: str(artifact.path)):
+        names = tuple(of(artifact) for artifact in artifacts)
+        if len(set(names)) == len(names):
+            return names
+    return tuple(f"{artifact.path} ({place + 1})" for place, artifact in enumerate(artifacts))
+
+
+def _model_name(artifact: Artifact) -> str:
+    return Path(str(artifact.manifest.settings.get("model", {}).get("path", ""))).name
+
+
+def _check_belongs(artifact: Artifact, last: Artifact, targets: Sequence[str]) -> None:
+    own, expected = (one.manifest.fingerprints.get("corpus", "none") for one in (artifact, last))
+    if own != expected:
+        raise ArtifactError(
+            f"--previous {artifact.path}: was built on another corpus ({own}) than {last.path} ({expected}); expected "
+            "an earlier checkpoint on the same rows"
+        )
+    missing = [name for name in targets if name not in artifact.targets]
+    if missing:
+        raise ArtifactError(
+            f"--previous {artifact.path}: has no target {', '.join(missing)}; add it with grasp build --add-target, or "
+            "name the common ones with --targets"
+        )
+
+
+def _common_kernel(artifacts: Sequence[Artifact]) -> str:
+    for kernel in ("token", "pooled"):
+        if all(f"relevance_{kernel}" in artifact.array_names for artifact in artifacts):
+            return kernel
+    built = {
+        str(artifact.path): [n for n in artifact.array_names if n.startswith("relevance_")] for artifact in artifacts
+    }
+    raise ArtifactError(f"--previous: the artifacts have no kernel in common: {built}; build them with the same match")
+
+
+def _shares(mean_CGT: F64) -> F64:
+    positive, negative = np.maximum(mean_CGT, 0.0), np.minimum(mean_CGT, 0.0)
+    up, down = positive.sum(axis=1, keepdims=True), -negative.sum(axis=1, keepdims=True)
+    share = np.divide(positive, up, out=np.zeros_like(positive), where=up > 0)
+    return np.asarray(share + np.divide(negative, down, out=np.zeros_like(negative), where=down > 0))

@@ -1,0 +1,208 @@
+"""A finite family of protocols, as a file that can be read and edited: what selection chooses from, and no more."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationError, field_validator
+
+from grasp.errors import ProtocolError, SettingsError
+from grasp.files import written_aside
+from grasp.predict.blocks import Side
+from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
+from grasp.predict.protocol import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
+from grasp.predict.source import FeatureSource
+from grasp.runs.controls import Control
+from grasp.settings import Settings, describe, read_yaml
+
+TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
+Criterion = Literal["task_rho", "mean_lds"]
+MAX_MEMBERS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What decides the components' values: candidates that share it are combinations of the same numbers."""
+
+    side: Side
+    weighting: Weighting
+    task: TaskStandard
+    negative: float = 1.0
+
+    def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> ScoringProtocol:
+        """All weights 1: its parts are the z-scores themselves."""
+        return ScoringProtocol(
+            name="parts",
+            side=self.side,
+            weighting=self.weighting,
+            match=dict.fromkeys(kernels, 1.0),
+            negative=self.negative,
+            components=dict.fromkeys(components, 1.0),
+            standardize=Standardize(task=self.task),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One member: a protocol, or what a control leaves of one (`match` empty, or pairs shuffled)."""
+
+    binding: Binding
+    match: tuple[tuple[Match, float], ...]
+    omega: tuple[tuple[str, float], ...]
+    variant: str = ""  # name of the feature settings it needs; empty where only one build was given
+    shuffled: bool = False
+
+    @property
+    def name(self) -> str:
+        """All that tells it from the others."""
+        kernels = "+".join(f"{kernel}" if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in self.match)
+        if kernels and self.binding.negative != 1:
+            kernels += f" (negative x {self.binding.negative:g})"
+        geometry = ", ".join(f"{omega:+g} {name}" for name, omega in self.omega) or "no geometry"
+        parts = [self.binding.side, self.binding.weighting, kernels or "no relevance", geometry, self.binding.task]
+        return " | ".join(parts + ["shuffled"] * self.shuffled + [self.variant] * bool(self.variant))
+
+    @property
+    def n_components(self) -> int:
+        """Kernels and geometric components: what ties are broken by."""
+        return len(self.match) + len(self.omega)
+
+    def protocol(self, name: str, requires: Requirements, **fields: Any) -> ScoringProtocol:
+        """The frozen protocol.
+
+        Raises:
+            ProtocolError: a control without relevance, or with shuffled pairs, is nothing to predict with.
+        """
+        if not self.match or self.shuffled:
+            raise ProtocolError(f"{self.name}: a control cannot be frozen as a protocol; select from a full family")
+        plain = self.binding.protocol([kernel for kernel, _ in self.match], ())
+        return plain.model_copy(
+            update={"name": name, "match": dict(self.match), "components": dict(self.omega), "requires": requires}
+            | fields
+        )
+
+
+def candidate_of(protocol: ScoringProtocol, source: FeatureSource) -> Candidate:
+    """A protocol as a candidate, bound to an artifact.
+
+    Raises:
+        ProtocolError: the artifact does not fit the protocol.
+    """
+    fitted = protocol.fitted(source.array_names, source.feature_settings)
+    assert isinstance(fitted.match, dict)
+    binding = Binding(fitted.side, fitted.weighting, fitted.standardize.task, fitted.negative)
+    return Candidate(binding, tuple(fitted.match.items()), tuple(fitted.components.items()))
+
+
+class ProtocolFamily(Settings):
+    """Every combination of the lists below is one protocol."""
+
+    criterion: Criterion = Field(
+        "task_rho", description="What the bound is of: rho of the task's utility, or mean rho of its units'."
+    )
+    sides: tuple[Side, ...] = Field(("retained",), min_length=1, description="Sides scored.")
+    weightings: tuple[Weighting, ...] = Field(("mean",), min_length=1, description="count, mean.")
+    matches: tuple[dict[Match, float], ...] = Field(
+        ({"token": 1.0}, {"pooled": 1.0}, {"token": 1.0, "pooled": 1.0}), min_length=1, description="Kernels' weights."
+    )
+    negatives: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (1.0,), min_length=1, description="What negative relevance is multiplied by."
+    )
+    standardize: tuple[TaskStandard, ...] = Field(
+        ("mean_relevance",), min_length=1, description="How a task's relevance is standardised."
+    )
+    components: tuple[tuple[str, ...], ...] = Field(((),), min_length=1, description="Sets of geometric components.")
+    omegas: tuple[float, ...] = Field(
+        (-0.5, -0.25, -0.1, 0.1, 0.25), description="Weights tried for every component of a set, in all combinations."
+    )
+    calibration_subsets: int = Field(256, ge=2, description="Subsets drawn to standardise by, per environment.")
+    frozen_calibration: str = Field(
+        "same",
+        description="Calibration family written into the selected protocol; same: that of the environments, or "
+        "uniform:0.5 where they differ.",
+    )
+    relevance: bool = Field(True, description="False leaves relevance out: for controls.")
+    shuffled: bool = Field(False, description="True takes pair geometry from shuffled pairs: for controls.")
+
+    @field_validator("components")
+    @classmethod
+    def _known(cls, sets: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        unknown = sorted({name for names in sets for name in names if not COMPONENT.fullmatch(name)})
+        if unknown:
+            raise ValueError(
+                f"unknown {unknown}; expected {'|'.join(get_args(Half))}, a dot, {'|'.join(get_args(Kind))}"
+            )
+        return sets
+
+    def members(self, array_names: Sequence[str], variant: str = "") -> tuple[tuple[Candidate, ...], int]:
+        """Candidates that an artifact with these arrays can serve, each once, and how many it cannot.
+
+        Raises:
+            ProtocolError: more than MAX_MEMBERS candidates.
+        """
+        matches = [tuple(sorted(match.items())) for match in self.matches] if self.relevance else [()]
+        weighed = [
+            tuple(zip(names, omegas, strict=True))
+            for names in dict.fromkeys(self.components)
+            for omegas in product([omega for omega in self.omegas if omega], repeat=len(names))
+        ]
+        negatives = self.negatives if self.relevance else (1.0,)
+        bindings = [Binding(*chosen) for chosen in product(self.sides, self.weightings, self.standardize, negatives)]
+        count = len(bindings) * len(matches) * len(weighed)
+        if count > MAX_MEMBERS:
+            raise ProtocolError(f"family: {count:,} protocols, expected at most {MAX_MEMBERS:,}; shorten its lists")
+        listed = [
+            Candidate(binding, match, omega, variant, self.shuffled)
+            for binding in bindings
+            for match in matches
+            for omega in weighed
+            if match or omega
+        ]
+        listed = list(dict.fromkeys(listed))
+        served = tuple(candidate for candidate in listed if needed_arrays(candidate) <= set(array_names))
+        return served, len(listed) - len(served)
+
+    def restricted(self, control: Control) -> "ProtocolFamily":
+        """The family of a control: what it leaves of every set of components, each set once."""
+        sets = dict.fromkeys(control.components(names) for names in self.components)
+        return self.model_copy(
+            update={
+                "components": tuple(sets),
+                "relevance": self.relevance and control.relevance,
+                "shuffled": control.shuffled,
+            }
+        )
+
+
+def needed_arrays(candidate: Candidate) -> set[str]:
+    """Arrays of an artifact that a candidate reads."""
+    kernels = {f"relevance_{kernel}" for kernel, _ in candidate.match}
+    return kernels | {f"{half}_sketch" for half in halves_needed(dict(candidate.omega))}
+
+
+def default_family() -> ProtocolFamily:
+    """The family that ships with the package."""
+    with as_file(files("grasp.runs").joinpath("family.yaml")) as path:
+        return load_family(path)
+
+
+def write_default_family(path: Path) -> None:
+    """Write the family that ships, with its comments, to be edited; the file appears only when whole."""
+    text = files("grasp.runs").joinpath("family.yaml").read_text(encoding="utf-8")
+    with written_aside(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def load_family(path: Path | str) -> ProtocolFamily:
+    """Read a family from YAML; every mismatch is in the message."""
+    try:
+        data = read_yaml(Path(path))
+    except SettingsError as err:
+        raise ProtocolError(str(err)) from err
+    try:
+        return ProtocolFamily.model_validate(data)
+    except ValidationError as err:
+        raise ProtocolError(describe(err, f"family {path}")) from err

@@ -1,0 +1,215 @@
+"""Supervised datamodels: what a linear function of the subset itself explains of the realized utilities.
+
+An oracle is fitted on retrained subsets, so it is no competitor of predictors that never saw a retrain; it
+is the ceiling of what masks, or label fractions, hold. Every prediction is out of fold, and the strength
+of the penalty is chosen inside the training folds.
+
+Predictions are deviations from the mean of the training folds, and that mean is left out: leaving a subset out moves
+the mean of the others away from it, so with a strong penalty the means alone would rank subsets backwards. Coefficients
+keep a trace of the same: where features say nothing, rho is about -0.1 with 16 subsets and -0.05 with 64.
+
+Shape letters: B subsets, F features, E outputs (units, and the task's mean as an output of its own), N rows.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.errors import EnvironmentDataError, ShapeError
+from grasp.extras import require
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.labels import LabelColumn
+from grasp.runs.environment import Utilities
+from grasp.runs.predictions import Predictions
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+# training features, training outputs, held-out features -> deviations of the held-out outputs from the training mean
+Fitter = Callable[[F64, F64, F64], F64]
+
+FOLDS = 8
+# Penalties in units of the mean squared norm of a training row: from almost none to almost all.
+RELATIVE_PENALTIES = np.logspace(-4, 3, 15)
+LASSO_PENALTIES = np.logspace(-3, 0, 12)  # in units of the smallest penalty that leaves no coefficient
+
+
+@dataclass(frozen=True, slots=True)
+class SubsetFeatures:
+    """What an oracle sees of a subset."""
+
+    name: str
+    subset_ids: tuple[str, ...]
+    values_BF: F64
+
+
+def mask_features(blocks: Iterable[SubsetBlock]) -> SubsetFeatures:
+    """The retained mask of every subset, (B, N); the datamodel of Ilyas et al.
+
+    Memory: 8 bytes a subset and row, so it is meant for pools of at most some 100,000 rows.
+    """
+    held = list(blocks)
+    ids = tuple(name for block in held for name in block.subset_ids)
+    return SubsetFeatures("masks", ids, np.concatenate([(b.weights_BN > 0).toarray() for b in held]).astype(float))
+
+
+def fraction_features(
+    blocks: Iterable[SubsetBlock], labels: LabelColumn, *, of: Literal["subset", "label"] = "subset"
+) -> SubsetFeatures:
+    """How a subset is made up of the values of a label, (B, number of values).
+
+    Args:
+        of: `subset`: the share of the subset's rows that have the value, which is what a fixed budget trains
+            on; `label`: the share of the value's rows that the subset retains, which is what was intervened on.
+    """
+    ids: list[str] = []
+    parts: list[F64] = []
+    for block in blocks:
+        matrix = block.weights_BN
+        subset_of = np.repeat(np.arange(len(block.subset_ids)), block.sizes_B)
+        n_values = len(labels.values)
+        cells = subset_of * n_values + labels.codes_N[matrix.indices]
+        counts = np.bincount(cells, minlength=len(block.subset_ids) * n_values)
+        counts_BF = counts.reshape(-1, n_values).astype(np.float64)
+        whole = counts_BF.sum(axis=1, keepdims=True) if of == "subset" else labels.counts[None].astype(float)
+        ids += block.subset_ids
+        parts.append(counts_BF / whole)
+    return SubsetFeatures(f"{labels.name}-share-of-{of}", tuple(ids), np.concatenate(parts))
+
+
+def ridge_oracle(features: SubsetFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
+    """Out-of-fold ridge regression of every unit, and of every task's mean, on the features.
+
+    Args:
+        features: of the subsets of `utilities`, in any order, others are left out.
+        utilities: the mean over seeds is regressed.
+        folds: subsets are dealt into so many folds at random, from a named stream.
+    Raises:
+        EnvironmentDataError: a subset without features, or too few subsets for the folds.
+    """
+    return _oracle("ridge", _ridge_out, features, utilities, folds, seed)
+
+
+def lasso_oracle(features: SubsetFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
+    """The same with an L1 penalty, by scikit-learn; the penalty of each output is chosen by inner folds.
+
+    Raises:
+        MissingExtraError: scikit-learn is not installed.
+        EnvironmentDataError: as for `ridge_oracle`.
+    """
+    require("sklearn.linear_model", extra="baselines", feature="the lasso oracle")
+    return _oracle("lasso", _lasso_out, features, utilities, folds, seed)
+
+
+class _Fit:
+    """One ridge fit by the dual closed form, all outputs and all penalties at once.
+
+    With the rows centred, K = X X^T = V diag(s) V^T, the smoother of penalty l is H = 1/n + V diag(s/(s+l)) V^T,
+    and leaving a row out changes its residual to (y - Hy)_i / (1 - H_ii), exactly.
+    """
+
+    def __init__(self, x_BF: F64, y_BE: F64) -> None:
+        self.mean_F = x_BF.mean(axis=0)
+        self.x_BF, self.y_BE = x_BF - self.mean_F, y_BE - y_BE.mean(axis=0)
+        spectrum, self.v = np.linalg.eigh(self.x_BF @ self.x_BF.T)
+        self.spectrum = np.clip(spectrum, 0.0, None)
+        scale = self.spectrum.mean()
+        self.penalties = RELATIVE_PENALTIES * (scale if scale > 0 else 1.0)
+
+    def left_out_error(self, penalty: float) -> F64:
+        """Mean squared leave-one-out residual of every output, (E,)."""
+        shrink = self.spectrum / (self.spectrum + penalty)
+        fitted = (self.v * shrink) @ (self.v.T @ self.y_BE)
+        leverage = 1.0 / len(self.x_BF) + np.einsum("bk,k,bk->b", self.v, shrink, self.v)
+        residual = (self.y_BE - fitted) / np.clip(1.0 - leverage, 1e-12, None)[:, None]
+        return np.asarray(np.mean(residual**2, axis=0))
+
+    def predict(self, x_BF: F64) -> F64:
+        """Deviations from the training mean, with, for every output, the penalty of least leave-one-out error."""
+        best_E = np.argmin([self.left_out_error(penalty) for penalty in self.penalties], axis=0)
+        similar = (x_BF - self.mean_F) @ self.x_BF.T
+        shrink_KE = 1.0 / (self.spectrum[:, None] + self.penalties[best_E][None])
+        dual_BE = self.v @ (shrink_KE * (self.v.T @ self.y_BE))
+        return np.asarray(similar @ dual_BE)
+
+
+def _ridge_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
+    return _Fit(x_BF, y_BE).predict(held_BF)
+
+
+def _lasso_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
+    linear = require("sklearn.linear_model", extra="baselines", feature="the lasso oracle")
+    out = np.empty((len(held_BF), y_BE.shape[1]))
+    centred_BF = x_BF - x_BF.mean(axis=0)
+    for e in range(y_BE.shape[1]):
+        y = y_BE[:, e]
+        largest = np.abs(centred_BF.T @ (y - y.mean())).max() / len(y)
+        if largest == 0.0:
+            out[:, e] = 0.0
+            continue
+        model = linear.LassoCV(alphas=largest * LASSO_PENALTIES, cv=min(5, len(y)), max_iter=20_000, tol=1e-3)
+        out[:, e] = model.fit(x_BF, y).predict(held_BF) - y.mean()
+    return out
+
+
+def _oracle(
+    kind: str,
+    fit: Fitter,
+    features: SubsetFeatures,
+    utilities: Utilities,
+    folds: int,
+    seed: int,
+) -> Predictions:
+    realized_BE = utilities.values_BSE.mean(axis=1)
+    targets = tuple(dict.fromkeys(utilities.targets))
+    of_target = {name: [e for e, own in enumerate(utilities.targets) if own == name] for name in targets}
+    tasks_BT = np.stack([realized_BE[:, own].mean(axis=1) for own in of_target.values()], axis=1)
+    n_units = realized_BE.shape[1]
+    out = cross_fit(
+        fit,
+        _in_order(features, utilities.subset_ids),
+        np.concatenate([realized_BE, tasks_BT], axis=1),
+        folds=folds,
+        seed=seed,
+    )
+    return Predictions(
+        method=f"oracle-{kind}-{features.name}",
+        subset_ids=utilities.subset_ids,
+        units=tuple(zip(utilities.targets, utilities.unit_ids, strict=True)),
+        values_BE=out[:, :n_units],
+        task_B={name: out[:, n_units + t] for t, name in enumerate(targets)},
+        standing="supervised oracle",
+    )
+
+
+def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F64:
+    """Predictions of every subset by a fit that did not see it, (B, E).
+
+    Raises:
+        ShapeError: features and outputs are of different numbers of subsets.
+        EnvironmentDataError: fewer than two subsets a training fold.
+    """
+    n_subsets = len(x_BF)
+    if len(y_BE) != n_subsets:
+        raise ShapeError(f"oracle: features {x_BF.shape} and utilities {y_BE.shape} differ in their subsets")
+    folds = min(folds, n_subsets)
+    if folds < 2 or n_subsets < 4:
+        raise EnvironmentDataError(f"oracle: got {n_subsets} subsets and {folds} folds, expected 4 and 2 or more")
+    order = stream(seed, "fidelity", "folds", n_subsets).permutation(n_subsets)
+    fold_B = np.empty(n_subsets, dtype=np.int64)
+    fold_B[order] = np.arange(n_subsets) % folds
+    out_BE = np.empty(y_BE.shape)
+    for k in range(folds):
+        held = fold_B == k
+        out_BE[held] = fit(x_BF[~held], y_BE[~held], x_BF[held])
+    return out_BE
+
+
+def _in_order(features: SubsetFeatures, subset_ids: Sequence[str]) -> F64:
+    position = {name: b for b, name in enumerate(features.subset_ids)}
+    missing = [name for name in subset_ids if name not in position]
+    if missing:
+        raise EnvironmentDataError(f"oracle: {len(missing)} subsets have no features, e.g. {missing[:3]}")
+    return features.values_BF[[position[name] for name in subset_ids]]

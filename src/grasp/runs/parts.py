@@ -1,0 +1,210 @@
+"""Standardised components of an environment's subsets, once; every candidate is a weighted sum of them.
+
+Shape letters: B subsets, E units, T targets, N rows, D sketch width.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from grasp.errors import ProtocolError
+from grasp.predict.blocks import Side, SubsetBlock
+from grasp.predict.geometry import SubsetMass, Weighting, halves_needed
+from grasp.predict.protocol import Match
+from grasp.predict.scorer import CalibrationFamily, Scorer
+from grasp.predict.source import F64, Blocks, FeatureSource
+from grasp.predict.standardize import MomentsAccumulator
+from grasp.runs.candidates import Binding, Candidate
+from grasp.runs.controls import EXACT_ROWS, ShuffledPairs, row_permutation
+from grasp.runs.predictions import Predictions
+
+SHUFFLED = "shuffled "  # before the name of a component that comes from shuffled pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """z-scores of every kernel and component, by name: (B, T) or (B, 1) for tasks, (B, E) or (B, 1) for units."""
+
+    subset_ids: tuple[str, ...]
+    targets: tuple[str, ...]
+    units: tuple[tuple[str, str], ...]
+    task: Mapping[str, F64]
+    unit: Mapping[str, F64]  # empty unless units were asked for
+
+    def tasks_of(self, candidate: Candidate) -> F64:
+        """Predicted utility of every target, (B, T). Source: eq:component-predictor."""
+        shape = (len(self.subset_ids), len(self.targets))
+        return np.array(np.broadcast_to(_weighted(self.task, candidate), shape))
+
+    def units_of(self, candidate: Candidate) -> F64:
+        """Predicted utility of every unit, (B, E); units were asked for."""
+        shape = (len(self.subset_ids), len(self.units))
+        return np.array(np.broadcast_to(_weighted(self.unit, candidate), shape))
+
+    def predictions(self, candidate: Candidate, method: str, renamed: Mapping[str, str]) -> Predictions:
+        """Predictions of targets and, where they were asked for, of units.
+
+        Args:
+            renamed: the name that the environment gives each target.
+        """
+        task_BT = self.tasks_of(candidate)
+        unit_BE = self.units_of(candidate) if self.unit else np.empty((len(self.subset_ids), 0))
+        return Predictions(
+            method=method,
+            subset_ids=self.subset_ids,
+            units=tuple((renamed[target], unit) for target, unit in self.units) if self.unit else (),
+            values_BE=unit_BE,
+            task_B={renamed[target]: task_BT[:, t] for t, target in enumerate(self.targets)},
+        )
+
+
+def _weighted(parts: Mapping[str, F64], candidate: Candidate) -> F64:
+    total: F64 = np.zeros((1, 1))
+    for kernel, weight in candidate.match:
+        total = total + weight * parts[kernel]
+    for name, omega in candidate.omega:
+        total = total + omega * parts[_part_name(name, shuffled=candidate.shuffled)]
+    return total
+
+
+def _part_name(component: str, *, shuffled: bool) -> str:
+    # K_self has no pairs in it, and K_cent has no decomposition by pairs: both stay as they are
+    return SHUFFLED + component if shuffled and component.endswith((".pair", ".raw")) else component
+
+
+@dataclass(frozen=True)
+class PartsSource:
+    """Makes the parts of one artifact for the subsets of one environment, and keeps the shuffles it made."""
+
+    source: FeatureSource
+    targets: tuple[str, ...]  # the artifact's names
+    blocks: tuple[SubsetBlock, ...]
+    calibration: CalibrationFamily
+    seed: int = 0  # of the shuffles
+
+    def parts(self, binding: Binding, candidates: Sequence[Candidate], *, per_unit: bool = False) -> Parts:
+        """Parts that `candidates`, which share `binding`, are made of.
+
+        Raises:
+            ProtocolError: the artifact lacks a kernel or a sketch, or no kernel at all.
+        """
+        kernels = self._kernels(candidates)
+        components = list(dict.fromkeys(name for c in candidates for name, _ in c.omega))
+        protocol = binding.protocol(kernels, components)
+        scorer = Scorer.prepare(
+            self.source, protocol, targets=self.targets, per_unit=per_unit, calibration=self.calibration
+        )
+        task: list[Mapping[str, F64]] = []
+        unit: list[Mapping[str, F64]] = []
+        for block in self.blocks:
+            sums = scorer.sums(block.weights)
+            task.append(scorer.score_tasks(sums)[1].parts)
+            if per_unit:
+                unit.append(scorer.score_units(sums)[1].parts)
+        moved = self._shuffled(binding, candidates)
+        unit_ids = self.source.units.column("unit_id").to_pylist()
+        names = [(target, unit_ids[e]) for target in self.targets for e in self.source.unit_columns(target)]
+        return Parts(
+            subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
+            targets=self.targets,
+            units=tuple(names),
+            task=_joined(task) | moved,
+            unit=_joined(unit) | moved if per_unit else {},
+        )
+
+    def _kernels(self, candidates: Sequence[Candidate]) -> list[Match]:
+        kernels: list[Match] = list(dict.fromkeys(kernel for c in candidates for kernel, _ in c.match))
+        if kernels:
+            return kernels
+        every: tuple[Match, ...] = get_args(Match)
+        served = [kernel for kernel in every if f"relevance_{kernel}" in self.source.array_names]
+        if not served:
+            raise ProtocolError("the artifact has no relevance, build it with features.match: both")
+        return served[:1]
+
+    def _shuffled(self, binding: Binding, candidates: Sequence[Candidate]) -> dict[str, F64]:
+        """z-scores of K_pair, and of K_raw = K_self + K_pair, with the pairs of every half shuffled; (B, 1)."""
+        names = {name for c in candidates if c.shuffled for name, _ in c.omega if name.endswith((".pair", ".raw"))}
+        if not names:
+            return {}
+        halves = sorted({name.split(".")[0] for name in names})
+        moments = MomentsAccumulator()
+        for block in self.calibration.blocks(self.source.n_rows):
+            moments.add(self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting))
+        known = moments.moments()
+        own = [self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting) for block in self.blocks]
+        values = {name: np.concatenate([part[name] for part in own]) for name in own[0]}
+        return {SHUFFLED + name: known[name].z(value_B[:, None]) for name, value_B in values.items()}
+
+    def _shuffled_block(
+        self, weights_BN: csr_array, halves: Sequence[str], side: Side, weighting: Weighting
+    ) -> dict[str, F64]:
+        own_BN = weights_BN.toarray()
+        if side == "omitted":
+            own_BN = 1.0 - own_BN
+        own_BN = own_BN * SubsetMass.of(weights_BN).factor(side, weighting)[:, None]
+        out: dict[str, F64] = {}
+        for half in halves:
+            sketch_ND, pairs = self._sketches[half], self._pairs(half)
+            norm_N = np.einsum("nd,nd->n", sketch_ND, sketch_ND)
+            pair_B = _permuted_pair(own_BN, sketch_ND, self._permutation) if pairs is None else pairs.pair(own_BN)
+            out[f"{half}.pair"] = pair_B
+            out[f"{half}.raw"] = pair_B + own_BN**2 @ norm_N
+        return out
+
+    def _pairs(self, half: str) -> ShuffledPairs | None:
+        if self.source.n_rows > EXACT_ROWS:
+            return None
+        if half not in self._made:
+            self._made[half] = ShuffledPairs.of(self._sketches[half], seed=self.seed)
+        return self._made[half]
+
+    @cached_property
+    def _made(self) -> dict[str, ShuffledPairs]:
+        return {}
+
+    @cached_property
+    def _permutation(self) -> NDArray[np.int64]:
+        return row_permutation(self.source.n_rows, seed=self.seed)
+
+    @cached_property
+    def _sketches(self) -> "_Sketches":
+        return _Sketches(self.source)
+
+
+class _Sketches:
+    """Sketches in memory, (N, D) float64, by half; joint is hidden beside residual."""
+
+    def __init__(self, source: FeatureSource) -> None:
+        self._source = source
+        self._held: dict[str, F64] = {}
+
+    def __getitem__(self, half: str) -> F64:
+        if half not in self._held:
+            parts = halves_needed({f"{half}.pair": 1.0})
+            self._held[half] = np.concatenate([self._read(part) for part in parts], axis=1)
+        return self._held[half]
+
+    def _read(self, half: str) -> F64:
+        blocks: Blocks = self._source.array_blocks(f"{half}_sketch")
+        return np.concatenate([block.astype(np.float64) for _, block in blocks])
+
+
+def _permuted_pair(weights_BN: F64, sketch_ND: F64, order_N: NDArray[np.int64]) -> F64:
+    """K_pair with every row's sketch taken from another row, (B,)."""
+    moved_ND = sketch_ND[order_N]
+    total_BD = weights_BN @ moved_ND
+    own_B = weights_BN**2 @ np.einsum("nd,nd->n", moved_ND, moved_ND)
+    return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - own_B)
+
+
+def _joined(parts: Sequence[Mapping[str, F64]]) -> dict[str, F64]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+__all__ = ["SHUFFLED", "Parts", "PartsSource"]

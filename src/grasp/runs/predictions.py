@@ -1,0 +1,346 @@
+"""Predicted utilities from anywhere: tables, arrays, and other people's scores of single rows.
+
+Files that are read:
+
+    table (Parquet)      subset_id, target, utility[, unit_id]; lines without a unit_id predict the task's mean
+    array (.npy)         (B, E) beside `<name>.ids.json`: {"subset_ids": [...], "units": [[target, unit_id], ...]}
+    row scores (.npy)    (N, E) beside `<name>.ids.json`: {"units": [...]}; rows in corpus order
+    row scores (Parquet) row_id and a column `target/unit_id` a unit, or a column `target` for the task as a whole
+
+Higher is better. Shape letters: B subsets, E units, N rows.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from grasp.errors import EnvironmentDataError
+from grasp.predict.blocks import Side, SubsetBlock
+from grasp.predict.counted import counted
+from grasp.predict.subset_tables import RowIndex
+
+F64 = NDArray[np.float64]
+Unit = tuple[str, str]
+Weighting = Literal["count", "mean"]
+# predictor: knew no utility that it is judged by; oracle-selected: its configuration was chosen on them; supervised
+# oracle: it was fitted on other subsets of the same environment. What is not a predictor is kept apart.
+Standing = Literal["predictor", "oracle-selected", "supervised oracle"]
+
+EXAMPLES = 3
+ROWS_AT_ONCE = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a method keeps of every row, and the time that making it took; None: not known."""
+
+    features: int  # floats a row from which a unit that comes later is scored
+    scores: int  # floats a row: one a unit, or one for all units
+    wall_seconds: float | None = None
+    cpu_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a method predicts for subsets by name: utilities of units, of tasks, or of both."""
+
+    method: str
+    subset_ids: tuple[str, ...]
+    units: tuple[Unit, ...]
+    values_BE: F64
+    task_B: Mapping[str, F64] = field(default_factory=dict)  # of a target; else the mean over its units
+    standing: Standing = "predictor"
+    cost: Cost | None = None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([target for target, _ in self.units] + list(self.task_B)))
+
+    def aligned(self, subset_ids: Sequence[str], target: str, unit_ids: Sequence[str]) -> tuple[F64 | None, F64 | None]:
+        """Predictions for one target in the order asked for: units (B, E) and task (B,), each if there.
+
+        Subsets and units that were predicted but not asked for are left out.
+
+        Raises:
+            EnvironmentDataError: a subset or a unit lacks a prediction, or has one that is not finite.
+        """
+        b = _positions(self.subset_ids, subset_ids, f"{self.method}: subsets")
+        own = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
+        task_B = self.task_B[target][b] if target in self.task_B else None
+        if not own:
+            if task_B is None:
+                raise EnvironmentDataError(f"{self.method}: predicts nothing for {target!r}, only {self.targets}")
+            return None, _finite(task_B, f"{self.method}: {target}")
+        e = _positions(list(own), unit_ids, f"{self.method}: units of {target}")
+        values_BE = self.values_BE[b][:, np.array(list(own.values()), dtype=np.int64)[e]]
+        return (
+            _finite(values_BE, f"{self.method}: {target}"),
+            None if task_B is None else _finite(task_B, f"{self.method}: {target}"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Scores of single rows, in corpus order, in blocks: (first row, (n, E))."""
+
+    method: str
+    columns: tuple[tuple[str, str | None], ...]  # (target, unit_id); unit_id None scores the task as a whole
+    n_rows: int
+    blocks: Iterable[tuple[int, NDArray[Any]]]
+
+    def sum_over(
+        self,
+        subsets: Iterable[SubsetBlock],
+        *,
+        weighting: Weighting = "mean",
+        side: Side = "retained",
+        negative: float = 1.0,
+    ) -> Predictions:
+        """Additive predictions: the sum (count) or the mean of the scores of the rows of each subset.
+
+        Args:
+            subsets: retained sides, over the same rows.
+            side: `omitted` takes the rows that the subset leaves out, and flips the sign.
+            negative: what negative scores are multiplied by.
+        Raises:
+            EnvironmentDataError: another number of rows, or a score that is not finite (row and unit named).
+        Source: eq:grasp-subset-relevance, eq:additive-utility. Memory: the subsets and one block of rows.
+        """
+        held = list(subsets)
+        ids = tuple(name for block in held for name in block.subset_ids)
+        weights_BN = _stacked(held, self.n_rows, self.method)
+        if side == "omitted":
+            weights_BN.data[:] = 1.0  # whether a row is retained; what is left of the corpus is omitted
+        size_B = np.asarray(weights_BN.sum(axis=1), dtype=np.float64)
+        retained_BE = np.zeros((len(ids), len(self.columns)))
+        corpus_E = np.zeros(len(self.columns))
+        weights_NB = weights_BN.T.tocsr()
+        for start, scores_NE in self.blocks:
+            self._check_block(start, scores_NE)
+            wide_NE = counted(scores_NE.astype(np.float64), negative)
+            retained_BE += weights_NB[start : start + len(scores_NE)].T @ wide_NE
+            corpus_E += wide_NE.sum(axis=0)
+        total_BE = retained_BE
+        if side == "omitted":
+            total_BE, size_B = retained_BE - corpus_E, self.n_rows - size_B
+            if (size_B == 0).any():
+                raise EnvironmentDataError(
+                    f"{self.method}: subset {ids[int(np.argmin(size_B))]!r} retains every row; nothing is omitted"
+                )
+        return _split(self.method, ids, self.columns, total_BE / size_B[:, None] if weighting == "mean" else total_BE)
+
+    def _check_block(self, start: int, scores_NE: NDArray[Any]) -> None:
+        bad = np.argwhere(~np.isfinite(scores_NE))
+        if len(bad):
+            row, (target, unit) = bad[0, 0], self.columns[bad[0, 1]]
+            raise EnvironmentDataError(
+                f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
+                f"{scores_NE[row, bad[0, 1]]} ({len(bad)} such in this block); scores must be finite"
+            )
+
+
+def read_table(path: Path, method: str | None = None) -> Predictions:
+    """Read `subset_id, target, utility[, unit_id]`.
+
+    Raises:
+        EnvironmentDataError: not such a table, a line twice, a hole in the table. The message names it.
+    """
+    table = _open(path, ("subset_id", "target", "utility"))
+    if "unit_id" not in table.column_names:
+        table = table.append_column("unit_id", pa.nulls(len(table), pa.string()))
+    subset_ids = [str(name) for name in pc.unique(table.column("subset_id")).to_pylist()]
+    lines = table.select(["subset_id", "target", "unit_id", "utility"]).to_pydict()
+    columns = list(dict.fromkeys(zip(lines["target"], lines["unit_id"], strict=True)))
+    b_of = {name: b for b, name in enumerate(subset_ids)}
+    e_of = {column: e for e, column in enumerate(columns)}
+    b = np.array([b_of[str(name)] for name in lines["subset_id"]], dtype=np.int64)
+    e = np.array([e_of[c] for c in zip(lines["target"], lines["unit_id"], strict=True)], dtype=np.int64)
+    values_BE = np.full((len(subset_ids), len(columns)), np.nan)
+    counts_BE = np.zeros(values_BE.shape, dtype=np.int64)
+    np.add.at(counts_BE, (b, e), 1)
+    wrong = np.argwhere(counts_BE != 1)
+    if len(wrong):
+        row, column = wrong[0]
+        raise EnvironmentDataError(
+            f"{path}: subset {subset_ids[row]!r}, target and unit {columns[column]} occurs {counts_BE[row, column]} "
+            f"times ({len(wrong)} such); expected each once"
+        )
+    values_BE[b, e] = table.column("utility").cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return _split(method or path.stem, tuple(subset_ids), tuple(columns), values_BE)
+
+
+def read_array(path: Path, method: str | None = None) -> Predictions:
+    """Read a (B, E) .npy and its ids.
+
+    Raises:
+        EnvironmentDataError: no ids beside it, or shapes that do not fit them.
+    """
+    ids = _read_ids(path, ("subset_ids", "units"))
+    values_BE = _load(path)
+    units = tuple((target, unit) for target, unit in ids["units"])
+    if values_BE.shape != (len(ids["subset_ids"]), len(units)):
+        raise EnvironmentDataError(
+            f"{path}: shape {values_BE.shape}, but its ids name {len(ids['subset_ids'])} subsets, {len(units)} units"
+        )
+    return Predictions(method or path.stem, tuple(ids["subset_ids"]), units, np.asarray(values_BE, np.float64))
+
+
+def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> RowScores:
+    """Open scores of rows; they are read block by block when they are summed.
+
+    Args:
+        rows: names of the corpus' rows; a Parquet file must name every one of them, in any order.
+    Raises:
+        EnvironmentDataError: a row is missing, repeated or unknown; shapes do not fit.
+    """
+    if path.suffix == ".npy":
+        units = tuple((target, unit) for target, unit in _read_ids(path, ("units",))["units"])
+        scores = _load(path)
+        if scores.shape != (rows.n_rows, len(units)):
+            raise EnvironmentDataError(f"{path}: shape {scores.shape}, expected {(rows.n_rows, len(units))} (N, E)")
+        return RowScores(method or path.stem, units, rows.n_rows, _Blocks(scores))
+    table = _open(path, ("row_id",))
+    names = [name for name in table.column_names if name != "row_id"]
+    order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
+    columns = tuple((head, tail) if mark else (head, None) for head, mark, tail in (_cut(name) for name in names))
+    scores = np.stack([table.column(name).to_numpy() for name in names], axis=1) if names else np.empty((0, 0))
+    if not names:
+        raise EnvironmentDataError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
+    return RowScores(method or path.stem, columns, rows.n_rows, _Blocks(scores[order]))
+
+
+def read_predictions(
+    path: Path, rows: RowIndex, subsets: Sequence[SubsetBlock], method: str | None = None
+) -> Predictions:
+    """Read a file of any kind; scores of rows are averaged over the retained rows of each subset.
+
+    Raises:
+        EnvironmentDataError: the file is of no known kind, or does not fit rows or subsets.
+    """
+    kind = kind_of(path)
+    if kind == "rows":
+        return read_row_scores(path, rows, method).sum_over(subsets)
+    return read_table(path, method) if kind == "table" else read_array(path, method)
+
+
+def kind_of(path: Path) -> Literal["table", "array", "rows"]:
+    """What a file holds, by its columns or by what its ids name.
+
+    Raises:
+        EnvironmentDataError: none of the kinds; the message lists them.
+    """
+    if path.suffix == ".npy":
+        return "array" if "subset_ids" in _read_ids(path, ("units",)) else "rows"
+    names = _open(path, ()).column_names
+    if "subset_id" in names:
+        return "table"
+    if "row_id" in names:
+        return "rows"
+    raise EnvironmentDataError(
+        f"{path}: has columns {names}, expected subset_id, target, utility or row_id and a column a unit"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Slices of an array in memory or on disk; can be gone through more than once."""
+
+    array: NDArray[Any]
+
+    def __iter__(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        for start in range(0, len(self.array), ROWS_AT_ONCE):
+            yield start, np.asarray(self.array[start : start + ROWS_AT_ONCE])
+
+
+def _stacked(blocks: Sequence[SubsetBlock], n_rows: int, method: str) -> csr_array:
+    """One matrix of the weights of all blocks."""
+    wrong = [block.n_rows for block in blocks if block.n_rows != n_rows]
+    if wrong or not blocks:
+        found = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
+        raise EnvironmentDataError(f"{method}: scores {n_rows} rows, {found}")
+    matrices = [block.weights_BN for block in blocks]
+    indptr = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(matrix.indptr) for matrix in matrices]))])
+    data = np.concatenate([matrix.data for matrix in matrices])
+    return csr_array((data, np.concatenate([m.indices for m in matrices]), indptr), shape=(len(indptr) - 1, n_rows))
+
+
+def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64) -> Predictions:
+    """Columns of units apart from columns of whole tasks."""
+    of_units = [e for e, (_, unit) in enumerate(columns) if unit is not None]
+    units = tuple((target, unit) for target, unit in columns if unit is not None)
+    task_B = {target: values_BE[:, e] for e, (target, unit) in enumerate(columns) if unit is None}
+    return Predictions(method, ids, units, values_BE[:, of_units], task_B)
+
+
+def _positions(have: Sequence[str], want: Sequence[str], where: str) -> NDArray[np.int64]:
+    """Where each of `want` stands in `have`."""
+    position = {name: i for i, name in enumerate(have)}
+    if len(position) < len(have):
+        twice = next(name for i, name in enumerate(have) if position[name] != i)
+        raise EnvironmentDataError(f"{where}: {twice!r} occurs twice, expected each once")
+    missing = [name for name in want if name not in position]
+    if missing:
+        raise EnvironmentDataError(
+            f"{where}: {len(missing)} of {len(want)} have no prediction, e.g. {missing[:EXAMPLES]}; predict all of them"
+        )
+    return np.array([position[name] for name in want], dtype=np.int64)
+
+
+def _finite(values: F64, where: str) -> F64:
+    bad = np.argwhere(~np.isfinite(values))
+    if len(bad):
+        raise EnvironmentDataError(
+            f"{where}: prediction at {tuple(bad[0].tolist())} is {values[tuple(bad[0])]} ({len(bad)} such); "
+            "predictions must be finite"
+        )
+    return values
+
+
+def _cut(name: str) -> tuple[str, str, str]:
+    return name.partition("/")
+
+
+def _read_ids(path: Path, fields: Sequence[str]) -> dict[str, Any]:
+    ids_path = path.with_suffix(".ids.json")
+    try:
+        ids = json.loads(ids_path.read_text(encoding="utf-8"))
+    except FileNotFoundError as err:
+        raise EnvironmentDataError(f"{ids_path}: no such file; it must name the axes of {path.name}") from err
+    except ValueError as err:
+        raise EnvironmentDataError(f"{ids_path}: not JSON: {err}") from err
+    missing = [name for name in fields if name not in ids] if isinstance(ids, dict) else list(fields)
+    if missing:
+        raise EnvironmentDataError(f"{ids_path}: lacks {missing}")
+    return dict(ids)
+
+
+def _load(path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError as err:
+        raise EnvironmentDataError(f"{path}: no such file") from err
+    except (ValueError, EOFError, OSError) as err:
+        raise EnvironmentDataError(f"{path}: cannot be read as .npy: {err}") from err
+    return array
+
+
+def _open(path: Path, columns: Sequence[str]) -> pa.Table:
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError as err:
+        raise EnvironmentDataError(f"{path}: no such file") from err
+    except (pa.ArrowException, OSError) as err:
+        raise EnvironmentDataError(f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}") from err
+    missing = [name for name in columns if name not in table.column_names]
+    if missing:
+        raise EnvironmentDataError(f"{path}: has columns {table.column_names}, lacks {missing}")
+    return table

@@ -1,0 +1,253 @@
+"""Choosing a protocol on development environments, by the lower confidence bound of its mean agreement.
+
+For every member of a finite family and every development result (environment x target) there is a figure, by the
+family's criterion the rho of the task or the mean rho of its units. Its mean over results has a standard error by
+bootstrap: subsets are resampled within every environment (the same ones for its targets and for all members), and
+where there are two or more environments these are resampled as well. With K members evaluated,
+LCB = mean - z_(1 - delta/K) SE: at confidence 1 - delta the bound holds for all of them at once. The largest LCB wins;
+ties go to fewer components, then to the member listed first.
+
+Held-out results cannot be handed in: a `Development` can only be made from what is not held out.
+Shape letters: C candidates, T targets, R resamples.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import norm
+
+import grasp
+from grasp.errors import ProtocolError
+from grasp.files import written_aside
+from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
+from grasp.predict.source import F64
+from grasp.runs.candidates import Candidate, ProtocolFamily
+from grasp.runs.criteria import agreement, standard_errors
+from grasp.runs.development import DEFAULT_CALIBRATION, Development
+from grasp.runs.metrics import RESAMPLES
+
+DELTA = 0.05
+TIE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One candidate on all development results."""
+
+    candidate: Candidate
+    mean: float
+    se: float
+    lcb: float
+    agreement: Mapping[str, float]  # by `environment/target`
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The result: the winner first, every other candidate after it, and what it was chosen from."""
+
+    scores: tuple[Score, ...]  # by LCB, ties as the rule breaks them
+    criterion: str
+    undefined: Mapping[str, int]  # candidates without a figure on every result, by reason
+    not_served: int  # candidates that ask for arrays which an artifact lacks
+    delta: float
+    z: float
+    resamples: int
+    results: tuple[str, ...]
+
+    @property
+    def best(self) -> Score:
+        return self.scores[0]
+
+
+def select(
+    family: ProtocolFamily,
+    developments: Sequence[Development],
+    *,
+    delta: float = DELTA,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Selection:
+    """Choose the member of the family with the highest lower confidence bound of mean agreement.
+
+    Feature settings are part of the family over the artifacts that were given, where every environment has one.
+
+    Raises:
+        ProtocolError: fewer than two development results, which leave the bound undefined; no candidate that all
+            artifacts can serve, or none whose predictions vary; utilities that are constant.
+    """
+    developments = _grouped(developments)
+    results = tuple(f"{one.environment.name}/{target}" for one in developments for target in one.targets)
+    if len(set(results)) < len(results):
+        raise ProtocolError(f"selection: results {list(results)} are not all different; pass each once")
+    if len(results) < 2:
+        raise ProtocolError(
+            f"selection: got {len(results)} development results {list(results)}, expected at least 2 (environment x "
+            "target): the bound is undefined"
+        )
+    if not 0 < delta < 1:
+        raise ProtocolError(f"selection: delta is {delta}, expected a number between 0 and 1")
+    candidates, not_served = _candidates(family, developments)
+    each = _by_environment(developments, candidates, family, resamples, seed)
+    value_CT = np.concatenate([value[:, :, 0] for value in each], axis=1)
+    defined_C = np.isfinite(value_CT).all(axis=1)
+    if not defined_C.any():
+        raise ProtocolError("selection: no candidate has a rho on every development result; predictions are constant")
+    z = float(norm.ppf(1 - delta / len(candidates)))
+    se_C = standard_errors([value[:, :, 1:] for value in each], seed)
+    scores = [
+        Score(
+            candidate, float(mean), float(se), float(mean - z * se), dict(zip(results, value_T.tolist(), strict=True))
+        )
+        for candidate, mean, se, value_T, defined in zip(
+            candidates, value_CT.mean(axis=1), se_C, value_CT, defined_C, strict=True
+        )
+        if defined
+    ]
+    return Selection(
+        scores=tuple(_ranked(scores)),
+        criterion=family.criterion,
+        undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
+        not_served=not_served,
+        delta=delta,
+        z=z,
+        resamples=resamples,
+        results=results,
+    )
+
+
+def _grouped(developments: Sequence[Development]) -> list[Development]:
+    """Those of one environment beside each other, in the order in which environments occur."""
+    paths = [one.environment.path for one in developments]
+    return sorted(developments, key=lambda one: paths.index(one.environment.path))
+
+
+def _by_environment(
+    developments: Sequence[Development],
+    candidates: Sequence[Candidate],
+    family: ProtocolFamily,
+    resamples: int,
+    seed: int,
+) -> list[F64]:
+    """Agreement (C, T, 1 + R), an array for each environment: its targets share the subsets that are drawn."""
+    found: dict[Path, list[F64]] = {}
+    for one in developments:
+        values = agreement(one, candidates, family.criterion, resamples=resamples, seed=seed)
+        found.setdefault(one.environment.path, []).append(values)
+    return [np.concatenate(values, axis=1) for values in found.values()]
+
+
+def freeze(
+    selection: Selection, developments: Sequence[Development], family: ProtocolFamily, name: str
+) -> ScoringProtocol:
+    """The selected protocol, with where it comes from.
+
+    Raises:
+        ProtocolError: the family was that of a control without relevance, or with shuffled pairs.
+    """
+    candidate = selection.best.candidate
+    scored = developments[0].variants[candidate.variant]
+    several = len(developments[0].variants) > 1
+    required = {
+        field: scored.source.feature_settings.get(field)
+        for field in Requirements.model_fields
+        if several and f"{field}=" in candidate.variant
+    }
+    specs = {str(one.variants[candidate.variant].calibration.family) for one in developments}
+    spec = family.frozen_calibration
+    if spec == "same":
+        spec = specs.pop() if len(specs) == 1 else DEFAULT_CALIBRATION
+    return candidate.protocol(
+        name,
+        Requirements.model_validate(required),
+        calibration=Calibration(family=spec, n_subsets=family.calibration_subsets),
+        selected_on=selection.results,
+    )
+
+
+def provenance(
+    selection: Selection, developments: Sequence[Development], family: ProtocolFamily, *, listed: int = 20
+) -> dict[str, Any]:
+    """All that is needed to see how a protocol was chosen, as plain JSON.
+
+    Args:
+        listed: candidates that are shown, from the best on.
+    """
+    text = json.dumps(family.model_dump(mode="json"), sort_keys=True)
+    return {
+        "made_by": f"grasp {grasp.__version__}",
+        "rule": f"highest mean - z SE of {selection.criterion}; ties to fewer components",
+        "delta": selection.delta,
+        "z": selection.z,
+        "resamples": selection.resamples,
+        "family": family.model_dump(mode="json"),
+        "family_checksum": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        "candidates": len(selection.scores) + sum(selection.undefined.values()),
+        "undefined": dict(selection.undefined),
+        "not_served": selection.not_served,
+        "results": list(selection.results),
+        "environments": [_described(one) for one in developments],
+        "best": [
+            {"protocol": s.candidate.name, "mean": s.mean, "se": s.se, "lcb": s.lcb, "results": dict(s.agreement)}
+            for s in selection.scores[:listed]
+        ],
+    }
+
+
+def write_provenance(record: Mapping[str, Any], protocol_path: Path) -> Path:
+    """Write the record beside the protocol, as `<protocol>.provenance.json`; it appears only when whole."""
+    path = protocol_path.with_suffix(".provenance.json")
+    with written_aside(path) as part:
+        part.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _described(one: Development) -> dict[str, Any]:
+    info = one.environment.info
+    return {
+        "name": one.environment.name,
+        "role": info.role,
+        "recipe": info.recipe,
+        "family": info.family.spec if info.family else "given",
+        "subsets": len(info.subset_ids),
+        "seeds": list(info.seeds),
+        "corpus": info.corpus_fingerprint,
+        "masks": info.masks_checksum,
+        "targets": {name: info.targets[name].fingerprint for name in one.targets},
+        "artifacts": {variant or "only": dict(scored.fingerprints) for variant, scored in one.variants.items()},
+    }
+
+
+def _candidates(family: ProtocolFamily, developments: Sequence[Development]) -> tuple[list[Candidate], int]:
+    """Members of the family for every variant that all environments have an artifact of."""
+    variants = [name for name in developments[0].variants if all(name in one.variants for one in developments)]
+    if not variants:
+        raise ProtocolError(
+            f"selection: feature settings {[list(one.variants) for one in developments]} have none in common; build "
+            "artifacts of the same settings for every environment"
+        )
+    listed: list[Candidate] = []
+    total = 0
+    for variant in variants:
+        served = [family.members(one.variants[variant].source.array_names, variant) for one in developments]
+        everywhere = set.intersection(*(set(members) for members, _ in served))
+        listed += [candidate for candidate in served[0][0] if candidate in everywhere]
+        total += len(served[0][0]) + served[0][1]
+    if not listed:
+        raise ProtocolError(f"selection: the artifacts serve none of the {total} protocols; build kernels and sketches")
+    return listed, total - len(listed)
+
+
+def _ranked(scores: Sequence[Score]) -> list[Score]:
+    """By LCB from the highest; among those within TIE of the best of what is left, fewer components first."""
+    left = sorted(scores, key=lambda score: -score.lcb)  # stable: the order of the family among equals
+    ranked: list[Score] = []
+    while left:
+        tied = [score for score in left if score.lcb >= left[0].lcb - TIE]
+        ranked += sorted(tied, key=lambda score: score.candidate.n_components)
+        left = left[len(tied) :]
+    return ranked

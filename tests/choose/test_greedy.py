@@ -1,0 +1,288 @@
+"""Greedy choice: optimal where gains are constant, within 1 - 1/e on aligned pools, exact gains, limits that hold."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from grasp.choose import greedy
+from grasp.choose.amounts import Amount, parse_bounds, parse_budget
+from grasp.choose.greedy import choose
+from grasp.choose.limits import Limits
+from grasp.choose.objective import Objective
+from grasp.predict.labels import LabelColumn
+from tests.choose.world import World, planted, protocol, scorer_of
+
+PENALTY = {"product.raw": -0.5}
+
+
+def objective_of(source, size, chosen=None) -> Objective:
+    scorer = scorer_of(source, chosen or protocol(components=PENALTY), source.targets[:1])
+    return Objective.of(source, scorer, np.ones(1), size)
+
+
+def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None) -> Limits:
+    return Limits.of(
+        parse_budget(str(budget)),
+        np.ones(source.n_rows, dtype=bool) if allowed_N is None else allowed_N,
+        tokens_N=np.asarray(source.tokens),
+        labels=labels or (source.labels if floors or caps else None),
+        floors=parse_bounds(floors, "--floor"),
+        caps=parse_bounds(caps, "--cap"),
+    )
+
+
+def gain_sum(objective, rows) -> float:
+    """F(S) = V(S) - V(nothing), both with the factor of the size asked for."""
+    sketch_D = objective.sketches.rows(np.asarray(rows, dtype=np.int64)).sum(axis=0)
+    return objective.value(float(objective.linear_N[list(rows)].sum()), sketch_D) - objective.constant
+
+
+def slow_greedy(objective, size) -> list[int]:
+    """Every row tried at every step."""
+    taken: list[int] = []
+    for _ in range(size):
+        left = [k for k in range(len(objective.linear_N)) if k not in taken]
+        taken.append(max(left, key=lambda k: (round(gain_sum(objective, [*taken, k]), 10), -k)))
+    return taken
+
+
+@pytest.mark.parametrize("weighting", ["mean", "count"])
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+def test_the_search_is_the_slow_greedy_and_its_gains_are_exact(weighting, side):
+    source = World()
+    chosen = protocol(weighting=weighting, side=side, components={"joint.raw": -0.4, "product.cent": -0.2})
+    objective = objective_of(source, 9, chosen)
+    picks = choose(objective, limits_of(source, 9))
+    assert picks.row_index.tolist() == slow_greedy(objective, 9)
+    assert picks.searched
+    sums = [gain_sum(objective, picks.row_index[:k]) for k in range(1, 10)]
+    np.testing.assert_allclose(np.cumsum(picks.gain), sums, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 4), strength=st.floats(0.05, 3.0))
+def test_greedy_reaches_1_minus_1_over_e_on_aligned_pools(seed, size, strength):
+    rng = np.random.default_rng(seed)
+    sketch_ND = np.abs(rng.standard_normal((9, 3)))
+    source = planted(sketch_ND, rng.random(9) * 3.0 + 1.0)
+    objective = objective_of(source, size, protocol(components={"product.raw": -strength}, weighting="count"))
+    best = max(gain_sum(objective, rows) for rows in itertools.combinations(range(9), size))
+    picks = choose(objective, limits_of(source, size))
+    assume((picks.gain >= 0).all())  # monotone as far as it goes
+    assert gain_sum(objective, picks.row_index) >= (1 - 1 / math.e) * best - 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(2, 6),
+    floor=st.integers(0, 2),
+    cap=st.integers(1, 4),
+    side=st.sampled_from(["retained", "omitted"]),
+)
+def test_without_curvature_the_choice_is_optimal_within_floors_and_caps(seed, size, floor, cap, side):
+    rng = np.random.default_rng(seed)
+    source = World(n_rows=9, seed=seed)
+    source.topics = [("a", "b", "c")[i] for i in np.append([0, 1, 2], rng.integers(0, 3, 6))]
+    counts = {topic: source.topics.count(topic) for topic in "abc"}
+    assume(floor <= min(cap, counts["a"]) and floor <= size and sum(min(cap, n) for n in counts.values()) >= size)
+    objective = objective_of(source, size, protocol(components={"joint.self": -0.5}, side=side))
+    picks = choose(objective, limits_of(source, size, floors=[f"a:{floor}"], caps=[str(cap)]))
+
+    def within(rows):
+        topics = [source.topics[i] for i in rows]
+        return topics.count("a") >= floor and max(topics.count(topic) for topic in "abc") <= cap
+
+    assert within(picks.row_index)
+    best = max(gain_sum(objective, rows) for rows in itertools.combinations(range(9), size) if within(rows))
+    assert gain_sum(objective, picks.row_index) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.integers(8, 30),
+    floor=st.integers(0, 3),
+    cap=st.integers(6, 12),
+    omega=st.sampled_from([0.0, -0.5, 0.5]),
+    weighting=st.sampled_from(["mean", "count"]),
+)
+def test_floors_and_caps_in_rows_hold_exactly_and_the_budget_is_used_up(seed, budget, floor, cap, omega, weighting):
+    source = World(seed=seed)
+    counts = source.labels.counts
+    floors = [f"games:{floor}", f"(no label):{floor}"]
+    assume(counts.min() >= floor and np.minimum(counts, cap).sum() >= budget)
+    chosen = protocol(components={"joint.raw": omega}, weighting=weighting)
+    picks = choose(objective_of(source, budget, chosen), limits_of(source, budget, floors=floors, caps=[str(cap)]))
+    taken = [source.topics[i] for i in picks.row_index]
+    assert len(set(picks.row_index.tolist())) == len(taken) == picks.used == budget
+    assert min(taken.count("games"), taken.count(None)) >= floor
+    assert max(taken.count(topic) for topic in set(taken)) <= cap
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.integers(400, 1000),
+    floor=st.integers(0, 60),
+    omega=st.sampled_from([0.0, -0.5]),
+    weighting=st.sampled_from(["mean", "count"]),
+)
+def test_floors_and_caps_in_tokens_hold_exactly(seed, budget, floor, omega, weighting):
+    source = World(seed=seed)
+    held = {
+        topic: sum(t for t, own in zip(source.tokens, source.topics, strict=True) if own == topic)
+        for topic in ("games", "science")
+    }
+    room = sum(source.tokens) - max(0, held["science"] - 150)  # a budget beyond it is refused
+    assume(held["games"] >= floor and room >= budget)
+    chosen = protocol(components={"joint.raw": omega}, weighting=weighting)
+    asked = f"{budget}tokens"
+    picks = choose(
+        objective_of(source, 20, chosen),
+        limits_of(source, asked, floors=[f"games:{floor}"], caps=["science:150tokens"]),
+    )
+    tokens = {topic: sum(int(source.tokens[i]) for i in picks.row_index if source.topics[i] == topic) for topic in held}
+    used = int(source.tokens[picks.row_index].sum())
+    assert picks.used == used <= budget
+    assert tokens["games"] >= floor
+    assert tokens["science"] <= 150
+    left = np.setdiff1d(np.arange(40), picks.row_index)
+    fits = [
+        int(source.tokens[i]) <= budget - used
+        and (source.topics[i] != "science" or tokens["science"] + int(source.tokens[i]) <= 150)
+        for i in left
+    ]
+    assert not any(fits)  # no row that could be added was left out
+
+
+def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
+    source = planted(np.zeros((4, 2)), [4.0, 3.0, 2.5, 2.0])
+    source.tokens = np.array([40, 10, 10, 10])
+    for weighting, want in (("count", [1, 2, 3]), ("mean", [0, 1])):
+        objective = objective_of(source, 2, protocol(weighting=weighting))
+        assert choose(objective, limits_of(source, "50tokens")).row_index.tolist() == want
+
+
+def test_excluded_rows_are_never_taken():
+    source = World()
+    allowed_N = np.arange(40) % 3 != 0
+    picks = choose(objective_of(source, 20), limits_of(source, 20, allowed_N=allowed_N))
+    assert allowed_N[picks.row_index].all()
+    assert len(picks.row_index) == 20
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Rounds with small pools, so that a few hundred rows take many of them."""
+    for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
+        monkeypatch.setattr(greedy, name, value)
+
+
+def clustered(seed, n_rows=400) -> World:
+    rng = np.random.default_rng(seed)
+    centre = rng.standard_normal((12, 6))
+    of = rng.integers(0, 12, n_rows)
+    sketch_ND = centre[of] + 0.4 * rng.standard_normal((n_rows, 6))
+    return planted(sketch_ND, rng.standard_normal(12)[of] + rng.standard_normal(n_rows), seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("omega", [-0.1, -1.0, 0.3])
+def test_rounds_come_close_to_the_row_by_row_search(seed, omega, rounds, monkeypatch):
+    source = clustered(seed)
+    objective = objective_of(source, 80, protocol(components={"product.raw": omega}))
+    found = choose(objective, limits_of(source, 80))
+    assert not found.searched
+    assert found.rounds > 5
+    monkeypatch.setattr(greedy, "SEARCHED_ROWS", 10_000)
+    best = gain_sum(objective, choose(objective, limits_of(source, 80)).row_index)
+    plain = gain_sum(objective, np.argsort(-objective.linear_N)[:80])
+    assert len(found.row_index) == 80
+    assert gain_sum(objective, found.row_index) >= best - 0.02 * abs(best)
+    assert gain_sum(objective, found.row_index) >= plain
+    sums = [gain_sum(objective, found.row_index[:k]) for k in (1, 40, 80)]
+    np.testing.assert_allclose(np.cumsum(found.gain)[[0, 39, 79]], sums, rtol=1e-9)
+
+
+@pytest.mark.parametrize("omega", [-0.02, -1.0, 0.3])
+@pytest.mark.parametrize("held", [256 << 20, 0])
+def test_laziness_changes_what_is_read_and_not_what_is_taken(omega, held, rounds, monkeypatch):
+    monkeypatch.setattr("grasp.predict.source.HELD_BYTES", held)
+    source = clustered(7)
+    objective = objective_of(source, 60, protocol(components={"product.raw": omega}))
+    lazy = choose(objective, limits_of(source, 60))
+    monkeypatch.setattr(greedy._Gains, "_window", lambda self, rows: (self._gain_N[rows], np.full(len(rows), np.inf)))
+    eager = choose(objective, limits_of(source, 60))
+    np.testing.assert_array_equal(lazy.row_index, eager.row_index)
+    np.testing.assert_allclose(lazy.gain, eager.gain, rtol=1e-9)
+    assert lazy.rounds == eager.rounds
+    if omega == -0.02:  # little geometry: gains hardly move
+        assert lazy.rows_read < 0.8 * eager.rows_read
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), floor=st.integers(0, 9), budget=st.sampled_from(["90", "40%", "1500tokens"]))
+def test_rounds_keep_to_the_limits(seed, floor, budget):
+    source = clustered(seed, 200)
+    unit_cap = "500" if "tokens" in budget else "30"
+    floors, caps = [f"games:{floor}", "travel:1%"], [f"science:{unit_cap}"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
+            patch.setattr(greedy, name, value)
+        limits = limits_of(source, budget, floors=floors, caps=caps)
+        picks = choose(objective_of(source, 60), limits)
+    cost_N = source.tokens if "tokens" in budget else np.ones(200, dtype=int)
+    spent = {t: int(cost_N[[i for i in picks.row_index if source.topics[i] == t]].sum()) for t in source.labels.values}
+    assert spent["games"] >= floor
+    assert spent["science"] <= int(unit_cap)
+    assert limits.budget - picks.used < cost_N.max()
+    assert len(set(picks.row_index.tolist())) == len(picks.row_index)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_duplicates_are_thinned_because_the_geometry_says_so(small, monkeypatch):
+    """Sixty copies of the most relevant row, and clusters: additive takes every copy, a penalty a few of them."""
+    rng = np.random.default_rng(0)
+    if not small:
+        for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
+            monkeypatch.setattr(greedy, name, value)
+    sketch_ND = rng.standard_normal((300, 6)) / np.sqrt(6)
+    sketch_ND[:60] = [1.5, 0, 0, 0, 0, 0]
+    relevance_N = rng.random(300)
+    relevance_N[:60] = 1.2
+    source = planted(sketch_ND, relevance_N)
+    copies = []
+    for omega in (0.0, -0.3, -3.0):
+        objective = objective_of(source, 75, protocol(components={"product.raw": omega}))
+        picks = choose(objective, limits_of(source, 75))
+        copies.append(int((picks.row_index < 60).sum()))
+    assert copies[0] == 60
+    assert copies[0] > copies[1] > copies[2]
+    assert copies[2] < 75 * 60 / 300  # fewer than a blind draw would take
+    assert picks.row_index[picks.row_index < 60].tolist() == list(range(copies[2]))  # of equals the first ones
+
+
+def test_ties_go_to_the_earlier_row_and_a_second_run_gives_the_same():
+    source = planted(np.ones((50, 2)), np.ones(50))
+    for omega in (0.0, -0.5):
+        objective = objective_of(source, 10, protocol(components={"product.cent": omega, "product.self": omega}))
+        picks = choose(objective, limits_of(source, 10))
+        assert picks.row_index.tolist() == list(range(10))
+    source = clustered(3)
+    objective = objective_of(source, 50)
+    first, second = (choose(objective, limits_of(source, 50)) for _ in range(2))
+    np.testing.assert_array_equal(first.row_index, second.row_index)
+    np.testing.assert_array_equal(first.gain, second.gain)
+
+
+def test_labels_of_a_column_of_one_value_are_one_group():
+    source = World()
+    limits = limits_of(source, 4, caps=["x:4"], labels=LabelColumn.of(["x"] * 40, "topic"))
+    assert limits.values == ("x",)
+    assert Amount(0.25, True).of(10) == 2
+    assert Amount(0.25, True).of(10, up=True) == 3

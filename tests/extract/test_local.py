@@ -1,0 +1,369 @@
+"""Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.manifest import write_manifest
+from grasp.artifact.reader import Artifact
+from grasp.errors import ArtifactError, ModelError
+from grasp.extract import forward
+from grasp.extract.engine import InProcess
+from grasp.extract.extend import add_target
+from grasp.extract.forward import ShardForward
+from grasp.extract.local import build, build_token_kernel, prepare, relevance_scale
+from grasp.extract.moments import sample_rows
+from grasp.extract.progress import Silent
+from grasp.features import extract
+from grasp.models.causal_lm import ReferenceModel
+from grasp.settings import BuildSettings, TargetSettings, build_settings
+from tests.extract.world import texts, world, write_targets
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    artifact = Artifact.open(path)
+    return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert np.array_equal(array, expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("world")
+
+
+@pytest.fixture(scope="module")
+def built(root) -> Path:
+    return build(world(root), root / "artifact")
+
+
+class Reference:
+    """The whole build in float64, one position at a time, every formula as the paper writes it."""
+
+    def __init__(self, settings: BuildSettings) -> None:
+        self.features = settings.features
+        self.model = AutoModelForCausalLM.from_pretrained(settings.model.path).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+
+    def positions(self, ids: list[int], first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Hidden states, residuals (top-k + label) and input tokens at the supervised positions from `first` on."""
+        with torch.inference_mode():
+            output = self.model(torch.tensor([ids]), output_hidden_states=True)
+        hidden = output.hidden_states[-1][0, first:-1].double().numpy()
+        probability = output.logits[0, first:-1].double().softmax(-1).numpy()
+        residual = np.zeros_like(probability)
+        for t, label in enumerate(ids[first + 1 :]):
+            kept = set(np.argsort(-probability[t])[: self.features.top_k]) | {label}
+            for v in kept:
+                residual[t, v] = probability[t, v] - (v == label)
+        return hidden, residual, np.array(ids[first:-1])
+
+    def rows(self, documents: list[str], max_length: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        ids = [self.tokenizer(text)["input_ids"] + [0] for text in documents]
+        cut = [line[k : k + max_length] for line in ids for k in range(0, len(line), max_length)]
+        return [self.positions(line, 0) for line in cut if len(line) > 1]
+
+    def whitener(self, hidden: np.ndarray, residual: np.ndarray):
+        mean, covariance = hidden.mean(0), np.cov(hidden.T, bias=True)
+        ridge = self.features.tau * np.trace(covariance) / len(covariance)
+        value, vector = np.linalg.eigh(covariance + ridge * np.eye(len(covariance)))
+        gamma = (residual**2).mean(0)
+        precondition = 1.0 / (gamma + self.features.epsilon * gamma[gamma > 0].mean())
+        return mean, vector @ np.diag(value**-0.5) @ vector.T, precondition
+
+    def pooled(self, rows, units) -> np.ndarray:
+        tails = [(hidden[-32:].mean(0), residual[-32:].mean(0)) for hidden, residual, _ in rows]
+        hidden, residual = (np.stack(part) for part in zip(*tails, strict=True))
+        mean, white, precondition = self.whitener(hidden, residual)
+        out = np.zeros((len(rows), len(units)))
+        for i in range(len(rows)):
+            for e, (unit_hidden, unit_residual, _) in enumerate(units):
+                h = (white @ (hidden[i] - mean)) @ (white @ (unit_hidden[-32:].mean(0) - mean))
+                r = residual[i] @ (precondition * unit_residual[-32:].mean(0))
+                out[i, e] = r * np.sign(h) * np.log1p(abs(h))
+        return out
+
+    def token(self, rows, units) -> np.ndarray:
+        mean, white, precondition = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
+        out = np.zeros((len(rows), len(units)))
+        for i, (hidden, residual, _) in enumerate(rows):
+            gradient = np.einsum("th,tv->hv", (hidden - mean) @ white, residual * precondition) / len(hidden)
+            for e, (unit_hidden, unit_residual, _) in enumerate(units):
+                other = np.einsum("th,tv->hv", (unit_hidden - mean) @ white, unit_residual) / len(unit_hidden)
+                out[i, e] = (gradient * other).sum()
+        return out
+
+    def input(self, rows, units) -> np.ndarray:
+        """With the gradient of the embedding of position t taken to be that of its hidden state."""
+        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        delta = np.concatenate([residual @ matrix for _, residual, _ in rows])
+        share = np.bincount(np.concatenate([token for *_, token in rows]), minlength=len(matrix)) / len(delta)
+        weight = 1.0 / (share + self.features.epsilon * share[share > 0].mean())
+        second = delta.T @ delta / len(delta)
+        inverse = np.linalg.inv(second + self.features.tau * np.trace(second) / len(second) * np.eye(len(second)))
+        out = np.zeros((len(rows), len(units)))
+        for i, (_, residual, token) in enumerate(rows):
+            for e, (_, unit_residual, unit_token) in enumerate(units):
+                product = (residual @ matrix) @ inverse @ (unit_residual @ matrix).T
+                out[i, e] = (product * (token[:, None] == unit_token) * weight[token][:, None]).mean()
+        return out
+
+
+def test_relevance_equals_the_float64_reference(root):
+    settings = world(root, features={"moment_positions": 10**6})
+    found = arrays(build(settings, root / "exact"))
+    reference = Reference(settings)
+    rows = reference.rows(texts(40), settings.corpus.max_length)
+    units = []
+    for prompt, completion in zip(*_units(root), strict=True):
+        ids = reference.tokenizer(prompt)["input_ids"]
+        units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
+    order = [int(name.rsplit("-", 1)[1]) for name in Artifact.open(root / "exact").units["unit_id"].to_pylist()]
+    for name in ("token", "pooled", "input"):
+        expected = getattr(reference, name)(rows, units)[:, order]
+        np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
+
+
+def _units(root: Path) -> tuple[list[str], list[str]]:
+    lines = [json.loads(line) for line in (root / "facts.jsonl").read_text().splitlines()]
+    return [line["prompt"] for line in lines], [line["completion"] for line in lines]
+
+
+def test_sketches_have_mean_squared_norm_one(built):
+    found = arrays(built)
+    for name in ("hidden_sketch", "residual_sketch", "product_sketch"):
+        assert (found[name] ** 2).sum(axis=1).mean() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_another_cut_into_shards_gives_the_same_numbers(root, built):
+    found = arrays(build(world(root, shard_rows=17), root / "other-shards"))
+    for name, expected in arrays(built).items():
+        np.testing.assert_allclose(found[name], expected, atol=2e-4 * np.abs(expected).max(), err_msg=name)
+
+
+def test_sampled_moments_need_one_pass_and_come_close(root, built):
+    settings = world(root, features={"moment_rows": 60})
+    found, expected = arrays(build(settings, root / "sampled")), arrays(built)
+    for name in ("relevance_token", "relevance_pooled"):
+        correlation = np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1]
+        assert correlation > 0.95, name
+    for name in ("relevance_token", "relevance_input"):
+        assert_same({name: found[name]}, {name: expected[name]})
+
+
+@pytest.mark.parametrize(
+    ("features", "kernels"),
+    [
+        ({"match": "pooled"}, {"pooled"}),
+        ({"match": "token"}, {"token", "input"}),
+        ({"match": "token", "input_match": False}, {"token"}),
+        ({"input_match": False}, {"token", "pooled"}),
+    ],
+)
+def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp_path, features, kernels):
+    found = arrays(build(world(root, features=features), tmp_path / "some"))
+    others = {"token", "pooled", "input"} - kernels
+    expected = {name: array for name, array in arrays(built).items() if name.removeprefix("relevance_") not in others}
+    assert_same(found, expected)
+
+
+def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, monkeypatch):
+    looked_at = []
+    real = extract.head_residual
+
+    def head_residual(head, hidden_PH, *rest):
+        looked_at.append(len(hidden_PH))
+        return real(head, hidden_PH, *rest)
+
+    monkeypatch.setattr(extract, "head_residual", head_residual)
+    settings = world(root).model_dump(mode="json")
+    del settings["features"]["product_width"]
+    settings["features"] |= {"match": "pooled", "pooling": "tail:3"}
+    artifact = Artifact.open(build(build_settings(settings), tmp_path / "pooled"))
+    (positions_of_units, *of_rows) = looked_at
+    assert positions_of_units > 6
+    assert 2.9 * artifact.grid.n_rows < sum(of_rows) <= 3 * artifact.grid.n_rows  # some rows are shorter
+    assert "product_sketch" not in artifact.array_names
+
+
+def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, built, tmp_path):
+    moments = Artifact.open(built).moments
+    assert moments["input.count"] == moments["token.count"]
+    assert moments["input.gamma"].sum() == pytest.approx(1.0)
+    assert moments["input.covariance"].dtype == moments["input.gamma"].dtype == np.float64
+    without = Artifact.open(build(world(root, features={"input_match": False}), tmp_path / "without")).moments
+    assert not [name for name in without if name.startswith("input.")]
+    assert np.array_equal(without["token.covariance"], moments["token.covariance"])
+
+
+def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monkeypatch):
+    settings = world(root)
+    inputs = prepare(settings, ReferenceModel.load(settings.model), tmp_path / "tokens", Silent())
+    kernel = build_token_kernel(inputs, InProcess(inputs.model, settings.features), tmp_path, Silent())
+    own = kernel.unit_relevance(inputs.units)
+    whole = kernel.relevance(inputs.units.block(0, 6))
+    assert own.keys() == whole.keys() == {"relevance_token", "relevance_input"}
+    monkeypatch.setattr(forward, "BATCH_ROWS", 4)
+    for name, found in kernel.unit_relevance(inputs.units).items():
+        np.testing.assert_allclose(found, own[name], rtol=1e-4)
+        np.testing.assert_allclose(found, whole[name].diagonal().numpy(), rtol=1e-4)
+        assert (found > 0).all()
+
+
+def test_float16_keeps_three_digits(root, built):
+    found, expected = arrays(build(world(root, array_dtype="float16"), root / "half")), arrays(built)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], atol=6e-4 * np.abs(expected[name]).max())
+
+
+def test_work_is_removed_and_a_second_build_is_refused(root, built):
+    assert not (built / "work").exists()
+    with pytest.raises(ArtifactError, match="a build was begun here; run again with --resume to go on, or delete"):
+        build(world(root), built)
+    assert build(world(root), built, resume=True) == built
+
+
+def test_resume_with_other_settings_names_every_difference(root, built):
+    with pytest.raises(ArtifactError, match=r"features.tau was 0.01, is 0.02; shard_rows was 8, is 9; go on with"):
+        build(world(root, shard_rows=9, features={"tau": 0.02}), built, resume=True)
+
+
+def test_a_locked_artifact_is_refused(root, tmp_path):
+    with (
+        ArtifactLock.acquire(tmp_path / "artifact"),
+        pytest.raises(ArtifactError, match=rf"locked by process {os.getpid()} on .*: wait for it or stop it"),
+    ):
+        build(world(root), tmp_path / "artifact")
+
+
+def test_nan_from_the_model_names_the_row(root, tmp_path):
+    settings = world(root)
+    broken = tmp_path / "model"
+    shutil.copytree(settings.model.path, broken)
+    model = AutoModelForCausalLM.from_pretrained(broken)
+    rare = AutoTokenizer.from_pretrained(broken)("iron")["input_ids"][0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[rare] = float("nan")
+    model.save_pretrained(broken)
+    changed = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(broken)})})
+    with pytest.raises(ModelError, match=r"(row 'row-\d+'|unit 'facts-\d').*: the model computed NaN or infinity"):
+        build(changed, tmp_path / "artifact")
+
+
+def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
+    """Build in a child that is killed after so many seconds; whether it was still running then."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        try:
+            build(settings, out, resume=True)
+        except BaseException:  # noqa: BLE001  (a child must never fall back into the test runner)
+            os._exit(1)
+        os._exit(0)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return False
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+@pytest.mark.parametrize("moment_rows", [60, 65_536])
+def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root, tmp_path, moment_rows):
+    settings = world(root, features={"moment_rows": moment_rows})
+    begun = time.monotonic()
+    expected = arrays(build(settings, tmp_path / "whole"))
+    whole_seconds = time.monotonic() - begun
+    generator, kills, attempt = random.Random(moment_rows), 0, 0
+    while kills < 10:
+        out = tmp_path / f"attempt-{attempt}"
+        while killed_build(settings, out, generator.uniform(0.0, 1.2 * whole_seconds)):
+            kills += 1
+        assert_same(arrays(out), expected)
+        shutil.rmtree(out)
+        attempt += 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_path, keep):
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    names = (str(root / "facts.jsonl"), str(root / "more.jsonl"))
+    joint = arrays(build(world(root, targets={"names": names, "max_length": 64}), tmp_path / "joint"))
+    out = build(world(root, keep_features=keep), tmp_path / "grown")
+    more = TargetSettings(names=names[1:], max_length=64)
+    assert add_target(out, more) == ("kept features" if keep else "pass")
+    assert add_target(out, more) == "there already"
+    artifact = Artifact.open(out)
+    assert artifact.targets == ("facts", "more")
+    grown = arrays(out)
+    for name, expected in joint.items():
+        tolerance = (2e-3 if keep else 1e-5) * np.abs(expected).max()
+        np.testing.assert_allclose(grown[name], expected, atol=tolerance, err_msg=name)
+
+
+def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
+    out = build(world(root, features={"input_match": False}), tmp_path / "artifact")
+    manifest = Artifact.open(out).manifest
+    del manifest.settings["features"]["input_match"]  # as if it had been built before there was one
+    write_manifest(out, manifest)
+    before = set(arrays(out))
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
+    artifact = Artifact.open(out)
+    assert set(artifact.array_names) == before
+    with pytest.raises(ArtifactError, match=r"no 'input' relevance, only .*; build it with features.input_"):
+        artifact.relevance_name("input")
+
+
+def test_positions_that_were_kept_without_their_tokens_are_refused(root, tmp_path):
+    out = build(world(root, keep_features=True), tmp_path / "artifact")
+    kept = Artifact.open(out).features.read(0)
+    assert len(kept["position.input_P"]) == len(kept["position.row_P"])
+    del kept["position.input_P"]
+    with pytest.raises(ArtifactError, match=r"kept by another version, without \['input_P'\]; build the artifact"):
+        ShardForward.unspool(kept, 300)
+
+
+def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
+    settings = world(root)
+    corpus = tmp_path / "corpus.jsonl"
+    shutil.copy(settings.corpus.path, corpus)
+    moved = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(corpus)})})
+    out = build(moved.model_copy(update={"keep_tokens": False}), tmp_path / "artifact")
+    corpus.write_text(corpus.read_text().replace("water", "fire"))
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    with pytest.raises(ArtifactError, match="corpus changed since it was built; restore what it was built from"):
+        add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64))
+
+
+def test_sampled_rows_hold_the_positions_asked_for_and_no_more_rows_than_needed():
+    length = np.random.default_rng(0).integers(2, 30, size=200)
+    index = sample_rows(length - 1, 500, seed=3)
+    held = (length[index] - 1).sum()
+    assert held >= 500
+    assert held - (length - 1).max() < 500
+    assert np.array_equal(sample_rows(length - 1, 10**9, seed=3), np.arange(200))
+
+
+def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
+    scale = relevance_scale(np.array([0.0, 1.0, 400.0, 1e-8]))
+    assert np.array_equal(np.exp2(np.round(np.log2(scale))), scale)
+    assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))

@@ -1,0 +1,193 @@
+"""Two workers on a local Ray cluster give what one process gives, bit for bit, also when they are killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.reader import Artifact
+from grasp.errors import EngineError, MissingExtraError, ModelError
+from grasp.extract import cluster
+from grasp.extract.cluster import ClusterSpec, connected
+from grasp.extract.engine import InProcess, LocalEngine
+from grasp.extract.local import build
+from grasp.extract.progress import Silent
+from grasp.extract.ray_engine import RayEngine
+from tests.extract.test_local import arrays, assert_same
+from tests.extract.world import world
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+# Ray leaves sockets and handles to the interpreter's end, in its own process and in ours.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    """A cluster of two workers, kept over the tests of this file."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield ClusterSpec(workers=2)
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("world")
+
+
+@pytest.fixture(scope="module")
+def built(root) -> Path:
+    return build(world(root), root / "local")
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsAfter(Silent):
+    """A build that is cut off after so many shards of its forward pass."""
+
+    def __init__(self, shards: int) -> None:
+        self.left, self.name, self.stages = shards, "", []
+
+    def stage(self, name, *, rows, tokens):
+        self.name = name
+        self.stages.append(name)
+
+    def advance(self, rows, tokens):
+        self.left -= self.name == "forward"
+        if self.left == 0:
+            raise Stop
+
+
+@pytest.mark.parametrize("features", [{}, {"moment_rows": 16}])
+def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
+    expected = build(world(root, features=features, keep_features=True), tmp_path / "local")
+    found = build(world(root, features=features, keep_features=True), tmp_path / "ray", engine=RayEngine(spec))
+    assert_same(arrays(found), arrays(expected))
+    moments = Artifact.open(expected).moments
+    for name, array in Artifact.open(found).moments.items():
+        assert array.tobytes() == moments[name].tobytes(), name
+    theirs = {name: entry for name, entry in Artifact.open(expected).manifest.files.items() if "units" not in name}
+    ours = Artifact.open(found).manifest.files
+    assert all(ours[name] == entry for name, entry in theirs.items())
+
+
+@pytest.mark.parametrize("order", [("local", "ray"), ("ray", "local")])
+def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order):
+    engines = {"local": LocalEngine(), "ray": RayEngine(spec)}
+    out, watch = tmp_path / "artifact", StopsAfter(2)
+    with pytest.raises(Stop):
+        build(world(root), out, engine=engines[order[0]], progress=watch)
+    assert watch.stages.count("forward") == 1
+    build(world(root), out, resume=True, engine=engines[order[1]])
+    assert_same(arrays(out), arrays(built))
+
+
+def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp_path):
+    class Killer(Silent):
+        """Kills every worker once, after the first shard."""
+
+        def __init__(self):
+            self.killed, self.forward = [], False
+
+        def stage(self, name, *, rows, tokens):
+            self.forward = name == "forward"
+
+        def advance(self, rows, tokens):
+            if self.forward and not self.killed:
+                below = psutil.Process().children(recursive=True)
+                self.killed = [one.pid for one in below if " ".join(one.cmdline()).startswith("ray::ModelActor")]
+                for pid in self.killed:
+                    os.kill(pid, signal.SIGKILL)
+
+    killer = Killer()
+    found = build(world(root), tmp_path / "artifact", engine=RayEngine(spec), progress=killer)
+    assert len(killer.killed) >= 2  # those of the build before may not have ended yet
+    assert_same(arrays(found), arrays(built))
+
+
+def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path, monkeypatch):
+    """The row is named, in one line, as the local engine does; what is not ready is released."""
+    import shutil  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    settings = world(root)
+    broken = tmp_path / "model"
+    shutil.copytree(settings.model.path, broken)
+    model = AutoModelForCausalLM.from_pretrained(broken)
+    rare = AutoTokenizer.from_pretrained(broken)("iron")["input_ids"][0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[rare] = float("nan")
+    model.save_pretrained(broken)
+    (root / "unit.jsonl").write_text('{"task": "facts", "prompt": "a", "completion": " sea", "unit_id": "u"}\n')
+    changed = settings.model_copy(
+        update={
+            "model": settings.model.model_copy(update={"path": str(broken), "check": False}),
+            "targets": settings.targets.model_copy(update={"names": (str(root / "unit.jsonl"),)}),
+        }
+    )
+    with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
+        build(changed, tmp_path / "artifact", engine=RayEngine(spec))
+    ArtifactLock.acquire(tmp_path / "artifact").release()
+
+
+def test_more_workers_than_there_is_room_for(spec):
+    with (
+        pytest.raises(EngineError, match=r"--workers: got 64, but the cluster has 0 GPUs and 2 CPU cores, room for 2"),
+        connected(ClusterSpec(workers=64)),
+    ):
+        pass
+
+
+def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)  # the cluster was started elsewhere
+    settings = world(root)
+    model = settings.model.model_copy(update={"path": "model"})
+    found = build(settings.model_copy(update={"model": model}), tmp_path / "artifact", engine=RayEngine(spec))
+    assert_same(arrays(found), arrays(built))
+
+
+def test_a_cluster_that_others_fill_is_said_to_be_full(spec, monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE_SECONDS", 2.0)
+
+    class Holder:
+        def ready(self):
+            return True
+
+    holder = ray.remote(Holder).options(num_cpus=1).remote()
+    assert ray.get(holder.ready.remote())
+    with (
+        pytest.raises(EngineError, match=r"the cluster has room for [01] workers now, expected 2; its cores"),
+        connected(spec),
+    ):
+        pass
+    with connected(ClusterSpec()) as some:
+        assert some.workers == 1
+    ray.kill(holder)
+
+
+def test_more_threads_than_any_node_has(spec):
+    with (
+        pytest.raises(EngineError, match=r"^threads: got 64, but no node has so many cores"),
+        connected(ClusterSpec(threads=64)),
+    ):
+        pass
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with (
+        pytest.raises(MissingExtraError, match=r"--engine ray needs `ray`.*pip install 'grasp-attribution\[ray\]'"),
+        connected(ClusterSpec()),
+    ):
+        pass
+
+
+def test_local_workers_are_this_process():
+    with LocalEngine().start("model", None, "features", None) as workers:
+        assert workers == InProcess("model", "features")

@@ -1,0 +1,55 @@
+"""Slow double-loop float64 versions of the kernels, for comparison only."""
+
+import math
+
+import numpy as np
+
+from grasp.predict.geometry import SketchSums, SketchTotals, SubsetMass
+
+
+def dot(a, b):
+    return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+
+
+def relevance(hidden_NH, unit_hidden_EH, residual_NV, unit_residual_EV, precondition_V):
+    out = np.zeros((len(hidden_NH), len(unit_hidden_EH)))
+    for i in range(out.shape[0]):
+        for e in range(out.shape[1]):
+            match = dot(hidden_NH[i], unit_hidden_EH[e])
+            residual = sum(
+                float(x) * float(d) * float(y)
+                for x, d, y in zip(residual_NV[i], precondition_V, unit_residual_EV[e], strict=True)
+            )
+            out[i, e] = residual * math.copysign(math.log(1 + abs(match)), match)
+    return out
+
+
+def geometry(weights, sketch, mean):
+    """raw, self, pair, cent of one subset, each as its own sum over rows or pairs of rows that have a weight."""
+    rows = [i for i in range(len(weights)) if weights[i]]
+
+    def pairs(vectors, chosen):
+        return sum(weights[i] * weights[j] * float(vectors[i] @ vectors[j]) for i, j in chosen)
+
+    return {
+        "raw": pairs(sketch, [(i, j) for i in rows for j in rows]),
+        "self": pairs(sketch, [(i, i) for i in rows]),
+        "pair": 2 * pairs(sketch, [(i, j) for i in rows for j in rows if j < i]),
+        "cent": pairs(sketch - mean, [(i, j) for i in rows for j in rows]),
+    }
+
+
+def side_weights(weights, side, weighting):
+    """The weights that a side and a weighting give to every row of the corpus."""
+    chosen = list(weights) if side == "retained" else [1.0 - w for w in weights]
+    mass = sum(abs(w) for w in chosen)
+    return [w / mass if mass else 0.0 for w in chosen] if weighting == "mean" else chosen
+
+
+def summed(weights_BN, sketch_ND):
+    """Sums of B subsets, totals of the corpus and masses, of dense or sparse weights with everything in memory."""
+    dense_BN = weights_BN.toarray() if hasattr(weights_BN, "toarray") else np.asarray(weights_BN)
+    norm_N = (sketch_ND**2).sum(axis=1)
+    sums = SketchSums(dense_BN @ sketch_ND, dense_BN @ norm_N, dense_BN**2 @ norm_N)
+    totals = SketchTotals(sketch_ND.sum(axis=0), norm_N.sum(), len(sketch_ND))
+    return sums, totals, SubsetMass(dense_BN.sum(axis=1), np.abs(1 - dense_BN).sum(axis=1), len(sketch_ND))

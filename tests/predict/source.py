@@ -1,0 +1,85 @@
+"""A small artifact in memory, and the slow way to predict from it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tests.predict import reference
+
+
+@dataclass
+class FakeSource:
+    """Two targets of 3 and 2 units whose columns are interleaved; rows arrive in blocks of `block_rows`."""
+
+    n_rows: int = 40
+    block_rows: int = 7
+    seed: int = 0
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    feature_settings: dict[str, Any] = field(default_factory=lambda: {"pooling": "tail:32", "top_k": 64, "alpha": 1.0})
+    unit_targets: tuple[str, ...] = ("sciq", "boolq", "sciq", "boolq", "sciq")
+
+    def __post_init__(self) -> None:
+        if not self.arrays:
+            rng = np.random.default_rng(self.seed)
+            n, e = self.n_rows, len(self.unit_targets)
+            self.arrays = {
+                "hidden_sketch": rng.standard_normal((n, 4)).astype("f4"),
+                "residual_sketch": (rng.standard_normal((n, 3)) + 0.5).astype("f4"),
+                "product_sketch": rng.standard_normal((n, 2)).astype("f4"),
+                "relevance_token": (rng.standard_normal((n, e)) * 10.0 ** np.arange(-2, e - 2)).astype("f4"),
+                "relevance_pooled": (rng.standard_normal((n, e)) + 1).astype("f4"),
+                "relevance_input": (rng.standard_normal((n, e)) - 0.5).astype("f4"),
+            }
+        self.passes = dict.fromkeys(self.arrays, 0)
+
+    @property
+    def targets(self):
+        return tuple(dict.fromkeys(self.unit_targets))
+
+    @property
+    def array_names(self):
+        return tuple(self.arrays)
+
+    @property
+    def units(self):
+        ids = [f"u{i}" for i in range(len(self.unit_targets))]
+        return pa.table({"unit_id": ids, "target": list(self.unit_targets)})
+
+    def unit_columns(self, target):
+        return np.flatnonzero(np.array(self.unit_targets) == target)
+
+    def array_blocks(self, name, *, columns=None, block_rows=None):
+        values = self.arrays[name] if columns is None else self.arrays[name][:, columns]
+        self.passes[name] += 1
+        size = block_rows or self.block_rows
+        for start in range(0, self.n_rows, size):
+            yield start, values[start : start + size]
+
+
+def counted(relevance, protocol):
+    """Relevance as a protocol counts it, float64."""
+    exact = relevance.astype(float)
+    return np.maximum(exact, 0.0) + protocol.negative * np.minimum(exact, 0.0)
+
+
+def slow_components(source, protocol, weights, target, match):
+    """A of the task, A of its units and K by name for one subset, row by row in float64."""
+    effective = reference.side_weights(weights, protocol.side, protocol.weighting)
+    sign = 1.0 if protocol.side == "retained" else -1.0
+    columns = source.unit_columns(target)
+    unit = {
+        kernel: [
+            sign * reference.dot(effective, counted(source.arrays[f"relevance_{kernel}"][:, e], protocol))
+            for e in columns
+        ]
+        for kernel in match
+    }
+    geometry = {}
+    for name in protocol.components:
+        half, kind = name.split(".")
+        parts = ["hidden", "residual"] if half == "joint" else [half]
+        sketch = np.concatenate([source.arrays[f"{part}_sketch"] for part in parts], axis=1).astype(float)
+        geometry[name] = reference.geometry(effective, sketch, sketch.mean(axis=0))[kind]
+    return unit, geometry

@@ -1,0 +1,81 @@
+"""A real artifact serves prediction as the fake one does."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.errors import ProtocolError
+from grasp.predict.families import parse_family
+from grasp.predict.predictions import predict
+from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.row_tables import slice_table, top_rows
+from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from tests.predict.source import FakeSource
+
+FAKE = FakeSource()
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifact") / "art"
+    specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in FAKE.arrays.items()}
+    rows = pa.table(
+        {
+            "row_id": [f"row-{i}" for i in range(40)],
+            "doc_id": [f"doc-{i}" for i in range(40)],
+            "loss": np.ones(40, dtype=np.float32),
+            "snippet": [f"text {i}" for i in range(40)],
+            "n_tokens": pa.array(np.arange(40) + 2, pa.int32()),
+            "topic": [["a", "b", None][i % 3] for i in range(40)],
+        }
+    )
+    with ArtifactWriter.open(path, identity={}, n_rows=40, shard_rows=16, arrays=specs, dtype="float32") as writer:
+        for k in range(3):
+            start, stop = writer.bounds(k)
+            arrays = {name: array[start:stop] for name, array in FAKE.arrays.items()}
+            writer.write_shard(k, arrays, rows.slice(start, stop - start), {})
+        settings = {"features": FAKE.feature_settings}
+        writer.finish(manifest={"settings": settings}, moments={}, units=FAKE.units)
+    return Artifact.open(path)
+
+
+def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
+    protocol = ScoringProtocol(
+        name="p",
+        components={"joint.pair": -0.3, "product.cent": 0.1},
+        requires={"pooling": "tail:32", "alpha": 1.0},
+        calibration={"family": "mixture:topic", "n_subsets": 8},
+    )
+    table = LabelTable(artifact.rows_path)
+    index = RowIndex.from_parquet(artifact.rows_path)
+    calibration = CalibrationFamily.of(protocol, table)
+    family = parse_family("groups:topic")
+    drawn = family.draw(7, n_rows=40, labels=table.column("topic"), seed=0, purpose="evaluation")
+    write_subsets(tmp_path / "s.parquet", drawn, index)
+    got = predict(
+        artifact, protocol, read_subsets(tmp_path / "s.parquet", index, 3), per_unit=True, calibration=calibration
+    ).read()
+    want = predict(
+        FAKE, protocol, read_subsets(tmp_path / "s.parquet", index, 3), per_unit=True, calibration=calibration
+    ).read()
+    assert got.num_rows == 7 * (2 + 5)
+    assert got.select(["subset_id", "target", "unit_id"]).equals(want.select(["subset_id", "target", "unit_id"]))
+    np.testing.assert_allclose(got.column("utility"), want.column("utility"), rtol=1e-5, atol=1e-6)
+
+
+def test_slices_and_rows(artifact):
+    labels = LabelTable(artifact.rows_path).column("topic")
+    got = slice_table(artifact, default_protocol(), labels)
+    want = slice_table(FAKE, default_protocol(), labels)
+    np.testing.assert_allclose(got.column("if_dropped"), want.column("if_dropped"), rtol=1e-5)
+    assert top_rows(artifact, "sciq", 5).row_index.tolist() == top_rows(FAKE, "sciq", 5).row_index.tolist()
+
+
+def test_a_protocol_for_other_features_is_refused(artifact):
+    protocol = ScoringProtocol(name="p", requires={"pooling": "all", "top_k": 8})
+    with pytest.raises(ProtocolError, match=r"features.pooling: requires 'all'.*features.top_k: requires 8"):
+        predict(artifact, protocol, iter(()))

@@ -1,0 +1,155 @@
+"""Laws of the families: a subset depends on (seed, purpose, number) alone; none is empty; sizes are what was asked."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.errors import SubsetError
+from grasp.predict import families
+from grasp.predict.families import Family, parse_family
+from grasp.predict.labels import LabelColumn
+
+PINNED = [[20, 21, 26, 35], [0, 3, 6, 7, 10, 13, 14, 17, 20, 21, 25, 27, 28, 31, 34], [6, 9, 14, 16, 17, 20, 23, 38]]
+LABELS = ["a", "b", "b", None, "c", "a", "c", "c", "d", "d"] * 4
+
+
+def drawn(family: Family, n: int = 24, *, block: int = 256, seed: int = 0, purpose: str = "evaluation") -> np.ndarray:
+    blocks = family.draw(n, n_rows=len(LABELS), labels=LABELS, seed=seed, purpose=purpose, block=block)
+    return np.concatenate([item.weights_BN.toarray() for item in blocks])
+
+
+@pytest.mark.parametrize("spelling", ["uniform:0.5", "bernoulli:0.3", "mixture:topic", "groups:topic"])
+def test_a_subset_does_not_depend_on_the_block_it_comes_in(spelling):
+    family = parse_family(spelling)
+    assert np.array_equal(drawn(family, block=1), drawn(family, block=7))
+    assert np.array_equal(drawn(family, 24), drawn(family, 40)[:24])
+
+
+@pytest.mark.parametrize("spelling", ["uniform:0.5", "bernoulli:0.3", "mixture:topic", "groups:topic"])
+def test_seed_and_purpose_name_different_subsets(spelling):
+    family = parse_family(spelling)
+    assert not np.array_equal(drawn(family), drawn(family, seed=1))
+    assert not np.array_equal(drawn(family), drawn(family, purpose="calibration"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(n_rows=st.integers(1, 60), fraction=st.floats(0.01, 0.99), seed=st.integers(0, 99))
+def test_uniform_subsets_all_have_the_rounded_size(n_rows, fraction, seed):
+    (block,) = Family("uniform", fraction=fraction).draw(5, n_rows=n_rows, seed=seed, purpose="t")
+    assert block.sizes_B.tolist() == [max(1, round(fraction * n_rows))] * 5
+    assert set(block.weights_BN.data) == {1.0}
+
+
+def test_bernoulli_keeps_rows_with_its_probability():
+    (block,) = Family("bernoulli", fraction=0.3).draw(200, n_rows=500, seed=0, purpose="t")
+    assert abs(block.sizes_B.mean() / 500 - 0.3) < 0.005
+
+
+def test_empty_draws_are_made_again_and_counted():
+    blocks = list(Family("bernoulli", fraction=0.05).draw(50, n_rows=4, seed=0, purpose="t", block=10))
+    assert min(int(block.sizes_B.min()) for block in blocks) >= 1
+    assert sum(block.redrawn for block in blocks) > 50  # 4 in 5 draws of 4 rows at 5 % are empty
+
+
+def test_a_family_that_never_fills_is_refused():
+    with pytest.raises(SubsetError, match="10000 draws in a row left none of the 2 rows"):
+        list(Family("bernoulli", fraction=1e-9).draw(1, n_rows=2, seed=0, purpose="t"))
+
+
+def test_groups_keep_values_whole_and_never_all_or_none():
+    weights_BN = drawn(parse_family("groups:topic"), 200)
+    column = LabelColumn.of(LABELS)
+    for rows in column.groups().values():
+        assert np.isin(weights_BN[:, rows].mean(axis=1), [0.0, 1.0]).all()
+    assert weights_BN.sum(axis=1).min() > 0
+    assert weights_BN.sum(axis=1).max() < len(LABELS)
+
+
+def test_mixture_fractions_are_beta_one_half():
+    labels = ["x"] * 400 + ["y"] * 400
+    (block,) = parse_family("mixture:l").draw(256, n_rows=800, labels=labels, seed=0, purpose="t")
+    kept = block.weights_BN.toarray()[:, :400].mean(axis=1)
+    assert abs(kept.mean() - 0.5) < 0.05
+    assert abs(kept.var() - 0.125) < 0.02  # Beta(1/2, 1/2) has variance 1/8
+
+
+@pytest.mark.parametrize(
+    ("text", "family"),
+    [
+        ("uniform:0.5", Family("uniform", fraction=0.5)),
+        ("uniform(0.25)", Family("uniform", fraction=0.25)),
+        (" bernoulli: 0.9", Family("bernoulli", fraction=0.9)),
+        ("mixture:topic", Family("mixture", label="topic")),
+        ("groups(format)", Family("groups", label="format")),
+    ],
+)
+def test_spellings(text, family):
+    assert parse_family(text) == family
+    assert parse_family(str(family)) == family
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("uniform:1.5", "got '1.5', expected a fraction between 0 and 1"),
+        ("uniform", "got '', expected a fraction between 0 and 1"),
+        ("bernoulli:x", "got 'x', expected a fraction"),
+        ("mixture:", "names no label; expected mixture:LABEL"),
+        ("halves:0.5", "unknown kind 'halves'; expected uniform:0.5"),
+    ],
+)
+def test_bad_spellings(text, message):
+    with pytest.raises(SubsetError, match=message):
+        parse_family(text)
+
+
+def test_families_say_what_labels_they_miss():
+    with pytest.raises(SubsetError, match="needs the label 'topic' of every row, got none"):
+        parse_family("mixture:topic").draw(1, n_rows=3, seed=0, purpose="t")
+    with pytest.raises(SubsetError, match="got 2 labels for 3 rows"):
+        parse_family("mixture:topic").draw(1, n_rows=3, labels=["a", "b"], seed=0, purpose="t")
+    with pytest.raises(SubsetError, match="has the single value 'a'"):
+        parse_family("groups:topic").draw(1, n_rows=2, labels=["a", "a"], seed=0, purpose="t")
+    with pytest.raises(SubsetError, match="the corpus has 0 rows"):
+        parse_family("uniform:0.5").draw(1, n_rows=0, seed=0, purpose="t")
+
+
+def test_large_subsets_come_in_smaller_blocks(monkeypatch):
+    monkeypatch.setattr("grasp.predict.blocks.MAX_BLOCK_ENTRIES", 100)
+    blocks = list(Family("uniform", fraction=0.5).draw(9, n_rows=80, seed=0, purpose="t"))
+    assert [len(block.subset_ids) for block in blocks] == [2, 2, 2, 2, 1]
+
+
+def test_a_mixture_draws_the_subsets_it_always_drew():
+    """Environments name their subsets by the draw alone: a change would put other rows behind their results."""
+    labels = [i % 7 % 3 for i in range(40)]
+    (block,) = parse_family("mixture:topic").draw(3, n_rows=40, labels=labels, seed=5, purpose="pinned")
+    found = [np.flatnonzero(row).tolist() for row in block.weights_BN.toarray()]
+    assert found == PINNED
+
+
+def test_a_mixture_over_thousands_of_values_is_drawn_at_once():
+    """256 subsets of 20,000 values: minutes with one draw a value."""
+    n_values, column = 20_000, LabelColumn.of([i // 2 for i in range(40_000)])
+    blocks = parse_family("mixture:url").draw(256, n_rows=40_000, labels=column, seed=0, purpose="t")
+    begun = time.process_time()
+    first = next(blocks)
+    assert time.process_time() - begun < 20
+    per_value_BG = first.weights_BN[:50].toarray().reshape(50, n_values, 2).sum(axis=2)
+    assert np.abs(per_value_BG.mean(axis=0) - 1).max() < 1  # no value is always whole, or never there
+    assert abs(per_value_BG.mean() - 1) < 0.01
+    # round(2 x) for x of Beta(1/2, 1/2): 0 below 1/4, 2 above 3/4, each with probability 1/3
+    assert [abs(float((per_value_BG == kept).mean()) - 1 / 3) < 0.01 for kept in (0, 1, 2)] == [True] * 3
+
+
+def test_draws_for_many_values_keep_within_each_value_what_was_drawn_for_it(monkeypatch):
+    monkeypatch.setattr(families, "MANY_VALUES", 1)
+    rows_BN = drawn(parse_family("mixture:topic"), 400)
+    groups = LabelColumn.of(LABELS).groups()
+    one_by_one_BN = (monkeypatch.undo(), drawn(parse_family("mixture:topic"), 400))[1]
+    for rows in groups.values():  # the same numbers of rows, since fractions are drawn first; other rows
+        np.testing.assert_array_equal(rows_BN[:, rows].sum(axis=1), one_by_one_BN[:, rows].sum(axis=1))
+        assert np.ptp(rows_BN[:, rows].mean(axis=0)) < 0.15

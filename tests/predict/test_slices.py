@@ -1,0 +1,161 @@
+"""Label expressions: what they select, and everything that they refuse. An expression never reaches a file."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.errors import SubsetError
+from grasp.predict.slices import LabelTable
+
+TOPICS = ["Games", "Health", None, "Games", "Law", "Health"]
+
+
+@pytest.fixture
+def table(tmp_path):
+    rows = pa.table(
+        {
+            "row_id": [f"r{i}" for i in range(6)],
+            "topic": TOPICS,
+            "n_tokens": [10, 20, 30, 40, 50, 60],
+            "loss": pa.array([1.0, 2.5, 3.0, float("nan"), 5.0, 6.0], pa.float32()),
+            "load": [True, False, True, False, None, True],
+            "Odd Name": ["x", "y", "x", "y", "x", "y"],
+        }
+    )
+    pq.write_table(rows, tmp_path / "rows.parquet", row_group_size=2)
+    return LabelTable(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("expression", "rows"),
+    [
+        ("topic = 'Games'", [0, 3]),
+        ("TOPIC = 'Games' AND n_tokens > 10", [3]),
+        ("topic IN ('Games', 'Law') OR loss < 2.6", [0, 1, 3, 4]),
+        ("topic != 'Games'", [1, 4, 5]),
+        ("topic IS NULL", [2]),
+        ("NOT (topic LIKE 'G%') -- a remark", [1, 4, 5]),
+        ("n_tokens BETWEEN 20 AND 40", [1, 2, 3]),
+        ("lower(topic) ~ '^h'", [1, 5]),
+        ("CASE WHEN n_tokens > 30 THEN topic = 'Law' ELSE topic = 'Games' END", [0, 4]),
+        ("coalesce(topic, 'none') = 'none'", [2]),
+        ("n_tokens % 20 = 0", [1, 3, 5]),
+        ("load", [0, 2, 5]),
+        ("\"Odd Name\" = 'x'", [0, 2, 4]),
+        ("topic = '; DROP TABLE rows'", []),
+        ("true", [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_selects(table, expression, rows):
+    assert table.select(expression).nonzero()[0].tolist() == rows
+
+
+def test_nulls_are_counted_and_not_selected(table):
+    selection = table.selection("topic != 'Games'")
+    assert selection.n_null == 1
+    assert not selection.mask_N[2]
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("topik = 'x'", r"unknown column 'topik' \(did you mean 'topic'\?\); the columns are \['row_id', 'topic'"),
+        ('topic = "Games"', "unknown column 'Games'.*text goes in 'single quotes'"),
+        ("topic.x = 1", "'topic.x' has a dot"),
+        ("topic =", "syntax error at its end"),
+        ("topic = 'A' AND AND load", r'syntax error at or near "AND" \(character 17: '),
+        ("topic = 'unclosed", r"unterminated string literal \(character 9"),
+        ("/* unclosed", "unterminated"),
+        ("", "is empty"),
+        ("n_tokens", "gives int64, expected a condition"),
+        ("topic > 3", "Cannot compare values of type VARCHAR"),
+        ("n_tokens > 'many'", "Could not convert string 'many'"),
+        ("not " * 900 + "true", "nested too deeply"),
+        ("true" + " or true" * 4000, "expected at most 20000"),
+    ],
+)
+def test_mistakes_say_where(table, expression, message):
+    with pytest.raises(SubsetError, match=message):
+        table.select(expression)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "COPY rows TO '/tmp/stolen.csv'",
+        "ATTACH '/tmp/other.db'",
+        "select * from read_csv('/etc/passwd')",
+        "topic = 'A'; COPY rows TO '/tmp/stolen.csv'",
+        "true); COPY (SELECT 1) TO '/tmp/stolen.csv'; SELECT (true",
+        "true); SELECT (true",
+        "true) FROM read_csv('/etc/passwd') WHERE (true",
+        "true) UNION SELECT (true",
+        "true) ORDER BY (true",
+        "true) LIMIT (1",
+        "read_csv('/etc/passwd')",
+        "read_text('/etc/passwd') = 'x'",
+        "glob('/etc/*') = 'x'",
+        "(SELECT content FROM read_text('/etc/passwd')) LIKE '%root%'",
+        "EXISTS (FROM '/etc/passwd')",
+        "topic IN (SELECT column0 FROM read_csv('/etc/passwd'))",
+        "topic = ANY (SELECT 'Games')",
+        "getenv('HOME') = '/root'",
+        "getvariable('x') = 1",
+        "current_setting('memory_limit') = 'x'",
+        "query('SELECT 1') = 1",
+        "query_table('row_batch') = 1",
+        "nextval('s') = 1",
+        "repeat('x', 1000000000) = 'x'",
+        "sum(n_tokens) > 3",
+        "row_number() OVER () > 3",
+        "COLUMNS('n.*') > 3",
+        "* = 1",
+        "n_tokens = ?",
+        "n_tokens = $1",
+        "list_filter([1], x -> x > 0) = [1]",
+        "{'a': load}.a",
+        "topic.lower() = 'games'",
+        "main.read_text('/etc/passwd') = 'x'",
+        "TRY(n_tokens > 3)",
+        "WITH t AS (SELECT 1) SELECT true",
+        "INSTALL httpfs",
+        "SET enable_external_access = true",
+        "true \0",
+    ],
+)
+def test_anything_but_a_condition_is_refused(table, expression):
+    with pytest.raises(SubsetError, match=r"^expression "):
+        table.select(expression)
+
+
+def test_the_second_wall_stands_without_the_first(table, monkeypatch):
+    """Were the parse tree not checked at all, DuckDB itself would still refuse to touch a file or its settings."""
+    monkeypatch.setattr("grasp.predict.slices._checked", lambda db, expression, columns: {})
+    for expression, message in [
+        ("EXISTS (SELECT * FROM read_text('/etc/passwd'))", "disabled by configuration"),
+        ("EXISTS (SELECT * FROM '/etc/passwd')", "/etc/passwd"),
+        ("getenv('HOME') = 'x'", "getenv does not exist"),
+    ]:
+        with pytest.raises(SubsetError, match=message):
+            table.select(expression)
+
+
+def test_python_variables_cannot_be_read(table, monkeypatch):
+    secret_table = pa.table({"a": [1]})  # in scope of the caller, where DuckDB would look for it
+    monkeypatch.setattr("grasp.predict.slices._checked", lambda db, expression, columns: {})
+    with pytest.raises(SubsetError, match="secret_table does not exist"):
+        table.select("EXISTS (SELECT * FROM secret_table)")
+    assert secret_table.num_rows == 1
+
+
+def test_values_group_the_rows_and_keep_the_unlabelled_apart(table):
+    groups = {value: rows.tolist() for value, rows in table.values("topic").items()}
+    assert groups == {"Games": [0, 3], "Health": [1, 5], None: [2], "Law": [4]}
+    assert table.column("n_tokens").values == (10, 20, 30, 40, 50, 60)
+
+
+def test_unknown_label_and_missing_file(table, tmp_path):
+    with pytest.raises(SubsetError, match=r"unknown column 'formt'.*the columns are"):
+        table.values("formt")
+    with pytest.raises(SubsetError, match="cannot be read as a table of rows"):
+        LabelTable(tmp_path / "nowhere.parquet")

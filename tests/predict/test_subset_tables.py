@@ -1,0 +1,145 @@
+"""Long-form tables: what is written comes back, however it is ordered; every mistake names its subset and rows."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+
+from grasp.errors import ShapeError, SubsetError
+from grasp.predict.blocks import SubsetBlock, WeightedRows, one_subset, stack
+from grasp.predict.families import parse_family
+from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+
+IDS = [f"doc-{i:03d}" for i in range(30)]
+INDEX = RowIndex.from_ids(IDS)
+
+
+def save(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def dense(blocks):
+    blocks = list(blocks)
+    return [name for item in blocks for name in item.subset_ids], np.concatenate(
+        [item.weights_BN.toarray() for item in blocks]
+    )
+
+
+def test_what_is_written_comes_back(tmp_path):
+    family = parse_family("uniform:0.4")
+    write_subsets(tmp_path / "s.parquet", family.draw(9, n_rows=30, seed=0, purpose="t", block=4), INDEX)
+    names, weights_BN = dense(read_subsets(tmp_path / "s.parquet", INDEX, block=2))
+    expected_names, expected_BN = dense(family.draw(9, n_rows=30, seed=0, purpose="t"))
+    assert names == expected_names
+    assert np.array_equal(weights_BN, expected_BN)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), block=st.integers(1, 7))
+def test_neither_order_nor_block_matters(tmp_path_factory, seed, block):
+    path = tmp_path_factory.mktemp("tables") / "s.parquet"
+    rng = np.random.default_rng(seed)
+    weights_BN = rng.random((6, 30)) * (rng.random((6, 30)) < 0.3)
+    weights_BN[:, 0] = 1.0
+    b, n = weights_BN.nonzero()
+    order = rng.permutation(len(b))
+    save(
+        path,
+        subset_id=[f"s{i}" for i in b[order]],
+        row_id=[IDS[i] for i in n[order]],
+        weight=weights_BN[b[order], n[order]],
+    )
+    names, read_BN = dense(read_subsets(path, INDEX, block=block))
+    assert names == list(dict.fromkeys(f"s{i}" for i in b[order]))  # first appearance
+    assert np.array_equal(read_BN, weights_BN[[int(name[1:]) for name in names]])
+
+
+def test_weights_and_whole_numbers_as_names(tmp_path):
+    path = save(tmp_path / "s.parquet", subset_id=[7, 7, 3], row_id=["1", "0", "1"], weight=[2, 0, 1])
+    (block,) = read_subsets(path, RowIndex.from_ids(["0", "1"]))
+    names, weights_BN = dense([block])
+    assert names == ["7", "3"]
+    assert block.sizes_B.tolist() == [1, 1]  # a row of weight 0 is not in the subset
+    assert weights_BN.tolist() == [[0.0, 2.0], [0.0, 1.0]]
+
+
+def test_an_omitted_table_leaves_the_rest(tmp_path):
+    path = save(tmp_path / "s.parquet", subset_id=["a", "a"], row_id=[IDS[1], IDS[0]])
+    ((block),) = read_subsets(path, INDEX, side="omitted")
+    assert block.weights_BN.indices.tolist() == list(range(2, 30))
+
+
+def test_weights_are_written_when_asked(tmp_path):
+    block = stack([WeightedRows("w", np.array([1, 4]), np.array([0.5, 2.0]))], 30)
+    write_subsets(tmp_path / "s.parquet", [block], INDEX, weights=True)
+    assert pq.read_table(tmp_path / "s.parquet").to_pylist() == [
+        {"subset_id": "w", "row_id": IDS[1], "weight": 0.5},
+        {"subset_id": "w", "row_id": IDS[4], "weight": 2.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"subset_id": ["a", "b", "b"], "row_id": [IDS[0], "nowhere", "gone"]},
+            r"subset 'b' names 2 rows that the corpus does not have, e.g. \['nowhere', 'gone'\]",
+        ),
+        ({"subset_id": ["a", "b"], "row_id": [IDS[0], None]}, r"subsets \['b'\] name no rows"),
+        ({"subset_id": pa.array([], pa.string()), "row_id": pa.array([], pa.string())}, "has no lines"),
+        ({"subset_id": ["a", "a"], "row_id": [IDS[3], IDS[3]]}, r"named twice in one subset: \['a: doc-003'\]"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [-1.0]}, r"weights \['a: doc-000: -1.0'\]"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [float("nan")]}, r"weights \['a: doc-000: nan'\]"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [float("inf")]}, r"weights \['a: doc-000: inf'\]"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [0.0]}, r"subsets \['a'\] have weights that sum to 0"),
+        ({"subset_id": pa.array([None], pa.string()), "row_id": [IDS[0]]}, "1 lines have no subset_id"),
+        ({"subset": ["a"], "row_id": [IDS[0]]}, r"has columns \['subset', 'row_id'\], lacks \['subset_id'\]"),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "column 'weights' looks like weights"),
+        ({"subset_id": ["a"], "row_id": [[1, 2]]}, "cannot be read as subsets"),
+    ],
+)
+def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
+    with pytest.raises(SubsetError, match=message):
+        list(read_subsets(save(tmp_path / "s.parquet", **columns), INDEX))
+
+
+def test_all_mistakes_come_at_once(tmp_path):
+    path = save(tmp_path / "s.parquet", subset_id=["a", "b"], row_id=["gone", IDS[0]], weight=[1.0, -2.0])
+    with pytest.raises(SubsetError, match=r"subset 'a' names 1 rows.*; weights \['b: doc-000: -2.0'\]"):
+        list(read_subsets(path, INDEX))
+
+
+def test_files_that_are_not_tables(tmp_path):
+    with pytest.raises(SubsetError, match="no such file"):
+        list(read_subsets(tmp_path / "none.parquet", INDEX))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 half a file")
+    with pytest.raises(SubsetError, match="cannot be read as Parquet"):
+        list(read_subsets(tmp_path / "broken.parquet", INDEX))
+    path = save(tmp_path / "s.parquet", subset_id=["a"], row_id=[IDS[0]], weight=[1.0])
+    with pytest.raises(SubsetError, match="names omitted rows with a column 'weight'"):
+        list(read_subsets(path, INDEX, side="omitted"))
+
+
+def test_blocks_refuse_what_is_not_a_subset():
+    with pytest.raises(SubsetError, match="subset 'empty': names no rows"):
+        one_subset("empty", np.zeros(3, dtype=bool))
+    with pytest.raises(SubsetError, match=r"subset 's': row 2 has weight nan \(1 such\)"):
+        stack([WeightedRows("s", np.array([1, 2]), np.array([1.0, np.nan]))], 3)
+    with pytest.raises(SubsetError, match="subset 's': its weights sum to 0"):
+        stack([WeightedRows("s", np.array([1]), np.array([0.0]))], 3)
+    with pytest.raises(ShapeError, match=r"subset 's': \(1,\) weights for \(2,\) rows"):
+        stack([WeightedRows("s", np.array([1, 2]), np.array([1.0]))], 3)
+    with pytest.raises(ShapeError, match="2 subset_ids for weights of shape"):
+        SubsetBlock(("a", "b"), csr_array((1, 3)))
+
+
+def test_row_index_reads_a_parquet_in_order(tmp_path):
+    path = save(tmp_path / "rows.parquet", row_id=IDS, topic=["t"] * 30)
+    index = RowIndex.from_parquet(path)
+    assert index.n_rows == 30
+    assert index.ids().to_pylist() == IDS
+    assert [b.column("row_index").to_pylist() for b in index.batches()] == [list(range(30))]

@@ -1,0 +1,123 @@
+"""Every form of weights is the same matrix; families and tables choose the small one and change nothing by it."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+
+from grasp.predict import blocks as blocks_module
+from grasp.predict.blocks import MissingRows, SubsetBlock, WeightedRows, in_blocks
+from grasp.predict.families import parse_family
+from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.weights import (
+    OmittedRows,
+    PackedMasks,
+    SliceShares,
+    as_csr,
+    is_plain,
+    sizes,
+    squared,
+    weight_sums,
+)
+
+
+def forms(seed: int, n_subsets: int = 5, n_rows: int = 37):
+    """Weights of every form with the matrix that they stand for."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random((n_subsets, n_rows)) < 0.6
+    gone = (rng.random((n_subsets, n_rows)) < 0.2) * rng.choice([1.0, 0.3, -1.0], (n_subsets, n_rows))
+    share, codes = rng.choice([0.0, 1.0, 0.25], (n_subsets, 3)), rng.integers(0, 3, n_rows)
+    return [
+        (csr_array(mask * 1.0), mask * 1.0),
+        (PackedMasks(np.packbits(mask, axis=1), n_rows), mask * 1.0),
+        (OmittedRows(csr_array(gone)), 1.0 - gone),
+        (SliceShares(share, codes), share[:, codes]),
+        (SliceShares((share > 0) * 1.0, codes), (share[:, codes] > 0) * 1.0),
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), n_rows=st.integers(1, 40))
+def test_all_forms_mean_their_matrix(seed, n_rows):
+    for weights, matrix in forms(seed, n_rows=n_rows):
+        assert weights.shape == matrix.shape
+        as_entries = as_csr(weights)
+        np.testing.assert_allclose(as_entries.toarray(), matrix, atol=1e-15)
+        assert (as_entries.data != 0).all()
+        np.testing.assert_array_equal(sizes(weights), (as_entries.toarray() != 0).sum(axis=1))
+        np.testing.assert_allclose(as_csr(squared(weights)).toarray(), matrix**2, atol=1e-15)
+        kept, changed = weight_sums(weights)
+        np.testing.assert_allclose(kept, matrix.sum(axis=1), atol=1e-12)
+        np.testing.assert_allclose(changed, abs(1.0 - matrix).sum(axis=1), atol=1e-12)
+        if is_plain(weights):
+            np.testing.assert_array_equal(matrix, matrix**2)
+
+
+@pytest.mark.parametrize("family", ["uniform:0.5", "uniform:0.97", "mixture:topic", "bernoulli:0.3"])
+def test_the_form_changes_no_draw(monkeypatch, family):
+    labels = [("games", "science")[i % 2] for i in range(500)]
+    draw = {"n_rows": 500, "labels": labels, "seed": 3, "purpose": "test"}
+    plain = [block.weights_BN for block in parse_family(family).draw(9, **draw)]
+    assert all(isinstance(block.weights, csr_array) for block in parse_family(family).draw(9, **draw))
+    monkeypatch.setattr(blocks_module, "PACKED_ROWS", 40)
+    found = list(parse_family(family).draw(9, **draw))
+    assert {type(block.weights) for block in found} & {OmittedRows, PackedMasks}
+    together = np.concatenate([block.weights_BN.toarray() for block in found])
+    np.testing.assert_array_equal(together, np.concatenate([matrix.toarray() for matrix in plain]))
+    assert [name for block in found for name in block.subset_ids] == [f"test-{b:06d}" for b in range(9)]
+
+
+def test_groups_take_a_number_a_value():
+    labels = [("games", "science", "art")[i % 3] for i in range(90)]
+    (block,) = parse_family("groups:topic").draw(40, n_rows=90, labels=labels, seed=0, purpose="test")
+    assert isinstance(block.weights, SliceShares)
+    assert block.weights.share_BG.shape == (40, 3)
+    whole_values = block.weights_BN.toarray()[:, :3]
+    np.testing.assert_array_equal(block.weights_BN.toarray(), np.tile(whole_values, 30))
+    assert ((whole_values.sum(axis=1) > 0) & (whole_values.sum(axis=1) < 3)).all()
+
+
+def test_rows_left_out_of_a_large_corpus_are_all_that_is_kept(tmp_path):
+    names = [f"row-{i}" for i in range(1000)]
+    lines = pa.table({"subset_id": ["a", "b", "b"], "row_id": ["row-7", "row-1", "row-999"]})
+    pq.write_table(lines, tmp_path / "omitted.parquet")
+    (block,) = read_subsets(tmp_path / "omitted.parquet", RowIndex.from_ids(names), side="omitted")
+    assert isinstance(block.weights, OmittedRows)
+    assert block.weights.omitted_BN.nnz == 3
+    assert block.sizes_B.tolist() == [999, 998]
+    assert np.flatnonzero(block.weights_BN.toarray()[1] == 0).tolist() == [1, 999]
+
+
+def test_blocks_have_one_form_and_keep_the_order(monkeypatch):
+    monkeypatch.setattr(blocks_module, "PACKED_ROWS", 10)
+    items = [
+        WeightedRows("few", np.arange(3)),
+        WeightedRows("half", np.arange(60)),
+        WeightedRows("half too", np.arange(40, 100)),
+        MissingRows("nearly all", np.arange(2)),
+        MissingRows("not so many", np.arange(50)),
+        WeightedRows("weighted", np.arange(99), np.full(99, 0.5)),
+    ]
+    found = list(in_blocks(items, 100, 8))
+    assert [block.subset_ids for block in found] == [
+        ("few",),
+        ("half", "half too"),
+        ("nearly all",),
+        ("not so many",),
+        ("weighted",),
+    ]
+    kinds = [csr_array, PackedMasks, OmittedRows, PackedMasks, csr_array]
+    assert [type(block.weights) for block in found] == kinds
+    assert [int(block.sizes_B[0]) for block in found] == [3, 60, 98, 50, 99]
+
+
+def test_entries_given_twice_are_one_row():
+    twice = csr_array((np.array([1.0, 0.5, 0.0, 2.0]), np.array([4, 4, 1, 0]), np.array([0, 3, 4])), shape=(2, 5))
+    block = SubsetBlock(("a", "b"), twice)
+    assert block.sizes_B.tolist() == [1, 1]
+    assert block.weights_BN.toarray().tolist() == twice.toarray().tolist()
+    assert squared(block.weights).toarray()[0, 4] == 1.5**2
+    assert twice.nnz == 4, "what was given is left as it is"

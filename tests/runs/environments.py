@@ -1,0 +1,99 @@
+"""An artifact on disk and environments over it in which what retraining gives is planted."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.predict.families import parse_family
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.environment import Environment
+from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.evaluate import target_fingerprint
+from grasp.targets import Unit
+
+N_ROWS = 120
+TOPICS = ("games", "science", "travel")
+UNITS = {"sciq": ("u0", "u1"), "boolq": ("u2",)}
+FINGERPRINT = "c0ffee"
+
+
+def units() -> list[Unit]:
+    return [
+        Unit(unit_id=name, target=target, prompt=f"Question {name}:", completion=" yes", loss_on="completion")
+        for target, names in UNITS.items()
+        for name in names
+    ]
+
+
+def write_artifact(path: Path, n_rows: int = N_ROWS, **settings) -> Artifact:
+    """Sketches, the token kernel and a topic for every row; seven rows to a shard."""
+    rng = np.random.default_rng(0)
+    topic = rng.integers(0, 3, n_rows)
+    arrays = {
+        "hidden_sketch": (rng.standard_normal((n_rows, 4)) + np.eye(3, 4)[topic]).astype("f4"),
+        "residual_sketch": (rng.standard_normal((n_rows, 3)) + 0.5).astype("f4"),
+        "relevance_token": (rng.standard_normal((n_rows, 3)) + 2.0 * np.eye(3)[topic]).astype("f4"),
+    }
+    specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
+    rows = pa.table(
+        {
+            "row_id": [f"row-{i}" for i in range(n_rows)],
+            "doc_id": [f"doc-{i}" for i in range(n_rows)],
+            "loss": np.ones(n_rows, dtype=np.float32),
+            "snippet": [f"text {i}" for i in range(n_rows)],
+            "n_tokens": pa.array(rng.integers(5, 60, n_rows), pa.int32()),
+            "topic": [TOPICS[i] for i in topic],
+        }
+    )
+    columns = {
+        name: [getattr(unit, name) for unit in units()] for name in ("unit_id", "target", "prompt", "completion")
+    }
+    with ArtifactWriter.open(path, identity={}, n_rows=n_rows, shard_rows=7, arrays=specs, dtype="float32") as writer:
+        for k in range(writer.n_shards):
+            start, stop = writer.bounds(k)
+            part = {name: array[start:stop] for name, array in arrays.items()}
+            writer.write_shard(k, part, rows.slice(start, stop - start), {})
+        manifest = {"settings": settings, "fingerprints": {"corpus": FINGERPRINT}}
+        writer.finish(manifest=manifest, moments={}, units=pa.table(columns))
+    return Artifact.open(path)
+
+
+def write_environment(
+    path: Path,
+    artifact: Artifact,
+    utility: Callable[[int, int, str], float],
+    *,
+    family: str = "mixture:topic",
+    n_subsets: int = 40,
+    seeds: tuple[int, ...] = (0, 1),
+    **info,
+) -> Environment:
+    """`utility(subset, seed, target)` is what retraining gave; all units of a target alike."""
+    rows = RowIndex.from_parquet(artifact.rows_path)
+    parsed = parse_family(family)
+    labels = None if parsed.label is None else LabelTable(artifact.rows_path).column(parsed.label)
+    spec = FamilyInfo(spec=family, seed=3, purpose="evaluation")
+    blocks = parsed.draw(n_subsets, n_rows=rows.n_rows, labels=labels, seed=spec.seed, purpose=spec.purpose)
+    targets = {
+        target: TargetInfo(
+            fingerprint=target_fingerprint([unit for unit in units() if unit.target == target]),
+            loss_on="completion",
+            unit_ids=names,
+        )
+        for target, names in UNITS.items()
+    }
+    fields = {"role": "dev", "recipe": "tiny", "seeds": seeds, "family": spec, "targets": targets} | info
+    made = EnvironmentInfo(
+        **fields, corpus_fingerprint=FINGERPRINT, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False
+    )
+    environment = Environment.create(path, made, blocks, rows)
+    for run in environment.pending():
+        b = environment.subset_ids.index(run.subset_id)
+        environment.write_run(run, np.array([utility(b, run.seed, target) for target, _ in environment.units]))
+    environment.compact()
+    return environment

@@ -1,0 +1,86 @@
+"""Laws: a control leaves what it says; a shuffle keeps the multiset of similarities and moves them."""
+
+import numpy as np
+import pytest
+
+from grasp.errors import ShapeError
+from grasp.runs import controls as module
+from grasp.runs.controls import CONTROLS, ShuffledPairs, named_controls, row_permutation
+
+FULL = ("joint.self", "joint.pair", "hidden.raw", "residual.raw", "product.cent")
+LEFT = {
+    "full": FULL,
+    "additive": (),
+    "additive-self-norm": ("joint.self", "hidden.self", "residual.self"),
+    "pair-only": ("joint.pair", "hidden.pair", "residual.pair"),
+    "pair-shuffled": FULL,
+    "without-hidden-geometry": ("residual.self", "residual.pair", "residual.raw"),
+    "without-residual-geometry": ("hidden.self", "hidden.pair", "hidden.raw"),
+    "without-residual-alignment": ("hidden.self", "hidden.pair", "hidden.raw"),
+    "without-self": ("joint.pair", "hidden.pair", "residual.pair"),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
+def test_a_control_leaves_what_it_says(control):
+    assert control.components(FULL) == LEFT[control.name]
+    assert control.relevance == (control.name not in ("pair-only", "without-residual-alignment"))
+
+
+def test_every_control_has_a_name_of_its_own():
+    assert list(named_controls()) == list(LEFT)
+
+
+def gram(condensed, n):
+    matrix = np.zeros((n, n))
+    matrix[np.triu_indices(n, 1)] = condensed
+    return matrix + matrix.T
+
+
+def test_shuffled_pairs_are_the_same_values_in_other_places():
+    sketch = np.random.default_rng(0).normal(size=(40, 5))
+    shuffled = ShuffledPairs.of(sketch, seed=1)
+    plain = (sketch @ sketch.T)[np.triu_indices(40, 1)]
+    np.testing.assert_allclose(np.sort(shuffled.condensed), np.sort(plain), rtol=1e-5, atol=1e-6)
+    assert np.mean(np.isclose(shuffled.condensed, plain)) < 0.05
+    np.testing.assert_array_equal(shuffled.condensed, ShuffledPairs.of(sketch, seed=1).condensed)
+    assert (shuffled.condensed != ShuffledPairs.of(sketch, seed=2).condensed).any()
+
+
+@pytest.mark.parametrize("block", [3, 256])
+def test_shuffled_pair_geometry_is_the_double_sum(monkeypatch, block):
+    monkeypatch.setattr(module, "_ROWS_AT_ONCE", block)
+    rng = np.random.default_rng(2)
+    shuffled = ShuffledPairs.of(rng.normal(size=(17, 4)), seed=0)
+    weights = rng.random(size=(6, 17)) * (rng.random(size=(6, 17)) < 0.5)
+    similarity = gram(shuffled.condensed, 17)
+    expected = [sum(w[i] * w[j] * similarity[i, j] for i in range(17) for j in range(17) if i != j) for w in weights]
+    np.testing.assert_allclose(shuffled.pair(weights), expected, rtol=1e-10)
+
+
+def test_without_the_shuffle_it_is_the_pair_geometry(monkeypatch):
+    class Still:
+        def shuffle(self, values):
+            return None
+
+    monkeypatch.setattr(module, "stream", lambda *_: Still())
+    rng = np.random.default_rng(3)
+    sketch, weights = rng.normal(size=(23, 4)), rng.random(size=(5, 23))
+    total = weights @ sketch
+    expected = (total**2).sum(axis=1) - weights**2 @ (sketch**2).sum(axis=1)
+    np.testing.assert_allclose(ShuffledPairs.of(sketch, seed=0).pair(weights), expected, rtol=1e-4)
+
+
+def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
+    monkeypatch.setattr(module, "EXACT_ROWS", 5)
+    with pytest.raises(ShapeError, match="got 6 rows, expected at most 5"):
+        ShuffledPairs.of(np.zeros((6, 2)), seed=0)
+    with pytest.raises(ShapeError, match=r"weights \(2, 4\) for 5 rows"):
+        ShuffledPairs.of(np.zeros((5, 2)), seed=0).pair(np.zeros((2, 4)))
+
+
+def test_a_row_permutation_moves_every_row_once():
+    moved = row_permutation(100, seed=0)
+    assert sorted(moved) == list(range(100))
+    np.testing.assert_array_equal(moved, row_permutation(100, seed=0))
+    assert (moved != np.arange(100)).mean() > 0.9

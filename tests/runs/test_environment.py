@@ -1,0 +1,332 @@
+"""Laws: what exists is whole; a kill costs one run; what is read is what was written, or is named and refused."""
+
+import os
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.errors import EnvironmentDataError
+from grasp.files import aside
+from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelColumn
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.environment import Environment, Run
+from tests.runs.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL: nothing but a `finally` runs after it."""
+
+
+def rewrite(path, change):
+    rows = pq.read_table(path).to_pylist()
+    pq.write_table(pa.Table.from_pylist(change(rows)), path)
+
+
+def masks(env, rows=ROWS, **given):
+    return np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(rows, **given)])
+
+
+def test_what_was_written_is_read_in_order(tmp_path):
+    env = filled(tmp_path / "env")
+    got = Environment.open(tmp_path / "env").utilities()
+    assert (got.subset_ids, got.seeds) == (env.subset_ids, (0, 1))
+    assert got.targets == ("sciq",) * 3 + ("sciq@all",) * 2
+    assert got.unit_ids == ("u0", "u1", "u2", "u0", "u1")
+    for b, subset in enumerate(env.subset_ids):
+        for s in range(2):
+            np.testing.assert_array_equal(got.values_BSE[b, s], result(env, Run(s, subset)))
+    np.testing.assert_array_equal(env.utilities("sciq@all").values_BSE, got.values_BSE[:, :, 3:])
+    np.testing.assert_array_equal(env.utilities(seeds=[1]).values_BSE, got.values_BSE[:, 1:])
+    np.testing.assert_array_equal(env.reference_utilities()[1], result(env, Run(1, "full")))
+
+
+def test_the_order_of_lines_means_nothing(tmp_path):
+    env = filled(tmp_path)
+    before = env.utilities().values_BSE
+    rewrite(tmp_path / "utilities.parquet", lambda rows: rows[::-1])
+    np.testing.assert_array_equal(env.utilities().values_BSE, before)
+
+
+def test_runs_come_seed_after_seed_with_the_whole_corpus_first(tmp_path):
+    env = create(tmp_path)
+    assert [run.stem for run in env.runs()[:3]] == ["full-0", "evaluation-000000-0", "evaluation-000001-0"]
+    assert len(env.runs()) == 10
+    assert Run(2, "a/b c").stem == "a%2Fb%20c-2"
+
+
+def test_masks_are_those_that_were_drawn(tmp_path):
+    env = create(tmp_path)
+    expected = np.concatenate([block.weights_BN.toarray() for block in blocks()])
+    np.testing.assert_array_equal(masks(env), expected)
+    (tmp_path / "subsets.parquet").unlink()
+    np.testing.assert_array_equal(masks(env, block=2), expected)
+
+
+def test_rows_in_another_order_are_other_masks(tmp_path):
+    env = create(tmp_path)
+    other = RowIndex.from_ids([f"row-{i}" for i in reversed(range(30))])
+    with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
+        masks(env, other)
+    with pytest.raises(EnvironmentDataError, match="drawn from 30 rows, got a corpus of 31"):
+        masks(env, RowIndex.from_ids([f"row-{i}" for i in range(31)]))
+
+
+def test_an_unfinished_environment_says_what_is_missing(tmp_path):
+    env = fill(create(tmp_path), 4)
+    with pytest.raises(EnvironmentDataError, match=r"5 runs are missing, e.g. \['evaluation-000003-0'"):
+        env.utilities()
+    with pytest.raises(EnvironmentDataError, match="6 of 10 runs are missing"):
+        env.compact()
+    assert env.utilities(seeds=[0], partial=True).subset_ids == env.subset_ids[:3]
+    assert env.utilities(partial=True).values_BSE.shape == (0, 2, 5)
+
+
+@pytest.mark.parametrize("kill_at", range(1, 14))
+def test_killed_at_any_rename_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, kill_at):
+    filled(tmp_path / "whole")
+    renames, real = [], os.replace
+
+    def replace(source, target):
+        renames.append(target)
+        if len(renames) == kill_at:
+            raise KilledError
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(KilledError):
+            filled(tmp_path / "env")
+    done = len([path for path in renames if path.parent.name == "runs"])
+    env = create(tmp_path / "env")
+    assert len(env.pending()) >= 10 - done
+    filled(tmp_path / "env")
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir() if path.is_file())
+    assert names == ["environment.json", "reference.parquet", "subsets.parquet", "utilities.parquet"]
+    for name in names:
+        assert (tmp_path / "env" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list((tmp_path / "env").rglob("*.part"))
+
+
+def test_killed_between_merging_and_cleaning_nothing_is_lost(tmp_path):
+    env = fill(create(tmp_path / "env"))
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "env" / "runs").iterdir()}
+    env.compact()
+    before = env.utilities().values_BSE
+    for name, data in saved.items():
+        (tmp_path / "env" / "runs" / name).write_bytes(data)
+    assert env.pending() == ()
+    env.compact()
+    assert not list((tmp_path / "env" / "runs").iterdir())
+    np.testing.assert_array_equal(env.utilities().values_BSE, before)
+
+
+def test_two_workers_never_hold_one_run(tmp_path):
+    one, two = create(tmp_path), create(tmp_path)
+    first, second = one.claim(1), two.claim(3)
+    assert [run.stem for run in first] == ["full-0"]
+    assert [run.subset_id for run in second] == list(one.subset_ids[:3])
+    assert one.claim(5).keys() & (first.keys() | second.keys()) == set()
+
+
+def test_a_batch_of_claims_has_one_seed_and_no_reference_run(tmp_path):
+    env = create(tmp_path)
+    assert [run.subset_id for run in env.claim(8)] == ["full"]
+    assert [run.seed for run in env.claim(8)] == [0] * 4
+    assert [run.stem for run in env.claim(8)] == ["full-1"]
+
+
+def test_a_dead_workers_runs_are_taken_over(tmp_path):
+    env = create(tmp_path)
+    dead = env.claim(1)
+    assert env.claim(1).keys() != dead.keys()
+    for lease in dead.values():
+        os.utime(lease.path, (0, 0))
+    assert env.claim(1).keys() == dead.keys()
+
+
+def test_a_superseded_worker_changes_nothing(tmp_path):
+    env = create(tmp_path)
+    run = env.runs()[1]
+    env.write_run(run, result(env, run))
+    env.write_run(run, result(env, run) - 1)
+    fill(env)
+    np.testing.assert_array_equal(env.utilities().values_BSE[0, 0], result(env, run))
+
+
+def test_a_finished_run_is_not_claimed(tmp_path):
+    env = fill(create(tmp_path), 9)
+    assert [run.stem for run in env.claim(9)] == ["evaluation-000003-1"]
+    fill(env)
+    assert env.claim(9) == {}
+    env.compact()
+    assert env.claim(9) == {}
+
+
+def test_seeds_and_subsets_can_be_added(tmp_path):
+    filled(tmp_path)
+    env = create(tmp_path, n_subsets=5, seeds=(0, 1, 2))
+    assert len(env.pending()) == 2 + 6
+    fill(env).compact()
+    got = env.utilities()
+    assert got.values_BSE.shape == (5, 3, 5)
+    np.testing.assert_array_equal(got.values_BSE[1, 1], result(env, Run(1, env.subset_ids[1])))
+    assert len(masks(env)) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "small"}, "recipe: was 'tiny', is 'small'"),
+        ({"role": "held-out"}, "role: was 'dev', is 'held-out'"),
+        ({"corpus_fingerprint": "beef"}, "corpus_fingerprint: was 'c0ffee', is 'beef'"),
+        ({"seeds": (1, 2)}, r"seeds: was \(0, 1\), is \(1, 2\)"),
+        ({"n_subsets": 3}, "subsets: was 4 with checksum"),
+    ],
+)
+def test_another_environment_in_the_same_place_is_refused(tmp_path, changes, message):
+    create(tmp_path)
+    with pytest.raises(EnvironmentDataError, match=message):
+        create(tmp_path, **changes)
+    assert Environment.open(tmp_path).info == create(tmp_path).info
+
+
+def test_other_versions_of_the_program_may_go_on(tmp_path):
+    env = create(tmp_path, made_by={"torch": "1"})
+    assert create(tmp_path, made_by={"torch": "2"}).info == env.info
+
+
+def test_subsets_must_be_some_named_once_and_unweighted(tmp_path):
+    with pytest.raises(EnvironmentDataError, match="got no subsets"):
+        create(tmp_path, n_subsets=0)
+    twice = [next(blocks(1)), next(blocks(1))]
+    with pytest.raises(EnvironmentDataError, match=r"'evaluation-000000'.*name every subset once"):
+        Environment.create(tmp_path, info(), twice, ROWS)
+    weighted = next(blocks(1))
+    weighted.weights_BN.data[0] = 2.0
+    with pytest.raises(EnvironmentDataError, match="weighted subsets cannot be retrained"):
+        Environment.create(tmp_path, info(), [weighted], ROWS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: [r for r in rows if r["subset_id"] != "evaluation-000002"], "evaluation-000002-0'"),
+        (lambda rows: rows[1:], "subset 'evaluation-000000', seed 0 lacks sciq unit 'u0'"),
+        (lambda rows: [*rows, rows[7]], "subset 'evaluation-000001', seed 0, sciq unit 'u2' occurs 2 times"),
+        (lambda rows: [rows[0] | {"utility": float("nan")}, *rows[1:]], "unit 'u0': utility is nan"),
+        (lambda rows: [rows[0] | {"utility": None}, *rows[1:]], "column utility has 1 empty cells"),
+        (lambda rows: [rows[0] | {"unit_id": "u9"}, *rows[1:]], "'sciq', unit_id 'u9', which environment.json"),
+        (lambda rows: [rows[0] | {"seed": 7}, *rows[1:]], "seed 7, which environment.json"),
+        (lambda rows: [{k: v for k, v in r.items() if k != "seed"} for r in rows], r"lacks \['seed'\]"),
+    ],
+)
+def test_damaged_utilities_are_refused_and_named(tmp_path, change, message):
+    env = filled(tmp_path)
+    rewrite(tmp_path / "utilities.parquet", change)
+    with pytest.raises(EnvironmentDataError, match=message):
+        env.utilities()
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    env = filled(tmp_path)
+    path = tmp_path / "utilities.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(EnvironmentDataError, match=r"utilities\.parquet: cannot be read as Parquet"):
+        env.utilities()
+
+
+def test_a_run_that_diverged_is_refused_and_its_unit_named(tmp_path):
+    env = create(tmp_path)
+    values = np.array([0.0, 1.0, 2.0, np.inf, np.nan])
+    with pytest.raises(EnvironmentDataError, match=r"unit 'u0' of sciq@all is inf \(2 such\)"):
+        env.write_run(env.runs()[0], values)
+    with pytest.raises(EnvironmentDataError, match=r"got \(3,\) utilities, expected \(5,\)"):
+        env.write_run(env.runs()[0], values[:3])
+
+
+def test_open_refuses_what_is_no_environment(tmp_path):
+    with pytest.raises(EnvironmentDataError, match="is not an environment"):
+        Environment.open(tmp_path)
+    create(tmp_path)
+    path = tmp_path / "environment.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 9'))
+    with pytest.raises(EnvironmentDataError, match="format version 9, this program reads 1"):
+        Environment.open(tmp_path)
+    path.write_text('{"role": "test"}')
+    with pytest.raises(EnvironmentDataError, match="role: Input should be 'dev' or 'held-out', got 'test'"):
+        Environment.open(tmp_path)
+
+
+def test_fingerprints_that_differ_are_both_named(tmp_path):
+    env = create(tmp_path)
+    env.check_corpus("c0ffee", "artifact")
+    env.check_target("sciq", "f-sciq", "artifact")
+    with pytest.raises(EnvironmentDataError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
+        env.check_corpus("beef", "art")
+    with pytest.raises(EnvironmentDataError, match=r"art: units of sciq have fingerprint x, .* scored f-sciq"):
+        env.check_target("sciq", "x", "art")
+    with pytest.raises(EnvironmentDataError, match="has no target 'boolq', expected one of"):
+        env.check_target("boolq", "x", "art")
+    with pytest.raises(EnvironmentDataError, match=r"got seeds \[5\]"):
+        env.utilities(seeds=[5])
+
+
+def test_a_dev_environment_may_hold_out_targets(tmp_path):
+    env = create(tmp_path / "env", held_out_targets=("sciq@all",))
+    assert (env.role_of("sciq"), env.role_of("sciq@all")) == ("dev", "held-out")
+    task = create(tmp_path / "task", held_out_targets=("sciq",))
+    assert (task.role_of("sciq"), task.role_of("sciq@all")) == ("held-out", "held-out")
+
+
+def test_export_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):
+    env = filled(tmp_path / "env")
+    (tmp_path / "env" / "reference").mkdir()
+    sizes = env.export(tmp_path / "kept")
+    assert sorted(sizes) == ["environment.json", "reference.parquet", "subsets.parquet", "utilities.parquet"]
+    assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "kept").iterdir()}
+    lean = env.export(tmp_path / "lean", max_subsets_bytes=10)
+    assert "subsets.parquet" not in lean
+    kept = Environment.open(tmp_path / "lean")
+    np.testing.assert_array_equal(kept.utilities().values_BSE, env.utilities().values_BSE)
+    np.testing.assert_array_equal(masks(kept), masks(env))
+
+
+def test_masks_drawn_again_by_other_labels_are_refused(tmp_path):
+    labels = ["a", "b", "c"] * 10
+    family = FAMILY.model_copy(update={"spec": "mixture:topic"})
+    drawn = parse_family(family.spec).draw(4, n_rows=30, labels=labels, seed=3, purpose="evaluation")
+    env = Environment.create(tmp_path, info(family=family), drawn, ROWS)
+    (tmp_path / "subsets.parquet").unlink()
+    assert masks(env, labels=LabelColumn.of(labels)).shape == (4, 30)
+    with pytest.raises(EnvironmentDataError, match="not the subsets trained on"):
+        masks(env, labels=LabelColumn.of(sorted(labels)))
+
+
+def test_a_given_table_of_subsets_cannot_be_drawn_again(tmp_path):
+    env = create(tmp_path, family=None)
+    (tmp_path / "subsets.parquet").unlink()
+    with pytest.raises(EnvironmentDataError, match=r"subsets\.parquet: no such file"):
+        masks(env)
+
+
+def test_merging_clears_away_old_parts_and_leases_but_no_young_part(tmp_path):
+    env = fill(create(tmp_path))
+    env.claim(1)
+    old, young = tmp_path / "runs" / ".x.1.part", tmp_path / "runs" / ".x.2.part"
+    old.touch()
+    young.touch()
+    os.utime(old, (0, 0))
+    env.compact()
+    assert not old.exists()
+    assert young.exists()
+    assert not list((tmp_path / "claims").glob("*"))
+
+
+def test_two_writers_of_one_file_do_not_share_a_part(tmp_path):
+    first, second = aside(tmp_path / "x"), aside(tmp_path / "x")
+    assert first != second
+    assert first.parent == tmp_path

@@ -1,0 +1,268 @@
+"""Laws: what is predicted meets what was realized by name, from whatever file it comes; nothing missing passes."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from scipy import stats
+
+from grasp.errors import EnvironmentDataError
+from grasp.runs.environment import Environment
+from grasp.runs.evaluate import artifact_targets, evaluate, target_fingerprint
+from grasp.runs.predictions import Predictions, RowScores, kind_of, read_array, read_row_scores, read_table
+from grasp.targets.units import Unit
+from tests.runs.worlds import ROWS, create, filled, result
+
+UNITS = (("sciq", "u0"), ("sciq", "u1"), ("sciq", "u2"), ("sciq@all", "u0"), ("sciq@all", "u1"))
+
+
+@pytest.fixture
+def env(tmp_path):
+    """Ten subsets, two seeds; the utilities of `sciq` are noisy, those of `sciq@all` rise with the subset."""
+    env = create(tmp_path / "env", n_subsets=10)
+    rng = np.random.default_rng(0)
+    for run in env.pending():
+        env.write_run(run, result(env, run) + np.array([6.0, 6.0, 6.0, 0.0, 0.0]) * rng.normal(size=5))
+    env.compact()
+    return env
+
+
+def truth(env, method="truth"):
+    utilities = env.utilities()
+    return Predictions(method, utilities.subset_ids, UNITS, utilities.values_BSE.mean(axis=1))
+
+
+def save_table(path, predictions, units=True, shuffle=True):
+    lines = [
+        {"subset_id": subset, "target": target, "unit_id": unit, "utility": float(predictions.values_BE[b, e])}
+        for b, subset in enumerate(predictions.subset_ids)
+        for e, (target, unit) in enumerate(predictions.units)
+    ]
+    if not units:
+        lines = [{k: v for k, v in line.items() if k != "unit_id"} for line in lines if line["unit_id"] == "u0"]
+    if shuffle:
+        lines = [lines[i] for i in np.random.default_rng(1).permutation(len(lines))]
+    pq.write_table(pa.Table.from_pylist(lines), path)
+    return path
+
+
+def save_array(path, predictions):
+    np.save(path, predictions.values_BE)
+    ids = {"subset_ids": predictions.subset_ids, "units": predictions.units}
+    path.with_suffix(".ids.json").write_text(json.dumps(ids))
+    return path
+
+
+def test_a_table_and_an_array_give_what_the_numbers_give(env, tmp_path):
+    noisy = truth(env)
+    noisy = Predictions("m", noisy.subset_ids, UNITS, noisy.values_BE + np.random.default_rng(2).normal(size=(10, 5)))
+    direct = evaluate(env, [noisy], resamples=50)
+    table = read_table(save_table(tmp_path / "m.parquet", noisy))
+    array = read_array(save_array(tmp_path / "m.npy", noisy))
+    for other in (table, array):
+        assert evaluate(env, [other], resamples=50).records() == direct.records()
+    row = direct.methods[0].targets[0]
+    realized = env.utilities("sciq").values_BSE.mean(axis=(1, 2))
+    expected = stats.spearmanr(noisy.values_BE[:, :3].mean(axis=1), realized).statistic
+    assert row.task_rho.value == pytest.approx(expected)
+    assert (kind_of(tmp_path / "m.parquet"), kind_of(tmp_path / "m.npy")) == ("table", "array")
+
+
+def test_subsets_and_units_meet_by_name(env):
+    right = truth(env)
+    b, e = np.random.default_rng(3).permutation(10), np.random.default_rng(4).permutation(5)
+    mixed = Predictions(
+        "truth",
+        (*(right.subset_ids[i] for i in b), "another"),
+        tuple(UNITS[i] for i in e),
+        np.concatenate([right.values_BE[b][:, e], np.zeros((1, 5))]),
+    )
+    assert evaluate(env, [mixed], resamples=20).records() == evaluate(env, [right], resamples=20).records()
+    assert mixed.aligned(right.subset_ids, "sciq", ("u0", "u1", "u2"))[0] == pytest.approx(right.values_BE[:, :3])
+
+
+def test_a_table_of_tasks_has_task_metrics_only(env, tmp_path):
+    report = evaluate(env, [read_table(save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20)
+    row = report.methods[0].targets[1]
+    assert row.task_rho.value == pytest.approx(1)
+    assert row.mean_lds.value is None
+    assert row.mean_lds.reason == "no predictions for units"
+    assert "no predictions for units: 2" in report.records()[1]["undefined_why"]
+
+
+@pytest.mark.parametrize("weighting", ["count", "mean"])
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+def test_row_scores_are_summed_over_the_subset(env, tmp_path, weighting, side):
+    scores = np.random.default_rng(5).normal(size=(30, 5)).astype(np.float32)
+    np.save(tmp_path / "s.npy", scores)
+    (tmp_path / "s.ids.json").write_text(json.dumps({"units": UNITS}))
+    names = [f"row-{i}" for i in range(30)]
+    wide = pa.table({"row_id": names} | {f"{t}/{u}": scores[:, e] for e, (t, u) in enumerate(UNITS)})
+    pq.write_table(wide.take(pa.array(np.random.default_rng(6).permutation(30))), tmp_path / "s.parquet")
+    masks = np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(ROWS)])
+    kept = masks if side == "retained" else masks - 1
+    expected = kept @ scores / (np.abs(kept).sum(axis=1, keepdims=True) if weighting == "mean" else 1)
+    for path in (tmp_path / "s.npy", tmp_path / "s.parquet"):
+        assert kind_of(path) == "rows"
+        opened = read_row_scores(path, ROWS)
+        got = opened.sum_over(env.subset_blocks(ROWS), weighting=weighting, side=side)
+        assert (got.subset_ids, got.units) == (env.subset_ids, UNITS)
+        np.testing.assert_allclose(got.values_BE, expected, rtol=1e-6)
+        assert evaluate(env, [got], resamples=9).methods[0].targets[0].task_rho.value is not None
+
+
+def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
+    pq.write_table(
+        pa.table({"row_id": [f"row-{i}" for i in range(30)], "sciq": np.arange(30.0)}), tmp_path / "b.parquet"
+    )
+    got = read_row_scores(tmp_path / "b.parquet", ROWS).sum_over(env.subset_blocks(ROWS))
+    masks = np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(ROWS)])
+    np.testing.assert_allclose(got.task_B["sciq"], masks @ np.arange(30) / masks.sum(axis=1))
+    assert got.units == ()
+    assert [row.target for row in evaluate(env, [got], resamples=9).methods[0].targets] == ["sciq"]
+
+
+def test_row_scores_that_are_not_finite_name_row_and_unit(env):
+    scores = np.ones((30, 5))
+    scores[7, 3] = np.nan
+    opened = RowScores("m", UNITS, 30, [(0, scores[:5]), (5, scores[5:])])
+    with pytest.raises(EnvironmentDataError, match="row 7 for sciq@all unit 'u0' is nan"):
+        opened.sum_over(env.subset_blocks(ROWS))
+    with pytest.raises(EnvironmentDataError, match="scores 29 rows, the subsets are drawn from 30"):
+        RowScores("m", UNITS, 29, []).sum_over(env.subset_blocks(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: [r for r in rows if r["subset_id"] != "evaluation-000003"], "1 of 10 have no prediction, e.g"),
+        (lambda rows: rows[1:], "subset 'evaluation-000000', target and unit .* occurs 0 times"),
+        (lambda rows: [*rows, rows[0]], "occurs 2 times"),
+        (lambda rows: [rows[0] | {"utility": None}, *rows[1:]], r"m: sciq: prediction at \(0, 0\) is nan"),
+        (lambda rows: [r for r in rows if r["unit_id"] != "u2"], r"units of sciq: 1 of 3 have no prediction"),
+        (lambda rows: [{"subset_id": r["subset_id"]} for r in rows], r"lacks \['target', 'utility'\]"),
+    ],
+)
+def test_tables_with_holes_are_refused(env, tmp_path, change, message):
+    path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
+    pq.write_table(pa.Table.from_pylist(change(pq.read_table(path).to_pylist())), path)
+    with pytest.raises(EnvironmentDataError, match=message):
+        evaluate(env, [read_table(path)], resamples=9)
+
+
+def test_arrays_without_names_are_refused(env, tmp_path):
+    np.save(tmp_path / "m.npy", np.ones((10, 5)))
+    with pytest.raises(EnvironmentDataError, match=r"m\.ids\.json: no such file"):
+        read_array(tmp_path / "m.npy")
+    (tmp_path / "m.ids.json").write_text(json.dumps({"subset_ids": ["a"], "units": UNITS}))
+    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), but its ids name 1 subsets, 5 units"):
+        read_array(tmp_path / "m.npy")
+    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(30, 5\)"):
+        read_row_scores(tmp_path / "m.npy", ROWS)
+    (tmp_path / "m.ids.json").write_text("[]")
+    with pytest.raises(EnvironmentDataError, match=r"lacks \['subset_ids', 'units'\]"):
+        read_array(tmp_path / "m.npy")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(EnvironmentDataError, match=r"has columns \['x'\], expected subset_id"):
+        kind_of(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
+    with pytest.raises(EnvironmentDataError, match="rows: 'row-0' occurs twice"):
+        read_row_scores(tmp_path / "x.parquet", ROWS)
+
+
+def test_constant_predictions_are_said_to_be_undefined_everywhere(env):
+    flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
+    report = evaluate(env, [flat], resamples=9)
+    table = report.table()
+    assert "undefined: task_rho of flat on sciq: predictions are constant" in table
+    assert "left out: 3 of 3 units of sciq for flat: predictions are constant" in table
+    assert "nan" not in table
+    record = json.loads(report.to_json())["results"][0]
+    assert (record["task_rho"], record["task_rho_reason"]) == (None, "predictions are constant")
+    assert next(csv.DictReader(io.StringIO(report.to_csv())))["task_rho"] == ""
+
+
+def test_the_report_says_the_same_as_text_json_and_csv(env):
+    other = Predictions("noise", env.subset_ids, UNITS, np.random.default_rng(7).normal(size=(10, 5)))
+    report = evaluate(env, [truth(env), other], resamples=50)
+    records = json.loads(report.to_json())["results"]
+    assert [(r["method"], r["target"]) for r in records] == [
+        (method, target) for method in ("truth", "noise") for target in ("sciq", "sciq@all", "average")
+    ]
+    for record, line in zip(records, csv.DictReader(io.StringIO(report.to_csv())), strict=True):
+        assert float(line["task_rho"]) == record["task_rho"]
+        assert (
+            f"{record['task_rho']:.3f} [{record['task_rho_low']:.3f}, {record['task_rho_high']:.3f}]" in report.table()
+        )
+    assert records[0]["task_rho"] == pytest.approx(1)
+    assert records[2]["task_rho"] == pytest.approx((records[0]["task_rho"] + records[1]["task_rho"]) / 2)
+    assert records[0]["task_rho_seed_sd"] > 0
+    assert "10 subsets, seeds 0, 1" in report.table()
+
+
+def test_one_seed_and_held_out_targets_are_marked(tmp_path):
+    env = filled(tmp_path, seeds=(0,), held_out_targets=("sciq@all",))
+    report = evaluate(env, [truth(env)], resamples=9)
+    assert "sciq@all (held-out)" in report.table()
+    assert "undefined: task_ceiling on sciq: one seed" in report.table()
+    assert report.records()[0]["task_ceiling"] is None
+
+
+def test_an_unfinished_environment_is_evaluated_only_when_asked(tmp_path):
+    env = create(tmp_path, n_subsets=6)
+    for run in env.pending()[:6]:
+        env.write_run(run, result(env, run))
+    predicted = Predictions("m", env.subset_ids, UNITS, np.random.default_rng(8).normal(size=(6, 5)))
+    with pytest.raises(EnvironmentDataError, match="runs are missing"):
+        evaluate(env, [predicted])
+    with pytest.raises(EnvironmentDataError, match="no subset has a result for every seed yet"):
+        evaluate(env, [predicted], partial=True)
+    assert evaluate(env, [predicted], partial=True, seeds=[0], resamples=9).n_subsets == 5
+
+
+def test_targets_that_nobody_predicts_are_refused(env):
+    wrong = Predictions("m", env.subset_ids, (("boolq", "u0"),), np.ones((10, 1)))
+    with pytest.raises(EnvironmentDataError, match="none is common to all"):
+        evaluate(env, [wrong])
+    with pytest.raises(EnvironmentDataError, match="m: predicts nothing for 'sciq', only"):
+        evaluate(env, [wrong], targets=["sciq"])
+    with pytest.raises(EnvironmentDataError, match="got no predictions"):
+        evaluate(env, [])
+
+
+class FakeArtifact:
+    """What `artifact_targets` reads of an artifact."""
+
+    path = "art"
+
+    def __init__(self, units, corpus="c0ffee", loss_on="completion"):
+        self.targets = tuple(dict.fromkeys(unit.target for unit in units))
+        fields = ("unit_id", "target", "prompt", "completion")
+        self.units = pa.Table.from_pylist([{name: getattr(unit, name) for name in fields} for unit in units])
+        self.manifest = type(
+            "Manifest", (), {"fingerprints": {"corpus": corpus}, "settings": {"targets": {"loss_on": loss_on}}}
+        )
+
+
+def test_an_artifact_of_another_corpus_or_of_other_units_is_refused(tmp_path):
+    units = [Unit("u0", "sciq", "Q", " a"), Unit("u1", "sciq", "Q2", " b"), Unit("v", "boolq", "Q", " c")]
+    everywhere = [Unit(u.unit_id, u.target, u.prompt, u.completion, "all") for u in units]
+    plain = create(tmp_path / "plain").info
+    targets = {
+        "sciq": plain.targets["sciq"].model_copy(update={"fingerprint": target_fingerprint(units[:2])}),
+        "sciq@all": plain.targets["sciq@all"].model_copy(update={"fingerprint": target_fingerprint(everywhere[:2])}),
+    }
+    env = create(tmp_path / "env", targets=targets)
+    assert artifact_targets(env, FakeArtifact(units)) == {"sciq": "sciq"}
+    assert artifact_targets(env, FakeArtifact(everywhere, loss_on="all")) == {"sciq@all": "sciq"}
+    with pytest.raises(EnvironmentDataError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
+        artifact_targets(env, FakeArtifact(units, corpus="beef"))
+    with pytest.raises(EnvironmentDataError, match="art: units of sciq have fingerprint"):
+        artifact_targets(env, FakeArtifact(units[::-1]))
+    with pytest.raises(EnvironmentDataError, match="none is common to both"):
+        artifact_targets(env, FakeArtifact(units[2:]))
+    assert Environment.open(tmp_path / "env").role_of("sciq@all") == "dev"

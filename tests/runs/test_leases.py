@@ -1,0 +1,115 @@
+"""Laws: one run has one holder; an abandoned one has one heir; what is given back is free at once."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+from grasp.runs import leases
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from grasp.runs.leases import take
+directory, go = Path(sys.argv[1]), Path(sys.argv[2])
+(directory / f"ready-{sys.argv[3]}").touch()
+while not go.exists():
+    time.sleep(0.001)
+for k in range(200):
+    lease = take(directory / "claims", f"run-{k}", ttl=60)
+    if lease is not None:
+        print(k)
+"""
+
+
+def age(lease, seconds):
+    os.utime(lease.path, (time.time() - seconds,) * 2)
+
+
+def test_a_held_run_cannot_be_taken(tmp_path):
+    lease = leases.take(tmp_path / "claims", "a-0")
+    assert lease is not None
+    assert leases.take(tmp_path / "claims", "a-0") is None
+    assert leases.take(tmp_path / "claims", "a-1") is not None
+    assert f"process {os.getpid()}" in leases.holder(tmp_path / "claims", "a-0")
+    assert leases.holder(tmp_path / "claims", "b-0") == "nobody"
+
+
+def test_an_abandoned_lease_is_taken_over_once(tmp_path):
+    age(leases.take(tmp_path, "a-0"), 301)
+    heirs = [leases.take(tmp_path, "a-0") for _ in range(3)]
+    assert [heir is not None for heir in heirs] == [True, False, False]
+    age(heirs[0], 301)
+    assert leases.take(tmp_path, "a-0").path.name == "a-0.2"
+
+
+def test_a_renewed_lease_is_kept(tmp_path):
+    lease = leases.take(tmp_path, "a-0")
+    age(lease, 301)
+    lease.renew()
+    assert leases.take(tmp_path, "a-0") is None
+
+
+def test_a_released_lease_is_free_at_once(tmp_path):
+    leases.take(tmp_path, "a-0").release()
+    assert leases.take(tmp_path, "a-0") is not None
+
+
+def test_runs_whose_names_begin_alike_are_apart(tmp_path):
+    assert leases.take(tmp_path, "a") is not None
+    assert leases.take(tmp_path, "a.5") is not None
+    assert leases.take(tmp_path, "a.5.7") is not None
+    assert leases.take(tmp_path, "a") is None
+
+
+def test_held_renews_while_the_block_runs_and_gives_back(tmp_path):
+    lease = leases.take(tmp_path, "a-0")
+    with leases.held([lease], ttl=0.5):
+        time.sleep(0.8)
+        assert leases.take(tmp_path, "a-0", ttl=0.5) is None
+    assert leases.take(tmp_path, "a-0", ttl=0.5) is not None
+
+
+def test_threads_that_race_for_an_abandoned_run_have_one_winner(tmp_path):
+    for k in range(20):
+        age(leases.take(tmp_path, f"run-{k}"), 1_000)
+    start, won = threading.Barrier(8), []
+
+    def race():
+        start.wait()
+        won.extend(k for k in range(20) if leases.take(tmp_path, f"run-{k}") is not None)
+
+    threads = [threading.Thread(target=race) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(won) == list(range(20))
+
+
+def test_processes_that_race_share_the_runs_out(tmp_path):
+    (tmp_path / "claims").mkdir()
+    for k in range(0, 200, 2):
+        age(leases.take(tmp_path / "claims", f"run-{k}"), 1_000)
+    go = tmp_path / "go"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(tmp_path), str(go), str(k)], stdout=subprocess.PIPE, text=True
+        )
+        for k in range(3)
+    ]
+    while len(list(tmp_path.glob("ready-*"))) < 3:
+        assert all(worker.poll() is None for worker in workers)
+        time.sleep(0.01)
+    go.touch()
+    won = [int(line) for worker in workers for line in worker.communicate(timeout=60)[0].split()]
+    assert sorted(won) == list(range(200))
+
+
+def test_a_lease_whose_file_is_gone_renews_silently(tmp_path):
+    lease = leases.take(tmp_path, "a-0")
+    lease.path.unlink()
+    lease.renew()
+    lease.release()
+    assert not lease.path.exists()

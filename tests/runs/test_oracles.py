@@ -1,0 +1,140 @@
+"""Laws: predictions are out of fold; the closed form is the plain one; an oracle finds what is there and no more."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from grasp.errors import EnvironmentDataError, ShapeError
+from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelColumn
+from grasp.runs import oracles
+from grasp.runs.environment import Utilities
+from grasp.runs.evaluate import evaluate
+from tests.runs.worlds import ROWS, create
+
+LABELS = LabelColumn.of([f"v{i % 6}" for i in range(300)], "topic")
+
+
+def world(n_subsets=40, noise=0.1, seed=0, n_units=4):
+    """Utilities that are linear in the share of each label value in the subset, plus noise."""
+    rng = np.random.default_rng(seed)
+    blocks = list(
+        parse_family("mixture:topic").draw(n_subsets, n_rows=300, labels=LABELS, seed=seed, purpose="evaluation")
+    )
+    features = oracles.fraction_features(blocks, LABELS)
+    clean = features.values_BF @ rng.normal(size=(6, n_units))
+    values = clean[:, None] + noise * clean.std() * rng.normal(size=(n_subsets, 2, n_units))
+    return blocks, Utilities(
+        values, features.subset_ids, (0, 1), ("t",) * n_units, tuple(f"u{e}" for e in range(n_units))
+    )
+
+
+def rho(predictions, utilities):
+    return stats.spearmanr(predictions.task_B["t"], utilities.values_BSE.mean(axis=(1, 2))).statistic
+
+
+def test_features_count_what_is_retained():
+    blocks, _ = world(5)
+    masks = oracles.mask_features(blocks).values_BF
+    share = oracles.fraction_features(blocks, LABELS).values_BF
+    kept = oracles.fraction_features(blocks, LABELS, of="label").values_BF
+    for b in range(5):
+        for f in range(6):
+            own = masks[b, np.arange(300) % 6 == f]
+            assert share[b, f] == pytest.approx(own.sum() / masks[b].sum())
+            assert kept[b, f] == pytest.approx(own.mean())
+    np.testing.assert_allclose(share.sum(axis=1), 1)
+
+
+def test_the_closed_form_is_ridge_with_an_intercept_and_its_leave_one_out_error():
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(12, 5)), rng.normal(size=(12, 3))
+    fit = oracles._Fit(x, y)
+
+    def plain(x, y, penalty, new):
+        centred = x - x.mean(axis=0)
+        weights = np.linalg.solve(centred.T @ centred + penalty * np.eye(5), centred.T @ (y - y.mean(axis=0)))
+        return (new - x.mean(axis=0)) @ weights
+
+    new = rng.normal(size=(4, 5))
+    errors = np.array([fit.left_out_error(penalty) for penalty in fit.penalties])
+    best = fit.penalties[errors.argmin(axis=0)]
+    expected = np.stack([plain(x, y[:, [e]], best[e], new)[:, 0] for e in range(3)], axis=1)
+    np.testing.assert_allclose(fit.predict(new), expected, atol=1e-9)
+    # the mean is left out as well: the smoother has the intercept in it
+    for penalty in fit.penalties[[3, 9]]:
+        ones = np.eye(12) - 1 / 12
+        kernel = ones @ x @ x.T @ ones
+        hat = 1 / 12 + kernel @ np.linalg.inv(kernel + penalty * np.eye(12))
+        by_hand = np.mean(((y - hat @ y) / (1 - np.diag(hat))[:, None]) ** 2, axis=0)
+        np.testing.assert_allclose(fit.left_out_error(penalty), by_hand, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ridge", "lasso"])
+def test_an_oracle_finds_a_planted_linear_world(kind):
+    if kind == "lasso":
+        pytest.importorskip("sklearn")
+    oracle = {"ridge": oracles.ridge_oracle, "lasso": oracles.lasso_oracle}[kind]
+    blocks, utilities = world()
+    assert rho(oracle(oracles.fraction_features(blocks, LABELS), utilities), utilities) > 0.9
+
+
+def test_masks_explain_less_than_the_labels_they_were_drawn_by():
+    blocks, utilities = world()
+    on_masks = rho(oracles.ridge_oracle(oracles.mask_features(blocks), utilities), utilities)
+    on_labels = rho(oracles.ridge_oracle(oracles.fraction_features(blocks, LABELS), utilities), utilities)
+    assert 0.3 < on_masks < on_labels
+
+
+def test_an_oracle_of_noise_is_not_better_than_chance():
+    got = []
+    for seed in range(30):
+        blocks, utilities = world(seed=seed)
+        noise = np.random.default_rng(seed).normal(size=utilities.values_BSE.shape)
+        null = Utilities(noise, utilities.subset_ids, (0, 1), utilities.targets, utilities.unit_ids)
+        got.append(rho(oracles.ridge_oracle(oracles.fraction_features(blocks, LABELS), null), null))
+    assert abs(np.mean(got)) < 0.15
+
+
+def test_what_is_held_out_does_not_touch_its_own_prediction():
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(20, 3)), rng.normal(size=(20, 2))
+    before = oracles.cross_fit(oracles._ridge_out, x, y, folds=5, seed=0)
+    changed = y.copy()
+    changed[7] += 1e6
+    after = oracles.cross_fit(oracles._ridge_out, x, changed, folds=5, seed=0)
+    np.testing.assert_array_equal(after[7], before[7])
+    assert np.abs(after - before).max() > 1
+    np.testing.assert_array_equal(before, oracles.cross_fit(oracles._ridge_out, x, y, folds=5, seed=0))
+
+
+def test_an_oracle_is_evaluated_like_any_other_prediction(tmp_path):
+    env = create(tmp_path, n_subsets=12)
+    rng = np.random.default_rng(3)
+    for run in env.pending():
+        env.write_run(run, rng.normal(size=5))
+    features = oracles.mask_features(env.subset_blocks(ROWS))
+    report = evaluate(env, [oracles.ridge_oracle(features, env.utilities())], resamples=9)
+    assert report.methods[0].method == "oracle-ridge-masks"
+    assert report.methods[0].targets[0].task_rho.value is not None
+
+
+def test_too_few_subsets_and_missing_features_are_refused():
+    blocks, utilities = world(3)
+    features = oracles.fraction_features(blocks, LABELS)
+    with pytest.raises(EnvironmentDataError, match="got 3 subsets and 3 folds"):
+        oracles.ridge_oracle(features, utilities)
+    blocks, utilities = world(8)
+    with pytest.raises(EnvironmentDataError, match=r"5 subsets have no features, e.g. \['evaluation-000003'"):
+        oracles.ridge_oracle(features, utilities)
+    with pytest.raises(ShapeError, match=r"\(8, 2\) and utilities \(7, 1\)"):
+        oracles.cross_fit(oracles._ridge_out, np.zeros((8, 2)), np.zeros((7, 1)), folds=2, seed=0)
+
+
+@pytest.mark.parametrize("fit", ["_ridge_out", "_lasso_out"])
+def test_features_that_say_nothing_predict_nothing(fit):
+    """The mean of the others falls as the own value rises: it would rank subsets backwards, rho = -1."""
+    if fit == "_lasso_out":
+        pytest.importorskip("sklearn")
+    got = oracles.cross_fit(getattr(oracles, fit), np.ones((8, 3)), np.arange(8.0)[:, None], folds=8, seed=0)
+    np.testing.assert_array_equal(got, np.zeros((8, 1)))

@@ -1,0 +1,329 @@
+"""Laws: the planted protocol wins, ties go to the simpler one, held-out results cannot come in, the file says all."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from grasp.errors import ProtocolError, ProtocolLeakError
+from grasp.predict.families import parse_family
+from grasp.predict.predictions import predict
+from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
+from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.candidates import Binding, Candidate, ProtocolFamily, candidate_of, default_family, load_family
+from grasp.runs.controls import named_controls
+from grasp.runs.criteria import standard_errors
+from grasp.runs.development import Development, Scored, variant_names
+from grasp.runs.environment import Environment
+from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.evaluate import evaluate
+from grasp.runs.selection import freeze, provenance, select, write_provenance
+from tests.predict.source import FakeSource
+
+N_ROWS = 40
+ROWS = RowIndex.from_ids([f"r{i}" for i in range(N_ROWS)])
+FAMILY = parse_family("bernoulli:0.6")
+TRUE = Candidate(Binding("retained", "mean", "mean_relevance"), (("token", 1.0),), (("joint.pair", -0.5),))
+SMALL = ProtocolFamily(components=((), ("joint.pair",), ("joint.self",)), omegas=(-0.5, 0.5))
+
+
+def blocks(n_subsets=40):
+    return tuple(FAMILY.draw(n_subsets, n_rows=N_ROWS, seed=0, purpose="evaluation", block=16))
+
+
+def scored(environment, source):
+    return Scored(
+        environment=environment,
+        source=source,
+        renamed={"sciq": "sciq", "boolq": "boolq"},
+        blocks=blocks(len(environment.subset_ids)),
+        calibration=CalibrationFamily(FAMILY, 64, 0),
+        fingerprints={"model": "m"},
+    )
+
+
+def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role="dev", held_out=()):
+    """Utilities are what `truth` predicts of every unit, plus noise."""
+    targets = {
+        name: TargetInfo(
+            fingerprint=name,
+            loss_on="completion",
+            unit_ids=tuple(f"u{e}" for e in source.unit_columns(name)),
+        )
+        for name in ("sciq", "boolq")
+    }
+    info = EnvironmentInfo(
+        role=role,
+        held_out_targets=held_out,
+        recipe="tiny",
+        seeds=(0, 1),
+        corpus_fingerprint="c",
+        n_rows=N_ROWS,
+        targets=targets,
+        family=FamilyInfo(spec=str(FAMILY), seed=0, purpose="evaluation"),
+        subset_ids=(),
+        masks_checksum="",
+        reference=False,
+    )
+    environment = Environment.create(path, info, blocks(n_subsets), ROWS)
+    parts = scored(environment, source).parts([truth], ("sciq", "boolq"), per_unit=True)[truth.binding]
+    task_BT = parts.tasks_of(truth)
+    rng = np.random.default_rng(1)
+    for run in environment.pending():
+        b = environment.subset_ids.index(run.subset_id)
+        own = np.concatenate([np.full(len(info.unit_ids), task_BT[b, t]) for t, info in enumerate(targets.values())])
+        environment.write_run(run, own + noise * rng.normal(size=len(own)))
+    environment.compact()
+    return environment
+
+
+@pytest.fixture
+def source():
+    return FakeSource(N_ROWS)
+
+
+@pytest.fixture
+def development(tmp_path, source):
+    environment = make_environment(tmp_path / "dev", source)
+    return Development(environment, ("sciq", "boolq"), {"": scored(environment, source)})
+
+
+def test_the_planted_protocol_wins(development):
+    found = select(SMALL, [development], resamples=100)
+    assert found.best.candidate == TRUE
+    assert found.best.mean > 0.98
+    additive = dataclasses.replace(TRUE, omega=())
+    assert next(s for s in found.scores if s.candidate == additive).mean < found.best.mean - 0.02
+    assert found.results == ("dev/sciq", "dev/boolq")
+
+
+def test_every_score_is_rho_and_the_bound_is_the_formula(development):
+    found = select(SMALL, [development], resamples=200)
+    members, skipped = SMALL.members(FakeSource().array_names)
+    assert (len(found.scores), len(members), skipped) == (15, 15, 0)
+    assert found.z == pytest.approx(stats.norm.ppf(1 - 0.05 / 15))
+    scorer = development.variants[""]
+    realized = development.environment.utilities()
+    for score in found.scores:
+        assert score.lcb == pytest.approx(score.mean - found.z * score.se)
+        assert score.mean == pytest.approx(np.mean(list(score.agreement.values())))
+        parts = scorer.parts([score.candidate], ("sciq", "boolq"))[score.candidate.binding]
+        for t, target in enumerate(("sciq", "boolq")):
+            own = realized.of(target).values_BSE.mean(axis=(1, 2))
+            expected = stats.spearmanr(parts.tasks_of(score.candidate)[:, t], own).statistic
+            assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
+    assert [s.lcb for s in found.scores] == sorted((s.lcb for s in found.scores), reverse=True)
+
+
+def test_the_criterion_may_be_the_mean_over_units(development):
+    family = SMALL.model_copy(update={"criterion": "mean_lds", "components": ((), ("joint.pair",))})
+    found = select(family, [development], resamples=50)
+    assert found.best.candidate == TRUE
+    realized = development.environment.utilities()
+    for score in found.scores:
+        parts = development.variants[""].parts([score.candidate], ("sciq", "boolq"), per_unit=True)
+        predicted_BE = parts[score.candidate.binding].units_of(score.candidate)
+        first = 0
+        for target in ("sciq", "boolq"):
+            own_BE = realized.of(target).values_BSE.mean(axis=1)
+            pairs = zip(predicted_BE[:, first : first + own_BE.shape[1]].T, own_BE.T, strict=True)
+            expected = np.mean([stats.spearmanr(x, y).statistic for x, y in pairs])
+            assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
+            first += own_BE.shape[1]
+    single = select(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
+    assert provenance(found, [development], family)["rule"] != provenance(single, [development], family)["rule"]
+
+
+def test_targets_of_one_environment_share_its_resamples_however_they_are_handed_in(development):
+    together = select(SMALL, [development], resamples=100)
+    apart = [dataclasses.replace(development, targets=(name,)) for name in ("sciq", "boolq")]
+    found = select(SMALL, apart, resamples=100)
+    assert found.results == together.results
+    assert [(s.candidate, s.lcb) for s in found.scores] == [(s.candidate, s.lcb) for s in together.scores]
+
+
+def test_the_standard_error_is_that_of_resampled_subsets():
+    rng = np.random.default_rng(0)
+    rho = rng.normal(size=(3, 2, 4_000)) * 0.1
+    one = standard_errors([rho], 0)
+    np.testing.assert_allclose(one, rho.mean(axis=1).std(axis=1, ddof=1))
+    # two environments that differ by 2d: the place draws add d^2 / 2 to the variance of the mean
+    two = standard_errors([rho + 0.3, rho - 0.3], 0)
+    np.testing.assert_allclose(two**2, one**2 / 2 + 0.3**2 / 2, rtol=0.1)
+
+
+def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
+    source.arrays["product_sketch"][:] = 0.0
+    environment = make_environment(tmp_path / "dev", source, truth=dataclasses.replace(TRUE, omega=()))
+    development = Development(environment, ("sciq", "boolq"), {"": scored(environment, source)})
+    family = ProtocolFamily(
+        matches=({"token": 1.0},), components=(("product.raw",), ("product.self",), ()), omegas=(-1.0,)
+    )
+    found = select(family, [development], resamples=50)
+    assert [score.candidate.omega for score in found.scores] == [
+        (),
+        (("product.raw", -1.0),),
+        (("product.self", -1.0),),
+    ]
+    assert len({score.lcb for score in found.scores}) == 1
+
+
+def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
+    held_out = make_environment(tmp_path / "test", source, role="held-out")
+    with pytest.raises(ProtocolLeakError, match=r"test: selection was given \['sciq'\], which are held out"):
+        Development(held_out, ("sciq",), {"": scored(held_out, source)})
+    with pytest.raises(ProtocolLeakError, match="test: selection was given a held-out environment"):
+        Development.of(held_out, [])
+    mixed = make_environment(tmp_path / "mixed", source, held_out=("boolq",))
+    with pytest.raises(ProtocolLeakError, match=r"\['boolq'\], which are held out"):
+        Development(mixed, ("sciq", "boolq"), {"": scored(mixed, source)})
+
+
+def test_fewer_than_two_results_are_refused(development):
+    alone = dataclasses.replace(development, targets=("sciq",))
+    with pytest.raises(ProtocolError, match=r"got 1 development results \['dev/sciq'\], expected at least 2"):
+        select(SMALL, [alone])
+    with pytest.raises(ProtocolError, match="got 0 development results"):
+        select(SMALL, [])
+    with pytest.raises(ProtocolError, match="are not all different"):
+        select(SMALL, [development, development])
+    with pytest.raises(ProtocolError, match=r"delta is 1\.5"):
+        select(SMALL, [development], delta=1.5)
+
+
+def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, source, development):
+    source.arrays["relevance_pooled"][:] = 1.0
+    found = select(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
+    assert found.undefined == {"predictions are constant": 1}
+    assert len(found.scores) == 2
+    source.arrays["relevance_token"][:] = 1.0
+    with pytest.raises(ProtocolError, match="no candidate has a rho on every development result"):
+        select(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
+    flat = make_environment(tmp_path / "flat", source, truth=dataclasses.replace(TRUE, omega=()), noise=0.0)
+    nothing = Development(flat, ("sciq", "boolq"), {"": scored(flat, FakeSource(N_ROWS, seed=3))})
+    with pytest.raises(ProtocolError, match=r"utilities of \['sciq', 'boolq'\] are constant"):
+        select(SMALL, [nothing], resamples=20)
+
+
+def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
+    environment = make_environment(tmp_path / "dev", source)
+    other = FakeSource(N_ROWS, seed=5, feature_settings=source.feature_settings | {"top_k": 16})
+    names = variant_names([source.feature_settings, other.feature_settings])
+    assert names == ["top_k=64", "top_k=16"]
+    variants = {name: scored(environment, one) for name, one in zip(names, (source, other), strict=True)}
+    development = Development(environment, ("sciq", "boolq"), variants)
+    found = select(SMALL, [development], resamples=50)
+    assert len(found.scores) == 30
+    assert found.best.candidate.variant == "top_k=64"
+    frozen = freeze(found, [development], SMALL, "chosen")
+    assert frozen.requires.model_dump(exclude_none=True) == {"top_k": 64}
+    elsewhere = Development(environment, ("sciq",), {"top_k=8": scored(environment, source)})
+    with pytest.raises(ProtocolError, match="have none in common"):
+        select(SMALL, [dataclasses.replace(development, targets=("boolq",)), elsewhere])
+
+
+def test_protocols_that_an_artifact_cannot_serve_are_counted(development, source):
+    del source.arrays["relevance_token"]
+    found = select(SMALL, [development], resamples=20)
+    assert (len(found.scores), found.not_served) == (5, 10)
+    with pytest.raises(ProtocolError, match="serve none of the 1 protocols"):
+        select(ProtocolFamily(matches=({"token": 1.0},)), [development])
+
+
+def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp_path):
+    found = select(SMALL, [development], resamples=50)
+    frozen = freeze(found, [development], SMALL, "chosen")
+    assert (frozen.match, frozen.components) == ({"token": 1.0}, {"joint.pair": -0.5})
+    assert frozen.calibration.family == str(FAMILY)
+    save_protocol(frozen, tmp_path / "chosen.yaml")
+    loaded = load_protocol(tmp_path / "chosen.yaml")
+    assert loaded == frozen
+    assert loaded.provenance == "selected on dev/sciq, dev/boolq"
+    table = predict(source, loaded, blocks(), calibration=CalibrationFamily(FAMILY, 64, 0)).read().to_pydict()
+    parts = development.variants[""].parts([TRUE], ("sciq", "boolq"))[TRUE.binding]
+    own = [u for u, target in zip(table["utility"], table["target"], strict=True) if target == "sciq"]
+    np.testing.assert_allclose(own, parts.tasks_of(TRUE)[:, 0], rtol=1e-6)
+    again = development.variants[""].predict({"chosen": loaded}, ("sciq", "boolq"))[0]
+    np.testing.assert_allclose(again.task_B["sciq"], own, rtol=1e-6)
+    record = provenance(found, [development], SMALL)
+    path = write_provenance(record, tmp_path / "chosen.yaml")
+    assert path.name == "chosen.provenance.json"
+    read = json.loads(path.read_text())
+    assert read["best"][0]["protocol"] == TRUE.name == "retained | mean | token | -0.5 joint.pair | mean_relevance"
+    assert (read["candidates"], read["environments"][0]["name"]) == (15, "dev")
+
+
+def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
+    predictions = development.variants[""].predictions({"full": TRUE}, ("sciq", "boolq"))
+    report = evaluate(development.environment, predictions, resamples=20)
+    rows = report.methods[0].targets
+    assert [row.target for row in rows] == ["sciq", "boolq"]
+    assert all(row.task_rho.value > 0.98 for row in rows)
+    assert all(row.mean_lds.value is not None for row in rows)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+def test_shuffled_pairs_are_standardised_and_lose_the_planted_signal(tmp_path, source, monkeypatch, exact, side):
+    if not exact:
+        monkeypatch.setattr("grasp.runs.parts.EXACT_ROWS", 10)
+    truth = Candidate(Binding(side, "mean", "mean_relevance"), (), (("joint.pair", -1.0),))
+    environment = make_environment(tmp_path / "dev", source, truth=truth, noise=0.01)
+    shuffled = dataclasses.replace(truth, shuffled=True)
+    one = scored(environment, source)
+    plain, moved = (one.parts([c], ("sciq", "boolq"))[c.binding].tasks_of(c)[:, 0] for c in (truth, shuffled))
+    realized = environment.utilities("sciq").values_BSE.mean(axis=(1, 2))
+    assert stats.spearmanr(plain, realized).statistic > 0.95
+    assert stats.spearmanr(moved, realized).statistic < 0.9
+    assert 0.3 < moved.std() < 3
+    assert abs(moved.mean()) < 1
+
+
+def test_controls_restrict_the_family():
+    family = ProtocolFamily(components=((), ("joint.self", "joint.pair"), ("hidden.raw",)), omegas=(-0.5, 0.5))
+    controls = named_controls()
+    assert family.restricted(controls["additive"]).components == ((),)
+    assert family.restricted(controls["pair-only"]).components == ((), ("joint.pair",), ("hidden.pair",))
+    only = family.restricted(controls["pair-only"]).members(FakeSource().array_names)[0]
+    assert {candidate.match for candidate in only} == {()}
+    assert {candidate.omega for candidate in only} == {
+        ((name, omega),) for name in ("joint.pair", "hidden.pair") for omega in (-0.5, 0.5)
+    }
+    shuffled = family.restricted(controls["pair-shuffled"]).members(FakeSource().array_names)[0]
+    assert all(candidate.shuffled for candidate in shuffled)
+
+
+def test_controls_are_selected_but_never_frozen(development):
+    family = SMALL.restricted(named_controls()["pair-only"])
+    found = select(family, [development], resamples=20)
+    assert found.best.candidate.omega == (("joint.pair", -0.5),)
+    with pytest.raises(ProtocolError, match="a control cannot be frozen"):
+        freeze(found, [development], family, "no")
+
+
+def test_the_family_that_ships_is_finite_and_listed(tmp_path):
+    members, skipped = default_family().members(FakeSource().array_names)
+    assert skipped == 0
+    assert 5_000 < len(members) < 10_000
+    shipped = candidate_of(default_protocol(), FakeSource())
+    assert any(one.binding == shipped.binding and dict(one.match) == dict(shipped.match) for one in members)
+    assert len({candidate.name for candidate in members}) == len(members)
+    without = [name for name in FakeSource().array_names if name != "relevance_input"]
+    left, skipped = default_family().members(without)
+    assert len(left) == skipped == len(members) / 2
+    assert set(left) == {candidate for candidate in members if "input" not in dict(candidate.match)}
+    path = tmp_path / "family.yaml"
+    path.write_text("components: [[joint.norm]]\n")
+    with pytest.raises(ProtocolError, match=r"components: unknown \['joint.norm'\]"):
+        load_family(path)
+    path.write_text(
+        "omegas: [0.1, 0.2, 0.3, 0.4]\ncomponents: [[joint.self, joint.pair, joint.raw, joint.cent,"
+        " hidden.self, hidden.raw, residual.raw]]\n"
+    )
+    with pytest.raises(ProtocolError, match="family: 49,152 protocols, expected at most 20,000"):
+        load_family(path).members(FakeSource().array_names)
+    with pytest.raises(ProtocolError, match="no such settings file"):
+        load_family(tmp_path / "nowhere.yaml")

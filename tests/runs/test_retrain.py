@@ -1,0 +1,318 @@
+"""Laws: an environment holds what training by hand gives; a kill costs the run in flight; bad input costs nothing."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.corpus import RowStore
+from grasp.errors import EnvironmentDataError, GraspError, ModelError, SettingsError, SubsetError
+from grasp.extract.cluster import ClusterSpec
+from grasp.models.unit_loss import evaluate_units
+from grasp.runs import retrain as module
+from grasp.runs.environment import Environment, Run
+from grasp.runs.recipe import train
+from grasp.runs.retrain import Worker, resolved_recipe, retrain, row_index
+from grasp.settings import read_yaml, retrain_settings
+
+TOPICS = {
+    "water": "rain falls on the river and the river runs into the sea and the fish swim in the water",
+    "light": "the sun gives light and the light of the moon is the light of the sun seen at night",
+    "iron": "iron is a metal and steel is made of iron in a furnace where coal burns and air is blown",
+}
+CHILD = """
+import sys
+from pathlib import Path
+from grasp.runs.retrain import retrain
+from grasp.settings import read_yaml, retrain_settings
+if __name__ == "__main__":
+    retrain(retrain_settings(read_yaml(Path(sys.argv[1]))), Path(sys.argv[2]))
+"""
+
+
+class StoppedError(Exception):
+    """Raised by a progress callback: the worker ends where it stands."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A corpus of 150 rows with a topic, and two targets of three units."""
+    directory = tmp_path_factory.mktemp("inputs")
+    rng = np.random.default_rng(0)
+    with (directory / "corpus.jsonl").open("w") as file:
+        for i in range(150):
+            topic = list(TOPICS)[i % 3]
+            words = TOPICS[topic].split()
+            text = " ".join(words[k] for k in rng.integers(0, len(words), size=12))
+            file.write(json.dumps({"text": text, "topic": topic, "row_id": f"r{i}"}) + "\n")
+    with (directory / "targets.jsonl").open("w") as file:
+        for i, (task, prompt, completion) in enumerate(
+            [
+                ("water", "the river runs into the", " sea"),
+                ("water", "fish swim in the", " water"),
+                ("water", "rain falls on the", " river"),
+                ("iron", "steel is made of", " iron"),
+                ("iron", "coal burns in a", " furnace"),
+                ("iron", "iron is a", " metal"),
+            ]
+        ):
+            line = {"task": task, "prompt": prompt, "completion": completion, "unit_id": f"u{i}"}
+            file.write(json.dumps(line) + "\n")
+    return directory
+
+
+def settings(inputs, **changes):
+    plain = {
+        "overrides": {
+            "steps": 5,
+            "warmup_steps": 1,
+            "batch_rows": 8,
+            "shape": {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 64},
+        },
+        "corpus": {"path": str(inputs / "corpus.jsonl"), "max_length": 64},
+        "targets": {"names": [str(inputs / "targets.jsonl")], "max_length": 64},
+        "losses": ["completion", "all"],
+        "n_subsets": 3,
+        "threads": 1,
+        "device": "cpu",
+    }
+    return retrain_settings(plain | changes)
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """An environment filled without interruption."""
+    out = tmp_path_factory.mktemp("whole") / "env"
+    return retrain(settings(inputs), out)
+
+
+def test_utilities_are_those_of_training_by_hand(inputs, whole):
+    store = RowStore.open(whole.path / "tokens")
+    worker = Worker(settings(inputs), whole)
+    masks = [block.weights_BN.toarray() > 0 for block in whole.subset_blocks(row_index(store))]
+    got = whole.utilities()
+    assert got.targets == ("water",) * 3 + ("iron",) * 3 + ("water@all",) * 3 + ("iron@all",) * 3
+    for seed, b in ((0, 0), (1, 2)):
+        model = train(resolved_recipe(settings(inputs)), store, seed=seed, retained=np.concatenate(masks)[b]).model
+        by_hand = -evaluate_units(model, worker.tokens)
+        np.testing.assert_allclose(got.values_BSE[b, seed], by_hand, atol=1e-4)
+    assert (got.values_BSE < 0).all()
+    assert np.abs(got.of("water").values_BSE - got.of("water@all").values_BSE).max() > 0.01
+    assert len(np.unique(got.values_BSE[:, :, 0])) == 6
+
+
+def test_the_reference_run_is_kept_with_its_checkpoints(inputs, whole):
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    for seed in (0, 1):
+        directory = whole.path / "reference" / f"seed-{seed}"
+        kept = sorted(path.name for path in directory.glob("checkpoint-*"))
+        assert kept == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        tokens = Worker(settings(inputs), whole).tokens
+        np.testing.assert_allclose(whole.reference_utilities()[seed], -evaluate_units(model, tokens), atol=1e-4)
+    assert whole.info.checkpoint == "reference/seed-0"
+    assert len(AutoTokenizer.from_pretrained(whole.path / "reference" / "seed-0")) <= 300
+
+
+def test_what_is_there_is_not_trained_again(inputs, whole):
+    before = (whole.path / "utilities.parquet").stat()
+    seen = []
+    retrain(settings(inputs), whole.path, seen.append)
+    assert (whole.path / "utilities.parquet").stat() == before
+    assert [status.step for status in seen if status.stage == "runs"] == [0]
+    assert settings(inputs) == retrain_settings(read_yaml(whole.path / "run.yaml"))
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same_bytes(inputs, whole, tmp_path):
+    for _ in range(3):
+        steps = []
+
+        def stop(status, steps=steps):
+            steps.append(status.step)
+            if len([step for step in steps if step == 3]) == 3:
+                raise StoppedError
+
+        with pytest.raises(StoppedError):
+            retrain(settings(inputs), tmp_path / "env", stop)
+    env = retrain(settings(inputs), tmp_path / "env")
+    for name in ("utilities.parquet", "reference.parquet", "subsets.parquet", "environment.json"):
+        assert (env.path / name).read_bytes() == (whole.path / name).read_bytes()
+
+
+def test_killed_in_the_middle_another_worker_takes_over(inputs, whole, tmp_path):
+    from grasp.settings import write_yaml  # noqa: PLC0415
+
+    out, slow = tmp_path / "env", settings(inputs, lease_seconds=1.0, n_subsets=3)
+    write_yaml(slow.model_dump(mode="json"), tmp_path / "settings.yaml")
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "settings.yaml"), str(out)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.time() + 120
+    while not any((out / "runs").glob("*.parquet")) and child.poll() is None and time.time() < deadline:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    env = Environment.open(out)
+    assert 0 < len(env.pending()) < len(env.runs())
+    np.testing.assert_array_equal(retrain(slow, out).utilities().values_BSE, whole.utilities().values_BSE)
+
+
+def test_models_trained_together_give_the_same_utilities(inputs, whole, tmp_path):
+    env = retrain(settings(inputs, stack=4), tmp_path / "env")
+    np.testing.assert_allclose(env.utilities().values_BSE, whole.utilities().values_BSE, atol=1e-4)
+
+
+def test_a_worker_waits_for_what_others_hold_and_does_the_rest(inputs, whole, tmp_path, monkeypatch):
+    env = module.prepare(settings(inputs), tmp_path / "env", module._silent)
+    others = env.claim(1)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+
+    def let_go(status):
+        if not status.running and status.done == len(env.runs()) - 1:
+            for lease in others.values():
+                lease.release()
+
+    retrain(settings(inputs), tmp_path / "env", let_go)
+    np.testing.assert_array_equal(env.utilities().values_BSE, whole.utilities().values_BSE)
+
+
+def test_progress_says_how_far_and_how_long(inputs, tmp_path):
+    seen = []
+    retrain(settings(inputs, n_subsets=1, seeds=[0]), tmp_path / "env", seen.append)
+    assert [status.stage for status in seen[:2]] == ["tokenizer", "rows"]
+    runs = [status for status in seen if status.stage == "runs"]
+    assert [status.step for status in runs] == [1, 2, 3, 4, 5] * 2 + [0]
+    assert runs[0].running == ("full-0",)
+    assert runs[5].running == ("evaluation-000000-0",)
+    assert [status.done for status in runs] == [0] * 5 + [1] * 5 + [2]
+    assert all(status.seconds_left > 0 for status in runs[:9])
+    assert runs[-1].seconds_left == 0
+
+
+def test_seeds_can_be_added_later(inputs, tmp_path):
+    retrain(settings(inputs, seeds=[0]), tmp_path / "env")
+    env = retrain(settings(inputs, seeds=[0, 2]), tmp_path / "env")
+    assert env.utilities().values_BSE.shape == (3, 2, 12)
+
+
+def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
+    table = pa.table({"subset_id": ["a"] * 30 + ["b"] * 40, "row_id": [f"r{i}" for i in [*range(30), *range(40)]]})
+    pq.write_table(table, tmp_path / "s.parquet")
+    env = retrain(settings(inputs, subsets=str(tmp_path / "s.parquet"), seeds=[0]), tmp_path / "env")
+    assert env.subset_ids == ("a", "b")
+    assert env.info.family is None
+    sizes = [block.sizes_B.tolist() for block in env.subset_blocks(row_index(RowStore.open(env.path / "tokens")))]
+    assert sizes == [[30, 40]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"family": "uniform:0.03"}, SubsetError, r"'evaluation-000000': retains 4 rows, recipe tiny needs the 8 of"),
+        ({"family": "mixture:colour"}, SubsetError, r"no label 'colour', expected one of \['topic'\]"),
+        ({"recipe": "tinny"}, ModelError, "did you mean tiny"),
+        ({"overrides": {"stepz": 3}}, SettingsError, "overrides: stepz"),
+        ({"held_out_targets": ["sciq"]}, EnvironmentDataError, r"held_out_targets: got \['sciq'\]"),
+        ({"tokenizer": "/nowhere"}, SettingsError, "tokenizer: got '/nowhere', expected the directory"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_trained(inputs, tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        retrain(settings(inputs, **changes), tmp_path / "env")
+    assert not (tmp_path / "env" / "environment.json").exists()
+
+
+def test_rows_and_units_longer_than_the_recipe_reads_are_refused(inputs, tmp_path):
+    long = {"path": str(inputs / "corpus.jsonl"), "max_length": 65}
+    with pytest.raises(SettingsError, match=r"corpus.max_length: got 65, but recipe tiny reads rows of at most 64"):
+        retrain(settings(inputs, corpus=long), tmp_path / "env")
+    shape = settings(inputs).overrides["shape"] | {"context": 4}
+    short = settings(inputs).overrides | {"shape": shape}
+    corpus = {"path": str(inputs / "corpus.jsonl"), "max_length": 4}
+    with pytest.raises(SettingsError, match=r"units have more than the 4 tokens that recipe tiny reads, e.g. 'u0'"):
+        retrain(settings(inputs, overrides=short, corpus=corpus), tmp_path / "env")
+
+
+def test_a_tokenizer_too_large_for_the_recipe_is_refused(inputs, whole, tmp_path):
+    shape = settings(inputs).overrides["shape"] | {"vocab_size": 260}
+    small = settings(inputs).overrides | {"shape": shape}
+    with pytest.raises(SettingsError, match="has 300 tokens, recipe tiny has room for 260"):
+        retrain(settings(inputs, overrides=small, tokenizer=str(whole.path / "tokenizer")), tmp_path / "env")
+
+
+def test_other_settings_in_the_same_place_are_refused(inputs, whole):
+    with pytest.raises(EnvironmentDataError, match="recipe_settings: was"):
+        retrain(settings(inputs, overrides=settings(inputs).overrides | {"steps": 6}), whole.path)
+    with pytest.raises(EnvironmentDataError, match="subsets: was 3 with checksum"):
+        retrain(settings(inputs, family_seed=1), whole.path)
+
+
+def test_a_run_that_diverges_is_named_and_nothing_of_it_is_kept(inputs, tmp_path):
+    wild = settings(inputs).overrides | {"learning_rate": 1e30, "clip_norm": 1e30}
+    with pytest.raises(ModelError, match=r"runs \['full-0'\]: "):
+        retrain(settings(inputs, overrides=wild), tmp_path / "env")
+    assert not (tmp_path / "env" / "runs").exists()
+    assert Environment.open(tmp_path / "env").claim(1).keys() == {Run(0, "full")}
+
+
+@pytest.mark.slow
+def test_several_workers_fill_one_environment(inputs, whole, tmp_path):
+    env = retrain(settings(inputs, workers=2), tmp_path / "env")
+    np.testing.assert_allclose(env.utilities().values_BSE, whole.utilities().values_BSE, atol=1e-4)
+    wild = settings(inputs).overrides | {"learning_rate": 1e30, "clip_norm": 1e30}
+    with pytest.raises(GraspError, match="runs"):
+        retrain(settings(inputs, workers=2, overrides=wild), tmp_path / "wild")
+    assert Path(tmp_path / "wild" / "environment.json").exists()
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments_it_ends_in_the_same_bytes(inputs, whole, tmp_path):
+    plain, out = settings(inputs, lease_seconds=0.5), tmp_path / "env"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["grasp.runs.retrain"])
+    rng = np.random.default_rng(0)
+    killed = 0
+    while killed < 20:
+        child = context.Process(target=retrain, args=(plain, out))
+        child.start()
+        child.join(rng.uniform(0.05, 1.2))
+        if child.exitcode == 0:
+            shutil.rmtree(out)  # it was done before the kill: begin again
+        else:
+            child.kill()
+            killed += 1
+        child.join()
+    retrain(plain, out)
+    for name in ("utilities.parquet", "reference.parquet", "subsets.parquet", "environment.json"):
+        assert (out / name).read_bytes() == (whole.path / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # ray leaves sockets to the interpreter's end
+def test_a_cluster_fills_an_environment_with_the_same_numbers(inputs, whole, tmp_path, monkeypatch):
+    """All of it, since no number of workers is given; from paths that are relative to where the user is."""
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'grasp-attribution[ray]'")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    monkeypatch.chdir(inputs)
+    seen = []
+    try:
+        spread = retrain(
+            settings(Path()), tmp_path / "env", lambda status: seen.append(status.done), cluster=ClusterSpec()
+        )
+    finally:
+        ray.shutdown()
+    np.testing.assert_array_equal(spread.utilities().values_BSE, whole.utilities().values_BSE)
+    np.testing.assert_array_equal(spread.reference_utilities(), whole.reference_utilities())
+    assert seen[-1] == 8

@@ -1,0 +1,72 @@
+"""K models at once learn what one at a time learns.
+
+Tolerance: 1e-5 nats on every unit after 12 steps of the toy recipe, 1e-5 on every weight.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from grasp.errors import ModelError, ShapeError
+from grasp.models.unit_loss import evaluate_units
+from grasp.runs.recipe import train
+from grasp.runs.stacked import train_stacked
+
+from .toy import RECIPE, corpus, units
+
+ROWS = corpus()
+SEEDS = (5, 5, 6)
+RETAINED = (None, np.arange(40) % 3 > 0, np.arange(40) < 25)
+WEIGHTS = (None, None, 1.0 + np.arange(40))
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    return train_stacked(RECIPE, ROWS, seeds=SEEDS, retained=RETAINED, weights=WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return [
+        train(RECIPE, ROWS, seed=seed, retained=retained, weights=weights)
+        for seed, retained, weights in zip(SEEDS, RETAINED, WEIGHTS, strict=True)
+    ]
+
+
+def test_utilities_are_those_of_models_trained_alone(stacked, alone):
+    losses = stacked.unit_losses(units())
+    assert losses.shape == (3, 9)
+    expected = [evaluate_units(one.model, units()) for one in alone]
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+    assert np.ptp(losses, axis=0).min() > 1e-3  # the three models do differ
+
+
+def test_weights_and_training_losses_are_those_of_models_trained_alone(stacked, alone):
+    for k, one in enumerate(alone):
+        for name, tensor in stacked.model(k).state_dict().items():
+            torch.testing.assert_close(tensor, one.model.state_dict()[name], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(stacked.losses[:, k], one.losses, atol=1e-5)
+
+
+def test_a_model_does_not_depend_on_its_neighbours(stacked):
+    swapped = train_stacked(RECIPE, ROWS, seeds=SEEDS[::-1], retained=RETAINED[::-1], weights=WEIGHTS[::-1])
+    np.testing.assert_allclose(swapped.unit_losses(units())[::-1], stacked.unit_losses(units()), atol=1e-5)
+
+
+def test_unit_losses_do_not_depend_on_the_batch(stacked):
+    np.testing.assert_allclose(stacked.unit_losses(units(), 1), stacked.unit_losses(units()), atol=1e-5)
+
+
+def test_progress_counts_the_steps():
+    steps = []
+    train_stacked(RECIPE, ROWS, seeds=(1,), retained=(None,), progress=steps.append)
+    assert steps == list(range(1, 13))
+
+
+def test_lists_that_do_not_belong_together_are_refused():
+    with pytest.raises(ShapeError, match="got 2 seeds, 1 subsets, 2 weights"):
+        train_stacked(RECIPE, ROWS, seeds=(1, 2), retained=(None,))
+    with pytest.raises(ShapeError, match="got 0 seeds"):
+        train_stacked(RECIPE, ROWS, seeds=(), retained=())
+    with pytest.raises(ModelError, match="retained: 2 of 40 rows"):
+        train_stacked(RECIPE, ROWS, seeds=(1,), retained=(np.arange(40) < 2,))

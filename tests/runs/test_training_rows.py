@@ -1,0 +1,100 @@
+"""The order of rows: one permutation of the corpus per seed and epoch, from which dropped rows are skipped."""
+
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grasp.errors import ModelError, ShapeError
+from grasp.runs.training import label_weights
+from grasp.runs.training_rows import InMemoryRows, Share, batch_order, token_batches
+
+ROWS = InMemoryRows.of([[i, i + 1, *range(i % 4)] for i in range(20)])
+
+
+def order(kept, *, seed=0, first=0, steps=12, batch=4):
+    steps = batch_order(np.asarray(kept), seed=seed, batch_rows=batch, first_step=first, last_step=steps)
+    return list(chain.from_iterable(steps))
+
+
+@given(
+    kept=st.lists(st.booleans(), min_size=20, max_size=20).filter(lambda kept: sum(kept) >= 4),
+    seed=st.integers(0, 3),
+)
+def test_retained_rows_keep_the_order_they_have_in_the_whole_corpus(kept, seed):
+    whole = order([True] * 20, seed=seed, steps=20, batch=20)
+    expected = [row for row in whole if kept[row]]
+    assert order(kept, seed=seed) == expected[: 12 * 4]
+
+
+def test_an_epoch_visits_every_retained_row_once():
+    kept = np.arange(20) % 3 == 0
+    visits = order(kept, steps=7, batch=4)  # 28 visits of 7 rows: four epochs
+    for epoch in range(4):
+        assert sorted(visits[7 * epoch : 7 * epoch + 7]) == list(np.flatnonzero(kept))
+    assert visits[:7] != visits[7:14]
+
+
+@given(first=st.integers(0, 12))
+def test_going_on_at_a_step_gives_the_same_batches(first):
+    kept = np.arange(20) % 3 > 0
+    assert order(kept, first=first) == order(kept)[first * 4 :]
+
+
+def test_seeds_give_different_orders():
+    assert order([True] * 20, seed=1) != order([True] * 20)
+
+
+@pytest.mark.parametrize("window", [1, 9, 10_000])
+def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
+    monkeypatch.setattr("grasp.runs.training_rows.WINDOW_ROWS", window)
+    kept = [np.arange(20) < 9, np.arange(20) > 4]
+    orders = [batch_order(k, seed=0, batch_rows=3, first_step=0, last_step=5) for k in kept]
+    batches = list(token_batches(ROWS, orders, steps=5, context=8, vocab_size=30))
+    assert len(batches) == 5
+    seen = [np.concatenate([batch.row_index_KB[k] for batch in batches]).tolist() for k in range(2)]
+    assert seen == [order(k, steps=5, batch=3) for k in kept]
+    for batch in batches:
+        for ids, length, row in zip(
+            batch.ids_KBL.reshape(6, -1), batch.lengths_KB.ravel(), batch.row_index_KB.ravel(), strict=True
+        ):
+            assert ids[:length].tolist() == [row, row + 1, *range(row % 4)]
+            assert not ids[length:].any()
+
+
+def test_labels_of_padding_weigh_nothing_and_rows_share_one_batch():
+    share = Share.of(20, 3, None, np.where(np.arange(20) == 2, 3.0, 1.0))
+    (batch,) = islice(token_batches(ROWS, [iter([np.array([0, 2, 3])])], steps=1, context=8, vocab_size=30), 1)
+    weight = label_weights(batch, [share])
+    np.testing.assert_allclose(
+        weight[0] * (1 + 3 * 3 + 4), [[1, 0, 0, 0, 0], [3, 3, 3, 0, 0], [1, 1, 1, 1, 0]], rtol=1e-6
+    )
+    assert weight.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("retained", "weights", "error", "message"),
+    [
+        (np.arange(20) < 3, None, ModelError, "retained: 3 of 20 rows, expected at least the 4 of one batch"),
+        (None, np.zeros(20), ModelError, "retained: 0 of 20 rows"),
+        (np.ones(19, bool), None, ShapeError, r"retained: got shape \(19,\), expected \(20,\)"),
+        (None, np.ones(3), ShapeError, r"weights: got shape \(3,\), expected \(20,\)"),
+        (None, np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "weights: row 6 weighs -1.0"),
+        (None, np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, "weights: row 7 weighs nan"),
+    ],
+)
+def test_shares_that_do_not_fit_are_refused(retained, weights, error, message):
+    with pytest.raises(error, match=message):
+        Share.of(20, 4, retained, weights)
+
+
+@pytest.mark.parametrize(
+    ("context", "vocab_size", "message"),
+    [(3, 30, "row 2 has 4 tokens, the recipe reads at most 3"), (8, 20, "row 19 has token id 20, .* ends at 19")],
+)
+def test_rows_that_do_not_fit_the_recipe_are_named(context, vocab_size, message):
+    whole = iter([np.arange(20)])
+    with pytest.raises(ModelError, match=message):
+        next(token_batches(ROWS, [whole], steps=1, context=context, vocab_size=vocab_size))
