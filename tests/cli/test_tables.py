@@ -1,6 +1,7 @@
 """Tables as they are printed."""
 
-from grasp.cli.tables import LONGEST_CELL, show
+from grasp.cli.console import show
+from grasp.text import LONGEST_CELL
 
 
 def test_only_names_that_are_cut_are_told_apart(capsys):

@@ -9,10 +9,10 @@ import typer
 from grasp.cli.app import app
 from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
-from grasp.cli.tables import size_text
 from grasp.errors import SettingsError
 from grasp.report.texts import skipped_text
 from grasp.settings import BuildSettings, build_settings, target_settings
+from grasp.text import size_text
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo

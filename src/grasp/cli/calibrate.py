@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
+from grasp.cli.console import show
 from grasp.cli.options import names, output_file
-from grasp.cli.tables import show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:

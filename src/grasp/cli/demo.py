@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
+from grasp.cli.console import show
 from grasp.cli.progress import Watch
-from grasp.cli.tables import plain, show, size_text
+from grasp.text import plain, size_text
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
+from grasp.cli.console import show
 from grasp.cli.options import asked_names, output_file, published_methods
 from grasp.cli.progress import Watch
-from grasp.cli.tables import plain, show
 from grasp.errors import SettingsError
+from grasp.text import plain
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact

@@ -7,7 +7,7 @@ import typer
 
 from grasp.cli.app import app
 from grasp.cli.options import output_file
-from grasp.cli.tables import plain
+from grasp.text import plain
 
 EXAMPLES = """\b
 Examples:

@@ -8,8 +8,8 @@ import typer
 from grasp.cli.app import app
 from grasp.cli.options import asked_names, names, output_file, published_methods
 from grasp.cli.progress import Watch
-from grasp.cli.tables import printable
 from grasp.errors import SettingsError
+from grasp.text import printable
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact

@@ -8,10 +8,10 @@ import typer
 from grasp.cli.app import app
 from grasp.cli.options import merged, output_file, require
 from grasp.cli.progress import Watch
-from grasp.cli.tables import plain
 from grasp.errors import SettingsError
 from grasp.report.texts import skipped_text
 from grasp.settings import fit_settings
+from grasp.text import plain
 
 REQUIRED = {
     "--model": ("model.path",),

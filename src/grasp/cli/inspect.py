@@ -6,8 +6,9 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.tables import show, size_text
+from grasp.cli.console import show
 from grasp.report.texts import skipped_text
+from grasp.text import size_text
 
 
 @app.command(epilog="Example: grasp info art")

@@ -5,7 +5,7 @@ import textwrap
 import typer
 
 from grasp.cli.app import app
-from grasp.cli.tables import show
+from grasp.cli.console import show
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b

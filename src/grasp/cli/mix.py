@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app
+from grasp.cli.console import MOST_LINES, show
 from grasp.cli.options import beside, chosen_protocol, distinct_files, output_file
 from grasp.cli.predict import nats, number, print_protocol, print_trust
-from grasp.cli.tables import MOST_LINES, plain, show
 from grasp.errors import SettingsError
+from grasp.text import plain
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact

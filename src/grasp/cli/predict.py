@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from grasp.cli.app import app
+from grasp.cli.console import MOST_LINES, show
 from grasp.cli.options import chosen_protocol, distinct_files, distinct_names, output_file
-from grasp.cli.tables import MOST_LINES, plain, show
 from grasp.errors import SettingsError
+from grasp.text import plain
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact

@@ -8,7 +8,7 @@ import typer
 
 from grasp.cli.app import app
 from grasp.cli.options import distinct_files, distinct_names, output_file
-from grasp.cli.tables import size_text
+from grasp.text import size_text
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b

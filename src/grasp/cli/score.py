@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from grasp.cli.app import app
+from grasp.cli.console import show
 from grasp.cli.options import names, output_file, published_methods
 from grasp.cli.progress import Watch
-from grasp.cli.tables import show
 from grasp.errors import SettingsError
 
 if TYPE_CHECKING:

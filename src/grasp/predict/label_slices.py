@@ -15,9 +15,10 @@ from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
 from grasp.predict.conditions import equals, none_of
-from grasp.predict.labels import Label, LabelColumn, different
+from grasp.predict.labels import Label, LabelColumn
 from grasp.predict.row_tables import RowSource
 from grasp.predict.weights import SliceShares
+from grasp.text import different
 
 MOST_SLICES = 100
 MOST_LABELS = 4

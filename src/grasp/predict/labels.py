@@ -7,6 +7,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.text import different
+
 Label: TypeAlias = str | int | float | bool | None
 NO_LABEL = "(no label)"
 EMPTY = "(empty)"
@@ -53,14 +55,3 @@ class LabelColumn:
         names = different([spelled[code] if spelled[code].strip() else EMPTY for code in order])
         of_code = dict(zip(order, names, strict=True))
         return tuple(of_code[code] for code in range(len(spelled)))
-
-
-def different(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, with a number behind those that occur again: a value may be called `(no label)`."""
-    out: dict[str, None] = {}
-    for name in names:
-        spelled, again = name, 2
-        while spelled in out:
-            spelled, again = f"{name} #{again}", again + 1
-        out[spelled] = None
-    return tuple(out)

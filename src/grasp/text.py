@@ -1,15 +1,15 @@
-"""Numbers and tables as text. Text of the corpus is shown on one line, control characters made visible."""
+"""Numbers, names and tables as text. Untrusted text becomes one line that steers no terminal."""
 
-import shutil
-import sys
+import unicodedata
 from collections.abc import Sequence
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
-WIDTH_OF_FILES = 160  # where output is not a terminal
 GAP = "  "
 LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
 ROOM = 6  # for the number behind a name that would be cut to the same as another
-MOST_LINES = 30  # of a label's values that are printed
+WIDTH = 160  # where output is not a terminal
+JOINERS = "\u200c\u200d"  # needed to write some languages and emoji; they change no order
+REPLACEMENT = "\ufffd"
 
 
 def size_text(size: float) -> str:
@@ -28,13 +28,32 @@ def plain(text: object) -> str:
 
 def printable(text: str) -> str:
     """The same for text of several lines."""
-    return "".join(ch if ch.isprintable() or ch == "\n" else "\ufffd" for ch in text)
+    return "".join(ch if ch == "\n" or _is_shown(ch) else REPLACEMENT for ch in text)
 
 
-def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:
-    """Print a table: the first `left` columns and any column `text` to the left, numbers to the right.
+def _is_shown(ch: str) -> bool:
+    return ch in JOINERS or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
-    A last column of text is cut to the width of the terminal, other cells at `LONGEST_CELL`; they stay different.
+
+def different(names: Sequence[str]) -> list[str]:
+    """The names, with ` #2`, ` #3` behind those that would be the same as one before."""
+    taken: set[str] = set()
+    out = []
+    for name in names:
+        spelled, again = name, 2
+        while spelled in taken:
+            spelled, again = f"{name} #{again}", again + 1
+        taken.add(spelled)
+        out.append(spelled)
+    return out
+
+
+def text_table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1, width: int = WIDTH
+) -> str:
+    """A table as text: the first `left` columns and any column `text` to the left, numbers to the right.
+
+    A last column of text is cut to `width`, other cells at `LONGEST_CELL`; names that are cut stay different.
     """
     columns = [
         _column(heading, [row[place] for row in rows], is_name=place < left) for place, heading in enumerate(headings)
@@ -44,14 +63,15 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], 
     to_left = [place < left or heading == "text" for place, heading in enumerate(headings)]
     if to_left[-1]:
         used = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
-        widths[-1] = max(20, min(widths[-1], _columns() - used))
-    print(plain(title))
+        widths[-1] = max(20, min(widths[-1], width - used))
+    lines = [plain(title)] if title else []
     for line in [list(headings), *cells]:
         aligned = [
-            _cut(cell, width).ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(line, widths, to_left, strict=True)
+            _cut(cell, size).ljust(size) if is_left else cell.rjust(size)
+            for cell, size, is_left in zip(line, widths, to_left, strict=True)
         ]
-        print(GAP.join(aligned).rstrip())
+        lines.append(GAP.join(aligned).rstrip())
+    return "\n".join(lines)
 
 
 def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str]:
@@ -60,8 +80,6 @@ def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str
         return [plain(cell) for cell in cells]
     if not is_name:
         return [_cut(plain(cell), LONGEST_CELL) for cell in cells]
-    from grasp.predict.labels import different
-
     known = list(dict.fromkeys(map(str, cells)))
     long = [name for name in known if len(plain(name)) > LONGEST_CELL]
     spelled = dict(zip(long, different([_cut(plain(name), LONGEST_CELL - ROOM) for name in long]), strict=True))
@@ -70,7 +88,3 @@ def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _columns() -> int:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_FILES
