@@ -40,7 +40,8 @@ class Result:
 
     def to_pandas(self) -> "pd.DataFrame":
         """The numbers as a pandas DataFrame."""
-        return self.table.to_pandas()
+        frame: pd.DataFrame = self.table.to_pandas()
+        return frame
 
     def write(self, path: Path | str) -> Path:
         """Write the numbers as Parquet or CSV, by the name's ending; the file appears only when whole."""
