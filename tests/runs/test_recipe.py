@@ -15,8 +15,7 @@ from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.recipe import RECIPES, TrainingRecipe, named_recipe, train
 from grasp.settings import CorpusSettings
-
-from .toy import RECIPE, corpus, units
+from tests.models.toy import RECIPE, corpus, units
 
 ROWS = corpus()
 

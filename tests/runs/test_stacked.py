@@ -11,8 +11,7 @@ from grasp.errors import ModelError, ShapeError
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.recipe import train
 from grasp.runs.stacked import train_stacked
-
-from .toy import RECIPE, corpus, units
+from tests.models.toy import RECIPE, corpus, units
 
 ROWS = corpus()
 SEEDS = (5, 5, 6)
