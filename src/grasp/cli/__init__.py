@@ -31,7 +31,7 @@ REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 def main() -> None:
     """Entry point: a mistake of the user is one line and exit code 2; a bug keeps its traceback."""
     try:
-        app()
+        app(prog_name="grasp")
     except GraspError as err:
         _fail(str(err))
     except OSError as err:

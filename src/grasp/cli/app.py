@@ -1,20 +1,108 @@
-"""The commands. Heavy modules are imported inside them, so that `grasp --help` is quick and loads no torch."""
+"""The commands and how they explain themselves. Heavy modules are imported inside commands, so that help is quick.
+
+A command is grouped by what people come for; its rarer options stand under MORE; the words of the house that its help
+uses are explained below it, half a line each. Help is plain text, the same on a terminal and in a pipe.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import grasp
 
+GROUPS = {
+    "Start": ("demo", "build", "info", "verify", "fit-head"),
+    "Ask what rows and slices are worth": ("score", "predict", "report"),
+    "Choose what to train on": ("select", "mix"),
+    "Find what should not be there": ("detect", "retrieve"),
+    "See how far to trust it": ("retrain", "evaluate", "calibrate", "diagnose", "methods"),
+}
+OPTIONS = "Options"
+MORE = "More options"
+
+WORDS = {
+    "artifact": "what grasp build wrote: the rows, and what each should teach; here ART",
+    "target": "a task the model should do well, e.g. sciq",
+    "unit": "one question of a target, with its answer",
+    "relevance": "how much training on a row should help a target; above 0 it helps",
+    "utility": "minus the loss on a target; higher is better",
+    "environment": "models retrained on parts of the corpus, and how well each did",
+    "protocol": "the rule that adds relevance up to a prediction; one ships",
+    "family": "a way to draw subsets, e.g. uniform:0.5 (random halves), mixture:topic",
+    "label": "a column of the corpus, e.g. topic",
+    "slice": "all rows with one value of a label",
+    "recipe": "the settings of a training run: model, steps, batch, learning rate",
+}
+
+
+def _records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, str]]:
+    """Name and help of parameters that are shown."""
+    records = (parameter.get_help_record(context) for parameter in parameters)
+    return [record for record in records if record is not None]
+
+
+def _words(text: str) -> list[tuple[str, str]]:
+    """The words of the house in a text, with what they mean."""
+    return [(word, meaning) for word, meaning in WORDS.items() if re.search(rf"(?i)\b{word}s?\b", text)]
+
+
+class Command(TyperCommand):
+    """A command whose options stand in two parts, and whose words are explained."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        parameters = self.get_params(ctx)
+        options = [one for one in parameters if one.param_type_name == "option"]
+        rare = [one for one in options if getattr(one, "rich_help_panel", None) == MORE]
+        parts = {
+            "Arguments": [one for one in parameters if one.param_type_name == "argument"],
+            OPTIONS: [one for one in options if one not in rare],
+            MORE: rare,
+        }
+        sections = {title: _records(ctx, part) for title, part in parts.items()}
+        sections["Words"] = _words(
+            " ".join([self.help or "", *(getattr(one, "help", None) or "" for one in parameters)])
+        )
+        for title, lines in sections.items():
+            if lines:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
+
+
+class Commands(TyperGroup):
+    """The list of commands, by what people come for."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for group, names in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(width), self.commands[name].get_short_help_str(80)) for name in names])
+        with formatter.section(OPTIONS):
+            formatter.write_dl(_records(ctx, self.get_params(ctx)))
+
+
 app = typer.Typer(
     name="grasp",
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help=(
-        "Predict what a model would gain or lose if part of its training corpus were kept, dropped or re-weighted, "
-        "from one forward pass and without retraining."
+        "What happens to a model on a task if part of its training corpus is kept, dropped or re-weighted? "
+        "GRASP predicts it from one forward pass, without retraining."
     ),
-    epilog="Start with: grasp demo",
+    epilog="Start with: grasp demo. More about a command: grasp COMMAND --help",
 )
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def command(epilog: str) -> Callable[[F], F]:
+    """Register a function as the command of its name; the epilog shows examples."""
+    return app.command(cls=Command, epilog=epilog)
 
 
 def _version(show: bool) -> None:

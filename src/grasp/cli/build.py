@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
@@ -36,7 +36,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def build(
     out: Path = typer.Option(..., "--out", help="Directory of the artifact, or a URL such as s3://bucket/art."),
     model: str | None = typer.Option(

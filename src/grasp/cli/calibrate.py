@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import show
 from grasp.cli.options import names, output_file
 from grasp.errors import SettingsError
@@ -23,7 +23,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def calibrate(
     paths: list[Path] = typer.Argument(
         None, metavar="[ART]...", help="Artifacts; each serves the environments of its corpus."

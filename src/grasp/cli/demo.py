@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import app, command
 from grasp.cli.console import show
 from grasp.cli.progress import Watch
 from grasp.text import plain, size_text
@@ -23,7 +23,7 @@ BUDGET = "20%"
 MIX_LIMITS = ("--floor", "2%", "--cap", "20%", "--distance", "40%")
 
 
-@app.command(epilog="Example: grasp demo --out demo-out")
+@command("Example: grasp demo --out demo-out")
 def demo(
     out: Path = typer.Option(Path("demo-out"), "--out", help="Directory for everything the demo makes."),
     quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import show
 from grasp.cli.options import asked_names, output_file, published_methods
 from grasp.cli.progress import Watch
@@ -24,7 +24,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def detect(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     target: str = typer.Option(..., "--target", help="Trusted target that rows are held against."),

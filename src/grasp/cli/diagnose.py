@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.options import output_file
 from grasp.text import plain
 
@@ -16,7 +16,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def diagnose(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     environment: Path | None = typer.Option(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.options import asked_names, names, output_file, published_methods
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
@@ -29,7 +29,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def evaluate(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     environment: Path = typer.Option(..., "--environment", help="Directory of retrained subsets; see grasp retrain."),

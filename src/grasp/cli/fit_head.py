@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.options import merged, output_file, require
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
@@ -28,7 +28,7 @@ Examples:
 """
 
 
-@app.command("fit-head", epilog=EXAMPLES)
+@command(EXAMPLES)
 def fit_head(
     out: Path = typer.Option(..., "--out", help="File of the fitted head, .safetensors."),
     model: str | None = typer.Option(None, "--model", help="Checkpoint of an image classifier, or file of weights."),

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import show
 from grasp.report.texts import skipped_text
 from grasp.text import size_text
 
 
-@app.command(epilog="Example: grasp info art")
+@command("Example: grasp info art")
 def info(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
@@ -46,7 +46,7 @@ def info(
         print(f"targets are being added: {found.extension_in_progress} finished")
 
 
-@app.command(epilog="Example: grasp verify art")
+@command("Example: grasp verify art")
 def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact.")) -> None:
     """Compare every file of an artifact with its checksum.
 

@@ -4,7 +4,7 @@ import textwrap
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import show
 
 # \b keeps the lines of the epilog as they are.
@@ -22,7 +22,7 @@ utilities it will be judged by: it is then kept apart.
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def methods(
     name: str = typer.Argument(None, metavar="[METHOD]", help="Method whose settings are shown; none: all methods."),
 ) -> None:

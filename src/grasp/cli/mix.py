@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
 from grasp.cli.options import beside, chosen_protocol, distinct_files, output_file
 from grasp.cli.predict import nats, number, print_protocol, print_trust
@@ -28,7 +28,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def mix(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     by: str = typer.Option(..., "--by", metavar="LABEL", help="Label whose values are mixed."),

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 import yaml
 
+from grasp.cli.app import MORE
 from grasp.errors import SettingsError, SubsetError
 from grasp.settings import read_yaml
 
@@ -13,6 +15,31 @@ if TYPE_CHECKING:
     from grasp.baselines.asked import AskedMethod
     from grasp.extract.cluster import ClusterSpec
     from grasp.predict.protocol import ScoringProtocol
+
+# What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
+Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
+TargetNames = Annotated[
+    str | None, typer.Option("--targets", metavar="NAMES", help="Targets, separated by commas. Default: all.")
+]
+EnvironmentPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--environment", metavar="DIR", help="Development environment: gives the change in nats, with an interval."
+    ),
+]
+ProtocolFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--protocol",
+        metavar="FILE",
+        help="Protocol to predict with. Default: the one that ships.",
+        rich_help_panel=MORE,
+    ),
+]
+ResultFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the table there: .parquet or .csv.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Plain lines instead of a progress bar.", rich_help_panel=MORE)]
 
 
 def merged(config: Path | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
 from grasp.cli.options import chosen_protocol, distinct_files, distinct_names, output_file
 from grasp.errors import SettingsError
@@ -33,7 +33,7 @@ Examples:
 REALIZED = ("expected", "low", "high")
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def predict(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     subsets: Path | None = typer.Option(None, "--subsets", help="Parquet: subset_id, row_id[, weight]."),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.options import distinct_files, distinct_names, output_file
 from grasp.text import size_text
 
@@ -20,7 +20,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def report(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     out: Path = typer.Option(..., "--out", help="HTML file to write; it needs no network."),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
 from grasp.settings import RetrainSettings, Settings, retrain_settings
@@ -25,7 +25,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def retrain(
     out: Path = typer.Option(..., "--out", help="Directory of the environment; several processes may share it."),
     corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL(.gz/.zst), a directory, or a URL."),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import show
 from grasp.cli.options import distinct_names, names, output_file, published_methods
 from grasp.cli.progress import Watch
@@ -28,7 +28,7 @@ pages.jsonl is a target of the artifact whose lines have their labels as well:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def retrieve(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     queries: Path | None = typer.Option(

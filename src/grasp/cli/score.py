@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import show
 from grasp.cli.options import names, output_file, published_methods
 from grasp.cli.progress import Watch
@@ -25,7 +25,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def score(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     target: str = typer.Option(..., "--target", help="Target whose units the rows are scored for."),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import app
+from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
 from grasp.cli.options import beside, chosen_protocol, distinct_files, output_file
 from grasp.cli.predict import nats, number, print_protocol, print_trust
@@ -37,7 +37,7 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@command(EXAMPLES)
 def select(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     budget: str = typer.Option(..., "--budget", help="20%, 5000 (rows), 2Mtokens or 20%tokens, of the whole corpus."),
