@@ -1,10 +1,15 @@
-"""Tables on the terminal."""
+"""Tables and results on the terminal."""
 
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from grasp.text import WIDTH, text_table
+from grasp.text import WIDTH, plain, text_table
+
+if TYPE_CHECKING:
+    from grasp.results import Result
 
 MOST_LINES = 30  # of a label's values that are printed
 
@@ -13,3 +18,14 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], 
     """Print a table, as wide as the terminal is."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     print(text_table(title, headings, rows, left=left, width=width))
+
+
+def tell(result: "Result", out: Path | None = None) -> None:
+    """Print a result, or write its table to `out` and print the rest."""
+    if out is None:
+        print(result)
+        return
+    for line in (result.headline, *result.notes):
+        if line:
+            print(plain(line))
+    print(f"{result.write(out)}: {len(result):,} rows")
