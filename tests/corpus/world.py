@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ class Words:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         self.seen.extend(texts)
         return [[1 + zlib.crc32((self.salt + word).encode()) % 400 for word in text.split()] for text in texts]
+
+    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        ends = [[match.end() for match in re.finditer(r"\S+", text)] for text in texts]
+        return list(zip(self.encode(texts), ends, strict=True))
 
 
 def sentences(n: int, *, words: int = 7, seed: int = 0) -> list[str]:

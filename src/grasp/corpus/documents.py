@@ -32,6 +32,13 @@ class Tokenizer(Protocol):
         """Token ids of each text, without special tokens."""
 
 
+class SpanTokenizer(Tokenizer, Protocol):
+    """A tokenizer that knows where in the text its tokens end."""
+
+    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
+        """The ids of `encode`, and the character after each token; None where the tokenizer cannot tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """One record of the corpus. Its `input_ids`, if any, are used as they are; `text` is then for reading."""

@@ -42,6 +42,7 @@ class Row:
     labels: Mapping[str, Label]
     ignored: tuple[str, ...]
     after: Cursor
+    text: str | None = None  # the spans of its documents, a blank line between two; None: nobody told where tokens end
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,23 @@ class _Piece:
     first: int  # position of the first of them in the document
     total: int  # tokens of the whole document
     ids: NDArray[np.int32]
+    begin: int = 0  # character of the document at which it begins
+    ends: NDArray[np.int64] | None = None  # character after each of its tokens
+
+    def cut(self, first: int, stop: int) -> "_Piece":
+        """Its tokens [first, stop); what lies between two tokens goes with the second."""
+        if self.ends is None:
+            return _Piece(self.document, self.first + first, self.total, self.ids[first:stop])
+        begin = int(self.ends[first - 1]) if first else self.begin
+        return _Piece(self.document, self.first + first, self.total, self.ids[first:stop], begin, self.ends[first:stop])
+
+    @property
+    def text(self) -> str | None:
+        """Its span of the document."""
+        whole = self.document.text
+        if whole is not None and len(self.ids) == self.total:
+            return whole
+        return None if whole is None or self.ends is None else whole[self.begin : self.ends[-1]]
 
 
 class Packer:
@@ -119,11 +137,12 @@ class Packer:
         self._named = Counter({cursor.document: cursor.named})
         self.next_document = cursor.document
 
-    def feed(self, document: Document, tokens: list[int] | None) -> Iterator[Row]:
+    def feed(self, document: Document, tokens: list[int] | None, ends: list[int] | None = None) -> Iterator[Row]:
         """Rows that `document` completes.
 
         Args:
             tokens: of its text; None where it comes with ids or has no text.
+            ends: the character of its text after each token, for rows that know their text.
         Raises:
             CorpusError: an id outside the vocabulary.
         """
@@ -137,7 +156,8 @@ class Packer:
             self._log.add("empty", _base_id(document))
         else:
             ids = np.concatenate([self._checked(document, np.asarray(tokens, dtype=np.int64)), self._eos])
-            yield from (self._concat if self._settings.packing == "concat" else self._cut)(document, ids)
+            whole = _Piece(document, 0, len(ids), ids, ends=_ends(document.text, ends, len(ids)))
+            yield from (self._concat if self._settings.packing == "concat" else self._cut)(whole)
 
     def finish(self) -> Iterator[Row]:
         """The last, short row of a stream."""
@@ -153,27 +173,27 @@ class Packer:
             self._log.add("cut", _base_id(document))
         yield from self._row([_Piece(document, 0, len(ids), kept)], Cursor(document.index + 1))
 
-    def _cut(self, document: Document, ids: NDArray[np.int32]) -> Iterator[Row]:
+    def _cut(self, whole: _Piece) -> Iterator[Row]:
         """`document` packing: rows of max_length, the last one shorter."""
-        length, most = self._settings.max_length, self._settings.max_rows_per_document
-        stop = len(ids) if most is None else min(len(ids), most * length)
+        document, length, most = whole.document, self._settings.max_length, self._settings.max_rows_per_document
+        stop = whole.total if most is None else min(whole.total, most * length)
         for first in range(self._start(document), stop, length):
             after = Cursor(document.index, first + length, first // length + 1)
-            yield from self._row([_Piece(document, first, len(ids), ids[first : first + length])], after)
-        if stop < len(ids):
+            yield from self._row([whole.cut(first, first + length)], after)
+        if stop < whole.total:
             self._log.add("cut", _base_id(document))
 
-    def _concat(self, document: Document, ids: NDArray[np.int32]) -> Iterator[Row]:
+    def _concat(self, whole: _Piece) -> Iterator[Row]:
         """`concat` packing: rows of exactly max_length out of the stream.
 
         Before a document came, less than a row was waiting, so that what is left after a row is its own.
         """
-        first = self._start(document)
-        self._add(_Piece(document, first, len(ids), ids[first:]))
+        document = whole.document
+        self._add(whole.cut(self._start(document), whole.total))
         while self._waiting >= self._settings.max_length:
             pieces = self._take(self._settings.max_length)
             dominant = _dominant(pieces).document.index
-            rest = self._pieces[0].first if self._pieces else len(ids)
+            rest = self._pieces[0].first if self._pieces else whole.total
             named = self._named[document.index] + (dominant == document.index)
             yield from self._row(pieces, Cursor(document.index, rest, named))
 
@@ -195,11 +215,11 @@ class Packer:
         self._waiting -= n_tokens
         while n_tokens:
             piece = self._pieces.pop(0)
-            head, tail = piece.ids[:n_tokens], piece.ids[n_tokens:]
-            taken.append(_Piece(piece.document, piece.first, piece.total, head))
-            if len(tail):
-                self._pieces.insert(0, _Piece(piece.document, piece.first + len(head), piece.total, tail))
-            n_tokens -= len(head)
+            head = piece.cut(0, n_tokens)
+            taken.append(head)
+            if len(head.ids) < len(piece.ids):
+                self._pieces.insert(0, piece.cut(n_tokens, len(piece.ids)))
+            n_tokens -= len(head.ids)
         return taken
 
     def _row(self, pieces: list[_Piece], after: Cursor) -> Iterator[Row]:
@@ -223,6 +243,7 @@ class Packer:
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
             after=after,
+            text=_joined(pieces),
         )
 
     def _checked(self, document: Document, ids: NDArray[np.signedinteger]) -> NDArray[np.int32]:
@@ -243,6 +264,21 @@ def _base_id(document: Document) -> str:
 def _dominant(pieces: list[_Piece]) -> _Piece:
     """First piece of the document with the most tokens; a document has one piece in a row."""
     return max(pieces, key=lambda piece: len(piece.ids))
+
+
+def _ends(text: str, ends: list[int] | None, n_tokens: int) -> NDArray[np.int64] | None:
+    """Where tokens end; the last one, which may be the mark at the end of the text, takes what is left of it."""
+    if ends is None:
+        return None
+    out = np.full(n_tokens, len(text), dtype=np.int64)
+    out[: n_tokens - 1] = ends[: n_tokens - 1]
+    return out
+
+
+def _joined(pieces: list[_Piece]) -> str | None:
+    """Text of a row; None if a piece has none."""
+    texts = [text for piece in pieces if (text := piece.text) is not None]
+    return "\n\n".join(texts) if len(texts) == len(pieces) else None
 
 
 def _snippet(text: str, share: float, n_chars: int) -> str:

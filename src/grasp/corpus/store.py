@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.corpus.documents import Document, Tokenizer, documents_of
+from grasp.corpus.documents import Document, SpanTokenizer, Tokenizer, documents_of, read_documents
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.corpus.packing import Cursor, Packer, Row, SkipLog, Skipped
 from grasp.corpus.shard_files import FORMAT, ShardStore, StoreWriter, begin, first_duplicate, read_shard
@@ -126,7 +126,8 @@ class _Writer:
         cursor = Cursor(**states[-1]["cursor"]) if states else Cursor()
         packer = Packer(self._settings, self._tokenizer.eos_id, self._tokenizer.vocab_size, cursor, self._log)
         documents = documents_of(self._source, self._settings, start=cursor.document)
-        rows = _packed(documents, self._tokenizer, packer)
+        encode: Encode = lambda texts: ((ids, None) for ids in self._tokenizer.encode(texts))  # noqa: E731
+        rows = _packed(documents, encode, packer)
         while shard := list(islice(rows, self._shard_rows)):
             # A short shard is the last one: what came after its last row has been read and counted as well.
             whole = len(shard) == self._shard_rows
@@ -178,14 +179,27 @@ class _Writer:
         return next(documents_of(self._source, self._settings, start=document)).where
 
 
-def _packed(documents: Iterable[Document], tokenizer: Tokenizer, packer: Packer) -> Iterator[Row]:
+Encode = Callable[[list[str]], Iterable[tuple[list[int], list[int] | None]]]
+
+
+def _packed(documents: Iterable[Document], encode: Encode, packer: Packer) -> Iterator[Row]:
     """Rows of a stream of documents, tokenised a batch at a time; no document is packed before it is due."""
     for batch in _batches(documents):
         texts = [document.text for document in batch if document.text is not None and _is_tokenised(document)]
-        encoded = iter(tokenizer.encode(texts) if texts else [])
+        encoded = iter(encode(texts) if texts else [])
         for document in batch:
-            yield from packer.feed(document, next(encoded) if _is_tokenised(document) else None)
+            yield from packer.feed(document, *(next(encoded) if _is_tokenised(document) else (None, None)))
     yield from packer.finish()
+
+
+def rows_with_texts(settings: CorpusSettings, tokenizer: SpanTokenizer) -> Iterator[Row]:
+    """The rows of a corpus as a store has them, each with its text, streamed; nothing is written.
+
+    Raises:
+        CorpusError: the corpus is malformed.
+    """
+    packer = Packer(settings, tokenizer.eos_id, tokenizer.vocab_size, Cursor(), SkipLog())
+    return _packed(read_documents(settings), tokenizer.encode_with_ends, packer)
 
 
 def _is_tokenised(document: Document) -> bool:
@@ -231,15 +245,28 @@ def _probe(source: Source, settings: CorpusSettings, tokenizer: Tokenizer) -> st
     return hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
 
 
-def _fingerprint(directory: Path, n_shards: int) -> str:
+class Fingerprint:
     """Hash over (row_id, input_ids) in row order, lengths included; shards do not enter."""
-    digest = hashlib.blake2b(b"grasp rows 1", digest_size=16)
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(b"grasp rows 1", digest_size=16)
+
+    def add(self, row_id: str, input_ids: NDArray[np.int32]) -> None:
+        """The next row."""
+        encoded = row_id.encode()
+        self._digest.update(len(encoded).to_bytes(4, "little") + encoded + len(input_ids).to_bytes(4, "little"))
+        self._digest.update(input_ids.astype("<i4", copy=False).tobytes())
+
+    def __str__(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _fingerprint(directory: Path, n_shards: int) -> str:
+    found = Fingerprint()
     for k in range(n_shards):
         table = read_shard(directory, k, ["row_id", IDS_COLUMN])
         ids = table.column(IDS_COLUMN).combine_chunks()
-        flat, offsets = ids.values.to_numpy().astype("<i4"), ids.offsets.to_numpy()
+        flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
         for i, name in enumerate(table.column("row_id").to_pylist()):
-            encoded, tokens = name.encode(), flat[offsets[i] : offsets[i + 1]]
-            digest.update(len(encoded).to_bytes(4, "little") + encoded + len(tokens).to_bytes(4, "little"))
-            digest.update(tokens.tobytes())
-    return digest.hexdigest()
+            found.add(name, flat[offsets[i] : offsets[i + 1]])
+    return str(found)

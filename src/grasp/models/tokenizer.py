@@ -16,7 +16,7 @@ BYTES = 256
 
 
 class HfTokenizer:
-    """`grasp.corpus.documents.Tokenizer` over a transformers tokenizer.
+    """`grasp.corpus.documents.SpanTokenizer` over a transformers tokenizer.
 
     Args:
         tokenizer: any transformers tokenizer.
@@ -50,6 +50,20 @@ class HfTokenizer:
         encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
+        """The ids of `encode`, and the character after each token; None for a tokenizer that is not a fast one."""
+        if not self.tokenizer.is_fast or not texts:
+            return [(ids, None) for ids in self.encode(texts)]
+        encoded = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        spans: list[list[tuple[int, int]]] = encoded["offset_mapping"]
+        return [(ids, [end for _, end in span]) for ids, span in zip(encoded["input_ids"], spans, strict=True)]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Text of each row of token ids, without special tokens and without tidying up spaces."""
