@@ -1,0 +1,88 @@
+"""Scores against retraining: mean LDS and task rho of every method, and of its difference to what ships.
+
+Shape letters: B subsets, E units, N rows, R resamples, M methods.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.predict.counted import counted
+from grasp.runs.environment import Utilities
+from grasp.runs.metrics import bootstrap_weights, rank_correlations
+
+F64 = NDArray[np.float64]
+RESAMPLES = 1_000
+
+
+@dataclass(frozen=True)
+class Method:
+    """Kernels (N, E) that are added up after each is divided by its standard deviation over rows."""
+
+    kernels: tuple[F64, ...]
+    negative: float = 1.0  # what negative scores are multiplied by
+    weights: tuple[float, ...] = ()
+
+    def predict(self, share_BN: F64, targets: Sequence[str]) -> tuple[F64, F64]:
+        """Predicted utility of units, (B, E), and of targets, (B, T), of subsets given as shares that add up to 1.
+
+        A target's is the mean of its units' scores, standardised over rows as a whole, as the protocol that ships has it.
+        """
+        names = list(dict.fromkeys(targets))
+        member_ET = np.array([[target == name for name in names] for target in targets], dtype=np.float64)
+        units_BE, tasks_BT = np.zeros((len(share_BN), len(targets))), np.zeros((len(share_BN), len(names)))
+        for kernel_NE, weight in zip(self.kernels, self.weights or (1.0,) * len(self.kernels), strict=True):
+            score_NE = counted(kernel_NE, self.negative)
+            units_BE += weight * (share_BN @ _scaled(score_NE))
+            tasks_BT += weight * (share_BN @ _scaled(score_NE @ (member_ET / member_ET.sum(axis=0))))
+        return units_BE, tasks_BT
+
+
+def _scaled(score_NE: F64) -> F64:
+    """Divided by the standard deviation over rows; a column without any stays zero."""
+    deviation_E = score_NE.std(axis=0)
+    return np.divide(score_NE - score_NE.mean(axis=0), deviation_E, out=np.zeros_like(score_NE), where=deviation_E > 0)
+
+
+def compare(
+    methods: Mapping[str, Method], utilities: Utilities, share_BN: F64, *, base: str, resamples: int = RESAMPLES
+) -> list[dict[str, Any]]:
+    """A record a method: estimate and 95 % interval over subsets of mean LDS (mean over targets of the mean over units)
+    and of task rho, the share of units with rho above 0, mean LDS target by target, and the difference to `base`.
+    """
+    realized_BE = utilities.values_BSE.mean(axis=1)
+    targets = list(utilities.targets)
+    names = list(dict.fromkeys(targets))
+    weights_RB = np.concatenate([np.ones((1, len(share_BN))), bootstrap_weights(len(share_BN), resamples=resamples)])
+    task_BT = np.stack([realized_BE[:, [t == name for t in targets]].mean(axis=1) for name in names], axis=1)
+    lds, task, positive, by_target = {}, {}, {}, {}
+    for name, method in methods.items():
+        units_BE, tasks_BT = method.predict(share_BN, targets)
+        rho_ER = rank_correlations([units_BE, realized_BE], [(0, 1)], weights_RB)[0]
+        of_target = {t: np.nanmean(rho_ER[[u == t for u in targets]], axis=0) for t in names}
+        lds[name] = np.mean(list(of_target.values()), axis=0)
+        task[name] = np.nanmean(rank_correlations([tasks_BT, task_BT], [(0, 1)], weights_RB)[0], axis=0)
+        positive[name] = float(np.mean(rho_ER[:, 0] > 0))
+        by_target[name] = {t: round(float(values_R[0]), 4) for t, values_R in of_target.items()}
+    return [
+        {
+            "method": name,
+            "mean_lds": _interval(lds[name], -1.0, 1.0),
+            "task_rho": _interval(task[name], -1.0, 1.0),
+            "positive": round(positive[name], 4),
+            "mean_lds_of_target": by_target[name],
+            "difference": _interval(lds[name] - lds[base], -2.0, 2.0) if name != base else None,
+        }
+        for name in methods
+    ]
+
+
+def _interval(value_R: F64, low: float, high: float) -> list[float]:
+    """Estimate, and the estimate plus the spread of the resamples about their own mean."""
+    spread = np.nanpercentile(value_R[1:] - np.nanmean(value_R[1:]), [2.5, 97.5])
+    return [
+        round(float(np.clip(v, low, high)), 4) for v in (value_R[0], value_R[0] + spread[0], value_R[0] + spread[1])
+    ]

@@ -1,0 +1,107 @@
+"""What one forward pass over rows and units gives, kept on disk once: every forward-only score is made of it.
+
+Shape letters: P positions with loss, H hidden width, K kept residual coordinates, N rows or units, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import LlamaForCausalLM
+
+from experiments.finetune.training import padded
+from grasp.features.residuals import SparseResidual, sparse_residual
+from grasp.models.unit_loss import length_batches
+
+F32 = NDArray[np.float32]
+TOP_K = 64
+BATCH_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of all sequences, one after the other; positions are those whose next token carries loss."""
+
+    hidden_PH: F32  # after the final norm, as the head sees it
+    delta_PH: F32  # W^T (p - onehot(label)), with all of p
+    index_PK: NDArray[np.int32]
+    value_PK: F32  # p - onehot(label) on its 64 largest coordinates and the label
+    loss_P: F32
+    token_P: NDArray[np.int32]  # the input token
+    label_P: NDArray[np.int32]  # the next token
+    owner_P: NDArray[np.int64]  # which sequence
+    mean_NH: F32  # mean hidden state over all positions of a sequence, with loss or without
+
+    @property
+    def n(self) -> int:
+        return len(self.mean_NH)
+
+    @property
+    def count_N(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
+        return np.bincount(self.owner_P, minlength=self.n)
+
+    @property
+    def residual(self) -> SparseResidual:
+        return SparseResidual(
+            torch.from_numpy(self.index_PK.astype(np.int64)),
+            torch.from_numpy(self.value_PK),
+            torch.from_numpy(self.loss_P),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        with np.load(path) as kept:
+            return cls(**{field.name: kept[field.name] for field in fields(cls)})
+
+    def save(self, path: Path) -> None:
+        part = path.with_name(f"{path.stem}.part.npz")
+        np.savez(part, **{field.name: getattr(self, field.name) for field in fields(self)})
+        part.replace(path)
+
+
+@torch.inference_mode()
+def features_of(
+    model: LlamaForCausalLM, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int] | NDArray[np.int64]
+) -> Features:
+    """One forward pass, and the head at the positions with loss; sequences in the order given."""
+    model.eval()
+    parts: list[tuple[NDArray[np.generic], ...]] = []
+    mean_NH = np.zeros((len(sequences), model.config.hidden_size), dtype=np.float32)
+    for index_B in length_batches([len(ids) for ids in sequences], BATCH_TOKENS):
+        rows = [sequences[int(i)] for i in index_B]
+        ids_BL, labels_BL = padded(rows, [int(firsts[int(i)]) for i in index_B])
+        hidden_BLH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        for b, i in enumerate(index_B):
+            mean_NH[i] = hidden_BLH[b, : len(rows[b])].mean(dim=0).numpy()
+        has_loss_BL = labels_BL[:, 1:] >= 0
+        owner_P = index_B[has_loss_BL.nonzero()[:, 0].numpy()]
+        parts.append(
+            _at(model, hidden_BLH[:, :-1][has_loss_BL], ids_BL[:, :-1][has_loss_BL], labels_BL[:, 1:][has_loss_BL])
+            + (owner_P,)
+        )
+    joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    order = np.argsort(joined[-1], kind="stable")
+    hidden, delta, index, value, loss, token, label, owner = (column[order] for column in joined)
+    return Features(hidden, delta, index, value, loss, token, label, owner, mean_NH)
+
+
+def _at(
+    model: LlamaForCausalLM, hidden_PH: torch.Tensor, token_P: torch.Tensor, label_P: torch.Tensor
+) -> tuple[NDArray[np.generic], ...]:
+    logits_PV = model.lm_head(hidden_PH)
+    sparse = sparse_residual(logits_PV, label_P, TOP_K)
+    residual_PV = torch.softmax(logits_PV, dim=1)
+    residual_PV[torch.arange(len(label_P)), label_P] -= 1.0
+    return (
+        hidden_PH.numpy(),
+        (residual_PV @ model.lm_head.weight).numpy(),
+        sparse.index_PK.numpy().astype(np.int32),
+        sparse.value_PK.numpy(),
+        sparse.loss_P.numpy(),
+        token_P.numpy().astype(np.int32),
+        label_P.numpy().astype(np.int32),
+    )

@@ -1,0 +1,177 @@
+"""Retraining of a real pretrained model: two environments, one run after the other.
+
+    python -m experiments.finetune.run --data ../shared/data
+
+Killed at any moment, the same command goes on where it was: every run is a small file in `documents/runs` or
+`instructions/runs` beside this script, written when it is done. Both fill together; `--until 15:25` stops in time.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging as hf_logging
+
+import grasp
+from experiments.finetune.setting import (
+    LENGTH,
+    NAMES,
+    Corpus,
+    Name,
+    draw_subsets,
+    open_corpus,
+    row_order,
+    target_settings,
+    write_corpora,
+)
+from experiments.finetune.training import RECIPE, load_model, prepare_model, train, unit_losses
+from grasp.errors import GraspError
+from grasp.files import write_whole
+from grasp.models.tokenizer import HfTokenizer
+from grasp.runs.environment import Environment, Run
+from grasp.runs.environment_info import EnvironmentInfo, TargetInfo
+from grasp.runs.evaluate import target_fingerprint
+from grasp.runs.finished_runs import run_bytes
+from grasp.runs.retrain import row_index
+from grasp.targets import Unit, UnitSet, UnitTokens, load_units
+from grasp.targets.units import LossOn
+
+HERE = Path(__file__).parent
+SUBSETS = 24
+SEEDS = (0, 1)
+ROLES = {"documents": "dev", "instructions": "held-out"}
+COMPLETION: LossOn = "completion"
+
+
+@dataclass(frozen=True)
+class World:
+    """An environment with the rows and units that its runs need."""
+
+    environment: Environment
+    corpus: Corpus
+    units: list[UnitTokens]
+    retained: dict[str, NDArray[np.int64]]
+
+
+def open_world(name: Name, work: Path, tokenizer: HfTokenizer, out: Path) -> World:
+    """Begin an environment, or go on with it."""
+    corpus = open_corpus(name, work, tokenizer)
+    units = list(load_units(target_settings(name, work)).units)
+    block = draw_subsets(corpus.label, SUBSETS)
+    info = EnvironmentInfo(
+        role=ROLES[name],
+        recipe=RECIPE["name"],
+        recipe_settings=RECIPE,
+        seeds=SEEDS,
+        corpus_fingerprint=corpus.store.fingerprint,
+        n_rows=corpus.store.n_rows,
+        targets=_targets(units),
+        family=None,
+        subset_ids=(),
+        masks_checksum="",
+        reference=False,
+        made_by={"program": f"grasp {grasp.__version__}", "torch": torch.__version__},
+    )
+    environment = Environment.create(out / name, info, [block], row_index(corpus.store))
+    retained = {b: block.weights_BN[[k]].indices.astype(np.int64) for k, b in enumerate(block.subset_ids)}
+    return World(environment, corpus, UnitSet(tuple(units)).tokenize(tokenizer, LENGTH), retained)
+
+
+def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
+    by_target: dict[str, list[Unit]] = {}
+    for unit in units:
+        by_target.setdefault(unit.target, []).append(unit)
+    return {
+        target: TargetInfo(
+            fingerprint=target_fingerprint(own), loss_on=COMPLETION, unit_ids=tuple(unit.unit_id for unit in own)
+        )
+        for target, own in by_target.items()
+    }
+
+
+def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
+    """All runs in the order in which they are made: two of documents, one of instructions; then the second seed."""
+    first = {name: [run for run in world.environment.runs() if run.seed == 0] for name, world in worlds.items()}
+    later = {name: [run for run in world.environment.runs() if run.seed != 0] for name, world in worlds.items()}
+    return [
+        (name, run)
+        for runs in (first, later)
+        for _, _, name, run in sorted(
+            (k if name == "documents" else 2 * k + 1.5, name, name, run)
+            for name, of_world in runs.items()
+            for k, run in enumerate(of_world)
+        )
+    ]
+
+
+def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> None:
+    """Make every run that is missing, until none is or the time is up."""
+    base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for name, world in worlds.items():
+        path = world.environment.path / "before.parquet"
+        if not path.exists():
+            loss_E = unit_losses(model, world.units)
+            write_whole(path, run_bytes([Run(0, "before")], world.environment.units, -loss_E[None]))
+            print(f"{name} before: mean loss {loss_E.mean():.4f}", flush=True)
+    for name, run in turns(worlds):
+        world = worlds[name]
+        if run not in world.environment.pending():
+            continue
+        if time.time() > until:
+            print("time is up", flush=True)
+            return
+        began = time.time()
+        model.load_state_dict(base)
+        kept = set(world.retained[run.subset_id].tolist())
+        order = [int(i) for i in row_order(run.seed, world.corpus.store.n_rows) if int(i) in kept]
+        losses = train(model, world.corpus.rows, world.corpus.first_N, order)
+        trained = time.time()
+        loss_E = unit_losses(model, world.units)
+        world.environment.write_run(run, -loss_E)
+        print(
+            f"{datetime.now():%H:%M:%S} {name} {run.stem}: training loss {np.mean(losses):.3f}, units "
+            f"{loss_E.mean():.4f}; {trained - began:.0f} + {time.time() - trained:.0f} s",
+            flush=True,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, say what went wrong in one line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser.add_argument("--out", type=Path, default=HERE, help="Where the environments are.")
+    parser.add_argument("--work", type=Path, help="Model and rows; none: `work` beside this script.")
+    parser.add_argument("--until", help="Begin no run after this time of day, HH:MM.")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads.")
+    given = parser.parse_args(arguments)
+    work: Path = given.work or HERE / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(given.threads)
+    hf_logging.disable_progress_bar()
+    until = float("inf")
+    if given.until:
+        until = datetime.combine(datetime.now().date(), datetime.strptime(given.until, "%H:%M").time()).timestamp()
+    try:
+        prepare_model(work / "model")
+        tokenizer = AutoTokenizer.from_pretrained(work / "model")
+        write_corpora(given.data, work, tokenizer)
+        model = load_model(work / "model")
+        reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
+        worlds = {name: open_world(name, work, reader, given.out) for name in NAMES}
+        fill(worlds, model, until)
+    except GraspError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Scores of every row for every unit, of one forward pass: what ships, what others do, and candidates.
+
+Positive: training on the row should lower the unit's loss. Shape letters: N rows, E units, P positions of rows,
+S positions of units, H hidden width, V vocabulary.
+
+    gradient kernels    a_ie = <h_i (x) d_i, h_e (x) d_e>, d = W^T xi, either side whitened by a ridge, or not at all
+    input kernels       the same of input tokens and d; the token's weight 1 / (frequency + eps), or 1
+    hidden states       cosine of means, or their whitened inner product
+    kernel LM           the nearest-neighbour language model of the corpus, linearised: label counts near a unit's
+                        hidden states over what lies near them at all
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from experiments.finetune.features import Features
+from grasp.features.input_match import input_tokens
+from grasp.features.moments import MomentAccumulator, Moments
+from grasp.features.token_match import prepare_targets, token_relevance
+from grasp.features.whitening import Whitener, preconditioner, whitening_map
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+VOCABULARY = 49_152
+TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
+KERNEL_LM_WIDTH = 0.265  # of the median distance; 3 in the whitened units of a model of width 64
+KERNEL_LM_PRIOR = 0.1
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Rows and units, and the moments of the rows' positions."""
+
+    rows: Features
+    units: Features
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Of hidden states and residuals, over all positions of the rows."""
+        return _moments(self.rows.hidden_PH, self.rows.index_PK, self.rows.value_PK)
+
+    @cached_property
+    def input_moments(self) -> Moments:
+        """Of d and one-hot input tokens."""
+        one_P1 = np.ones((len(self.rows.token_P), 1), dtype=np.float32)
+        return _moments(self.rows.delta_PH, self.rows.token_P[:, None], one_P1)
+
+    def hidden_map(self, ridge: float | None) -> F64:
+        return self._map(self.moments.covariance_HH, ridge)
+
+    def delta_map(self, ridge: float | None) -> F64:
+        """Uncentred, as gradients have no offset to take away."""
+        return self._map(self.input_moments.second_moment, ridge)
+
+    @staticmethod
+    def _map(covariance_HH: F64, ridge: float | None) -> F64:
+        return np.eye(len(covariance_HH)) if ridge is None else whitening_map(covariance_HH, ridge)
+
+    @cached_property
+    def gradients(self) -> tuple[F32, F32]:
+        """mean_t (h_t - mean h) d_t^T of every row and unit, (N, H, H) and (E, H, H)."""
+        return tuple(  # type: ignore[return-value]
+            _mean_products(side.hidden_PH - self.moments.mean_H.astype(np.float32), side.delta_PH, side)
+            for side in (self.rows, self.units)
+        )
+
+
+# ------------------------------------------------------------------------------------------ gradient kernels
+
+
+def delta_kernel(sides: Sides, hidden_ridge: float | None, delta_ridge: float | None) -> F64:
+    """<W_h G_i W_d, W_h G_e W_d>: the head's gradient with d in the place of its residual, whitened on either side."""
+    row_NHH, unit_EHH = sides.gradients
+    hidden_HH = (sides.hidden_map(hidden_ridge) @ sides.hidden_map(hidden_ridge)).astype(np.float32)
+    delta_HH = (sides.delta_map(delta_ridge) @ sides.delta_map(delta_ridge)).astype(np.float32)
+    folded_EHH = hidden_HH @ unit_EHH @ delta_HH
+    return (row_NHH.reshape(len(row_NHH), -1) @ folded_EHH.reshape(len(folded_EHH), -1).T).astype(np.float64)
+
+
+def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON) -> F64:
+    """The token kernel as a build computes it: residuals over vocabulary coordinates, D = (gamma + eps)^-alpha."""
+    whitener = Whitener.fit(sides.moments, tau=TAU, alpha=alpha, epsilon=epsilon)
+    rows, units = sides.rows, sides.units
+    targets = prepare_targets(
+        torch.from_numpy(units.hidden_PH),
+        units.residual,
+        torch.from_numpy(units.owner_P),
+        units.n,
+        whitener,
+        rows.n,
+    )
+    return _blocks(
+        rows,
+        lambda part, owner_P, n: token_relevance(
+            targets, torch.from_numpy(rows.hidden_PH[part]), rows.residual.at(torch.from_numpy(part)), owner_P, n
+        ),
+    )
+
+
+def input_kernel(
+    sides: Sides, delta_ridge: float | None = TAU, *, by_frequency: bool = True, alpha: float = ALPHA
+) -> F64:
+    """The input kernel: equal input tokens, their d whitened; weighed by 1 / (frequency + eps) or not at all."""
+    moments = sides.input_moments
+    weight_V = preconditioner(moments.gamma_V, alpha, EPSILON) if by_frequency else np.ones(VOCABULARY)
+    whitener = Whitener(np.zeros(len(moments.mean_H)), sides.delta_map(delta_ridge), weight_V)
+    rows, units = sides.rows, sides.units
+    targets = prepare_targets(
+        torch.from_numpy(units.delta_PH),
+        input_tokens(torch.from_numpy(units.token_P.astype(np.int64))),
+        torch.from_numpy(units.owner_P),
+        units.n,
+        whitener,
+        rows.n,
+    )
+    token_P = torch.from_numpy(rows.token_P.astype(np.int64))
+    return _blocks(
+        rows,
+        lambda part, owner_P, n: token_relevance(
+            targets, torch.from_numpy(rows.delta_PH[part]), input_tokens(token_P[torch.from_numpy(part)]), owner_P, n
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------- hidden states
+
+
+def hidden_cosine(sides: Sides, *, supervised: bool = False) -> F64:
+    """Cosine of centred mean hidden states; of all positions, or of those with loss only."""
+    rows_NH, units_EH = _means(sides, supervised=supervised)
+    return _directions(rows_NH) @ _directions(units_EH).T
+
+
+def hidden_kernel(sides: Sides, ridge: float | None, *, supervised: bool = False) -> F64:
+    """Inner product of centred mean hidden states, whitened by the covariance of the rows' means."""
+    rows_NH, units_EH = _means(sides, supervised=supervised)
+    map_HH = Sides._map(np.cov(rows_NH.T, bias=True), ridge)
+    return (rows_NH @ map_HH) @ (units_EH @ map_HH).T
+
+
+def kernel_lm(sides: Sides, ridge: float | None = TAU, width: float = KERNEL_LM_WIDTH) -> F64:
+    """mean_s [A_is / (A_s + lambda p_s B_s) - B_is / ((1 + lambda) B_s)], A and B sums of exp(-d^2 / 2 tau^2).
+
+    B_is over all positions of row i, A_is over those whose next token is the unit's; A_s, B_s their means over rows.
+    """
+    rows, units = sides.rows, sides.units
+    map_HH = sides.hidden_map(ridge).astype(np.float32)
+    row_PH, unit_SH = rows.hidden_PH @ map_HH, units.hidden_PH @ map_HH
+    row_square_P = (row_PH**2).sum(axis=1)
+    near_SN, same_SN = (np.zeros((len(unit_SH), rows.n)) for _ in range(2))
+    tau = 0.0
+    for start in range(0, len(unit_SH), BLOCK):
+        part = slice(start, start + BLOCK)
+        square_SP = (unit_SH[part] ** 2).sum(axis=1)[:, None] + row_square_P - 2.0 * unit_SH[part] @ row_PH.T
+        tau = tau or width * float(np.sqrt(np.median(square_SP)))
+        kernel_SP = np.exp(-np.maximum(square_SP, 0.0) / (2.0 * tau**2))
+        edges = np.flatnonzero(np.diff(rows.owner_P, prepend=-1))
+        near_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
+        kernel_SP *= units.label_P[part][:, None] == rows.label_P
+        same_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
+    prior_S = np.exp(-units.loss_P.astype(np.float64))
+    near_S = near_SN.mean(axis=1) + 1e-12
+    label_S = same_SN.mean(axis=1) + KERNEL_LM_PRIOR * prior_S * near_S
+    score_SN = same_SN / (label_S + 1e-12)[:, None] - near_SN / ((1.0 + KERNEL_LM_PRIOR) * near_S)[:, None]
+    return _mean_of_units(units, score_SN).T
+
+
+# ------------------------------------------------------------------------------------------------- inside
+
+
+def _moments(dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> Moments:
+    accumulator = MomentAccumulator(dense_PH.shape[1], VOCABULARY)
+    for start in range(0, len(dense_PH), 4096):
+        part = slice(start, start + 4096)
+        accumulator.add(dense_PH[part], index_PK[part], value_PK[part])
+    return accumulator.moments()
+
+
+def _mean_products(hidden_PH: F32, delta_PH: F32, side: Features) -> F32:
+    edges = np.append(np.flatnonzero(np.diff(side.owner_P, prepend=-1)), len(side.owner_P))
+    out_NHH = np.zeros((side.n, hidden_PH.shape[1], delta_PH.shape[1]), dtype=np.float32)
+    for first, last in zip(edges[:-1], edges[1:], strict=True):
+        out_NHH[side.owner_P[first]] = hidden_PH[first:last].T @ delta_PH[first:last] / (last - first)
+    return out_NHH
+
+
+def _blocks(rows: Features, score: Callable[[NDArray[np.int64], torch.Tensor, int], torch.Tensor]) -> F64:
+    """Rows in blocks that the kernel's memory allows."""
+    out = []
+    for start in range(0, rows.n, 64):
+        stop = min(start + 64, rows.n)
+        part = np.flatnonzero((rows.owner_P >= start) & (rows.owner_P < stop))
+        out.append(score(part, torch.from_numpy(rows.owner_P[part] - start), stop - start).numpy())
+    return np.concatenate(out).astype(np.float64)
+
+
+def _means(sides: Sides, *, supervised: bool) -> tuple[F64, F64]:
+    both = []
+    for side in (sides.rows, sides.units):
+        mean_NH = side.mean_NH.astype(np.float64)
+        if supervised:
+            mean_NH = np.zeros_like(mean_NH)
+            np.add.at(mean_NH, side.owner_P, side.hidden_PH)
+            mean_NH /= side.count_N[:, None]
+        both.append(mean_NH)
+    centre_H = both[0].mean(axis=0)
+    return both[0] - centre_H, both[1] - centre_H
+
+
+def _directions(values_NH: F64) -> F64:
+    return np.asarray(values_NH / np.linalg.norm(values_NH, axis=1, keepdims=True))
+
+
+def _mean_of_units(units: Features, values_SN: F64) -> F64:
+    sums_EN = np.zeros((units.n, values_SN.shape[1]))
+    np.add.at(sums_EN, units.owner_P, values_SN)
+    return sums_EN / units.count_N[:, None]

@@ -1,0 +1,184 @@
+"""What is fine-tuned on what: two corpora, the units that are scored, and the rows of every subset. All is seeded.
+
+    documents      16 sources of the labelled pool, 24 documents each, the first 128 tokens of each; every token has loss
+    instructions   10 groups of instructions, 38 each, in the model's chat template; only the response has loss
+
+A subset keeps of every source (or group) a fraction drawn from Beta(1/2, 1/2); of what it keeps, 96 rows are trained on.
+These 96 are the subset: `subsets.parquet` names no row that a run has not seen.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from transformers import PreTrainedTokenizerBase
+
+from grasp.corpus import RowStore
+from grasp.models.tokenizer import HfTokenizer
+from grasp.seeds import stream
+from grasp.settings import CorpusSettings, TargetSettings
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelColumn
+from grasp.targets import load_units
+
+Name = Literal["documents", "instructions"]
+NAMES: tuple[Name, ...] = ("documents", "instructions")
+LABELS: dict[Name, str] = {"documents": "source", "instructions": "group"}
+
+LENGTH = 128  # longest row and longest unit, in tokens
+SOURCES, ROWS_OF_SOURCE = 16, 24
+MIN_DOCUMENTS = 64  # of a source that may be drawn
+MIN_WORDS = 110  # of a document that fills a row
+ROWS_OF_GROUP = 38
+UNITS_OF_GROUP = 4
+TASKS = ("sciq", "arc_easy", "hellaswag")
+UNITS_OF_TARGET = 32
+MEDQUAD_COLLECTIONS = ("3_GHR_QA", "2_GARD_QA", "4_MPlus_Health_Topics_QA", "6_NINDS_QA")  # the rest is one group
+MAX_PROMPT, MIN_RESPONSE = 96, 8  # tokens of an instruction of the pool
+SUBSET_ROWS = 96
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows, the first label of each that carries loss, and the label that subsets are drawn by."""
+
+    store: RowStore
+    first_N: NDArray[np.int64]  # position of the first token that is predicted; 1: all that can be
+    label: LabelColumn
+
+    @property
+    def rows(self) -> list[NDArray[np.int32]]:
+        shards = [self.store.shard(k) for k in range(self.store.n_shards)]
+        return [shard.ids(i) for shard in shards for i in range(len(shard))]
+
+
+# ------------------------------------------------------------------------------------------------------- rows
+
+
+def write_corpora(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Both corpora as Parquet, and the held-out instructions as targets, once."""
+    if not (work / "documents.parquet").exists():
+        _write(work / "documents.parquet", list(_documents(data / "pool.parquet")))
+    if not (work / "instructions.parquet").exists():
+        groups = _instructions(data / "instructions.parquet", tokenizer)
+        for k, name in enumerate(NAMES):
+            _write_units(work / f"{name}-units.jsonl", groups, k)
+        _write(work / "instructions.parquet", [row for rows in groups.values() for row in rows[:ROWS_OF_GROUP]])
+
+
+def corpus_settings(name: Name, work: Path) -> CorpusSettings:
+    return CorpusSettings(path=str(work / f"{name}.parquet"), max_length=LENGTH, max_rows_per_document=1)
+
+
+def target_settings(name: Name, work: Path) -> TargetSettings:
+    """Three benchmarks and held-out instructions; the units of one environment are not those of the other."""
+    settings = TargetSettings(names=TASKS, units_per_target=UNITS_OF_TARGET, max_length=LENGTH)
+    taken = () if name == "documents" else tuple(unit.unit_id for unit in load_units(settings).units)
+    return settings.model_copy(update={"names": (*TASKS, str(work / f"{name}-units.jsonl")), "exclude_units": taken})
+
+
+def open_corpus(name: Name, work: Path, tokenizer: HfTokenizer) -> Corpus:
+    store = RowStore.write(work / f"{name}-tokens", corpus_settings(name, work), tokenizer, shard_rows=1024)
+    table = pq.read_table(work / f"{name}.parquet", columns=["doc_id", "first", LABELS[name]])
+    rows = store.shard(0).table
+    assert rows.column("doc_id").to_pylist() == table.column("doc_id").to_pylist()
+    return Corpus(
+        store, table.column("first").to_numpy(), LabelColumn.of(table.column(LABELS[name]).to_pylist(), LABELS[name])
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- subsets
+
+
+def draw_subsets(label: LabelColumn, n_subsets: int) -> SubsetBlock:
+    """The rows that each run sees, (B, N) zeros and ones, `SUBSET_ROWS` a subset."""
+    family = parse_family(f"mixture:{label.name}")
+    (kept,) = family.draw(n_subsets, n_rows=label.n_rows, labels=label, seed=0, purpose="evaluation", block=n_subsets)
+    weights_BN = np.zeros((n_subsets, label.n_rows))
+    for b, row_BN in enumerate(kept.weights_BN.toarray()):
+        rows = np.flatnonzero(row_BN)
+        size = min(SUBSET_ROWS, len(rows))
+        weights_BN[b, stream(0, "finetune", "seen", b).choice(rows, size=size, replace=False)] = 1.0
+    return SubsetBlock(kept.subset_ids, csr_array(weights_BN))
+
+
+def row_order(seed: int, n_rows: int) -> NDArray[np.int64]:
+    """One permutation a seed, shared by all subsets: rows that are not in a subset are skipped."""
+    return stream(seed, "finetune", "order").permutation(n_rows)
+
+
+# ----------------------------------------------------------------------------------------------------- inside
+
+
+def _documents(path: Path) -> Iterator[dict[str, Any]]:
+    table = pq.read_table(path, columns=["doc_id", "text", "source", "n_words", "eval_overlap"])
+    usable = [row for row in table.to_pylist() if row["n_words"] >= MIN_WORDS and not row["eval_overlap"]]
+    counts = Counter(row["source"] for row in usable)
+    large = sorted(source for source, count in counts.items() if count >= MIN_DOCUMENTS)
+    for source in sorted(stream(0, "finetune", "sources").choice(large, size=SOURCES, replace=False)):
+        rows = [row for row in usable if row["source"] == source]
+        for k in sorted(stream(0, "finetune", "documents", str(source)).permutation(len(rows))[:ROWS_OF_SOURCE]):
+            yield {"doc_id": rows[k]["doc_id"], "text": rows[k]["text"][:4000], "source": str(source), "first": 1}
+
+
+def chat(tokenizer: PreTrainedTokenizerBase, instruction: str, response: str) -> tuple[str, str]:
+    """Prompt and completion of an instruction in the model's own template."""
+    user = {"role": "user", "content": instruction}
+    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    assert isinstance(prompt, str)
+    return prompt, f"{response}<|im_end|>"
+
+
+def group_of(row: dict[str, Any]) -> str:
+    """Source of an instruction; medical questions by the collection that they come from."""
+    if row["source"] != "MedQuAD":
+        return str(row["source"])
+    collection = row["id"].removeprefix("MedQuAD:").split("/")[0]
+    return f"MedQuAD:{collection if collection in MEDQUAD_COLLECTIONS else 'other'}"
+
+
+def _instructions(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[dict[str, Any]]]:
+    """Usable instructions by group, in a drawn order; those beyond the pool may become units."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in pq.read_table(path).to_pylist():
+        instruction = "\n".join(part for part in (row["instruction"].strip(), row["input"].strip()) if part)
+        prompt, completion = chat(tokenizer, instruction, row["response"].strip())
+        before, whole = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + completion)
+        )
+        if len(before) <= MAX_PROMPT and len(whole) - len(before) >= MIN_RESPONSE and whole[: len(before)] == before:
+            # as a row of the corpus it gets its end-of-text token, which is <|im_end|> here, from the packer
+            text = prompt + row["response"].strip()
+            line = {"doc_id": row["id"], "text": text, "group": group_of(row), "first": len(before)}
+            line |= {"prompt": prompt, "completion": completion, "tokens": len(whole)}
+            groups.setdefault(line["group"], []).append(line)
+    return {
+        group: [rows[k] for k in stream(0, "finetune", "instructions", group).permutation(len(rows))]
+        for group, rows in sorted(groups.items())
+    }
+
+
+def _write_units(path: Path, groups: dict[str, list[dict[str, Any]]], k: int) -> None:
+    """The k-th handful of every group's instructions beyond the pool that are no longer than a row."""
+    lines = []
+    for rows in groups.values():
+        short = [row for row in rows[ROWS_OF_GROUP:] if row["tokens"] <= LENGTH]
+        for row in short[k * UNITS_OF_GROUP : (k + 1) * UNITS_OF_GROUP]:
+            unit = {"task": "instructions", "unit_id": row["doc_id"]}
+            lines.append(json.dumps(unit | {"prompt": row["prompt"], "completion": row["completion"]}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    part = path.with_suffix(".part")
+    pq.write_table(pa.Table.from_pylist(list(rows)), part)
+    part.replace(path)

