@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.predict.counted import counted
-from grasp.runs.environment import Utilities
+from grasp.runs.environment import Environment, Utilities
 from grasp.runs.metrics import bootstrap_weights, rank_correlations
 
 F64 = NDArray[np.float64]
 RESAMPLES = 1_000
+MIN_PAIRS = 5  # subsets with two seeds, below which nothing is said of noise
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Method:
     def predict(self, share_BN: F64, targets: Sequence[str]) -> tuple[F64, F64]:
         """Predicted utility of units, (B, E), and of targets, (B, T), of subsets given as shares that add up to 1.
 
-        A target's is the mean of its units' scores, standardised over rows as a whole, as the protocol that ships has it.
+        A target's is the mean of its units' scores, standardised over rows as a whole, as the default protocol has it.
         """
         names = list(dict.fromkeys(targets))
         member_ET = np.array([[target == name for name in names] for target in targets], dtype=np.float64)
@@ -78,6 +79,19 @@ def compare(
         }
         for name in methods
     ]
+
+
+def noise(environment: Environment) -> dict[str, Any]:
+    """How far two seeds agree over the subsets that have both: mean over units of the rank correlation; its square root
+    is the ceiling of mean LDS for one seed.
+    """
+    both = environment.utilities(seeds=environment.info.seeds[:2], partial=True).values_BSE
+    if len(both) < MIN_PAIRS:
+        return {"subsets_with_two_seeds": len(both), "seed_correlation": None, "ceiling": None}
+    rho_E = rank_correlations([both[:, 0], both[:, 1]], [(0, 1)], np.ones((1, len(both))))[0, :, 0]
+    mean = float(np.nanmean(rho_E))
+    ceiling = round(mean**0.5, 4) if mean > 0 else None
+    return {"subsets_with_two_seeds": len(both), "seed_correlation": round(mean, 4), "ceiling": ceiling}
 
 
 def _interval(value_R: F64, low: float, high: float) -> list[float]:

@@ -67,22 +67,21 @@ class Features:
 def features_of(
     model: LlamaForCausalLM, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int] | NDArray[np.int64]
 ) -> Features:
-    """One forward pass, and the head at the positions with loss; sequences in the order given."""
+    """One forward pass, products in bfloat16, and the head at the positions with loss; sequences in the order given."""
     model.eval()
     parts: list[tuple[NDArray[np.generic], ...]] = []
     mean_NH = np.zeros((len(sequences), model.config.hidden_size), dtype=np.float32)
     for index_B in length_batches([len(ids) for ids in sequences], BATCH_TOKENS):
         rows = [sequences[int(i)] for i in index_B]
         ids_BL, labels_BL = padded(rows, [int(firsts[int(i)]) for i in index_B])
-        hidden_BLH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden_BLH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state.float()
         for b, i in enumerate(index_B):
             mean_NH[i] = hidden_BLH[b, : len(rows[b])].mean(dim=0).numpy()
         has_loss_BL = labels_BL[:, 1:] >= 0
         owner_P = index_B[has_loss_BL.nonzero()[:, 0].numpy()]
-        parts.append(
-            _at(model, hidden_BLH[:, :-1][has_loss_BL], ids_BL[:, :-1][has_loss_BL], labels_BL[:, 1:][has_loss_BL])
-            + (owner_P,)
-        )
+        at_loss = (hidden_BLH[:, :-1], ids_BL[:, :-1], labels_BL[:, 1:])
+        parts.append((*_at(model, *(values[has_loss_BL] for values in at_loss)), owner_P))
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.argsort(joined[-1], kind="stable")
     hidden, delta, index, value, loss, token, label, owner = (column[order] for column in joined)
@@ -92,13 +91,16 @@ def features_of(
 def _at(
     model: LlamaForCausalLM, hidden_PH: torch.Tensor, token_P: torch.Tensor, label_P: torch.Tensor
 ) -> tuple[NDArray[np.generic], ...]:
-    logits_PV = model.lm_head(hidden_PH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits_PV = model.lm_head(hidden_PH).float()
     sparse = sparse_residual(logits_PV, label_P, TOP_K)
     residual_PV = torch.softmax(logits_PV, dim=1)
     residual_PV[torch.arange(len(label_P)), label_P] -= 1.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        delta_PH = (residual_PV @ model.lm_head.weight).float()
     return (
         hidden_PH.numpy(),
-        (residual_PV @ model.lm_head.weight).numpy(),
+        delta_PH.numpy(),
         sparse.index_PK.numpy().astype(np.int32),
         sparse.value_PK.numpy(),
         sparse.loss_P.numpy(),

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +45,7 @@ from grasp.targets.units import LossOn
 
 HERE = Path(__file__).parent
 SUBSETS = 24
+HEAD_START = 12  # runs of documents before the first of instructions
 SEEDS = (0, 1)
 ROLES = {"documents": "dev", "instructions": "held-out"}
 COMPLETION: LossOn = "completion"
@@ -98,14 +98,14 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
 
 
 def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
-    """All runs in the order in which they are made: two of documents, one of instructions; then the second seed."""
+    """All runs in the order in which they are made: 12 of documents, then both in turn; then the second seed."""
     first = {name: [run for run in world.environment.runs() if run.seed == 0] for name, world in worlds.items()}
     later = {name: [run for run in world.environment.runs() if run.seed != 0] for name, world in worlds.items()}
     return [
         (name, run)
         for runs in (first, later)
         for _, _, name, run in sorted(
-            (k if name == "documents" else 2 * k + 1.5, name, name, run)
+            (k if name == "documents" else HEAD_START + k, name, name, run)
             for name, of_world in runs.items()
             for k, run in enumerate(of_world)
         )
@@ -128,7 +128,7 @@ def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> No
         if time.time() > until:
             print("time is up", flush=True)
             return
-        began = time.time()
+        began, work = time.time(), time.process_time()
         model.load_state_dict(base)
         kept = set(world.retained[run.subset_id].tolist())
         order = [int(i) for i in row_order(run.seed, world.corpus.store.n_rows) if int(i) in kept]
@@ -138,7 +138,8 @@ def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> No
         world.environment.write_run(run, -loss_E)
         print(
             f"{datetime.now():%H:%M:%S} {name} {run.stem}: training loss {np.mean(losses):.3f}, units "
-            f"{loss_E.mean():.4f}; {trained - began:.0f} + {time.time() - trained:.0f} s",
+            f"{loss_E.mean():.4f}; {trained - began:.0f} + {time.time() - trained:.0f} s, "
+            f"{time.process_time() - work:.0f} s of CPU",
             flush=True,
         )
 

@@ -10,9 +10,10 @@ S positions of units, H hidden width, V vocabulary.
                         hidden states over what lies near them at all
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from experiments.finetune.features import Features
 from grasp.features.input_match import input_tokens
 from grasp.features.moments import MomentAccumulator, Moments
+from grasp.features.pooled_match import pooled_relevance, prepare_units
+from grasp.features.pooling import PooledFeatures, pool
 from grasp.features.token_match import prepare_targets, token_relevance
 from grasp.features.whitening import Whitener, preconditioner, whitening_map
 
@@ -28,6 +31,7 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 VOCABULARY = 49_152
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
+POOLED = 32
 KERNEL_LM_WIDTH = 0.265  # of the median distance; 3 in the whitened units of a model of width 64
 KERNEL_LM_PRIOR = 0.1
 BLOCK = 512
@@ -103,6 +107,26 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON) -
     )
 
 
+def pooled_kernel(sides: Sides) -> F64:
+    """The paper's: means over the last 32 positions with loss, whitened by moments of these means."""
+    rows, units = (_pooled(side) for side in (sides.rows, sides.units))
+    accumulator = MomentAccumulator(rows.hidden_NH.shape[1], VOCABULARY)
+    accumulator.add(rows.hidden_NH, rows.residual_NV.indices, rows.residual_NV.data)
+    whitener = Whitener.fit(accumulator.moments(), tau=TAU, alpha=ALPHA, epsilon=EPSILON)
+    row_NH, unit_EH = ((side.hidden_NH - whitener.mean_H) @ whitener.map_HH for side in (rows, units))
+    return pooled_relevance(
+        row_NH, rows.residual_NV, prepare_units(unit_EH, units.residual_NV, whitener.precondition_V)
+    )
+
+
+def _pooled(side: Features) -> PooledFeatures:
+    last_N = np.cumsum(side.count_N)
+    tail = np.flatnonzero(last_N[side.owner_P] - np.arange(len(side.owner_P)) <= POOLED)
+    chosen = torch.from_numpy(tail)
+    owner_P = torch.from_numpy(side.owner_P[tail])
+    return pool(torch.from_numpy(side.hidden_PH[tail]), side.residual.at(chosen), owner_P, side.n, VOCABULARY)
+
+
 def input_kernel(
     sides: Sides, delta_ridge: float | None = TAU, *, by_frequency: bool = True, alpha: float = ALPHA
 ) -> F64:
@@ -164,10 +188,48 @@ def kernel_lm(sides: Sides, ridge: float | None = TAU, width: float = KERNEL_LM_
         near_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
         kernel_SP *= units.label_P[part][:, None] == rows.label_P
         same_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
+    return _linearised(units, same_SN, near_SN)
+
+
+def ngram_lm(sides: Sides, orders: Sequence[int] = (1, 2, 3, 4)) -> F64:
+    """The same with contexts that are equal in their last n - 1 tokens in the place of near hidden states, mean over n.
+
+    Without a model but for its probability of the unit's tokens, which stands in where a context was never seen.
+    """
+    return np.mean([_linearised(sides.units, *_ngram_counts(sides, order)) for order in orders], axis=0)
+
+
+def _ngram_counts(sides: Sides, order: int) -> tuple[F64, F64]:
+    """How often each unit position's context, with its next token and at all, occurs in each row, (S, N) both."""
+    counts: dict[tuple[int, ...], NDArray[np.float64]] = {}
+    keys = [_contexts(side, order) for side in (sides.rows, sides.units)]
+    wanted = set(keys[1]) | {key[:-1] for key in keys[1]}
+    for owner, key in zip(sides.rows.owner_P, keys[0], strict=True):
+        for part in (key, key[:-1]):
+            if part in wanted:
+                counts.setdefault(part, np.zeros(sides.rows.n))[owner] += 1.0
+    none_N = np.zeros(sides.rows.n)
+    near_SN = np.stack([counts.get(key[:-1], none_N) for key in keys[1]])
+    return np.stack([counts.get(key, none_N) for key in keys[1]]), near_SN
+
+
+def _contexts(side: Features, order: int) -> list[tuple[int, ...]]:
+    """The last `order` - 1 input tokens and the next token of each position; fewer at the beginning."""
+    out = []
+    tokens, labels, owners = (values.tolist() for values in (side.token_P, side.label_P, side.owner_P))
+    begin = 0
+    for p, owner in enumerate(owners):
+        begin = p if p == 0 or owners[p - 1] != owner else begin
+        out.append((*tokens[max(begin, p - order + 2) : p + 1], labels[p]) if order > 1 else (labels[p],))
+    return out
+
+
+def _linearised(units: Features, same_SN: F64, near_SN: F64) -> F64:
+    """First order in a row's counts of log[(sum A + lambda p B) / (sum B + lambda B)], mean over a unit's positions."""
     prior_S = np.exp(-units.loss_P.astype(np.float64))
-    near_S = near_SN.mean(axis=1) + 1e-12
-    label_S = same_SN.mean(axis=1) + KERNEL_LM_PRIOR * prior_S * near_S
-    score_SN = same_SN / (label_S + 1e-12)[:, None] - near_SN / ((1.0 + KERNEL_LM_PRIOR) * near_S)[:, None]
+    near_S = near_SN.mean(axis=1) + 1e-9
+    label_S = same_SN.mean(axis=1) + KERNEL_LM_PRIOR * prior_S * near_S + 1e-9
+    score_SN = same_SN / label_S[:, None] - near_SN / ((1.0 + KERNEL_LM_PRIOR) * near_S)[:, None]
     return _mean_of_units(units, score_SN).T
 
 
@@ -185,7 +247,7 @@ def _moments(dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> Momen
 def _mean_products(hidden_PH: F32, delta_PH: F32, side: Features) -> F32:
     edges = np.append(np.flatnonzero(np.diff(side.owner_P, prepend=-1)), len(side.owner_P))
     out_NHH = np.zeros((side.n, hidden_PH.shape[1], delta_PH.shape[1]), dtype=np.float32)
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         out_NHH[side.owner_P[first]] = hidden_PH[first:last].T @ delta_PH[first:last] / (last - first)
     return out_NHH
 

@@ -1,10 +1,10 @@
 """What is fine-tuned on what: two corpora, the units that are scored, and the rows of every subset. All is seeded.
 
-    documents      16 sources of the labelled pool, 24 documents each, the first 128 tokens of each; every token has loss
+    documents      16 sources of the labelled pool, 24 documents each, the first 128 tokens; every token has loss
     instructions   10 groups of instructions, 38 each, in the model's chat template; only the response has loss
 
-A subset keeps of every source (or group) a fraction drawn from Beta(1/2, 1/2); of what it keeps, 96 rows are trained on.
-These 96 are the subset: `subsets.parquet` names no row that a run has not seen.
+A subset keeps of every source (or group) a fraction drawn from Beta(1/2, 1/2); of what it keeps, 96 rows are trained
+on. These 96 are the subset: `subsets.parquet` names no row that a run has not seen.
 """
 
 import json
@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
-from grasp.seeds import stream
-from grasp.settings import CorpusSettings, TargetSettings
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
+from grasp.seeds import stream
+from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units
 
 Name = Literal["documents", "instructions"]

@@ -27,7 +27,7 @@ RECIPE = {
     "betas": [0.9, 0.999],
     "weight_decay": 0.0,
     "clip_norm": 1.0,
-    "products": "bfloat16 in training (weights, optimizer and loss in float32)",
+    "products": "bfloat16, in training and in scoring; weights, optimizer and losses float32",
 }
 STEPS, BATCH_ROWS = 12, 8
 LEARNING_RATE, WARMUP_STEPS = 1e-4, 2
@@ -79,8 +79,6 @@ def train(
     rows: Sequence[NDArray[np.int32]],
     first_N: NDArray[np.int64],
     row_index: Sequence[int],
-    *,
-    bfloat16: bool = True,
 ) -> list[float]:
     """Train in place; the mean loss of a batch is over its tokens that carry loss. Returns the loss of each step."""
     model.train()
@@ -90,7 +88,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step)
         ids_BL, labels_BL = padded([rows[i] for i in batch], first_N[batch])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden_PH, label_P = at_loss(model, ids_BL, labels_BL)
             loss = F.cross_entropy(model.lm_head(hidden_PH), label_P)
         loss.backward()
@@ -102,14 +100,18 @@ def train(
 
 
 @torch.inference_mode()
-def unit_losses(model: LlamaForCausalLM, units: Sequence[UnitTokens], *, bfloat16: bool = False) -> NDArray[np.float64]:
-    """Mean cross-entropy over the labels of each unit, (E,), nats a token; the head runs on these positions only."""
+def unit_losses(model: LlamaForCausalLM, units: Sequence[UnitTokens]) -> NDArray[np.float64]:
+    """Mean cross-entropy over the labels of each unit, (E,), nats a token; the head runs on these positions only.
+
+    Products in bfloat16 move a unit's loss by .03 nats (standard deviation) where subsets move it by .2, in a third of
+    the time that float32 takes.
+    """
     model.eval()
     loss_E = np.zeros(len(units))
     for index_B in length_batches([len(unit.input_ids) for unit in units], BATCH_TOKENS):
         batch = [units[int(e)] for e in index_B]
         ids_BL, labels_BL = padded([unit.input_ids for unit in batch], [unit.first for unit in batch])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden_PH, label_P = at_loss(model, ids_BL, labels_BL)
             logits_PV = model.lm_head(hidden_PH)
         loss_P = F.cross_entropy(logits_PV.float(), label_P, reduction="none").double()
