@@ -2,10 +2,12 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
-from grasp.files import NAME_BYTES, PART, STALE_SECONDS, aside, write_whole, written_aside
+from grasp.errors import SettingsError
+from grasp.files import NAME_BYTES, PART, STALE_SECONDS, aside, check_outputs, write_whole, written_aside
 
 
 def names(path):
@@ -63,3 +65,67 @@ def test_a_killed_writer_leaves_nothing_for_longer_than_a_day(tmp_path):
     with written_aside(path) as part:
         part.write_text("whole")
     assert names(tmp_path) == sorted([young.name, other.name, path.name])
+
+
+@pytest.fixture
+def special(tmp_path):
+    """A directory, a pipe, a socket's kind of things: what no output may replace."""
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("directory", "a directory"),
+        ("pipe", "a pipe"),
+        ("link", "a symbolic link"),
+        ("dangling", "a symbolic link"),
+        ("/dev/null", "a device"),
+        ("/dev/stdout", "a symbolic link"),
+    ],
+)
+def test_an_output_is_a_new_name_or_a_regular_file(name, kind, special):
+    path = special / name
+    with pytest.raises(SettingsError, match=f"^--out: got {path}, which is {kind}; expected the name of a file$"):
+        check_outputs({"--out": path})
+    if kind != "a directory":
+        with pytest.raises(SettingsError, match=f"^{path}: is {kind}"), written_aside(path):
+            raise AssertionError
+        with pytest.raises(SettingsError, match=f"^{path}: is {kind}"):
+            write_whole(path, b"x")
+    assert (special / "kept").read_text() == "kept"
+
+
+def test_an_output_has_a_name_in_a_directory(tmp_path):
+    check_outputs({"--out": tmp_path / "new", "--list": None})
+    check_outputs({"--json": Path("-"), "--csv": Path("/dev/stdout")}, streamed=("--json", "--csv"))
+    with pytest.raises(SettingsError, match=r"--out: got .*/no/new, but there is no directory .*/no; make it first"):
+        check_outputs({"--out": tmp_path / "no" / "new"})
+    for path in (Path("-"), tmp_path / "a\0b", tmp_path / "\udcff\ud800"):
+        with pytest.raises(SettingsError, match="which is no name for a file"):
+            check_outputs({"--out": path})
+    with pytest.raises(SettingsError, match=r"--out: got \., which is a directory"):
+        check_outputs({"--out": Path("")})
+
+
+def test_an_output_is_never_what_is_read(special):
+    kept, directory = special / "kept", special / "directory"
+    reads = {
+        "is the corpus": kept,
+        "is the artifact": [directory, special / "nowhere"],
+        "is far": "s3://a/b",
+        "no": None,
+    }
+    check_outputs({"--out": special / "new", "--json": special / "nowhere"}, reads)
+    for path in (kept, special / "directory" / ".." / "kept"):
+        with pytest.raises(SettingsError, match=r"--out: would write .*kept, which is the corpus; give it a name"):
+            check_outputs({"--out": path}, reads)
+    with pytest.raises(SettingsError, match=r"would write .*/new inside of .*/directory, which is the artifact"):
+        check_outputs({"--out": directory / "new"}, reads)
+    with pytest.raises(SettingsError, match=r"--csv: would write .*/new, which --out writes"):
+        check_outputs({"--out": special / "new", "--csv": special / "new"}, reads)

@@ -147,7 +147,9 @@ def make_model(demo: Demo, progress: Progress) -> None:
         part = demo.out / "tokenizer.part"
         train_tokenizer(texts, vocab_size=recipe.shape.vocab_size).save_pretrained(part)
         part.replace(tokenizer_path)
-    tokenizer = HfTokenizer(AutoTokenizer.from_pretrained(tokenizer_path), vocab_size=recipe.shape.vocab_size)
+    tokenizer = HfTokenizer(
+        AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False), vocab_size=recipe.shape.vocab_size
+    )
     rows = RowStore.write(demo.out / "rows", demo.corpus, tokenizer, shard_rows=4096)
     tokens = recipe.batch_rows * recipe.shape.context
     progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)

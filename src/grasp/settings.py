@@ -5,6 +5,7 @@ The only place that reads or writes YAML. `run.yaml`, which every long command l
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -158,6 +159,9 @@ class ModelSettings(Settings):
     device: str = Field("auto", description="auto: cuda where there is one, else cpu.")
     batch_tokens: int = Field(8192, ge=1, description="Tokens in one forward pass, padding included.")
     threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's own choice.")
+    trust_remote_code: bool = Field(
+        False, description="Run the Python that a checkpoint brings. Only if you say so: never taken from an artifact."
+    )
     check: bool = Field(True, description="Prove at load that head(hidden) equals the logits, and causality.")
 
 
@@ -376,6 +380,66 @@ def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
 def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettings:
     """Check `data` and freeze it; every mismatch is in the message."""
     return _frozen(BuildSettings, data, where)
+
+
+def found_settings(found: Mapping[str, Any], where: str, own: Mapping[str, Any] | None = None) -> BuildSettings:
+    """The settings of an artifact, checked and frozen; see `without_foreign_code`."""
+    return build_settings(without_foreign_code(found, where, own), where)
+
+
+def without_foreign_code(found: Mapping[str, Any], where: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Settings that lay beside data, which may come from a stranger: which code is run they do not decide.
+
+    Args:
+        own: settings that the user gave.
+    Raises:
+        SettingsError: code that the user does not name as well.
+    """
+    data = deepcopy(dict(found))
+    for path in CODE:
+        theirs, mine = leaf(found, path), leaf(own or {}, path)
+        if mine:
+            put(data, path, mine)
+        elif theirs:
+            raise SettingsError(
+                f"{where}: {path} is {theirs!r}: that is code, and code is run only if you ask for it yourself; read "
+                f"it, then repeat it with --set {path}=... or in the file of --config"
+            )
+    return data
+
+
+CODE = ("model.classifier.factory", "model.trust_remote_code")
+
+
+def leaf(data: Any, name: str) -> Any:
+    """What stands at a dotted path; None where there is nothing."""
+    for step in name.split("."):
+        data = data.get(step) if isinstance(data, Mapping) else None
+    return data
+
+
+def put(data: dict[str, Any], name: str, value: Any) -> None:
+    """Set a leaf by its dotted path."""
+    *steps, last = name.split(".")
+    for step in steps:
+        data = data.setdefault(step, {})
+        if not isinstance(data, dict):
+            raise SettingsError(f"{name}: `{step}` holds a value, expected a group of settings")
+    data[last] = value
+
+
+def take(data: dict[str, Any], name: str) -> Any:
+    """Remove a leaf, and the groups that it leaves empty; None where there is nothing."""
+    step, _, rest = name.partition(".")
+    if not rest:
+        return data.pop(step, None)
+    group = data.get(step)
+    if not isinstance(group, dict):
+        return None
+    value = take(group, rest)
+    if not group:
+        del data[step]
+    return value
 
 
 def fit_settings(data: dict[str, Any], where: str = "settings") -> FitSettings:

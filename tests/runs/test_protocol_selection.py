@@ -20,7 +20,7 @@ from grasp.runs.development import Development, Scored, variant_names
 from grasp.runs.environment import Environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import evaluate
-from grasp.runs.selection import freeze, provenance, select, write_provenance
+from grasp.runs.selection import freeze, provenance, provenance_path, select, write_provenance
 from tests.predict.source import FakeSource
 
 N_ROWS = 40
@@ -249,7 +249,8 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
     again = development.variants[""].predict({"chosen": loaded}, ("sciq", "boolq"))[0]
     np.testing.assert_allclose(again.task_B["sciq"], own, rtol=1e-6)
     record = provenance(found, [development], SMALL)
-    path = write_provenance(record, tmp_path / "chosen.yaml")
+    path = provenance_path(tmp_path / "chosen.yaml")
+    write_provenance(record, path)
     assert path.name == "chosen.provenance.json"
     read = json.loads(path.read_text())
     assert read["best"][0]["protocol"] == TRUE.name == "retained | mean | token | -0.5 joint.pair | mean_relevance"

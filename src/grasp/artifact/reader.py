@@ -26,6 +26,7 @@ from grasp.artifact.manifest import (
 )
 from grasp.artifact.remote import RemoteFiles, local_path, remote_url
 from grasp.errors import ArtifactError
+from grasp.files import Reads
 
 RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token", "input": "relevance_input"}
 BUILT_WITH = {
@@ -33,6 +34,13 @@ BUILT_WITH = {
     "token": "features.match: token or both",
     "input": "features.input_match: true and features.match: token or both",
 }
+_BUILT_FROM = (
+    ("the corpus", "corpus", "path"),
+    ("a target", "targets", "names"),
+    ("the model", "model", "path"),
+    ("the tokenizer", "model", "tokenizer"),
+    ("the output layer", "model", "classifier", "fitted_head"),
+)
 VERIFY = "`grasp verify` names everything that is broken"
 
 Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
@@ -69,6 +77,19 @@ class Artifact:
     def where(self) -> str:
         """What the user calls it: the path, or the URL; for messages."""
         return str(self.path) if self._remote is None else self._remote.url
+
+    @property
+    def reads(self) -> dict[str, Reads]:
+        """What no output may replace, for `check_outputs`: the artifact, and what it says that it was built from."""
+        settings, found = self.manifest.settings, {"is the artifact": [str(self.path)]}
+        for phrase, *steps in _BUILT_FROM:
+            value: Any = settings
+            for step in steps:
+                value = value.get(step) if isinstance(value, dict) else None
+            found[f"is {phrase} of the artifact"] = [
+                place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str)
+            ]
+        return dict(found)
 
     @property
     def n_rows(self) -> int:

@@ -28,7 +28,7 @@ from grasp.runs.development import Scored
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import MIN_SUBSETS
 from grasp.seeds import stream
-from grasp.settings import FeatureSettings, build_settings
+from grasp.settings import FeatureSettings, found_settings
 
 F64 = NDArray[np.float64]
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
@@ -70,7 +70,7 @@ class Rerun:
         Raises:
             GraspError: one of them is not there, or not what the artifact was built from.
         """
-        settings = build_settings(artifact.manifest.settings, str(artifact.path / "manifest.json"))
+        settings = found_settings(artifact.manifest.settings, str(artifact.path / "manifest.json"))
         resolved = {"dtype": artifact.manifest.made_by["dtype"], "check": False}
         expected = artifact.manifest.fingerprints
         kind = RowStore if settings.model.classifier is None else ImageStore

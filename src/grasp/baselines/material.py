@@ -19,7 +19,7 @@ from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
-from grasp.settings import BuildSettings, build_settings
+from grasp.settings import BuildSettings, found_settings
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Material:
     def settings(self) -> BuildSettings:
         """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
         manifest = self.artifact.manifest
-        settings = build_settings(manifest.settings, str(self.artifact.path / "manifest.json"))
+        settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"))
         model = settings.model.model_copy(update={"dtype": manifest.made_by["dtype"], "check": False})
         return settings.model_copy(update={"model": model})
 

@@ -11,7 +11,16 @@ from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.report.texts import skipped_text
-from grasp.settings import BuildSettings, build_settings, target_settings
+from grasp.settings import (
+    CODE,
+    BuildSettings,
+    build_settings,
+    put,
+    read_yaml,
+    take,
+    target_settings,
+    without_foreign_code,
+)
 from grasp.text import size_text
 
 if TYPE_CHECKING:
@@ -95,10 +104,11 @@ def build(
     if url is not None and url.partition(":")[0] in IN_PROCESS:
         raise SettingsError(f"--out: got {url}, which ends with this process; choose a directory or an object store")
     replay = (out if url is None else staging_directory(url)) / "run.yaml"
+    data, found = merged(config, assign, flags), None
     if config is None and resume and replay.exists():
-        config = replay
-    data = merged(config, assign, flags)
-    require(data, REQUIRED, f"build --resume: there is no {replay}" if resume and config is None else "build")
+        found = without_foreign_code(read_yaml(replay), str(replay), data)
+        data = merged(found, assign, flags)
+    require(data, REQUIRED, f"build --resume: there is no {replay}" if resume and found is None else "build")
     settings = build_settings(data)
     if engine == "local" and workers is not None:
         raise SettingsError(f"--workers: got {workers}, which has no meaning without --engine ray; leave it out")
@@ -156,6 +166,10 @@ def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:
     from grasp.artifact.reader import Artifact
     from grasp.extract.extend import add_target as add_targets
 
+    code: dict[str, Any] = {}
+    for name in CODE:  # the user's own word for what is run
+        if value := take(data, name):
+            put(code, name, value)
     given = data.pop("targets", {})
     if data or not isinstance(given, dict) or "names" in given:
         raise SettingsError(
@@ -165,7 +179,7 @@ def _add(out: Path, add_target: str, data: dict[str, Any], quiet: bool) -> None:
     old = Artifact.open(out).manifest.settings["targets"]
     settings = target_settings({**old, "datasets": [], **given, "names": names(add_target)})
     with Watch(quiet=quiet) as watch:
-        source = add_targets(out, settings, progress=watch)
+        source = add_targets(out, settings, own=code, progress=watch)
     done = {
         "kept features": f"added {add_target} from the features that were kept",
         "pass": f"added {add_target} by a pass over the corpus",

@@ -7,8 +7,9 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import show
-from grasp.cli.options import names, output_file
+from grasp.cli.options import names
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 
 if TYPE_CHECKING:
     from grasp.runs.selection import Selection
@@ -41,9 +42,8 @@ def calibrate(
     The protocol with the highest lower confidence bound of its mean task rho, or of the mean rho of units where the
     family says so, is kept.
     """
-    output_file("--out", out)
-    if output_file("--list", listing) is not None:
-        assert listing is not None
+    if listing is not None:
+        check_outputs({"--list": listing})
         _list(listing, paths, environments, family, out)
         return
     missing = [flag for flag, given in (("ART", paths), ("--environment", environments), ("--out", out)) if not given]
@@ -54,11 +54,16 @@ def calibrate(
     from grasp.runs.candidates import default_family, load_family
     from grasp.runs.environment import Environment
     from grasp.runs.methods import developments_of
-    from grasp.runs.selection import freeze, provenance, select, write_provenance
+    from grasp.runs.selection import freeze, provenance, provenance_path, select, write_provenance
 
+    artifacts = [Artifact.open(path) for path in paths]
+    record_path = provenance_path(out)
+    for artifact in artifacts:
+        read = artifact.reads | {"is an environment": environments, "--family reads": family}
+        check_outputs({"--out": out, "the record of --out": record_path}, read)
     chosen_from = default_family() if family is None else load_family(family)
     developments = developments_of(
-        [Artifact.open(path) for path in paths],
+        artifacts,
         [Environment.open(path) for path in environments],
         targets=names(targets),
         calibration_subsets=chosen_from.calibration_subsets,
@@ -67,8 +72,8 @@ def calibrate(
     protocol = freeze(selection, developments, chosen_from, out.stem)
     _print_selection(selection)
     save_protocol(protocol, out)
-    record = write_provenance(provenance(selection, developments, chosen_from), out)
-    print(f"{out}: protocol {protocol.name}, {protocol.provenance}; how it was chosen: {record}")
+    write_provenance(provenance(selection, developments, chosen_from), record_path)
+    print(f"{out}: protocol {protocol.name}, {protocol.provenance}; how it was chosen: {record_path}")
 
 
 def _list(listing: Path, paths: list[Path], environments: list[Path], family: Path | None, out: Path | None) -> None:

@@ -7,9 +7,10 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import show
-from grasp.cli.options import asked_names, output_file, published_methods
+from grasp.cli.options import asked_names, published_methods
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 from grasp.text import plain
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ def detect(
 
     Mislabelled, poisoned or misleading rows have low relevance to trusted units, and neighbours with another label.
     """
-    output_file("--out", out)
     from grasp.artifact.reader import Artifact
     from grasp.audit import detect as auditing
 
     artifact = Artifact.open(path)
+    check_outputs({"--out": out}, artifact.reads)
     if contamination:
         if label is not None:
             raise SettingsError("--label: no meaning with --contamination; leave it out")

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import command
-from grasp.cli.options import output_file
+from grasp.files import check_outputs, write_whole
 from grasp.text import plain
 
 EXAMPLES = """\b
@@ -37,14 +37,16 @@ def diagnose(
     Every line says what a healthy value is, and what to change when it is not. Features that were not kept are computed
     again with the model, where it is still there.
     """
-    output_file("--json", json_file)
     from grasp.artifact.reader import Artifact
     from grasp.audit.diagnose import diagnose as examine
     from grasp.predict.protocol import load_protocol
     from grasp.runs.environment import Environment
 
+    artifact = Artifact.open(path)
+    read = {"is the environment": environment, "--protocol reads": protocol}
+    check_outputs({"--json": json_file}, artifact.reads | read)
     found = examine(
-        Artifact.open(path),
+        artifact,
         rows=rows,
         subsets=subsets,
         seed=seed,
@@ -56,4 +58,4 @@ def diagnose(
         print(plain(f"[{one.verdict}] {one.name}: {one.value}"))
         print("    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}"))
     if json_file is not None:
-        json_file.write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
+        write_whole(json_file, (json.dumps(found.to_dict(), indent=1) + "\n").encode())

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import command
-from grasp.cli.options import asked_names, names, output_file, published_methods
+from grasp.cli.options import asked_names, names, published_methods
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
+from grasp.files import STREAMS, Reads, check_outputs, write_whole
 from grasp.text import printable
 
 if TYPE_CHECKING:
@@ -69,14 +70,20 @@ def evaluate(
     """
     if not controls and (development or family is not None):
         raise SettingsError("evaluate: --development and --family have no meaning without --controls; leave them out")
-    output_file("--json", json_file)
-    output_file("--csv", csv_file)
     published = _methods(methods, method_settings, checkpoints, cache)
     from grasp.artifact.reader import Artifact
     from grasp.runs.environment import Environment
     from grasp.runs.methods import Asked, compare
 
     artifact, found = Artifact.open(path), Environment.open(environment)
+    read: dict[str, Reads] = {
+        "is the environment": environment,
+        "--development reads": development,
+        "--predictions reads": predictions,
+    }
+    read |= {"--protocol reads": protocol, "--family reads": family, "--method-settings reads": method_settings}
+    read |= {"is a checkpoint": checkpoints}
+    check_outputs({"--json": json_file, "--csv": csv_file}, artifact.reads | read, streamed=("--json", "--csv"))
     protocols = _protocols(protocol)
     restricted, notes = _controls(artifact, found, development, family, resamples) if controls else ({}, [])
     with Watch(quiet=quiet) as watch:
@@ -92,10 +99,13 @@ def evaluate(
             progress=watch,
         )
         report = compare(artifact, found, asked, targets=names(targets), partial=partial, resamples=resamples)
-    print(printable(report.table()), end="")
+    if not {json_file, csv_file} & {*STREAMS}:
+        print(printable(report.table()), end="")
     for file, text in ((json_file, report.to_json), (csv_file, report.to_csv)):
-        if file is not None:
-            file.write_text(text(), encoding="utf-8")
+        if file in STREAMS:
+            print(printable(text()), end="")
+        elif file is not None:
+            write_whole(file, text().encode())
 
 
 def _methods(

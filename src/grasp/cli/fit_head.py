@@ -6,9 +6,10 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import command
-from grasp.cli.options import merged, output_file, require
+from grasp.cli.options import merged, require
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 from grasp.report.texts import skipped_text
 from grasp.settings import fit_settings
 from grasp.text import plain
@@ -48,7 +49,6 @@ def fit_head(
 
     Then build with --set model.classifier.fitted_head=FILE.
     """
-    output_file("--out", out)
     if out.suffix != ".safetensors":
         raise SettingsError(f"--out: got {out}, expected the name of a .safetensors file")
     flags = {
@@ -60,6 +60,8 @@ def fit_head(
     data = merged(config, assign, flags)
     require(data, REQUIRED, "fit-head")
     settings = fit_settings(data)
+    read = {"is the corpus": settings.corpus.path, "is the model": settings.model.path, "--config reads": config}
+    check_outputs({"--out": out}, read)
     from grasp.extract.fit_head import fit_head as fit
 
     with Watch(quiet=quiet) as watch:

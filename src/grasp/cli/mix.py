@@ -8,9 +8,10 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
-from grasp.cli.options import beside, chosen_protocol, distinct_files, output_file
+from grasp.cli.options import beside, chosen_protocol
 from grasp.cli.predict import nats, number, print_protocol, print_trust
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 from grasp.text import plain
 
 if TYPE_CHECKING:
@@ -62,14 +63,8 @@ def mix(
     It maximises what grasp predict predicts. Weights add up to 100%; rows of a value share its weight, and the amount
     of data stays the same.
     """
-    for flag, file in (("--out", out), ("--weights", weights)):
-        output_file(flag, file)
     if out is not None and out.suffix != ".parquet":
         raise SettingsError(f"--out: got {out}, expected a name that ends in .parquet")
-    distinct_files(
-        {**beside("--out", out), "--weights": weights},
-        {"is the row table of ART": path / "rows.parquet", "--protocol reads": protocol},
-    )
     from grasp.artifact.reader import Artifact
     from grasp.choose.mixture import mix_with, write_weights
     from grasp.predict.predictions import describe
@@ -79,6 +74,8 @@ def mix(
     from grasp.runs.trust import scorer_and_trust
 
     artifact = Artifact.open(path)
+    read = {"--protocol reads": protocol, "is the environment": environment}
+    check_outputs({**beside("--out", out), "--weights": weights}, artifact.reads | read)
     table = LabelTable(artifact.rows_path)
     request = _request(artifact, table, target, by, floor, cap, distance)
     checked_targets(artifact, list(request.targets), "--target")

@@ -9,7 +9,7 @@ import yaml
 
 from grasp.cli.app import MORE
 from grasp.errors import SettingsError, SubsetError
-from grasp.settings import read_yaml
+from grasp.settings import leaf, put, read_yaml
 
 if TYPE_CHECKING:
     from grasp.baselines.asked import AskedMethod
@@ -42,13 +42,15 @@ ResultFile = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", help="Plain lines instead of a progress bar.", rich_help_panel=MORE)]
 
 
-def merged(config: Path | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
+def merged(config: Path | dict[str, Any] | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     """One nested mapping; `flags` and `assignments` name leaves by dotted path, and None flags say nothing.
 
+    Args:
+        config: a YAML file, or what was read of one.
     Raises:
         SettingsError: the file is not a mapping, or an assignment is not `name=value`.
     """
-    data = read_yaml(config) if config is not None else {}
+    data = read_yaml(config) if isinstance(config, Path) else config or {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
@@ -70,48 +72,11 @@ def require(data: dict[str, Any], flags: Mapping[str, Sequence[str]], where: str
     Raises:
         SettingsError: every flag that is missing, with the setting that it stands for.
     """
-    missing = [f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(_holds(data, path) for path in paths)]
+    missing = [f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(leaf(data, path) for path in paths)]
     if missing:
         raise SettingsError(
             f"{where}: missing {', '.join(missing)}; give it as a flag, by --set, or in a settings file with --config"
         )
-
-
-def _holds(data: Any, name: str) -> bool:
-    for step in name.split("."):
-        data = data.get(step) if isinstance(data, dict) else None
-    return bool(data)
-
-
-def output_file(flag: str, path: Path | None) -> Path | None:
-    """See that a file can be written at `path` before the work begins.
-
-    Raises:
-        SettingsError: its directory is not there, or it is a directory itself.
-    """
-    if path is not None and not path.parent.is_dir():
-        raise SettingsError(f"{flag}: got {path}, but there is no directory {path.parent}; make it first")
-    if path is not None and path.is_dir():
-        raise SettingsError(f"{flag}: got {path}, which is a directory; expected the name of a file")
-    return path
-
-
-def distinct_files(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
-    """See that no output overwrites another one, or what is read.
-
-    Args:
-        outputs: by what writes them, e.g. `--out` and `the summary of --out`.
-        inputs: by what they are, e.g. `--exclude reads`.
-    Raises:
-        SettingsError: two of one name.
-    """
-    known: dict[Path, str] = {path.resolve(): phrase for phrase, path in inputs.items() if path is not None}
-    for name, path in outputs.items():
-        if path is None:
-            continue
-        if other := known.get(path.resolve()):
-            raise SettingsError(f"{name}: would write {path}, which {other}; give it a name of its own")
-        known[path.resolve()] = f"{name} writes"
 
 
 def beside(flag: str, out: Path | None) -> dict[str, Path | None]:
@@ -207,16 +172,6 @@ def cluster(engine: str, workers: int | None, address: str | None, threads: int 
     from grasp.extract.cluster import ClusterSpec
 
     return ClusterSpec(address, workers, threads or 1)
-
-
-def put(data: dict[str, Any], name: str, value: Any) -> None:
-    """Set a leaf by its dotted path."""
-    *steps, leaf = name.split(".")
-    for step in steps:
-        data = data.setdefault(step, {})
-        if not isinstance(data, dict):
-            raise SettingsError(f"{name}: `{step}` holds a value, expected a group of settings")
-    data[leaf] = value
 
 
 def asked_names(flag: str, text: str | None) -> list[str] | None:

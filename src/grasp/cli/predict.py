@@ -8,8 +8,9 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
-from grasp.cli.options import chosen_protocol, distinct_files, distinct_names, output_file
+from grasp.cli.options import chosen_protocol, distinct_names
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 from grasp.text import plain
 
 if TYPE_CHECKING:
@@ -75,13 +76,10 @@ def predict(
     idle = {"--omitted": omitted and subsets is None, "--units": units and by is not None}
     idle["--components"] = components and by is not None
     _check_flags(asked, idle)
-    output_file("--out", out)
-    distinct_files(
-        {"--out": out},
-        {"is the row table of ART": path / "rows.parquet", "--subsets reads": subsets, "--protocol reads": protocol},
-    )
     wanted = distinct_names("--targets", targets)
     artifact = Artifact.open(path)
+    read = {"--subsets reads": subsets, "--protocol reads": protocol, "is the environment": environment}
+    check_outputs({"--out": out}, artifact.reads | read)
     labels = LabelTable(artifact.rows_path)
     checked_targets(artifact, wanted, "--targets")
     if by is not None:

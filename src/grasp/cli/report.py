@@ -7,7 +7,8 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import command
-from grasp.cli.options import distinct_files, distinct_names, output_file
+from grasp.cli.options import distinct_names
+from grasp.files import check_outputs
 from grasp.text import size_text
 
 # \b keeps the lines of the epilog as they are.
@@ -44,15 +45,17 @@ def report(
 
     Slices with intervals, interactions, rows with their text, sliders that predict what grasp predict predicts.
     """
-    output_file("--out", out)
-    read = {"--selection": selection, "--mixture": mixture, "--detect": suspects, "--protocol": protocol}
-    distinct_files({"--out": out}, {f"{flag} reads": file for flag, file in read.items()})
     from grasp.artifact.reader import Artifact
     from grasp.predict.protocol import default_protocol, load_protocol
     from grasp.report.findings import Question, findings
     from grasp.report.page import write_report
     from grasp.runs.environment import Environment
 
+    artifact = Artifact.open(path)
+    read = {"--selection": selection, "--mixture": mixture, "--detect": suspects, "--protocol": protocol}
+    read |= {"--environment": environment}
+    known = {f"{flag} reads": file for flag, file in read.items()} | {"--previous reads": previous}
+    check_outputs({"--out": out}, artifact.reads | known)
     question = Question(
         targets=distinct_names("--targets", targets),
         by=distinct_names("--by", by) or (),
@@ -66,5 +69,5 @@ def report(
         command=shlex.join(["grasp", *sys.argv[1:]]),
     )
     chosen = default_protocol() if protocol is None else load_protocol(protocol)
-    size = write_report(findings(Artifact.open(path), chosen, question), out)
+    size = write_report(findings(artifact, chosen, question), out)
     print(f"{out}: {size_text(size)}; open it in any browser, it needs no network")

@@ -8,9 +8,10 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import show
-from grasp.cli.options import distinct_names, names, output_file, published_methods
+from grasp.cli.options import distinct_names, names, published_methods
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 from grasp.text import plain
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ def retrieve(
     of the methods.
     """
     _check_question(queries, by, target, related)
-    output_file("--out", out)
     places = _numbers(k)
     from grasp.artifact.reader import Artifact
     from grasp.audit.retrieval import method_names, parse_scores, per_query
@@ -72,6 +72,8 @@ def retrieve(
     asked = parse_scores(methods, names(fusion) or [])
     published = published_methods(method_names(asked), method_settings, {})
     artifact = Artifact.open(path)
+    read = {"--queries reads": queries, "--method-settings reads": method_settings}
+    check_outputs({"--out": out}, artifact.reads | read)
     questions = _related(artifact, queries, by, target, related)
     if together:
         questions = [one.together() for one in questions]

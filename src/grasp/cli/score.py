@@ -8,9 +8,10 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import show
-from grasp.cli.options import names, output_file, published_methods
+from grasp.cli.options import names, published_methods
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
@@ -54,13 +55,13 @@ def score(
 
     Positive means that training on the row should lower the loss of the target's units.
     """
-    output_file("--out", out)
     given = {"--environment": environment, "--checkpoints": checkpoints}
     asked = _method(method, match, given | {"--method-settings": method_settings, "--cache": cache}, method_settings)
     from grasp.artifact.reader import Artifact
     from grasp.predict.source import checked_targets
 
     artifact = Artifact.open(path)
+    check_outputs({"--out": out}, artifact.reads | {"is the environment": environment, "is a checkpoint": checkpoints})
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is
     checked_targets(artifact, [target], "--target")

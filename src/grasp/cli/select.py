@@ -1,7 +1,6 @@
 """grasp select"""
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +8,11 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
-from grasp.cli.options import beside, chosen_protocol, distinct_files, output_file
+from grasp.cli.options import beside, chosen_protocol
 from grasp.cli.predict import nats, number, print_protocol, print_trust
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
+from grasp.files import check_outputs
 from grasp.text import plain
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ def select(
     Relevance minus the protocol's geometry, by exact marginal gains, with a bound on what any choice could reach.
     """
     outputs = {**beside("--out", out), "--ids-out": ids_out, "--corpus-out": corpus_out}
-    reads = {"is the row table of ART": path / "rows.parquet", "--exclude reads": exclude, "--protocol reads": protocol}
-    _check_outputs(outputs, reads, form, corpus)
+    _check_flags(out, corpus_out, form, corpus)
     from grasp.artifact.reader import Artifact
     from grasp.choose.amounts import parse_targets
     from grasp.choose.documents import checked_rule
@@ -93,8 +92,11 @@ def select(
 
     rule, kind = checked_rule(documents), None if form is None else checked_format(form)
     artifact = Artifact.open(path)
+    read = {"--exclude reads": exclude, "--protocol reads": protocol, "is the environment": environment}
+    check_outputs(outputs, artifact.reads | read | {"--corpus reads": corpus})
     checked_targets(artifact, list(parse_targets(target)), "--target")
-    _check_corpus(artifact, corpus, outputs, needed=corpus_out is not None)
+    if corpus_out is not None:
+        _check_corpus(artifact, corpus)
     chosen = chosen_protocol(protocol, calibration, diversity=diversity, array_names=artifact.array_names)
     table = LabelTable(artifact.rows_path)
     request, notes = _request(artifact, table, budget, target, by, floor, cap, exclude, exclude_where)
@@ -130,13 +132,8 @@ class _Advance:
         self._done = done
 
 
-def _check_outputs(
-    outputs: Mapping[str, Path | None], reads: Mapping[str, Path | None], form: str | None, corpus: str | None
-) -> None:
-    """See that everything can be written before the work begins, and over nothing that is read."""
-    out, ids_out, corpus_out = (outputs[flag] for flag in ("--out", "--ids-out", "--corpus-out"))
-    for flag, file in (("--out", out), ("--ids-out", ids_out)):
-        output_file(flag, file)
+def _check_flags(out: Path | None, corpus_out: Path | None, form: str | None, corpus: str | None) -> None:
+    """See that the outputs have names that they can have, and that no flag is given that says nothing of them."""
     if out is not None and out.suffix != ".parquet":
         raise SettingsError(f"--out: got {out}, expected a name that ends in .parquet")
     if corpus_out is not None and corpus_out.exists():
@@ -146,29 +143,19 @@ def _check_outputs(
     if corpus_out is None and (form is not None or corpus is not None):
         useless = ", ".join(flag for flag, value in (("--format", form), ("--corpus", corpus)) if value is not None)
         raise SettingsError(f"select: got {useless} without --corpus-out, where it has no meaning; leave it out")
-    distinct_files(outputs, reads)
 
 
-def _check_corpus(
-    artifact: "Artifact", corpus: str | None, outputs: Mapping[str, Path | None], *, needed: bool
-) -> None:
-    """See that the corpus is where it is said to be, and that nothing is written over it."""
+def _check_corpus(artifact: "Artifact", corpus: str | None) -> None:
+    """See, before the work begins, that the corpus is where it is said to be."""
     from grasp.choose.documents import corpus_settings
-    from grasp.corpus.sources import FileSource, open_source
+    from grasp.corpus.sources import open_source
     from grasp.errors import CorpusError
 
     try:
-        settings = corpus_settings(artifact, corpus)
-        if not needed and not Path(settings.path).exists():
-            return  # what is not read is not looked for, least of all on a hub
-        found = open_source(settings.path)
+        open_source(corpus_settings(artifact, corpus).path)
     except (CorpusError, SettingsError) as err:
-        if not needed:
-            return
         remedy = "; say with --corpus where it lies now" if corpus is None else ""
         raise SettingsError(f"--corpus{'-out' if corpus is None else ''}: {err}{remedy}") from err
-    if isinstance(found, FileSource):
-        distinct_files(outputs, {f"is the corpus file {name}": Path(file) for name, file in found.files})
 
 
 def _request(

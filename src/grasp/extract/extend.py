@@ -1,8 +1,8 @@
 """Adding targets to a finished artifact: from its kept features, or by a pass for relevance only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,25 +17,30 @@ from grasp.extract.local import Inputs, announce, column_sums, identity, prepare
 from grasp.extract.moments import unspool_moments, unspool_position_moments
 from grasp.extract.progress import Progress, Silent
 from grasp.models.reference import load_reference
-from grasp.settings import TargetSettings, build_settings
+from grasp.settings import TargetSettings, found_settings
 
 Source = Literal["kept features", "pass", "there already"]
 
 
-def add_target(out: Path, targets: TargetSettings, *, progress: Progress | None = None) -> Source:
+def add_target(
+    out: Path, targets: TargetSettings, *, own: Mapping[str, Any] | None = None, progress: Progress | None = None
+) -> Source:
     """Add targets to the artifact `out`; returns where their relevance came from.
 
     The old units stay as they are. Killed at any moment, the same call goes on where it was. A pass gives what a
     joint build gives; token relevance from kept features, which are float16, is within 2e-3 of its largest value.
 
+    Args:
+        own: settings of the user, of which those are taken that decide which code is run.
     Raises:
         ArtifactError: model or corpus are no longer those of the artifact; a target is there already.
+        SettingsError: the artifact was built by code that `own` does not name as well.
     """
     progress = progress or Silent()
     Artifact.open(out)  # before the lock, which would make the directory
     with ArtifactLock.acquire(out) as lock:
         artifact = Artifact.open(out)
-        settings = build_settings(artifact.manifest.settings, str(out / "manifest.json"))
+        settings = found_settings(artifact.manifest.settings, str(out / "manifest.json"), own)
         settings = settings.model_copy(update={"targets": targets})
         model = load_reference(settings.model)
         inputs = prepare(settings, model, out / "tokens", progress)

@@ -196,7 +196,7 @@ def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
 
 
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    where = _checkpoint_at("model.path", settings.path)
+    where = _checkpoint_at("model.path", settings.path, settings)
     _refuse_classifier(settings.path)
     tokenizer = _hf_tokenizer(settings)
     return load_weights(AutoModelForCausalLM, settings.path, "is not a causal LM", where, dtype), tokenizer
@@ -224,7 +224,7 @@ def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
     Raises:
         ModelError: nothing there, another kind, or weights are missing.
     """
-    return load_weights(kind, settings.path, what, _checkpoint_at("model.path", settings.path), torch.float32)
+    return load_weights(kind, settings.path, what, _checkpoint_at("model.path", settings.path, settings), torch.float32)
 
 
 def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> Any:
@@ -237,7 +237,7 @@ def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> An
         ModelError: nothing there, or nothing that transformers can load.
     """
     with _quiet():
-        return _loaded(kind, "model.path", what, **_checkpoint_at("model.path", settings.path), **how)
+        return _loaded(kind, "model.path", what, **_checkpoint_at("model.path", settings.path, settings), **how)
 
 
 def load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtype: torch.dtype) -> Any:
@@ -249,9 +249,12 @@ def load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtyp
     return model.to(dtype)
 
 
-def _checkpoint_at(field: str, name: str) -> dict[str, Any]:
-    local = _is_local(field, name)  # a checkpoint on disk never asks a hub
-    where: dict[str, Any] = {"pretrained_model_name_or_path": name, "local_files_only": local}
+def _checkpoint_at(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": name,
+        "local_files_only": _is_local(field, name),  # a checkpoint on disk never asks a hub
+        "trust_remote_code": settings.trust_remote_code,  # said either way, so that nobody is asked
+    }
     path = Path(name)
     if path.suffix == ".gguf":
         for module in ("gguf", "accelerate"):
@@ -265,7 +268,7 @@ def _hf_tokenizer(settings: ModelSettings) -> Any:
     if settings.tokenizer is not None:
         field, name = "model.tokenizer", settings.tokenizer
     with _quiet():
-        return _loaded(AutoTokenizer, field, "has no tokenizer", **_checkpoint_at(field, name))
+        return _loaded(AutoTokenizer, field, "has no tokenizer", **_checkpoint_at(field, name, settings))
 
 
 def _is_local(field: str, name: str) -> bool:
@@ -289,6 +292,11 @@ def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, UnpicklingError) as err:
         name = where["pretrained_model_name_or_path"]
         reason = " ".join(str(err).split())[:300]
+        if "trust_remote_code" in str(err):
+            raise ModelError(
+                f"{field}: `{name}` brings Python code of its own, which is not run; read it, and if you trust it "
+                "say --set model.trust_remote_code=true"
+            ) from err
         if not where["local_files_only"]:
             raise ModelError(f"{field}: no `{name}` on this disk, and none can be had from a hub: {reason}") from err
         raise ModelError(f"{field}: `{name}` {what} that transformers can load: {reason}") from err

@@ -72,7 +72,7 @@ class ByProcessor:
         from transformers import AutoImageProcessor  # noqa: PLC0415 - slow to import
 
         # the first word is that of transformers 5, the second of 4: each passes over the other's
-        how = {"backend": "pil", "use_fast": False, "trust_remote_code": False}
+        how = {"backend": "pil", "use_fast": False}
         try:
             return cls(load_beside(AutoImageProcessor, settings, "has no image processor", **how))
         except (ModelError, TypeError, AttributeError) as err:

@@ -290,7 +290,7 @@ def _tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, pro
         part.replace(directory)
     if not directory.is_dir():
         raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if len(tokenizer) > vocab_size:
         raise SettingsError(
             f"tokenizer: {directory} has {len(tokenizer)} tokens, recipe {recipe.name} has room for {vocab_size}; "

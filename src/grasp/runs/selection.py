@@ -23,7 +23,7 @@ from scipy.stats import norm
 
 import grasp
 from grasp.errors import ProtocolError
-from grasp.files import written_aside
+from grasp.files import write_whole
 from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
 from grasp.predict.source import F64
 from grasp.runs.candidates import Candidate, ProtocolFamily
@@ -198,12 +198,14 @@ def provenance(
     }
 
 
-def write_provenance(record: Mapping[str, Any], protocol_path: Path) -> Path:
-    """Write the record beside the protocol, as `<protocol>.provenance.json`; it appears only when whole."""
-    path = protocol_path.with_suffix(".provenance.json")
-    with written_aside(path) as part:
-        part.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return path
+def provenance_path(protocol: Path) -> Path:
+    """Where the record of a protocol lies: beside it."""
+    return protocol.with_suffix(".provenance.json")
+
+
+def write_provenance(record: Mapping[str, Any], path: Path) -> None:
+    """Write the record; it appears only when whole."""
+    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
 def _described(one: Development) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""Code that a stranger names is never run: not a checkpoint's own, nor what an artifact says makes its model."""
+
+import json
+import shutil
+
+import pytest
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import ModelError, SettingsError
+from grasp.extract.extend import add_target
+from grasp.extract.local import build
+from grasp.models.causal_lm import ReferenceModel
+from grasp.settings import ModelSettings, build_settings, found_settings, target_settings
+from tests.cli.grasp_command import refused, succeed
+from tests.extract.world import world
+from tests.models.images_world import settings as images_settings
+from tests.models.images_world import write_parquet
+
+CODE = "from pathlib import Path\nPath({!r}).write_text('ran')\n"
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    build(build_settings(images_settings(root)), root / "art")
+    write_parquet(root / "more.parquet", 5, seed=3)
+    return root
+
+
+@pytest.mark.parametrize("of", ["model", "tokenizer"])
+def test_the_code_of_a_checkpoint_is_run_only_if_the_user_says_so(of, tmp_path, monkeypatch):
+    settings = world(tmp_path, 8).model
+    place, ran = tmp_path / "model", tmp_path / "ran"
+    (place / "own.py").write_text(CODE.format(str(ran)) + "class Own:\n    pass\n")
+    name = {"model": "config.json", "tokenizer": "tokenizer_config.json"}[of]
+    found = json.loads((place / name).read_text())
+    if of == "model":
+        found |= {"model_type": "strange", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    else:
+        found |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (place / name).write_text(json.dumps(found))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a prompt"))
+    with pytest.raises(ModelError, match=r"brings Python code of its own, which is not run; .*trust_remote_code=true"):
+        ReferenceModel.load(settings)
+    assert not ran.exists()
+
+
+def test_settings_that_lay_beside_data_decide_no_code(tmp_path):
+    data = images_settings(tmp_path)
+    with pytest.raises(SettingsError, match=r"^m: model\.classifier\.factory is 'tests.*TinyNet': that is code"):
+        found_settings(data, "m")
+    own = {"model": {"classifier": {"factory": "mine.py:Net"}}}
+    assert found_settings(data, "m", own).model.classifier.factory == "mine.py:Net"
+    text = {"model": {"path": "m", "trust_remote_code": True}, "corpus": {"path": "c"}, "targets": {"names": ["t"]}}
+    with pytest.raises(SettingsError, match=r"^m: model\.trust_remote_code is True: that is code"):
+        found_settings(text, "m")
+    assert found_settings(text, "m", {"model": {"trust_remote_code": True}}).model.trust_remote_code
+    assert not ModelSettings(path="m").trust_remote_code
+
+
+def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
+    art = shutil.copytree(images / "art", tmp_path / "art")
+    asked = ("build", "--out", art, "--add-target", images / "more.parquet", "--quiet")
+    with pytest.raises(SettingsError, match=r"factory is .*repeat it with --set model.classifier.factory=\.\.\."):
+        add_target(art, target_settings({"names": [str(images / "more.parquet")]}))
+    assert "art/manifest.json: model.classifier.factory is" in refused(*asked)
+    assert "got corpus as well" in refused(*asked, "--set", "corpus.limit=3")
+    succeed(*asked, "--set", "model.classifier.factory=tests.models.images_world:TinyNet")
+    assert Artifact.open(art).targets == ("trusted", "more")
+
+
+def test_a_build_goes_on_with_the_code_that_the_user_names(images, tmp_path):
+    art = shutil.copytree(images / "art", tmp_path / "art")
+    assert "run.yaml: model.classifier.factory is" in refused("build", "--out", art, "--resume")
+    named = ("--set", "model.classifier.factory=tests.models.images_world:TinyNet")
+    assert "was complete already" in succeed("build", "--out", art, "--resume", *named).out
+    assert "was complete already" in succeed("build", "--out", art, "--resume", "--config", art / "run.yaml").out
