@@ -41,19 +41,25 @@ class CorpusSettings(Settings):
     """Where the corpus is and how documents become rows."""
 
     path: str = Field(description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory.")
+    split: str | None = Field(None, description="Split to read, where the corpus has several.")
     text_column: str = Field("text", description="Column that holds the text.")
-    ids_column: str = Field(
-        "input_ids", description="Column of token ids; where present it is used as it is, never re-packed."
+    ids_column: str = Field("input_ids", description="Column of token ids; where present it is used as it is.")
+    row_id_column: str | None = Field(
+        None, description="Column with the stable name of a row; none: row_id or id, if there; empty: names are made."
     )
-    row_id_column: str = Field("row_id", description="Column with the stable name of a row, if the corpus has one.")
-    doc_id_column: str = Field(
-        "doc_id", description="Column with the stable name of a document, if the corpus has one."
+    doc_id_column: str | None = Field(
+        None, description="Column with the stable name of a document; none: doc_id, if there; empty: names are made."
     )
     packing: Literal["document", "concat"] = Field(
         "document",
         description="document: a document is one or more rows; concat: EOS-joined rows of fixed length.",
     )
-    max_length: int = Field(512, ge=2, description="Longest row, in tokens.")
+    max_length: int | None = Field(
+        None,
+        ge=2,
+        description="Longest row, in tokens; longer documents become several rows. None: as long as the model reads, "
+        "at most 2,048, or the longest row of a corpus of token ids.",
+    )
     max_rows_per_document: int | None = Field(
         None,
         ge=1,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import datasets
 import fsspec
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from grasp.corpus import read_documents
 from grasp.corpus.documents import documents_of
-from grasp.corpus.sources import JsonRecord
+from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
 from grasp.errors import CorpusError, MissingExtraError
 from tests.corpus.world import records, sentences, settings_for, write_chunked, write_jsonl, write_parquet
 
@@ -96,11 +97,80 @@ def test_a_datasets_directory(tmp_path, expected):
 def test_a_datasets_directory_with_splits(tmp_path, expected):
     splits = {"train": datasets.Dataset.from_list(records(20)), "test": datasets.Dataset.from_list(records(2))}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
-    assert plain(read_documents(settings_for(tmp_path / "splits"))) == expected
+    assert plain(read_documents(settings_for(tmp_path / "splits", split="train"))) == expected
+    assert plain(read_documents(settings_for(tmp_path / "splits", split="test"))) == expected[:2]
     assert plain(read_documents(settings_for(tmp_path / "splits" / "test"))) == expected[:2]
-    datasets.DatasetDict({"x": splits["test"], "y": splits["test"]}).save_to_disk(tmp_path / "unclear")
-    with pytest.raises(CorpusError, match=r"got the splits \['x', 'y'\], expected one of them: point at .*unclear/x"):
-        read_documents(settings_for(tmp_path / "unclear"))
+    with pytest.raises(CorpusError, match=r"splits: has the splits test, train; say which one with --split"):
+        read_documents(settings_for(tmp_path / "splits"))
+    with pytest.raises(CorpusError, match=r"corpus.split: got 'dev', .*splits has test, train"):
+        read_documents(settings_for(tmp_path / "splits", split="dev"))
+    datasets.DatasetDict({"x": splits["train"]}).save_to_disk(tmp_path / "alone")
+    assert plain(read_documents(settings_for(tmp_path / "alone"))) == expected
+
+
+def test_files_named_after_their_split(tmp_path, expected):
+    write_jsonl(tmp_path / "data" / "train-0.jsonl", records(20))
+    write_jsonl(tmp_path / "data" / "test-0.jsonl", records(3))
+    assert plain(read_documents(settings_for(tmp_path, split="train"))) == expected
+    with pytest.raises(CorpusError, match=r"corpus.split: got 'dev', but no file of .* is named after it"):
+        read_documents(settings_for(tmp_path, split="dev"))
+    with pytest.raises(CorpusError, match=r"corpus.split: got 'train', but .* is one file and has no splits"):
+        read_documents(settings_for(tmp_path / "data" / "train-0.jsonl", split="train"))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pa.Table.from_pylist,
+        pd.DataFrame,
+        datasets.Dataset.from_list,
+        lambda r: list(r) and datasets.DatasetDict({"train": datasets.Dataset.from_list(r)}),
+    ],
+    ids=["arrow", "pandas", "datasets", "dict"],
+)
+def test_what_is_in_memory_is_read_as_files_are_and_told_by_its_content(expected, kept):
+    source = table_source(kept(records(20)))
+    assert plain(documents_of(source, settings_for("none"))) == expected
+    assert plain(documents_of(source, settings_for("none"), start=7)) == expected[7:]
+    assert source.identity() == table_source(kept(records(20))).identity()
+    assert source.identity() != table_source(kept([*records(19), {**records(20)[19], "year": 1}])).identity()
+
+
+def test_what_is_in_memory_and_no_table_is_refused():
+    with pytest.raises(CorpusError, match=r"corpus: got list, expected a path, a pandas DataFrame"):
+        table_source(["a", "b"])
+    with pytest.raises(CorpusError, match="a column cannot be read"):
+        table_source(pd.DataFrame({"text": ["a", 3.5]}))
+    two = datasets.DatasetDict({name: datasets.Dataset.from_list(records(2)) for name in ("a", "b")})
+    with pytest.raises(CorpusError, match="corpus: has the splits a, b; say which one with --split"):
+        table_source(two)
+    assert table_source(two, "b").table.num_rows == 2
+    with pytest.raises(CorpusError, match=r"it was in memory, 12: it is on no disk; pass the same object again"):
+        read_documents(settings_for(IN_MEMORY + "12"))
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_an_id_column_names_the_rows(tmp_path, write):
+    rows = [{"id": i, "doc_id": f"d{i}", "text": "x"} for i in range(3)]
+    path = write(tmp_path / f"c{'.jsonl' if write is write_jsonl else '.parquet'}", rows)
+    assert [(d.row_id, d.doc_id, dict(d.labels)) for d in read_documents(settings_for(path))] == [
+        (str(i), f"d{i}", {}) for i in range(3)
+    ]
+    plainly = next(read_documents(settings_for(path, row_id_column="", doc_id_column="")))
+    assert (plainly.row_id, dict(plainly.labels)) == (None, {"id": 0, "doc_id_": "d0"})
+
+
+def test_a_number_that_is_none_is_a_missing_label(tmp_path):
+    rows = [{"text": "x", "score": value} for value in (1.5, float("nan"), None)]
+    for path in (write_jsonl(tmp_path / "c.jsonl", rows), write_parquet(tmp_path / "c.parquet", rows)):
+        assert [d.labels["score"] for d in read_documents(settings_for(path))] == [1.5, None, None]
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["a"]), pa.array(["b"])], ["text", "topic", "topic"])
+    pq.write_table(table, tmp_path / "c.parquet")
+    with pytest.raises(CorpusError, match=r"c.parquet: has the column topic more than once; rename or drop one"):
+        list(read_documents(settings_for(tmp_path / "c.parquet")))
 
 
 def test_an_indexed_dataset_keeps_its_order(tmp_path):
@@ -279,8 +349,8 @@ def test_a_missing_text_column_names_what_was_found(tmp_path, suffix):
     path = write_chunked(tmp_path, [{"body": "x", "topic": "a"}], [], suffix)
     with pytest.raises(
         CorpusError,
-        match=r"part-000\.\w+(:1)?: no text column 'text' and no ids column 'input_ids'; columns found: body, topic\. "
-        r"Set corpus\.text_column to the one that holds the text",
+        match=r"part-000\.\w+(:1)?: no text column 'text' and no ids column 'input_ids'; columns found: body, topic; "
+        r"name the one that holds the text with --text-column",
     ):
         refused(path)
     assert refused(path, text_column="body") == ["x"]

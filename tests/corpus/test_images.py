@@ -108,7 +108,7 @@ def test_columns_that_are_not_there_are_named(tmp_path, columns, said):
 
 def test_nothing_usable_and_loose_files_are_refused(tmp_path):
     pq.write_table(pa.table({"image": [b"x", b"y"], "label": [0, 1]}), tmp_path / "c.parquet")
-    with pytest.raises(CorpusError, match=r"none of the 2 images can be used \(2 broken_image\)"):
+    with pytest.raises(CorpusError, match=r"none of its 2 records gives a row \(2 broken_image\)"):
         store(tmp_path, tmp_path / "c.parquet")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.png").write_bytes(pictures(1)[0][0])

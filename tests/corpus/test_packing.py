@@ -14,7 +14,7 @@ PACKINGS = st.sampled_from(["document", "concat"])
 
 def pack(documents, tokenizer, log=None, cursor=None, **changes):
     cursor, log = cursor or Cursor(), SkipLog() if log is None else log
-    packer = Packer(settings_for("none", **changes), tokenizer.eos_id, tokenizer.vocab_size, cursor, log)
+    packer = Packer(settings_for("none", **changes), tokenizer, cursor, log)
     for d in documents[cursor.document :]:
         has_text = d.input_ids is None and d.text and d.text.strip()
         yield from packer.feed(d, tokenizer.encode([d.text])[0] if has_text else None)
@@ -106,13 +106,20 @@ def test_a_packed_row_belongs_to_the_document_with_most_tokens_the_first_on_a_ti
     assert [(row.row_id, row.doc_id, row.labels["topic"]) for row in rows] == [("d0", "d0", "x"), ("d2", "d2", "z")]
 
 
-def test_ids_are_used_as_they_are_and_never_packed():
+def test_ids_are_used_as_they_are_cut_as_text_is_and_never_packed():
     documents = [document(0, "a b"), document(1, ids=range(1, 9)), document(2, ids=[7]), document(3, "c d")]
     log = SkipLog()
     rows = list(pack(documents, Words(), log, packing="concat", max_length=5))
     words = Words().encode(["a b", "c d"])
-    assert ids_of(rows) == [[*words[0], 0], [1, 2, 3, 4, 5], [*words[1], 0]]
-    assert log.frozen().ids == {"cut": ("d1",), "one_token": ("d2",)}
+    assert ids_of(rows) == [[*words[0], 0], [1, 2, 3, 4, 5], [6, 7, 8], [*words[1], 0]]
+    assert [row.row_id for row in rows] == ["d0", "d1", "d1#1", "d3"]
+    assert log.frozen().ids == {"one_token": ("d2",)}
+
+
+def test_the_snippet_of_ids_alone_is_decoded_from_the_row_itself():
+    rows = list(pack([document(0, ids=range(1, 9)), document(1, "a b", ids=[3, 4])], Words(), max_length=5))
+    assert [row.snippet for row in rows] == ["t1 t2 t3 t4 t5", "t6 t7 t8", "a b"]
+    assert [row.snippet for row in pack([document(0, ids=[1, 2])], Words(), snippet_chars=0)] == [""]
 
 
 def test_a_text_without_a_token_is_empty():

@@ -317,6 +317,53 @@ def test_clashing_and_nested_columns(tmp_path):
         assert (row["n_tokens"], row["n_tokens_"], row["__document___"]) == (3, "n", 7)
 
 
+@pytest.mark.parametrize("shard_rows", [1, 10])
+def test_labels_that_differ_only_in_case_are_refused(tmp_path, shard_rows):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}])
+    with pytest.raises(CorpusError, match=r"labels 'topic' and 'Topic' differ only in case, .* rename or drop one"):
+        write(tmp_path / "store", path, shard_rows)
+
+
+def test_row_length_follows_the_model_and_rows_that_are_ids(tmp_path):
+    texts = write_jsonl(tmp_path / "t.jsonl", [{"text": "x " * 3000}])
+    ids = write_jsonl(tmp_path / "i.jsonl", [{"input_ids": [1] * n} for n in (3, 2500)])
+
+    def lengths(path, **given):
+        store = RowStore.write(
+            tmp_path / f"{path.stem}-{given}", settings_for(path, max_length=None), Words(), shard_rows=9, **given
+        )
+        return store.details["max_length"], store.lengths().tolist()
+
+    assert lengths(texts) == (2048, [2048, 953])
+    assert lengths(texts, context=1500) == (1500, [1500, 1500])
+    assert lengths(texts, context=100_000)[0] == 2048
+    assert lengths(ids) == (2500, [3, 2500])
+    assert lengths(ids, context=2000) == (2000, [3, 2000, 500])
+    assert lengths(ids, context=100_000)[0] == 2500
+
+
+def test_the_store_says_which_column_is_what_and_gives_tables_without_tokens(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"id": f"r{i}", "body": "a b c", "topic": "x"} for i in range(5)])
+    store = write(tmp_path / "store", path, 2, text_column="body")
+    assert store.details["columns"] == {"text": "body", "row_id": "id"}
+    assert store.table(2).to_pylist() == store.shard(2).table.to_pylist()
+    with pytest.raises(CorpusError, match="got shard 3, expected 0 to 2"):
+        store.table(3)
+
+
+def test_what_was_begun_with_other_input_is_replaced_where_it_may_be(tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a b", "row_id": name} for name in "xyx"])
+    with pytest.raises(CorpusError, match="row_id 'x' occurs twice"):
+        write(tmp_path / "store", path, 2)
+    write_jsonl(path, [{"text": "a b", "row_id": name} for name in "xyz"])
+    with pytest.raises(CorpusError, match="was begun with other input"):
+        write(tmp_path / "store", path, 2)
+    (tmp_path / "store" / "notes.txt").write_text("the user's own")
+    settings = settings_for(path)
+    assert RowStore.write(tmp_path / "store", settings, Words(), shard_rows=2, replace=True).n_rows == 3
+    assert (tmp_path / "store" / "notes.txt").exists()
+
+
 def test_what_is_skipped_is_counted_and_listed(tmp_path):
     rows = [{"text": "a b"}, {"text": ""}, {"text": None}, {"text": " \n\t"}, {"text": "solo"}, {"text": "c d"}]
     path = write_jsonl(tmp_path / "c.jsonl", [{**row, "row_id": f"r{i}"} for i, row in enumerate(rows)])
@@ -366,7 +413,9 @@ def test_an_empty_corpus(tmp_path, suffix):
         path.write_text("\n")
     else:
         pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
-    with pytest.raises(CorpusError, match=rf"c\{suffix}: the corpus is empty, expected at least one document"):
+    with pytest.raises(
+        CorpusError, match=rf"c\{suffix}: none of its 0 records gives a row \(it is empty\); expected at least one"
+    ):
         write(tmp_path / "store", path)
 
 
@@ -374,7 +423,7 @@ def test_a_corpus_without_a_usable_row(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": ""}, {"text": " "}, {"text": "a"}])
     with pytest.raises(
         CorpusError,
-        match=r"none of the 3 documents gives a row \(1 empty, 1 whitespace, 1 one_token\); expected one with at least",
+        match=r"none of its 3 records gives a row \(1 empty, 1 whitespace, 1 one_token\); expected at least one",
     ):
         write(tmp_path / "store", path, tokenizer=Words(eos_id=None))
 
@@ -386,7 +435,7 @@ def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
     with pytest.raises(
         CorpusError,
         match=r"row_id 'b' occurs twice: .*part-000\.jsonl:2 \(row_index 1\) and .*part-001\.jsonl:2 \(row_index 4\); "
-        r"give every row a name of its own in the column 'row_id', or drop one of them",
+        r"give every row a name of its own, name another column of names with --id-column",
     ):
         write(tmp_path / "store", path, shard_rows)
     assert not (tmp_path / "store" / "store.json").exists()

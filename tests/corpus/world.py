@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 from hypothesis import strategies as st
 
 from grasp.corpus import Document, RowStore
@@ -33,6 +32,9 @@ class Words:
         ends = [[match.end() for match in re.finditer(r"\S+", text)] for text in texts]
         return list(zip(self.encode(texts), ends, strict=True))
 
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [" ".join(f"t{token}" for token in row) for row in rows]
+
 
 def sentences(n: int, *, words: int = 7, seed: int = 0) -> list[str]:
     """Texts of 1 to 2 `words` words, all different."""
@@ -49,7 +51,7 @@ def write_jsonl(path: Path, rows: Sequence[dict]) -> Path:
     if path.suffix == ".gz":
         data = gzip.compress(data)
     elif path.suffix == ".zst":
-        data = zstandard.ZstdCompressor().compress(data)
+        data = pa.compress(data, codec="zstd", asbytes=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path

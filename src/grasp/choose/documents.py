@@ -183,7 +183,7 @@ def _name(document: Document) -> str:
 
 def _check_beginning(rows: DocumentRows, document: Document, settings: CorpusSettings, artifact: Artifact) -> None:
     """The first row of a document that was cut, not packed, keeps its beginning for reading."""
-    if settings.packing != "document" or not settings.snippet_chars:
+    if settings.packing != "document" or not settings.snippet_chars or document.text is None:
         return
     beginning = " ".join((document.text or "")[: 4 * settings.snippet_chars].split())[: settings.snippet_chars]
     if beginning != rows.snippet:

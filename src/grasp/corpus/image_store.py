@@ -1,9 +1,7 @@
 """The rows of a corpus of images on disk: encoded bytes and classes, shard by shard; see `shard_files`."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -13,10 +11,9 @@ from numpy.typing import NDArray
 
 from grasp.corpus.images import ImageRecord, class_index, images_of, open_images, pixel_hash, usable
 from grasp.corpus.labels import Label
-from grasp.corpus.packing import SkipLog
-from grasp.corpus.shard_files import FORMAT, ShardStore, StoreWriter, begin, first_duplicate, read_shard
+from grasp.corpus.packing import Cursor, SkipLog
+from grasp.corpus.shard_files import FORMAT, RowStream, ShardStore
 from grasp.corpus.sources import Source
-from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
 
 BYTES_COLUMN: Final = "__image__"
@@ -37,6 +34,15 @@ class ImageRow:
     snippet: str
     labels: Mapping[str, Label]
     ignored: tuple[str, ...]
+
+    @property
+    def after(self) -> Cursor:
+        return Cursor(self.document + 1)
+
+    @property
+    def n_tokens(self) -> int:
+        """One supervised position an image."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,8 @@ class ImageStore(ShardStore[ImageShard]):
     """The images of a corpus, complete and on disk; opens without reading them."""
 
     holds: ClassVar[str] = "images"
+    seed: ClassVar[bytes] = b"grasp images 1"
+    content: ClassVar[tuple[str, ...]] = (INDEX_COLUMN, BYTES_COLUMN)
     unpredicted: ClassVar[int] = 0  # every position of a row carries loss
 
     @classmethod
@@ -90,6 +98,7 @@ class ImageStore(ShardStore[ImageShard]):
         n_classes: int,
         *,
         shard_rows: int,
+        replace: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> Self:
         """Read and check the images; go on where an earlier call was cut off; open what is complete.
@@ -99,20 +108,57 @@ class ImageStore(ShardStore[ImageShard]):
         Args:
             classes: names of the head's classes, in order; empty: they have none.
             n_classes: classes of the head.
+            replace: throw away what was begun here with other input.
         Raises:
             CorpusError: no image is left, a class that the head does not have, a name that occurs twice, or another
                 corpus than the one that `directory` was begun with.
         """
-        source = open_images(settings.path)
-        begin(directory, _plan(source, settings, classes, n_classes, shard_rows))
-        if not (directory / "store.json").exists():
-            _write(directory, source, settings, classes, n_classes, shard_rows, progress)
-        return cls.open(directory)
+        source = open_images(settings.path, settings.split)
+        plan = {  # the path is not in it: a corpus may move
+            "format": FORMAT,
+            "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
+            "classes": {"names": ", ".join(classes), "count": n_classes},
+            "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
+        }
+        stream = ImageRows(source, settings, classes, n_classes)
+        return cls._write(directory, plan, stream, progress, replace=replace, details={})
 
     def _shard(self, start: int, whole: pa.Table) -> ImageShard:
         encoded = tuple(whole.column(BYTES_COLUMN).to_pylist())
         classes = whole.column(INDEX_COLUMN).to_numpy().astype(np.int64)
         return ImageShard(start, encoded, classes, self._public(whole))
+
+    @staticmethod
+    def _hashed(whole: pa.Table) -> Iterator[bytes]:
+        for line in whole.to_pylist():
+            name, content = line["row_id"].encode(), line[BYTES_COLUMN]
+            sizes = (len(name), line[INDEX_COLUMN], len(content))
+            yield b"".join(size.to_bytes(8, "little") for size in sizes) + name + content
+
+
+class ImageRows(RowStream[ImageRow]):
+    """The images of a source that can be used."""
+
+    def __init__(self, source: Source, settings: CorpusSettings, classes: Sequence[str], n_classes: int) -> None:
+        super().__init__(settings)
+        self._source, self._classes, self._n_classes = source, classes, n_classes
+
+    def rows(self, cursor: Cursor, log: SkipLog) -> Iterator[ImageRow]:
+        return image_rows(self._records(cursor), self._classes, self._n_classes, log)
+
+    def _records(self, cursor: Cursor) -> Iterator[ImageRecord]:
+        for record in images_of(self._source, self.settings, start=cursor.document):
+            self.next_document = record.index + 1
+            yield record
+
+    def payload(self, rows: Sequence[ImageRow]) -> dict[str, pa.Array]:
+        return {
+            BYTES_COLUMN: pa.array([row.encoded for row in rows], pa.binary()),
+            INDEX_COLUMN: pa.array([row.class_index for row in rows], pa.int32()),
+        }
+
+    def where(self, document: int) -> str:
+        return next(images_of(self._source, self.settings, start=document)).where
 
 
 def image_rows(
@@ -148,92 +194,3 @@ def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) ->
 def _theirs(label: str) -> str:
     """A column of the corpus under its own name, unless ours has it."""
     return f"{label}_" if label in (CLASS_LABEL, HASH_LABEL) else label
-
-
-def _write(
-    directory: Path,
-    source: Source,
-    settings: CorpusSettings,
-    classes: Sequence[str],
-    n_classes: int,
-    shard_rows: int,
-    progress: Callable[[int], None] | None,
-) -> None:
-    """Every shard from the cursor of the last finished one on, then the end of the store."""
-    log = SkipLog()
-    shards = StoreWriter(directory, log)
-    start = shards.states[-1]["cursor"]["document"] if shards.states else 0
-    seen = _Seen(images_of(source, settings, start=start), start)
-    rows = image_rows(seen, classes, n_classes, log)
-    while shard := list(islice(rows, shard_rows)):
-        after = shard[-1].document + 1 if len(shard) == shard_rows else seen.next_index
-        payload = {
-            BYTES_COLUMN: pa.array([row.encoded for row in shard], pa.binary()),
-            INDEX_COLUMN: pa.array([row.class_index for row in shard], pa.int32()),
-        }
-        shards.add(shard, [1] * len(shard), payload, {"document": after})
-        if progress is not None:
-            progress(shards.n_rows)
-    _check(directory, shards, settings, seen.next_index, shard_rows)
-    shards.close(
-        holds=ImageStore.holds,
-        shard_rows=shard_rows,
-        n_documents=seen.next_index,
-        fingerprint=_fingerprint(directory, len(shards.states)),
-    )
-
-
-class _Seen:
-    """Records as they come, and how far they went."""
-
-    def __init__(self, records: Iterator[ImageRecord], start: int) -> None:
-        self._records = records
-        self.next_index = start
-
-    def __iter__(self) -> Iterator[ImageRecord]:
-        return self
-
-    def __next__(self) -> ImageRecord:
-        record = next(self._records)
-        self.next_index = record.index + 1
-        return record
-
-
-def _check(directory: Path, shards: StoreWriter, settings: CorpusSettings, end: int, shard_rows: int) -> None:
-    if not shards.states:
-        counts = ", ".join(f"{count} {reason}" for reason, count in shards.skipped().counts.items())
-        raise CorpusError(
-            f"{settings.path}: none of the {end} images can be used{f' ({counts})' if counts else ''}; expected at "
-            "least one with a class"
-        )
-    twice = first_duplicate(directory, len(shards.states), shard_rows)
-    if twice is not None:
-        row_id, places = twice
-        raise CorpusError(
-            f"row_id {row_id!r} occurs twice: {' and '.join(f'row_index {row}' for row, _ in places)}; give every "
-            f"image a name of its own in the column {settings.row_id_column!r}, or drop one of them"
-        )
-
-
-def _plan(
-    source: Source, settings: CorpusSettings, classes: Sequence[str], n_classes: int, shard_rows: int
-) -> dict[str, Any]:
-    """What makes this store this store. The path is not in it: a corpus may move."""
-    return {
-        "format": FORMAT,
-        "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
-        "classes": {"names": ", ".join(classes), "count": n_classes},
-        "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
-    }
-
-
-def _fingerprint(directory: Path, n_shards: int) -> str:
-    """Hash over (row_id, class, bytes) in row order; shards do not enter."""
-    digest = hashlib.blake2b(b"grasp images 1", digest_size=16)
-    for k in range(n_shards):
-        table = read_shard(directory, k, ["row_id", INDEX_COLUMN, BYTES_COLUMN])
-        for line in table.to_pylist():
-            name, content = line["row_id"].encode(), line[BYTES_COLUMN]
-            sizes = (len(name), line[INDEX_COLUMN], len(content))
-            digest.update(b"".join(size.to_bytes(8, "little") for size in sizes) + name + content)
-    return digest.hexdigest()

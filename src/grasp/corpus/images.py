@@ -16,9 +16,10 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 
-from grasp.corpus.labels import Label, is_label, is_text, label_name, label_text, label_values
+from grasp.corpus.labels import Label, is_text
 from grasp.corpus.packing import SkipLog
-from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Selector, Source, open_source
+from grasp.corpus.records import check_id_columns, names_and_labels, read_records
+from grasp.corpus.sources import ArrowChunk, Chunk, Selector, Source, open_source
 from grasp.errors import CorpusError
 from grasp.extras import require
 from grasp.settings import CorpusSettings
@@ -51,31 +52,61 @@ def read_images(settings: CorpusSettings, *, start: int = 0) -> Iterator[ImageRe
         CorpusError: at the call, when there is nothing to read; while streaming, when a file is damaged or lacks
             the column of images or of classes.
     """
-    return images_of(open_images(settings.path), settings, start=start)
+    return images_of(open_images(settings.path, settings.split), settings, start=start)
 
 
 def images_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[ImageRecord]:
     """Images of a source that is open, from position `start` to the limit that the settings give."""
-    columns = _Columns(settings)
-    for chunk in source.chunks(start, columns.select):
-        for record in columns.records(chunk):
-            if settings.limit is not None and record.index >= settings.limit:
-                return
-            yield record
+    image = settings.image_column or IMAGE_COLUMN
+
+    def check(columns: Mapping[str, pa.DataType | None], where: str) -> None:
+        _check_columns(columns, settings, where)
+
+    for record in read_records(source, settings, (image,), check, start):
+        row_id, doc_id, labels = names_and_labels(record, settings, (image,))
+        yield ImageRecord(
+            index=record.index,
+            where=record.where,
+            given_id=doc_id,
+            row_id=row_id,
+            encoded=_encoded(record.values.get(image), record.name),
+            class_value=record.values.get(settings.class_column or CLASS_COLUMN),
+            labels=labels,
+            ignored=record.ignored,
+        )
 
 
-def open_images(path: str) -> Source:
+def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, where: str) -> None:
+    """The columns of images and of classes must be there, and images be of a type that can be read."""
+    image = settings.image_column or IMAGE_COLUMN
+    wanted = (("images", "image_column", image), ("classes", "class_column", settings.class_column or CLASS_COLUMN))
+    for what, setting, column in wanted:
+        if column not in columns:
+            raise CorpusError(
+                f"{where}: no column {column!r} of {what}; columns found: {', '.join(columns) or 'none'}. Set "
+                f"corpus.{setting} to the one that holds the {what}"
+            )
+    check_id_columns(settings, list(columns), where)
+    kind = columns[image]
+    if kind is not None and not (_is_binary(kind) or is_text(kind) or _is_struct(kind)):
+        raise CorpusError(
+            f"{where}: image column {image!r} holds {kind}, expected encoded images (binary), paths (text) or "
+            "a struct of bytes and path"
+        )
+
+
+def open_images(path: str, split: str | None = None) -> Source:
     """A directory with one folder of image files a class, or anything that `open_source` opens."""
     try:
         fs, root = fsspec.core.url_to_fs(path)
         is_directory = fs.isdir(root)
     except (ValueError, ImportError, OSError):
-        return open_source(path)  # which says what is wrong
+        return open_source(path, split)  # which says what is wrong
     if is_directory:
         found = sorted(file for file in fs.find(root) if _is_image(PurePosixPath(file).relative_to(root)))
         if found:
             return ImageFolder(fs, root, tuple(found))
-    return open_source(path)
+    return open_source(path, split)
 
 
 def _is_image(relative: PurePosixPath) -> bool:
@@ -120,80 +151,6 @@ class ImageFolder:
 
     def _relative(self, file: str) -> PurePosixPath:
         return PurePosixPath(file).relative_to(self.root)
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Which column is what, by the settings."""
-
-    settings: CorpusSettings
-    ignored: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of each table, by its name
-
-    @property
-    def image(self) -> str:
-        return self.settings.image_column or IMAGE_COLUMN
-
-    @property
-    def classes(self) -> str:
-        return self.settings.class_column or CLASS_COLUMN
-
-    def select(self, schema: pa.Schema, name: str) -> list[str]:
-        """Columns worth reading; checks that those that must be there are there and can be read."""
-        self._check_names(schema.names, name)
-        kind = schema.field(self.image).type
-        if not (_is_binary(kind) or is_text(kind) or _is_struct(kind)):
-            raise CorpusError(
-                f"{name}: image column {self.image!r} holds {kind}, expected encoded images (binary), paths (text) or "
-                "a struct of bytes and path"
-            )
-        read = [column.name for column in schema if column.name == self.image or is_label(column.type)]
-        self.ignored[name] = tuple(sorted(set(schema.names) - set(read)))
-        return read
-
-    def _check_names(self, found: Sequence[str], where: str) -> None:
-        for what, setting, column in (
-            ("images", "image_column", self.image),
-            ("classes", "class_column", self.classes),
-        ):
-            if column not in found:
-                raise CorpusError(
-                    f"{where}: no column {column!r} of {what}; columns found: {', '.join(found) or 'none'}. Set "
-                    f"corpus.{setting} to the one that holds the {what}"
-                )
-
-    def records(self, chunk: Chunk) -> Iterator[ImageRecord]:
-        if isinstance(chunk, JsonRecord):
-            where = f"{chunk.name}:{chunk.line}"
-            self._check_names(list(chunk.record), where)
-            nested = {name for name, value in chunk.record.items() if isinstance(value, list | dict)}
-            values = {name: value for name, value in chunk.record.items() if name not in nested}
-            image = values.pop(self.image, None)
-            yield self._record(chunk.index, chunk.name, where, image, values, tuple(sorted(nested)))
-            return
-        names = [name for name in chunk.batch.schema.names if name != self.image]
-        columns = {name: label_values(chunk.batch.column(name)) for name in names}
-        images = chunk.batch.column(self.image)
-        for i in range(chunk.batch.num_rows):
-            where = f"{chunk.name}, row {chunk.first + i}"
-            values = {name: column[i] for name, column in columns.items()}
-            image = images[i].as_py()
-            yield self._record(chunk.index + i, chunk.name, where, image, values, self.ignored[chunk.name])
-
-    def _record(
-        self, index: int, name: str, where: str, image: Any, values: dict[str, Label], ignored: tuple[str, ...]
-    ) -> ImageRecord:
-        settings = self.settings
-        special = (settings.row_id_column, settings.doc_id_column)
-        return ImageRecord(
-            index=index,
-            where=where,
-            given_id=label_text(values.get(settings.doc_id_column)),
-            row_id=label_text(values.get(settings.row_id_column)),
-            encoded=_encoded(image, name),
-            class_value=values.get(self.classes),
-            labels={label_name(column): value for column, value in values.items() if column not in special},
-            ignored=ignored,
-        )
 
 
 def _encoded(image: Any, name: str) -> bytes | None:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.corpus.documents import Document
+from grasp.corpus.documents import Document, Tokenizer
 from grasp.corpus.labels import Label
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -44,13 +44,17 @@ class Row:
     after: Cursor
     text: str | None = None  # the spans of its documents, a blank line between two; None: nobody told where tokens end
 
+    @property
+    def n_tokens(self) -> int:
+        return len(self.input_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
     """What was left out: counts by reason, and the first ids of each.
 
     Reasons: `empty`, `whitespace` (documents); `one_token` (rows); `cut` (documents that lost their end to
-    `max_rows_per_document`, or, if already tokenised, to `max_length`).
+    `max_rows_per_document`).
     """
 
     counts: Mapping[str, int]
@@ -117,25 +121,24 @@ class Packer:
     """Cuts documents, fed in order with their tokens, into rows.
 
     Args:
-        settings: packing, max_length, max_rows_per_document and snippet_chars are used.
-        eos_id: put after every text; none: nothing is put there.
-        vocab_size: ids must lie in [0, vocab_size).
+        settings: packing, max_length (which must be a number), max_rows_per_document and snippet_chars are used.
+        tokenizer: gives the mark of a text's end, the size of the vocabulary, and the text of rows that have none.
         cursor: where the first row begins; the document fed first must be `cursor.document`.
         log: takes what is left out.
     """
 
-    def __init__(
-        self, settings: CorpusSettings, eos_id: int | None, vocab_size: int, cursor: Cursor, log: SkipLog
-    ) -> None:
+    def __init__(self, settings: CorpusSettings, tokenizer: Tokenizer, cursor: Cursor, log: SkipLog) -> None:
+        assert settings.max_length is not None
         self._settings = settings
-        self._vocab_size = vocab_size
+        self._length = settings.max_length
+        self._tokenizer = tokenizer
         self._log = log
-        self._eos = np.array([] if eos_id is None else [eos_id], dtype=np.int32)
+        self._eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype=np.int32)
         self._resume = cursor
         self._pieces: list[_Piece] = []
         self._waiting = 0  # tokens in the pieces
         self._named = Counter({cursor.document: cursor.named})
-        self.next_document = cursor.document
+        self._next_document = cursor.document
 
     def feed(self, document: Document, tokens: list[int] | None, ends: list[int] | None = None) -> Iterator[Row]:
         """Rows that `document` completes.
@@ -146,10 +149,13 @@ class Packer:
         Raises:
             CorpusError: an id outside the vocabulary.
         """
-        self.next_document = document.index + 1
+        self._next_document = document.index + 1
         if document.input_ids is not None:
             yield from self._flush(Cursor(document.index))
-            yield from self._whole(document, document.input_ids)
+            if not len(document.input_ids):
+                self._log.add("empty", _base_id(document))
+            ids = self._checked(document, document.input_ids)
+            yield from self._cut(_Piece(document, 0, len(ids), ids))
         elif not document.text or tokens is None:
             self._log.add("whitespace" if document.text else "empty", _base_id(document))
         elif not tokens:
@@ -161,21 +167,11 @@ class Packer:
 
     def finish(self) -> Iterator[Row]:
         """The last, short row of a stream."""
-        yield from self._flush(Cursor(self.next_document))
-
-    def _whole(self, document: Document, ids: NDArray[np.int32]) -> Iterator[Row]:
-        """A document that comes with ids: one row."""
-        if not len(ids):
-            self._log.add("empty", _base_id(document))
-            return
-        kept = self._checked(document, ids[: self._settings.max_length])
-        if len(kept) < len(ids):
-            self._log.add("cut", _base_id(document))
-        yield from self._row([_Piece(document, 0, len(ids), kept)], Cursor(document.index + 1))
+        yield from self._flush(Cursor(self._next_document))
 
     def _cut(self, whole: _Piece) -> Iterator[Row]:
-        """`document` packing: rows of max_length, the last one shorter."""
-        document, length, most = whole.document, self._settings.max_length, self._settings.max_rows_per_document
+        """`document` packing, and any that comes as ids: rows of max_length, the last one shorter."""
+        document, length, most = whole.document, self._length, self._settings.max_rows_per_document
         stop = whole.total if most is None else min(whole.total, most * length)
         for first in range(self._start(document), stop, length):
             after = Cursor(document.index, first + length, first // length + 1)
@@ -190,8 +186,8 @@ class Packer:
         """
         document = whole.document
         self._add(whole.cut(self._start(document), whole.total))
-        while self._waiting >= self._settings.max_length:
-            pieces = self._take(self._settings.max_length)
+        while self._waiting >= self._length:
+            pieces = self._take(self._length)
             dominant = _dominant(pieces).document.index
             rest = self._pieces[0].first if self._pieces else whole.total
             named = self._named[document.index] + (dominant == document.index)
@@ -239,19 +235,28 @@ class Packer:
             doc_id=document.doc_id,
             document=document.index,
             input_ids=ids,
-            snippet=_snippet(document.text or "", main.first / main.total, self._settings.snippet_chars),
+            snippet=self._snippet(main),
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
             after=after,
             text=_joined(pieces),
         )
 
+    def _snippet(self, main: _Piece) -> str:
+        """Text for reading; decoded where the document came as ids alone."""
+        n_chars = self._settings.snippet_chars
+        if main.document.text is not None or not n_chars:
+            return _snippet(main.document.text or "", main.first / main.total, n_chars)
+        (text,) = self._tokenizer.decode([main.ids[:n_chars].tolist()])
+        return _snippet(text, 0.0, n_chars)
+
     def _checked(self, document: Document, ids: NDArray[np.signedinteger]) -> NDArray[np.int32]:
-        bad = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        vocab_size = self._tokenizer.vocab_size
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if bad.size:
             raise CorpusError(
                 f"{document.where}: row {_base_id(document)!r} has the token id {ids[bad[0]]} at position "
-                f"{bad[0]}, outside the vocabulary of {self._vocab_size} (0 to {self._vocab_size - 1}); "
+                f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
                 "use the tokenizer that the model was trained with"
             )
         return ids.astype(np.int32)

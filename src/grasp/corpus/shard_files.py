@@ -4,12 +4,15 @@
 it, says that the shard is whole and where the next one begins, `store.json` says that the store is complete.
 """
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar, cast
 
@@ -19,21 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.corpus.labels import (
-    DOCUMENT_COLUMN,
-    Kind,
-    Label,
-    arrow_type,
-    as_kind,
-    column_of,
-    kind_of_all,
-    wider,
-)
-from grasp.corpus.packing import SkipLog, Skipped
+from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, Label, arrow_type, as_kind, column_of, kind_of_all, wider
+from grasp.corpus.packing import Cursor, SkipLog, Skipped
 from grasp.errors import CorpusError
+from grasp.settings import CorpusSettings
 
 FORMAT: Final = 1
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
+SUMMARY: Final = "store.json"
+_OURS: Final = re.compile(r"(?:plan|store|shard-\d+)\.(?:json|parquet)(?:\.part)?")
 
 
 class Shard(Protocol):
@@ -48,9 +45,6 @@ class Shard(Protocol):
         """Rows of all parts, one after the other."""
 
 
-S = TypeVar("S", bound=Shard)
-
-
 class StoredRow(Protocol):
     """What every row has, whatever else it is made of."""
 
@@ -63,6 +57,8 @@ class StoredRow(Protocol):
         """Index of the document that it is from."""
 
     @property
+    def n_tokens(self) -> int: ...
+    @property
     def snippet(self) -> str: ...
     @property
     def labels(self) -> Mapping[str, Label]: ...
@@ -70,11 +66,41 @@ class StoredRow(Protocol):
     def ignored(self) -> tuple[str, ...]:
         """Columns of its document that cannot be labels."""
 
+    @property
+    def after(self) -> Cursor:
+        """Where the row after it begins."""
+
+
+S = TypeVar("S", bound=Shard)
+R = TypeVar("R", bound=StoredRow)
+
+
+class RowStream(ABC, Generic[R]):
+    """What a store is written from."""
+
+    def __init__(self, settings: CorpusSettings) -> None:
+        self.settings = settings
+        self.next_document = 0  # the first that was not read
+
+    @abstractmethod
+    def rows(self, cursor: Cursor, log: SkipLog) -> Iterator[R]:
+        """Rows from `cursor` on; what is left out goes to the log."""
+
+    @abstractmethod
+    def payload(self, rows: Sequence[R]) -> Mapping[str, pa.Array]:
+        """Columns of a shard that are not shown to callers as they are."""
+
+    @abstractmethod
+    def where(self, document: int) -> str:
+        """File and line of a document, for messages."""
+
 
 class ShardStore(ABC, Generic[S]):
     """A complete store on disk; opens without reading its rows."""
 
-    holds: ClassVar[str]
+    holds: ClassVar[str]  # what rows are made of
+    content: ClassVar[tuple[str, ...]]  # the columns that hold it
+    seed: ClassVar[bytes]  # of the fingerprint
 
     def __init__(self, directory: Path, summary: Mapping[str, Any]) -> None:
         self._directory = directory
@@ -84,6 +110,7 @@ class ShardStore(ABC, Generic[S]):
         self.n_tokens: int = summary["n_tokens"]
         self.n_documents: int = summary["n_documents"]
         self.fingerprint: str = summary["fingerprint"]
+        self.details: dict[str, Any] = summary.get("details", {})
         self._kinds: dict[str, Kind] = dict(summary["labels"])
         self.label_columns: tuple[str, ...] = tuple(self._kinds)
         self.ignored_columns: tuple[str, ...] = tuple(summary["ignored_columns"])
@@ -97,7 +124,7 @@ class ShardStore(ABC, Generic[S]):
         Raises:
             CorpusError: not there, not complete, of another format version, or of rows of another sort.
         """
-        path = directory / "store.json"
+        path = directory / SUMMARY
         if not path.exists():
             state = (
                 "an unfinished row store; run the build again to go on" if directory.exists() else "no such row store"
@@ -112,13 +139,73 @@ class ShardStore(ABC, Generic[S]):
             raise CorpusError(f"{path}: a store of {found}, expected one of {cls.holds}")
         return cls(directory, summary)
 
+    @classmethod
+    def _write(
+        cls,
+        directory: Path,
+        plan: Mapping[str, Any],
+        stream: RowStream[R],
+        progress: Callable[[int], None] | None,
+        *,
+        replace: bool,
+        details: Mapping[str, Any],
+    ) -> Self:
+        """Every shard from the first that is missing on, then the end of the store; open what is complete."""
+        begin(directory, plan, replace=replace)
+        if not (directory / SUMMARY).exists():
+            log, size = SkipLog(), plan["settings"]["shard_rows"]
+            writer = _StoreWriter(directory, log)
+            cursor = Cursor(**writer.states[-1]["cursor"]) if writer.states else Cursor()
+            stream.next_document = cursor.document
+            rows = stream.rows(cursor, log)
+            while shard := list(islice(rows, size)):
+                # A short shard is the last one: what came after its last row has been read and counted as well.
+                after = shard[-1].after if len(shard) == size else Cursor(stream.next_document)
+                writer.add(shard, stream.payload(shard), after)
+                if progress is not None:
+                    progress(writer.total("n_rows"))
+            writer.check(stream, size)
+            writer.close(
+                holds=cls.holds,
+                shard_rows=size,
+                n_documents=stream.next_document,
+                fingerprint=cls._fingerprint(directory, len(writer.states)),
+                details=dict(details),
+            )
+        return cls.open(directory)
+
+    @classmethod
+    def _fingerprint(cls, directory: Path, n_shards: int) -> str:
+        """Hash over the names and the content of all rows in order; shards do not enter."""
+        digest = hashlib.blake2b(cls.seed, digest_size=16)
+        for k in range(n_shards):
+            for part in cls._hashed(read_shard(directory, k, ["row_id", *cls.content])):
+                digest.update(part)
+        return digest.hexdigest()
+
+    @staticmethod
+    @abstractmethod
+    def _hashed(whole: pa.Table) -> Iterator[bytes]:
+        """What of each row of a shard's table enters the fingerprint."""
+
     def shard(self, k: int) -> S:
         """Shard k, from 0.
 
         Raises:
             CorpusError: no such shard, or its file is damaged.
         """
-        return self._shard(k * self.shard_rows, self._whole(k))
+        self._require(k)
+        return self._shard(k * self.shard_rows, read_shard(self._directory, k))
+
+    def table(self, k: int) -> pa.Table:
+        """row_id, doc_id, n_tokens, snippet and the labels of shard k; its content is not read."""
+        self._require(k)
+        return self._public(read_shard(self._directory, k, [*PUBLIC_COLUMNS, *self._kinds]))
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every row, (N,); nothing else is read."""
+        shards = [read_shard(self._directory, k, ["n_tokens"]) for k in range(self.n_shards)]
+        return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
     def rows(self, row_index: NDArray[np.int64]) -> S:
         """Rows by position, in the order given, repeats allowed; only the shards they lie in are read.
@@ -141,15 +228,9 @@ class ShardStore(ABC, Generic[S]):
     def _shard(self, start: int, whole: pa.Table) -> S:
         """The rows of a shard's table, of which the first is row `start` of the corpus."""
 
-    def _whole(self, k: int) -> pa.Table:
-        """All columns of shard k.
-
-        Raises:
-            CorpusError: no such shard, or its file is damaged.
-        """
+    def _require(self, k: int) -> None:
         if not 0 <= k < self.n_shards:
             raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
-        return read_shard(self._directory, k)
 
     def _public(self, whole: pa.Table) -> pa.Table:
         """The table that callers see: labels of the whole corpus, in one order and of one type."""
@@ -161,42 +242,32 @@ class ShardStore(ABC, Generic[S]):
         return pa.table(columns)
 
 
-class StoreWriter:
+class _StoreWriter:
     """Writes shards one after the other, from the first that is missing on, then closes the store."""
 
     def __init__(self, directory: Path, log: SkipLog) -> None:
         self._directory = directory
         self._log = log
-        self.states = finished_states(directory)
+        self.states: list[dict[str, Any]] = []
+        while (path := _file(directory, len(self.states), ".json")).exists():
+            self.states.append(read_json(path))
 
-    @property
-    def n_rows(self) -> int:
-        """Rows that are in finished shards."""
-        return sum(state["n_rows"] for state in self.states)
+    def total(self, name: str) -> int:
+        """Sum over the finished shards of a number that their states hold."""
+        return sum(state[name] for state in self.states)
 
-    def add(
-        self,
-        rows: Sequence[StoredRow],
-        lengths: Sequence[int],
-        payload: Mapping[str, pa.Array],
-        after: Mapping[str, Any],
-    ) -> None:
-        """Write one shard, and what was left out since the last one.
-
-        Args:
-            lengths: tokens of each row.
-            payload: columns that are not shown to callers as they are.
-            after: where the row after its last begins.
-        """
+    def add(self, rows: Sequence[StoredRow], payload: Mapping[str, pa.Array], after: Cursor) -> None:
+        """Write one shard, and what was left out since the last one."""
         k = len(self.states)
         names = dict.fromkeys(name for row in rows for name in row.labels)
+        _refuse_alike([*self._kinds(), *names])
         columns = {name: [row.labels.get(name) for row in rows] for name in names}
         kinds = {name: kind_of_all(values) for name, values in columns.items()}
         table = pa.table(
             {
                 "row_id": pa.array([row.row_id for row in rows], pa.string()),
                 "doc_id": pa.array([row.doc_id for row in rows], pa.string()),
-                "n_tokens": pa.array(lengths, pa.int32()),
+                "n_tokens": pa.array([row.n_tokens for row in rows], pa.int32()),
                 "snippet": pa.array([row.snippet for row in rows], pa.string()),
                 DOCUMENT_COLUMN: pa.array([row.document for row in rows], pa.int64()),
                 **payload,
@@ -206,34 +277,48 @@ class StoreWriter:
         counts, ids = self._log.drain()
         state = {
             "n_rows": len(rows),
-            "n_tokens": sum(lengths),
-            "cursor": dict(after),
+            "n_tokens": sum(row.n_tokens for row in rows),
+            "cursor": asdict(after),
             "labels": list(kinds.items()),
             "ignored_columns": sorted({name for row in rows for name in row.ignored}),
             "skipped": {"counts": counts, "ids": ids},
         }
-        replace_file(shard_path(self._directory, k), lambda part: pq.write_table(table, part, compression="zstd"))
-        write_json(state_path(self._directory, k), state)
+        path = _file(self._directory, k, ".parquet")
+        _replace_file(path, lambda part: pq.write_table(table, part, compression="zstd"))
+        write_json(_file(self._directory, k, ".json"), state)
         self.states.append(state)
 
-    def close(self, *, holds: str, shard_rows: int, n_documents: int, fingerprint: str) -> None:
-        """Mark the store complete."""
-        summary = {
-            "format": FORMAT,
-            "holds": holds,
-            "n_rows": self.n_rows,
-            "n_tokens": sum(state["n_tokens"] for state in self.states),
-            "n_documents": n_documents,
-            "n_shards": len(self.states),
-            "shard_rows": shard_rows,
-            "fingerprint": fingerprint,
-            "labels": list(kinds_of(self.states).items()),
-            "ignored_columns": sorted({name for state in self.states for name in state["ignored_columns"]}),
-            "skipped": asdict(self.skipped()),
-        }
-        write_json(self._directory / "store.json", summary)
+    def check(self, stream: RowStream[Any], shard_rows: int) -> None:
+        """See that there are rows, and that no two have one name."""
+        if not self.states:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self._skipped().counts.items())
+            raise CorpusError(
+                f"{stream.settings.path}: none of its {stream.next_document} records gives a row "
+                f"({reasons or 'it is empty'}); expected at least one, of two tokens or more"
+            )
+        twice = _first_duplicate(self._directory, len(self.states), shard_rows)
+        if twice is not None:
+            row_id, places = twice
+            shown = " and ".join(f"{stream.where(document)} (row_index {row})" for row, document in places)
+            raise CorpusError(
+                f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
+                'of names with --id-column, or have names made with --id-column ""'
+            )
 
-    def skipped(self) -> Skipped:
+    def close(self, **summary: Any) -> None:
+        """Mark the store complete."""
+        summary |= {
+            "format": FORMAT,
+            "n_rows": self.total("n_rows"),
+            "n_tokens": self.total("n_tokens"),
+            "n_shards": len(self.states),
+            "labels": list(self._kinds().items()),
+            "ignored_columns": sorted({name for state in self.states for name in state["ignored_columns"]}),
+            "skipped": asdict(self._skipped()),
+        }
+        write_json(self._directory / SUMMARY, summary)
+
+    def _skipped(self) -> Skipped:
         """What was left out, of the whole corpus; the log is part of it."""
         total = SkipLog()
         for state in self.states:
@@ -241,14 +326,40 @@ class StoreWriter:
         total.extend(self._log.counts, self._log.ids)
         return total.frozen()
 
+    def _kinds(self) -> dict[str, Kind]:
+        """Type of every label over the finished shards; order of first occurrence."""
+        kinds: dict[str, Kind] = {}
+        for name, kind in (pair for state in self.states for pair in state["labels"]):
+            kinds[name] = wider(kinds.get(name, "null"), cast(Kind, kind))
+        return kinds
 
-def begin(directory: Path, plan: Mapping[str, Any]) -> None:
-    """Claim the directory for this plan, or see that it was begun with the same one."""
+
+def _refuse_alike(names: Sequence[str]) -> None:
+    """DuckDB, which reads label expressions, holds `topic` and `Topic` to be one column."""
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(name.casefold(), name)
+        if other != name:
+            raise CorpusError(
+                f"labels {other!r} and {name!r} differ only in case, and an expression cannot tell them apart; rename "
+                "or drop one of the columns"
+            )
+
+
+def begin(directory: Path, plan: Mapping[str, Any], *, replace: bool = False) -> None:
+    """Claim the directory for this plan, or see that it was begun with the same one.
+
+    Args:
+        replace: what was begun with another plan is thrown away; without, only if no shard of it is finished.
+    """
     path = directory / "plan.json"
     if path.exists():
         changes = list(_changes(read_json(path), plan))
-        if changes and not any(directory.glob("shard-*.json")):
-            write_json(path, plan)  # nothing is finished that could disagree: the corpus was mended, say
+        if changes and (replace or not any(directory.glob("shard-*.json"))):
+            for entry in directory.iterdir():
+                if _OURS.fullmatch(entry.name):
+                    entry.unlink()
+            write_json(path, plan)
         elif changes:
             raise CorpusError(
                 f"{directory}: was begun with other input: {'; '.join(changes)}. "
@@ -282,25 +393,11 @@ def _brief(value: object) -> str:
     return f"{value[0]} bytes of stamp {value[1] or 'none'}" if isinstance(value, list) else str(value)
 
 
-def finished_states(directory: Path) -> list[dict[str, Any]]:
-    """States of the shards that are whole, in order."""
-    states: list[dict[str, Any]] = []
-    while (path := state_path(directory, len(states))).exists():
-        states.append(read_json(path))
-    return states
+def _first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[str, list[tuple[int, int]]] | None:
+    """First row_id that occurs more than once, with (row_index, document) of two of its rows.
 
-
-def kinds_of(states: Iterable[Mapping[str, Any]]) -> dict[str, Kind]:
-    """Type of every label over the whole corpus; order of first occurrence."""
-    kinds: dict[str, Kind] = {}
-    for state in states:
-        for name, kind in state["labels"]:
-            kinds[name] = wider(kinds.get(name, "null"), cast(Kind, kind))
-    return kinds
-
-
-def first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[str, list[tuple[int, int]]] | None:
-    """First row_id that occurs more than once, with (row_index, document) of two of its rows."""
+    DuckDB counts them and spills to disk: memory does not grow with the corpus.
+    """
     schema = pa.schema([("row_id", pa.string()), ("row_index", pa.int64()), ("document", pa.int64())])
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -323,16 +420,13 @@ def first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[st
     return None if found is None else (found[0], [(found[1], found[2]), (found[3], found[4])])
 
 
-def shard_path(directory: Path, k: int) -> Path:
-    return directory / f"shard-{k:05d}.parquet"
-
-
-def state_path(directory: Path, k: int) -> Path:
-    return directory / f"shard-{k:05d}.json"
+def _file(directory: Path, k: int, suffix: str) -> Path:
+    return directory / f"shard-{k:05d}{suffix}"
 
 
 def read_shard(directory: Path, k: int, columns: list[str] | None = None) -> pa.Table:
-    path = shard_path(directory, k)
+    """The table of a shard, or those of the columns that it has."""
+    path = _file(directory, k, ".parquet")
     try:
         with pq.ParquetFile(path) as file:
             return file.read(columns)
@@ -343,6 +437,7 @@ def read_shard(directory: Path, k: int, columns: list[str] | None = None) -> pa.
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A mapping that this module wrote."""
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
@@ -351,11 +446,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """A mapping that `read_json` reads."""
     text = json.dumps(data, indent=1, ensure_ascii=False)
-    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
+    _replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+def _replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write aside, flush to the disk, then rename: a file that is there is whole."""
     part = path.with_name(path.name + ".part")
     try:

@@ -1,15 +1,15 @@
-"""Where records come from: Parquet and JSONL files through fsspec, and `datasets` directories.
+"""Where records come from: Parquet and JSONL files through fsspec, `datasets`, and tables in memory.
 
 A source knows files and positions and nothing of documents. It streams: a block of lines, or a batch of a
 Parquet row group, is all that it holds.
 """
 
-import gzip
 import hashlib
+import io
 import json
 import re
-import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, Protocol
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 from fsspec.implementations.local import LocalFileSystem
 
 from grasp.errors import CorpusError
@@ -28,13 +27,15 @@ PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 EXPECTED = "expected .parquet, .jsonl, .jsonl.gz, .jsonl.zst, a directory of either, or a `datasets` directory"
 BATCH_ROWS = 256
+IN_MEMORY = "in memory, "  # what a recorded path begins with where there is no path; the fingerprint follows
 _BLOCK_BYTES = 1 << 20
-_ZSTD_BYTES = 1 << 14  # compressed, and decompressed at one go: kept small, since text may shrink a lot
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
 _FILE_SUFFIX = re.compile(
     r"\.(?:parquet|jsonl?|ndjson|csv|tsv|txt|arrow|feather|gz|zst|bz2|xz|zip|tar)$", re.IGNORECASE
 )
 _DIGEST_BYTES = 64 << 20  # local files up to this size are told by their content, which takes a tenth of a second
+_DIGEST_ROWS = 65_536
 _STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "created")
 
 
@@ -72,32 +73,47 @@ class Source(Protocol):
         """Records from position `start` on, in order."""
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, split: str | None = None) -> Source:
     """Find out what `path` is: a file, a directory, a `datasets` directory, or else a hub name.
 
+    Args:
+        split: of a `datasets` directory or hub name, or of a directory whose files are named after their splits.
     Raises:
-        CorpusError: nothing there, a file type that is not read, or a directory without a readable file.
+        CorpusError: nothing there, a file type that is not read, a directory without a readable file, or splits of
+            which none is named.
         MissingExtraError: it takes `datasets`, which is not installed.
     """
+    if path.startswith(IN_MEMORY):
+        raise CorpusError(
+            f"corpus.path: it was {path}: it is on no disk; pass the same object again, or save it as Parquet and name "
+            "the file"
+        )
     try:
         fs, root = fsspec.core.url_to_fs(path)
         there, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
     if is_file:
+        if split is not None:
+            raise CorpusError(f"corpus.split: got {split!r}, but {path} is one file and has no splits; leave it out")
         return FileSource(fs, [(_shown(fs, root), root)], root.rpartition("/")[0])
     if there:
-        return _open_directory(fs, root, path)
+        return _open_directory(fs, root, path, split)
     if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path):
-        return _open_hub(path)
+        return _open_hub(path, split)
     raise CorpusError(f"{path}: no such file or directory; {EXPECTED}")
 
 
-def _open_directory(fs: Any, root: str, path: str) -> Source:
+def _open_directory(fs: Any, root: str, path: str, split: str | None) -> Source:
     saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if saved_table or fs.exists(f"{root}/dataset_dict.json"):
-        return _open_saved(fs, root, path)
+        return _open_saved(fs, root, path, split)
     files = sorted(file for file in fs.find(root) if _is_read(PurePosixPath(file).relative_to(root)))
+    if split is not None:
+        named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
+        files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
+        if not files:
+            raise CorpusError(f"corpus.split: got {split!r}, but no file of {path} is named after it")
     if not files:
         raise CorpusError(f"{path}: no Parquet or JSONL file in this directory; {EXPECTED}")
     kinds = {file.endswith(PARQUET) for file in files}
@@ -154,6 +170,7 @@ class FileSource:
         with _opened(self.fs, path, name) as handle:
             try:
                 file = pq.ParquetFile(handle)
+                _refuse_twice(file.schema_arrow.names, name)
                 columns = list(select(file.schema_arrow, name))
                 groups, first = _groups_from(file.metadata, max(0, start - index))
                 for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
@@ -208,51 +225,26 @@ def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
     return [], first
 
 
+def _refuse_twice(names: Sequence[str], where: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise CorpusError(f"{where}: has the column {', '.join(twice)} more than once; rename or drop one of them")
+
+
 def json_lines(handle: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, numbered from 1; `.gz` and `.zst` by the end of the name.
 
     Raises:
         CorpusError: the compressed stream is damaged or ends early.
     """
+    codec = _COMPRESSED.get(PurePosixPath(name).suffix)
     try:
-        for number, line in enumerate(_split_lines(_blocks(handle, name)), start=1):
+        stream: Any = handle if codec is None else io.BufferedReader(pa.CompressedInputStream(handle, codec))
+        for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield number, line
-    except (EOFError, OSError, zlib.error, zstandard.ZstdError) as err:
+                yield number, line.rstrip(b"\n")
+    except (EOFError, OSError, pa.ArrowException) as err:
         raise CorpusError(f"{name}: damaged or cut short: {_one_line(err)}; write or fetch it again") from err
-
-
-def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []  # pieces of a line that no block has ended yet
-    for block in blocks:
-        head, *lines = block.split(b"\n")
-        rest.append(head)
-        if lines:
-            yield b"".join(rest)
-            rest = [lines.pop()]
-            yield from lines
-    yield b"".join(rest)
-
-
-def _blocks(handle: BinaryIO, name: str) -> Iterator[bytes]:
-    if name.endswith(".zst"):
-        yield from _zstd_blocks(handle)
-        return
-    stream = gzip.GzipFile(fileobj=handle) if name.endswith(".gz") else handle
-    while block := stream.read(_BLOCK_BYTES):
-        yield block
-
-
-def _zstd_blocks(handle: BinaryIO) -> Iterator[bytes]:
-    """Every frame of the file. zstandard's own reader takes a frame that ends early for a whole one."""
-    frame = None
-    while block := handle.read(_ZSTD_BYTES):
-        while block:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(block)
-            block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise EOFError("the last zstd frame is not complete")
 
 
 def parse_record(content: bytes, name: str, line: int) -> dict[str, Any]:
@@ -288,20 +280,74 @@ class DatasetSource:
             yield ArrowChunk(first, self.name, first, table[first : first + BATCH_ROWS])
 
 
-def _open_saved(fs: Any, root: str, path: str) -> DatasetSource:
+@dataclass(frozen=True, slots=True)
+class TableSource:
+    """A table in memory."""
+
+    table: pa.Table
+    digest: str  # of its content
+
+    def identity(self) -> list[list[str]]:
+        """Its rows and the digest of its content."""
+        return [["table", str(self.table.num_rows), self.digest]]
+
+    def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
+        """Records from position `start` on."""
+        table = self.table.select(list(select(self.table.schema, "corpus")))
+        for first in range(start, table.num_rows, BATCH_ROWS):
+            yield ArrowChunk(first, "corpus", first, table.slice(first, BATCH_ROWS).combine_chunks())
+
+
+def table_source(data: Any, split: str | None = None, what: str = "corpus") -> TableSource:
+    """A source out of what its owner has in memory.
+
+    Args:
+        data: a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`, or a DatasetDict of which `split` is read.
+    Raises:
+        CorpusError: something else, columns that Arrow cannot hold, or several splits and none named.
+    """
+    try:
+        if hasattr(data, "iloc"):  # a DataFrame; pandas is slow to import
+            data = pa.Table.from_pandas(data, preserve_index=False)
+        elif hasattr(data, "with_format") or isinstance(data, Mapping):
+            data = _one_split(data, split, what)[:]
+    except (pa.ArrowException, TypeError) as err:
+        raise CorpusError(f"{what}: a column cannot be read: {_one_line(err)}; give it one type") from err
+    if not isinstance(data, pa.Table):
+        raise CorpusError(
+            f"{what}: got {type(data).__name__}, expected a path, a pandas DataFrame, a pyarrow Table or a "
+            "`datasets.Dataset`"
+        )
+    _refuse_twice(data.column_names, what)
+    return TableSource(data, _table_digest(data))
+
+
+def _table_digest(table: pa.Table) -> str:
+    """Hash of names, types and values; how the table is cut into chunks does not enter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for first in range(0, max(1, table.num_rows), _DIGEST_ROWS):
+        batch = table.slice(first, _DIGEST_ROWS).combine_chunks().replace_schema_metadata(None)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_table(batch)
+        digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+def _open_saved(fs: Any, root: str, path: str, split: str | None) -> DatasetSource:
     datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
     try:
-        table = _one_split(datasets.load_from_disk(path), path)
+        table = _one_split(datasets.load_from_disk(path), split, path)
     except (OSError, ValueError, KeyError, pa.ArrowException) as err:
         raise CorpusError(f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again") from err
     files = [_file_identity(fs, file, root) for file in sorted(fs.find(root))]
     return DatasetSource(table, path, files)
 
 
-def _open_hub(path: str) -> DatasetSource:
+def _open_hub(path: str, split: str | None) -> DatasetSource:
     datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
     try:
-        table = _one_split(datasets.load_dataset(path), path)
+        table = _one_split(datasets.load_dataset(path), split, path)
     except (OSError, ValueError) as err:
         raise CorpusError(
             f"{path}: no such file or directory, and no hub dataset of that name can be had: {_one_line(err)}"
@@ -309,11 +355,15 @@ def _open_hub(path: str) -> DatasetSource:
     return DatasetSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
-def _one_split(loaded: Any, path: str) -> Any:
-    """The table itself, its only split, or `train`."""
-    if not isinstance(loaded, dict):
+def _one_split(loaded: Any, split: str | None, where: str) -> Any:
+    """The table itself, its only split, or the one that is named, in Arrow format."""
+    if not isinstance(loaded, Mapping):
+        if split is not None and str(loaded.split) != split:
+            raise CorpusError(f"corpus.split: got {split!r}, but {where} is one table ({loaded.split}); leave it out")
         return loaded.with_format("arrow")
-    names = sorted(loaded)
-    if len(names) > 1 and "train" not in loaded:
-        raise CorpusError(f"{path}: got the splits {names}, expected one of them: point at {path}/{names[0]}, say")
-    return loaded["train" if "train" in loaded else names[0]].with_format("arrow")
+    names = ", ".join(sorted(loaded))
+    if split is None and len(loaded) > 1:
+        raise CorpusError(f"{where}: has the splits {names}; say which one with --split (corpus.split)")
+    if split is not None and split not in loaded:
+        raise CorpusError(f"corpus.split: got {split!r}, {where} has {names}")
+    return loaded[split or names].with_format("arrow")

@@ -154,7 +154,7 @@ def prepare(settings: BuildSettings, model: Reference, tokens: Path, progress: P
     progress.stage("rows", rows=None, tokens=None)
     if isinstance(model, ImageClassifier):
         return prepare_images(settings, model, tokens, progress)
-    refuse_longer(model, settings.corpus.max_length, "corpus.max_length: rows")
+    refuse_longer(model, settings.corpus.max_length or 0, "corpus.max_length: rows")
     unit_set = load_units(settings.targets)
     unit_tokens = unit_set.tokenize(model.tokenizer, settings.targets.max_length)
     refuse_longer(model, max(len(unit.input_ids) for unit in unit_tokens), "targets.max_length: a unit")
@@ -163,12 +163,14 @@ def prepare(settings: BuildSettings, model: Reference, tokens: Path, progress: P
         settings.corpus,
         model.tokenizer,
         shard_rows=settings.shard_rows,
+        context=model.context,
         progress=_difference(progress),
     )
+    corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
     names = [unit.unit_id for unit in unit_set.units]
     progress.stage("units", rows=None, tokens=None)
     return Inputs(
-        settings=settings,
+        settings=settings.model_copy(update={"corpus": corpus}),
         model=model,
         store=store,
         unit_set=unit_set,
@@ -293,7 +295,7 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
 def finish_shard(inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward) -> None:
     """Sketches and pooled relevance of one shard, and the shard into the artifact."""
     arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.token
-    table = inputs.store.shard(k).table.append_column("loss", pa.array(shard.loss_N, pa.float32()))
+    table = inputs.store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
     writer.write_shard(k, arrays, table, column_sums(arrays))
 
 

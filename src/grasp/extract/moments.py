@@ -42,13 +42,6 @@ def pooled_sample(n_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
     return np.sort(stream(seed, "moments", "pooled").choice(n_rows, size=rows, replace=False))
 
 
-def row_lengths(store: Store) -> NDArray[np.int64]:
-    """Tokens of every row, (N,); eight bytes a row is all that is held."""
-    return np.concatenate(
-        [np.asarray(store.shard(k).table.column("n_tokens"), dtype=np.int64) for k in range(store.n_shards)]
-    )
-
-
 def build_token_moments(
     model: Reference, store: Store, settings: FeatureSettings, work: FeatureSpool, workers: Workers, progress: Progress
 ) -> PositionMoments:
@@ -59,7 +52,7 @@ def build_token_moments(
     """
     if work.has(0):
         return unspool_position_moments(work.read(0))
-    length_N = row_lengths(store)
+    length_N = store.lengths()
     index = sample_rows(length_N - store.unpredicted, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]

@@ -220,7 +220,7 @@ def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
         SettingsError: an override that does not fit, or rows longer than the recipe reads.
     """
     recipe = _overridden_recipe(settings)
-    if settings.corpus.max_length > recipe.shape.context:
+    if (settings.corpus.max_length or 0) > recipe.shape.context:
         raise SettingsError(
             f"corpus.max_length: got {settings.corpus.max_length}, but recipe {recipe.name} reads rows of at most "
             f"{recipe.shape.context} tokens; set corpus.max_length to {recipe.shape.context}"
@@ -241,7 +241,7 @@ def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
         update={
             name: group.model_copy(update=length)
             for name, group in groups.items()
-            if "max_length" not in group.model_fields_set
+            if "max_length" not in group.model_fields_set or getattr(group, "max_length", None) is None
         }
     )
 

@@ -1,0 +1,140 @@
+"""Records of a source as plain values, whatever they are stored in, and which of their columns are what."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from grasp.corpus.labels import Label, is_label, label_name, label_text, label_values
+from grasp.corpus.sources import ArrowChunk, JsonRecord, Source
+from grasp.errors import CorpusError
+from grasp.settings import CorpusSettings
+
+ROW_ID_COLUMNS = ("row_id", "id")  # the first that is there names the rows, unless a setting says otherwise
+DOC_ID_COLUMN = "doc_id"
+
+# Sees the columns of a table with their types, or of a JSON record without, and raises if they will not do.
+Check = Callable[[Mapping[str, pa.DataType | None], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a corpus."""
+
+    index: int  # position in the corpus, from 0
+    name: str  # of its file
+    where: str  # file and line or row, for messages
+    values: Mapping[str, Any]  # scalars, and the columns of content
+    ignored: tuple[str, ...]  # columns that cannot be labels: nested or binary
+
+
+def read_records(
+    source: Source, settings: CorpusSettings, content: Sequence[str], check: Check, start: int
+) -> Iterator[Record]:
+    """Records from position `start` to the limit of the settings.
+
+    Args:
+        content: columns that are read whatever they hold; of lists the values are Arrow arrays.
+    Raises:
+        CorpusError: a file is damaged, `check` refuses its columns, or a text is not UTF-8.
+    """
+    ignored: dict[str, tuple[str, ...]] = {}
+
+    def select(schema: pa.Schema, name: str) -> list[str]:
+        check({column.name: column.type for column in schema}, name)
+        read = [column.name for column in schema if column.name in content or is_label(column.type)]
+        ignored[name] = tuple(sorted(set(schema.names) - set(read)))
+        return read
+
+    for chunk in source.chunks(start, select):
+        records = (
+            [_of_line(chunk, content, check)]
+            if isinstance(chunk, JsonRecord)
+            else _of_batch(chunk, ignored[chunk.name])
+        )
+        for record in records:
+            if settings.limit is not None and record.index >= settings.limit:
+                return
+            yield record
+
+
+def _of_line(chunk: JsonRecord, content: Sequence[str], check: Check) -> Record:
+    where = f"{chunk.name}:{chunk.line}"
+    check(dict.fromkeys(chunk.record), where)
+    ignored = tuple(sorted(k for k, v in chunk.record.items() if isinstance(v, list | dict) and k not in content))
+    values = {name: value for name, value in chunk.record.items() if name not in ignored}
+    return Record(chunk.index, chunk.name, where, values, ignored)
+
+
+def _of_batch(chunk: ArrowChunk, ignored: tuple[str, ...]) -> Iterator[Record]:
+    batch = chunk.batch
+    try:
+        columns = {name: _values(batch.column(name)) for name in batch.schema.names}
+    except UnicodeDecodeError as err:
+        raise CorpusError(f"{chunk.name}: rows from {chunk.first} on: text is not UTF-8: {err}") from err
+    for i in range(batch.num_rows):
+        where = f"{chunk.name}, row {chunk.first + i}"
+        yield Record(chunk.index + i, chunk.name, where, {name: col[i] for name, col in columns.items()}, ignored)
+
+
+def _values(column: pa.Array | pa.ChunkedArray) -> Sequence[Any]:
+    """Plain values; lists stay Arrow, since token ids are many."""
+    if is_label(column.type):
+        return label_values(column)
+    if is_list(column.type):
+        return [item.values if item.is_valid else None for item in column]
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether an Arrow column of this type holds lists."""
+    tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
+    return any(test(kind) for test in tests)
+
+
+def id_columns(settings: CorpusSettings, names: Mapping[str, Any] | Sequence[str]) -> tuple[str | None, str | None]:
+    """Columns that name the rows and the documents; an empty setting asks for made names."""
+    row = settings.row_id_column
+    if row is None:
+        row = next((name for name in ROW_ID_COLUMNS if name in names), None)
+    return row or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
+
+
+def names_and_labels(
+    record: Record, settings: CorpusSettings, content: Sequence[str]
+) -> tuple[str | None, str | None, dict[str, Label]]:
+    """The row_id and doc_id that a record brings, and its labels; a label that is not a number is missing."""
+    row, doc = id_columns(settings, record.values)
+    given = [None if name is None else label_text(record.values.get(name)) for name in (row, doc)]
+    row_id, doc_id = (None if text is None else valid(text) for text in given)
+    special = {*content, row, doc}
+    labels = {valid(label_name(k)): _label(value) for k, value in record.values.items() if k not in special}
+    return row_id, doc_id, labels
+
+
+def check_id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> None:
+    """See that an id column that was asked for by name is there."""
+    for setting in ("row_id_column", "doc_id_column"):
+        column = getattr(settings, setting)
+        if column and column not in names:
+            raise CorpusError(
+                f"{where}: no column {column!r}, which corpus.{setting} asks for; columns found: {', '.join(names)}"
+            )
+
+
+def valid(text: str) -> str:
+    """Text that UTF-8 can hold: JSON may spell halves of surrogate pairs, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _label(value: Label) -> Label:
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return valid(value) if isinstance(value, str) else value
