@@ -18,9 +18,8 @@ from grasp.predict import sweep_torch
 from grasp.predict.weights import PackedMasks
 from grasp.runs.recipe import train
 from grasp.runs.stacked import train_stacked
-
-from .build.world import world
-from .models.toy import RECIPE, corpus, units
+from tests.extract.world import world
+from tests.models.toy import RECIPE, corpus, units
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

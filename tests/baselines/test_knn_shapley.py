@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grasp.baselines.hidden import hidden_at
 from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
 from grasp.baselines.predict import scores
 from grasp.baselines.shapley import exact_shapley
@@ -84,24 +85,53 @@ def test_no_more_neighbours_vote_than_are_kept(settings):
 def test_over_text_it_is_the_function_on_positions_added_up(nearest, world, tmp_path):
     material = world.material()
     found = matrix(scores(asked("knn_shapley", k=3, nearest=nearest), material, cache(tmp_path, material)))
-    np.testing.assert_allclose(found, slow_text(material, 3, nearest), atol=2e-7)
+    # float64 on either side but for the scores, which are kept as float32
+    np.testing.assert_allclose(found, slow_text(material, 3, nearest), rtol=np.finfo(np.float32).eps, atol=1e-12)
+
+
+def test_hidden_states_are_those_of_the_plain_model(world):
+    material = world.material()
+    units = states(material)
+    for k, unit in enumerate(material.unit_tokens):
+        with torch.inference_mode():
+            ids = torch.tensor(unit.input_ids[None].astype(int))
+            plain_LH = material.model.model.model(input_ids=ids).last_hidden_state[0].numpy()
+        hidden_PH, label_P = units[k]
+        # two layers and a norm in float32: some tens of roundings, one after the other
+        close = 128 * np.finfo(np.float32).eps * np.abs(plain_LH).max()
+        np.testing.assert_allclose(hidden_PH, plain_LH[unit.first - 1 : -1], rtol=0, atol=close)
+        assert label_P.tolist() == unit.input_ids[unit.first :].tolist()
+
+
+def states(material):
+    """Hidden states of each unit's supervised positions and the tokens after them, float64."""
+    units = material.unit_tokens
+    found = hidden_at(material.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
+    return by_sequence(found, len(units))
+
+
+def by_sequence(found, n_sequences):
+    return [
+        (found.hidden_PH[found.sequence_P == i].astype(np.float64), found.label_P[found.sequence_P == i])
+        for i in range(n_sequences)
+    ]
 
 
 def slow_text(material, k, nearest):
-    """One sequence at a time through the plain Hugging Face model, all positions sorted at once."""
+    """All positions sorted at once.
 
-    def states(ids, first):
-        with torch.inference_mode():
-            output = material.model.model(input_ids=torch.tensor(ids[None].astype(int)), output_hidden_states=True)
-        at = range(first, len(ids) - 1)
-        return output.hidden_states[-1][0, list(at)].double().numpy(), ids[[t + 1 for t in at]]
-
-    rows = material.rows(0, N_ROWS)
-    parts = [states(rows.ids(i), 0) for i in range(N_ROWS)]
+    Hidden states are those of the method's own batches: in others they are rounded otherwise, and of positions that
+    are equally far another would come first.
+    """
+    parts = []
+    for start, stop in material.blocks():
+        rows = material.rows(start, stop)
+        ids = [rows.ids(i) for i in range(len(rows))]
+        parts += by_sequence(hidden_at(material.model, ids, [0] * len(ids), "all"), len(ids))
     hidden, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     row_of = np.repeat(np.arange(N_ROWS), [len(p[1]) for p in parts])
     out = np.zeros((N_ROWS, N_UNITS))
-    units = [states(unit.input_ids, unit.first - 1) for unit in material.unit_tokens]
+    units = states(material)
     scale = 1e-5 * np.mean([(h**2).sum() for own, _ in units for h in own])
     for e, (own, right) in enumerate(units):
         for h, label in zip(own, right, strict=True):
