@@ -188,14 +188,14 @@ def grasp_build(match: str) -> Callable[[Job], int]:
 def own_method(name: str, **settings: Any) -> Callable[[Job], Path]:
     def run(job: Job) -> Path:
         from grasp.artifact.reader import Artifact  # noqa: PLC0415
-        from grasp.baselines.asked import asked_methods  # noqa: PLC0415
-        from grasp.baselines.material import Material  # noqa: PLC0415
-        from grasp.baselines.predict import scores  # noqa: PLC0415
         from grasp.baselines.stored import Cache  # noqa: PLC0415
+        from grasp.runs.configured import configured_methods  # noqa: PLC0415
+        from grasp.runs.material import Material  # noqa: PLC0415
+        from grasp.runs.method_predictions import scores  # noqa: PLC0415
 
         artifact, out = Artifact.open(job.artifact), job.out / "run"
         material = Material(artifact, batch_tokens=job.batch * job.length)
-        scores(asked_methods([name], {name: settings})[0], material, Cache.of(artifact, out))
+        scores(configured_methods([name], {name: settings})[0], material, Cache.of(artifact, out))
         return out
 
     return run
@@ -323,7 +323,7 @@ class Contender:
 
 
 TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.extract.local", "transformers.models.llama")
-METHODS = ("grasp.baselines.predict", "grasp.baselines.material", *OWN)
+METHODS = ("grasp.runs.method_predictions", "grasp.runs.material", *OWN)
 CONTENDERS: dict[str, Contender] = {
     "body forward": Contender(body_forward, TORCH, (1, 4, 8), "no head"),
     "full forward": Contender(full_forward, TORCH, (1, 2, 4), "head and loss at all positions"),

@@ -23,11 +23,11 @@ from grasp.artifact.reader import Artifact
 from grasp.audit.detect import column, contamination, method_scores
 from grasp.audit.detection import auroc
 from grasp.audit.ranking import rows_by_method
-from grasp.baselines.asked import asked_methods
 from grasp.corpus.store import RowStore
 from grasp.extract.local import build
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.runs.configured import configured_methods
 from grasp.runs.recipe import TrainingRecipe, named_recipe, train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
@@ -100,7 +100,7 @@ def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str], *, w
         for target, what in ((ANSWER, "answer"), (WHOLE, "all"))
         for kernel in ("token", "input", "pooled")
     }
-    (asked,) = asked_methods(["bm25"])
+    (asked,) = configured_methods(["bm25"])
     bm25_NE = method_scores(rows_by_method(artifact, asked), ANSWER)
     out["BM25"] = contamination(artifact, ANSWER, others={"bm25": bm25_NE}).scores["bm25"]
     out["BM25 (as it is)"] = bm25_NE.max(axis=1)

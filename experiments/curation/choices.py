@@ -23,7 +23,6 @@ from experiments.curation.setting import World
 from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
 from grasp.audit.ranking import rows_by_method
-from grasp.baselines.asked import asked_methods
 from grasp.choose.amounts import Amount, Bound
 from grasp.choose.mixture import MixRequest, mix_with
 from grasp.choose.select import Request, select
@@ -34,6 +33,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_tables import row_tokens
 from grasp.predict.scorer import CalibrationFamily, Scorer
 from grasp.predict.slices import LabelTable
+from grasp.runs.configured import configured_methods
 from grasp.seeds import stream
 
 I64 = NDArray[np.int64]
@@ -105,7 +105,7 @@ class Chooser:
 
     def _by_words(self, asked: Asked, budget: int) -> I64:
         """The rows of the greatest sum of BM25 scores over the targets' units."""
-        (method,) = asked_methods([BM25])
+        (method,) = configured_methods([BM25])
         source = rows_by_method(self.world.artifact, method)
         units = UnitSelection.of(source, list(self._weights(asked)))
         score_N = np.zeros(source.n_rows)

@@ -13,11 +13,11 @@ from experiments.safety.tuned import Tuned
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect, method_scores
 from grasp.audit.ranking import rows_by_method
-from grasp.baselines.asked import asked_methods
 from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
 from grasp.predict.predictions import predict
 from grasp.predict.protocol import Calibration, ScoringProtocol, load_protocol
+from grasp.runs.configured import configured_methods
 from grasp.settings import build_settings
 
 F64 = NDArray[np.float64]
@@ -70,7 +70,7 @@ def others(artifact: Artifact, *, label: str | None) -> dict[str, F64]:
         found = detect(artifact, TARGET, label=label)
         out |= {"detect: geometry": found.scores["geometry"], "detect: fused": found.scores["fused"]}
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
-    for asked in asked_methods(["bm25", "activation_similarity"]):
+    for asked in configured_methods(["bm25", "activation_similarity"]):
         found_NE = method_scores(rows_by_method(artifact, asked, cache=artifact.path / "methods"), TARGET)
         out[NAMES[asked.name]] = -found_NE.mean(axis=1)
     return out

@@ -24,12 +24,12 @@ from transformers.utils import logging as hf_logging
 from experiments.curation.setting import held_out_documents
 from grasp.artifact.reader import Artifact
 from grasp.audit.retrieval import Found, method_names, parse_scores, related_by_label, retrieve
-from grasp.baselines.asked import asked_methods
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, SettingsError
 from grasp.extract.local import build
 from grasp.files import aside, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.runs.configured import configured_methods
 from grasp.runs.recipe import named_recipe, train
 from grasp.settings import CorpusSettings, build_settings
 
@@ -122,7 +122,7 @@ def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Found,
     artifact = pages.artifact()
     asked = parse_scores(scores, ["rrf", "z"])
     related = related_by_label(artifact, pages.queries(), LABELS)
-    methods = asked_methods(method_names(asked))
+    methods = configured_methods(method_names(asked))
     found = retrieve(artifact, related, ks, asked, methods)
     together = retrieve(artifact, [one.together() for one in related], ks, asked, methods)
     result = {

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.baselines.bm25 import query_text, top_rows, words
-from grasp.baselines.predict import scores
 from grasp.errors import TargetError
+from grasp.runs.method_predictions import scores
 from grasp.targets.units import UnitSet
 from tests.baselines.world import N_ROWS, asked, cache, matrix
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.checkpoints import find_checkpoints
+from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
 from grasp.errors import ModelError
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.training import Trainer
@@ -47,13 +47,13 @@ def test_those_beside_the_model_are_found_without_being_named(world):
 
 def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):
     material = world.material()
-    first = material.checkpoints[0]
-    loaded = material.load(first)
+    first = checkpoints_of(material)[0]
+    loaded = first.load(material)
     assert loaded.tokenizer.fingerprint == material.tokenizer.fingerprint
     own = LlamaForCausalLM.from_pretrained(first.path)
     for name, tensor in own.state_dict().items():
         torch.testing.assert_close(loaded.model.state_dict()[name], tensor)
-    last = material.load(material.checkpoints[-1])
+    last = checkpoints_of(material)[-1].load(material)
     assert last.fingerprint() == material.artifact.manifest.fingerprints["model"]
 
 
@@ -65,8 +65,10 @@ def test_moments_are_those_of_the_optimizer_by_parameter(world):
     order = batch_order(share.kept_N, seed=0, batch_rows=recipe.batch_rows, first_step=0, last_step=8)
     for batch in token_batches(material.store, [order], steps=8, context=64, vocab_size=300):
         trainer.advance(batch, [share])
-    found = material.checkpoints[0].moments()
-    assert set(found) == set(dict(LlamaForCausalLM.from_pretrained(material.checkpoints[0].path).named_parameters()))
+    found = checkpoints_of(material)[0].moments()
+    assert set(found) == set(
+        dict(LlamaForCausalLM.from_pretrained(checkpoints_of(material)[0].path).named_parameters())
+    )
     first, second = (trainer.optimizer.state[trainer.model.matrices][name] for name in ("exp_avg", "exp_avg_sq"))
     size = 300 * 16  # the flat buffer of the matrices begins with the embedding
     torch.testing.assert_close(found["model.embed_tokens.weight"][0].flatten(), first[:size])
@@ -124,9 +126,9 @@ def test_another_architecture_is_refused_with_the_first_weight_that_differs(worl
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "deep")
     material = world.material(checkpoint_places=(tmp_path / "deep",))
-    (one,) = material.checkpoints
+    (one,) = checkpoints_of(material)
     with pytest.raises(ModelError, match=r"weights are not those of the reference model, e\.g\. model\.layers\.2\."):
-        material.load(one)
+        one.load(material)
 
 
 def test_rates_are_positive_over_a_whole_run(world):

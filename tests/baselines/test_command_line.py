@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from grasp.artifact.reader import Artifact
-from grasp.baselines.predict import predict, scores
-from grasp.baselines.registry import METHODS
-from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+from grasp.runs.method_predictions import predict, scores
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
 from tests.cli.grasp_command import cells, refused, succeed
 
 FAST = "bm25,loss,random,length,activation_similarity"
@@ -139,7 +138,7 @@ def test_methods_lists_them_and_tells_the_settings_of_one():
 
 def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
     art = world.root / "art"
-    assert refused("methods", "bm52").startswith("method: got 'bm52'; did you mean bm25? there are bm25, ")
+    assert refused("methods", "bm52").startswith("method: got 'bm52'; did you mean bm25? there are activation_similarity, ")
     assert "did you mean tracin?" in refused(*evaluate(world, kept, "--methods", "trakin"))
     assert refused(*evaluate(world, kept)) == ("--cache: no meaning without --methods; name a method, or leave it out")
     assert refused("score", art, "--target", "facts", "--checkpoints", tmp_path) == (

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grasp.baselines.base import RowMethod, SubsetMethod
-from grasp.baselines.predict import predict, scores
-from grasp.baselines.registry import METHODS, entry_of
-from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, copies, matrix
+from grasp.runs.contract import RowMethod, SubsetMethod
+from grasp.runs.method_predictions import predict, scores
+from grasp.runs.plugins import entry_of
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, copies, matrix
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.
 SMALL: dict[str, dict[str, Any]] = {
@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
 # Relative to the largest score: what rounding in other blocks and batches may change.
 TOLERANCE = 2e-4
 
+UNTARGETED = ("random", "length", "loss")
 ROW_METHODS = [name for name in METHODS if issubclass(entry_of(name).load(), RowMethod)]
 SUBSET_METHODS = [name for name in METHODS if issubclass(entry_of(name).load(), SubsetMethod)]
 
@@ -84,7 +85,7 @@ def close(found, expected):
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_every_row_has_a_finite_score_for_every_unit(name, scored):
     found = matrix(scored(name))
-    targeted = entry_of(name).load().targeted
+    targeted = name not in UNTARGETED
     assert found.shape == (N_ROWS, N_UNITS if targeted else 1)
     assert np.isfinite(found).all()
     assert found.std() > 0
@@ -101,7 +102,7 @@ def test_what_it_keeps_covers_and_took_is_said(name, scored):
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world, scored):
     kind = entry_of(name).load()
-    if not kind.targeted or "environment" in kind.looks_at:
+    if name in UNTARGETED or "environment" in kind.looks_at:
         pytest.skip("its scores are not of this row and this unit alone")
     found = matrix(scored(name))
     own_E = found[copies(world.material()), np.arange(N_UNITS)]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grasp.baselines.asked import asked_methods
-from grasp.baselines.registry import METHODS, entry_of
+from grasp.runs.configured import configured_methods
+from grasp.runs.plugins import entry_of
+from tests.baselines.world import METHODS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
@@ -32,11 +33,11 @@ def test_every_setting_and_the_floats_a_row_are_told(name):
 )
 def test_settings_of_the_experiment_are_what_methods_take(file):
     configured = yaml.safe_load(file.read_text(encoding="utf-8"))
-    asked = asked_methods(None, configured, file.name)
+    asked = configured_methods(None, configured, file.name)
     assert [one.label for one in asked] == list(configured)
 
 
 def test_the_experiment_has_every_method_that_needs_no_retraining():
     configured = yaml.safe_load((ROOT / "experiments" / "baselines" / "methods.yaml").read_text(encoding="utf-8"))
-    used = {one.name for one in asked_methods(None, configured)}
+    used = {one.method.name for one in configured_methods(None, configured)}
     assert set(METHODS) - used == {"retraining_shapley"}

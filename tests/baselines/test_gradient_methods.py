@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.datainf import closed_form
 from grasp.baselines.gradients.curvature import (
     Basis,
@@ -21,9 +22,9 @@ from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.session import checkpoint_weights, exact_plan, row_examples, unit_examples
 from grasp.baselines.less import adam_update, recorded_betas
-from grasp.baselines.predict import scores
 from grasp.baselines.trak import newton_map
 from grasp.errors import ModelError, SettingsError
+from grasp.runs.method_predictions import scores
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
@@ -49,7 +50,7 @@ def gradients(world):
         key = (checkpoint, output)
         if key not in known:
             material = world.material()
-            model = material.load(material.checkpoints[checkpoint])
+            model = checkpoints_of(material)[checkpoint].load(material)
             examples = row_examples(material, 0, N_ROWS) + unit_examples(material)
             found = [autograd(model, example, output) for example in examples]
             known[key] = {name: torch.stack([g[name].flatten() for g in found]).double().numpy() for name in found[0]}
@@ -162,7 +163,7 @@ def trak_formula(rows: list[np.ndarray], units: list[np.ndarray], doubts: list[n
 def doubts(world, checkpoint: int) -> np.ndarray:
     """Mean of 1 - p over the labels of each row."""
     material = world.material()
-    model = material.load(material.checkpoints[checkpoint]).model
+    model = checkpoints_of(material)[checkpoint].load(material).model
     found = []
     for row in row_examples(material, 0, N_ROWS):
         ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
@@ -244,7 +245,7 @@ def test_less_has_adams_step_of_the_row_and_the_gradient_of_the_unit(world, tmp_
     expected = np.zeros((N_ROWS, N_UNITS))
     for c, weight in enumerate(rates(world)):
         steps, units = [], []
-        for name, (mean, square) in material.checkpoints[c].moments().items():
+        for name, (mean, square) in checkpoints_of(material)[c].moments().items():
             if "layers.1." in name or name == "model.norm.weight":
                 g = gradients(c)[name]
                 m = 0.9 * mean.double().flatten().numpy() + 0.1 * g[:N_ROWS]
@@ -353,7 +354,7 @@ def test_datainf_without_a_gradient_is_refused():
 def opened(world):
     """An engine over an attention layer, a norm and the head, and rows of many lengths."""
     material = world.material()
-    model = material.load(material.checkpoints[-1])
+    model = checkpoints_of(material)[-1].load(material)
     model.batch_tokens = 150
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj", "model.embed_tokens", "final_norm"]))
     return engine, row_examples(material, 0, 12)
@@ -422,7 +423,7 @@ def fisher_of(gradient_ND: np.ndarray) -> np.ndarray:
 
 def test_kfac_influence_is_the_explicit_inverse_of_the_kronecker_product(world, tmp_path, gradients):
     material = world.material()
-    model = material.load(material.checkpoints[-1])
+    model = checkpoints_of(material)[-1].load(material)
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
     (factors,) = second_moments(engine, Fisher(row_examples(material, 0, N_ROWS), None), full_width=64)
     left, right = factors.left.double().numpy(), factors.right_YY.double().numpy()
@@ -435,7 +436,7 @@ def test_kfac_influence_is_the_explicit_inverse_of_the_kronecker_product(world, 
 
 def test_ekfac_influence_is_the_explicit_inverse_in_its_basis(world, tmp_path, gradients):
     material = world.material()
-    model = material.load(material.checkpoints[-1])
+    model = checkpoints_of(material)[-1].load(material)
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
     fisher = Fisher(row_examples(material, 0, N_ROWS), None)
     (basis,) = [Basis.of(one) for one in second_moments(engine, fisher, full_width=64)]

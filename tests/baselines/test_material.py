@@ -8,14 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grasp.artifact.reader import Artifact
-from grasp.baselines.material import Material
-from grasp.baselines.predict import scores
-from grasp.baselines.registry import METHODS, entry_of
+from grasp.baselines.checkpoints import checkpoints_of
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.models import causal_lm
+from grasp.runs.material import Material
+from grasp.runs.method_predictions import scores
+from grasp.runs.plugins import entry_of
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
-from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
 
 
 def test_blocks_cover_every_row_once_from_anywhere(world):
@@ -113,7 +114,7 @@ def on_a_hub(world, monkeypatch):
 def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
     settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
     found = matrix(scores(asked(name, **settings), on_a_hub, cache(tmp_path / "hub", on_a_hub)))
-    (one,) = on_a_hub.checkpoints
+    (one,) = checkpoints_of(on_a_hub)
     assert (one.fingerprint, one.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
     if "checkpoints" in entry_of(name).load().settings_type.model_fields:
         settings = settings | {"checkpoints": "last"}

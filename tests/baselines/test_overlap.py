@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from grasp.baselines.bm25 import query_text, words
-from grasp.baselines.predict import scores
 from grasp.errors import TargetError
+from grasp.runs.method_predictions import scores
 from tests.baselines.world import N_ROWS, asked, cache, matrix
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grasp.baselines.predict import predict, scores
 from grasp.baselines.retraining_shapley import RetrainingGame
 from grasp.baselines.shapley import exact_shapley
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.environment import Environment
+from grasp.runs.method_predictions import predict, scores
 from grasp.runs.recipe import TrainingRecipe, train
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
-from grasp.baselines.material import Material
 from grasp.corpus.image_store import HASH_LABEL
 from grasp.errors import GraspError
+from grasp.runs.material import Material
 
 SNIPPET = 240  # characters, where the artifact does not say how many it keeps
 

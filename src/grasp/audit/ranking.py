@@ -10,14 +10,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
-from grasp.baselines.asked import AskedMethod
-from grasp.baselines.material import Material
-from grasp.baselines.predict import scores
-from grasp.baselines.stored import Cache, StoredScores
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.source import F32, Blocks
+from grasp.runs.configured import ConfiguredMethod
+from grasp.runs.contract import MethodScores
 from grasp.runs.development import Scored
 from grasp.runs.environment import Environment
+from grasp.runs.material import Material
+from grasp.runs.method_predictions import scores
 from grasp.runs.methods import retrained
 
 
@@ -27,7 +27,7 @@ class MethodRows:
 
     artifact: Artifact
     label: str
-    found: StoredScores
+    found: MethodScores
 
     @property
     def n_rows(self) -> int:
@@ -74,7 +74,7 @@ class MethodRows:
 
 def rows_by_method(
     artifact: Artifact,
-    asked: AskedMethod,
+    configured: ConfiguredMethod,
     *,
     environment: Environment | None = None,
     checkpoints: Sequence[Path] = (),
@@ -93,4 +93,4 @@ def rows_by_method(
         scored = Scored.of(environment, artifact)
         known = retrained(scored, environment.utilities().of(*scored.renamed.values()))
     material = Material(artifact, checkpoint_places=tuple(checkpoints), retrained=known, progress=progress or Silent())
-    return MethodRows(artifact, asked.label, scores(asked, material, Cache.of(artifact, cache)))
+    return MethodRows(artifact, configured.label, scores(configured, material, cache))

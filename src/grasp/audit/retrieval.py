@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import Artifact
 from grasp.audit.ranking import rows_by_method
 from grasp.audit.recall import F64, FUSIONS, Fusion, Span, TopRows, fused, span
-from grasp.baselines.asked import GRASP, AskedMethod
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.predict.row_tables import kernel_array
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import F32, FeatureSource
+from grasp.runs.configured import GRASP, ConfiguredMethod
 
 KERNELS = ("token", "pooled", "input")
 METHODS = "grasp,bm25,overlap,grasp+bm25,grasp+overlap"
@@ -169,7 +169,7 @@ def retrieve(
     related: Sequence[Related],
     ks: Sequence[int],
     asked: Sequence[Asked],
-    methods: Sequence[AskedMethod] = (),
+    methods: Sequence[ConfiguredMethod] = (),
     *,
     cache: Path | None = None,
     progress: Progress | None = None,
@@ -273,7 +273,7 @@ def _related(
 def _sources(
     artifact: Artifact,
     asked: Sequence[Asked],
-    methods: Sequence[AskedMethod],
+    methods: Sequence[ConfiguredMethod],
     cache: Path | None,
     progress: Progress | None,
 ) -> dict[str, tuple[FeatureSource, str]]:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.hidden import pooled_hidden
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
+from grasp.runs.contract import Account, Scores
+from grasp.runs.material import Material
 from grasp.settings import Positions, Settings
 
 F64 = NDArray[np.float64]
@@ -32,7 +33,7 @@ class ActivationSimilaritySettings(Settings):
     )
 
 
-class ActivationSimilarity(RowMethod[ActivationSimilaritySettings]):
+class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
     """Cosine of mean final hidden states, after the final norm.
 
     Source: what users try first; RepSim of the retrieval-style attribution literature. Deviation: none; rows that

@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
 from grasp.extras import require
+from grasp.runs.contract import Account, Scores
+from grasp.runs.material import Material
 from grasp.settings import Settings
 from grasp.targets.units import Unit
 
@@ -58,7 +59,7 @@ class Bm25Settings(Settings):
     )
 
 
-class Bm25(RowMethod[Bm25Settings]):
+class Bm25(BlockMethod[Bm25Settings]):
     """Okapi BM25 of every row for every unit's text, by bm25s.
 
     Source: Robertson et al. 1994, in the variants of Kamphuis et al. 2020; settings of the paper's appendix.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import ValidationError
@@ -23,8 +24,8 @@ from grasp.artifact.files import entry_of
 from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.runs.llama import StackedLlama
+from grasp.runs.material import Material
 from grasp.runs.recipe import OPTIMIZER, RECORD, WEIGHTS, TrainingRecipe
-from grasp.settings import ModelSettings
 
 CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"
@@ -63,12 +64,13 @@ class Checkpoint:
             return ""
         return "+".join(entry_of(self.path / name).blake2b for name in (OPTIMIZER, RECORD))
 
-    def load(self, reference: ReferenceModel, settings: ModelSettings) -> ReferenceModel:
-        """The checkpoint as a reference model, with tokenizer, dtype, device and batches of `reference`.
+    def load(self, material: Material) -> ReferenceModel:
+        """The checkpoint as a reference model, with tokenizer, dtype, device and batches of the artifact's own.
 
         Raises:
             ModelError: it cannot be loaded, or has weights of other names or shapes; the message names the first.
         """
+        reference, settings = material.model, material.settings.model
         if self.of_reference is None:
             tokenizer = settings.tokenizer or settings.path
             settings = settings.model_copy(update={"path": str(self.path), "tokenizer": tokenizer, "check": False})
@@ -99,6 +101,25 @@ class Checkpoint:
                 "restore it from a copy"
             ) from err
         return {name: (first[name], second[name]) for name in first}
+
+
+_KNOWN: WeakKeyDictionary[Material, tuple[Checkpoint, ...]] = WeakKeyDictionary()  # with the checksums they took
+
+
+def checkpoints_of(material: Material) -> tuple[Checkpoint, ...]:
+    """Checkpoints of the reference model's training, by step. Never empty: the model itself, if nothing else.
+
+    Raises:
+        ModelError: a directory that was given holds none, or one that was given is missing.
+    """
+    if material not in _KNOWN:
+        own = Path(material.settings.model.path)
+        if material.checkpoint_places or own.is_dir():
+            _KNOWN[material] = find_checkpoints(material.checkpoint_places or (own,))
+        else:
+            of_reference = material.artifact.manifest.fingerprints["model"]
+            _KNOWN[material] = (Checkpoint(own, None, None, of_reference),)
+    return _KNOWN[material]
 
 
 def find_checkpoints(places: Iterable[Path]) -> tuple[Checkpoint, ...]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from grasp.baselines.base import Account, RowMethod, RowScorer
+from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.gradients.factors import Use, squared_norm
 from grasp.baselines.gradients.layers import LayerSet, choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
@@ -36,9 +36,11 @@ from grasp.baselines.gradients.session import (
 from grasp.baselines.gradients.settings import UNPROJECTED, LayerSettings
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink, everything
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.runs.contract import Account
+from grasp.runs.material import Material
 from grasp.settings import refuse_idle
 
 F64 = NDArray[np.float64]
@@ -67,7 +69,7 @@ class DataInfSettings(LayerSettings):
         return self
 
 
-class DataInf(RowMethod[DataInfSettings]):
+class DataInf(BlockMethod[DataInfSettings]):
     """Influence with the inverse Fisher matrix of each layer replaced by the mean of rank-one inverses.
 
     Source: Kwon et al. 2024, equation 5. Deviation: layers of the model itself instead of LoRA's; Fisher rows are a
@@ -81,7 +83,7 @@ class DataInf(RowMethod[DataInfSettings]):
         return len(self._plan(material).groups)
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
-        account, checkpoint = self._account(material), material.checkpoints[-1]
+        account, checkpoint = self._account(material), checkpoints_of(material)[-1]
         rows = self._fisher_rows(material)
         if self.settings.dimension is not None:
             own = self.settings

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from grasp.baselines.base import Account, SubsetMethod
-from grasp.baselines.material import Material
 from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.slices import LabelTable
+from grasp.runs.contract import Account, SubsetMethod
+from grasp.runs.material import Material
 from grasp.runs.oracles import (
     FOLDS,
     SubsetFeatures,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from grasp.baselines.base import Account, RowMethod, RowScorer
+from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.gradients.curvature import (
     Basis,
     Factors,
@@ -36,9 +36,10 @@ from grasp.baselines.gradients.session import (
     unit_examples,
 )
 from grasp.baselines.gradients.settings import LayerSettings, Patterns
-from grasp.baselines.material import Material
-from grasp.baselines.stored import digest
+from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
+from grasp.runs.contract import Account
+from grasp.runs.material import Material
 from grasp.seeds import stream
 from grasp.settings import refuse_idle
 
@@ -78,7 +79,7 @@ class InfluenceSettings(LayerSettings):
         return self
 
 
-class Influence(RowMethod[InfluenceSettings]):
+class Influence(BlockMethod[InfluenceSettings]):
     """Inverse Fisher matrix times the unit's gradient, times the gradient of the row.
 
     Source: Koh and Liang 2017; Grosse et al. 2023 for K-FAC and EK-FAC in language models. Deviation: embeddings and
@@ -92,7 +93,7 @@ class Influence(RowMethod[InfluenceSettings]):
         return len(self._plan(material).groups)
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
-        engine = open_engine(material, material.checkpoints[-1], self.settings.layers)
+        engine = open_engine(material, checkpoints_of(material)[-1], self.settings.layers)
         plan = self._plan(material)
         group = plan.groups[part]
         queries = Queries.collect(engine, unit_examples(material)[group.first : group.last], plan.dense)
@@ -137,7 +138,7 @@ class Influence(RowMethod[InfluenceSettings]):
             "rows": own.fisher_rows,
             "width": own.full_width,
             "seed": self.seed,
-            "checkpoint": material.checkpoints[-1].fingerprint,
+            "checkpoint": checkpoints_of(material)[-1].fingerprint,
         }
 
     def _plan(self, material: Material) -> ExactPlan:

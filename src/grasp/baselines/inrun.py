@@ -16,14 +16,15 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.gradients.per_example import Example
 from grasp.baselines.gradients.settings import Patterns
-from grasp.baselines.material import Material
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, steps_of
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel
+from grasp.runs.contract import Account, Scores
+from grasp.runs.material import Material
 from grasp.seeds import stream
 from grasp.settings import Settings
 
@@ -77,7 +78,7 @@ class InRunSettings(Settings):
         return self
 
 
-class InRun(RowMethod[InRunSettings]):
+class InRun(BlockMethod[InRunSettings]):
     """In-Run Data Shapley (Wang et al. 2025), first and second order, of one epoch over a prefix of the corpus.
 
     Each batch is a game: its rows' Shapley values in the change of a validation loss, to first or second order in the

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.hidden import hidden_at
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import SettingsError, ShapeError
+from grasp.runs.contract import Account, Scores
+from grasp.runs.material import Material
 from grasp.settings import Positions, Settings
 
 F64 = NDArray[np.float64]
@@ -111,7 +112,7 @@ class KnnShapleySettings(Settings):
         return self
 
 
-class KnnShapley(RowMethod[KnnShapleySettings]):
+class KnnShapley(BlockMethod[KnnShapleySettings]):
     """Shapley values of positions in a nearest-neighbour language model, added up over each row.
 
     A row of text has no label, so the game of the source is played one level below: training points are the rows'

@@ -16,8 +16,8 @@ from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.session import chosen_checkpoints
 from grasp.baselines.gradients.settings import WeightedSettings
 from grasp.baselines.gradients.store import Update
-from grasp.baselines.material import Material
 from grasp.errors import ModelError, SettingsError
+from grasp.runs.material import Material
 from grasp.runs.recipe import RECORD
 from grasp.settings import refuse_idle
 

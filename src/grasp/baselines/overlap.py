@@ -10,11 +10,12 @@ import numpy as np
 from pydantic import Field
 from scipy.sparse import csr_array
 
-from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.bm25 import query_text, words
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
+from grasp.runs.contract import Account, Scores
+from grasp.runs.material import Material
 from grasp.settings import Settings
 
 
@@ -26,7 +27,7 @@ class OverlapSettings(Settings):
     )
 
 
-class Overlap(RowMethod[OverlapSettings]):
+class Overlap(BlockMethod[OverlapSettings]):
     """Share of a unit's distinct words that the row has.
 
     Source: the paper's retrieval table, which names "query overlap" and defines it nowhere; the share is ours. Words

@@ -15,14 +15,15 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
-from grasp.baselines.base import Account, RowMethod, RowScorer, Scores, Seconds
-from grasp.baselines.material import Material
 from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_shapley, permutation_shapley
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
+from grasp.runs.contract import Account, Scores, Seconds
+from grasp.runs.material import Material
 from grasp.runs.predictions import Weighting
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain import resolved_device
@@ -63,7 +64,7 @@ class RetrainingShapleySettings(Settings):
         return self
 
 
-class RetrainingShapley(RowMethod[RetrainingShapleySettings]):
+class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
     """Shapley values over utilities of retraining with the environment's recipe.
 
     Positive: adding the row, or its group, lowers the unit's loss. The value of a group is shared equally by its rows,

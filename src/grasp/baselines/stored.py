@@ -9,7 +9,8 @@
         progress.json     which part, rows that are done, seconds spent
         work/             what the method keeps for itself
 
-`<cache>` is `<artifact>/baselines` unless another directory is named.
+`<cache>` is `<artifact>/baselines` unless another directory is named. `BlockMethod` gives all of this to a method that
+says what is done before the first block, and how a block is scored.
 """
 
 import fcntl
@@ -18,97 +19,133 @@ import json
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
-from grasp.baselines.base import Account, RowMethod, RowScorer, Seconds
-from grasp.baselines.material import Material
+from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.files import write_whole
+from grasp.runs.contract import Account, MethodScores, RowMethod, Scores, Seconds
+from grasp.runs.material import Material
+from grasp.settings import Settings
 
 SCORES, IDS, RECORD, PROGRESS, LOCK = "scores.npy", "scores.ids.json", "method.json", "progress.json", "lock"
-CACHE = "baselines"
 READ_ROWS = 16_384
 
 
-@dataclass(frozen=True, slots=True)
-class StoredScores:
+S = TypeVar("S", bound=Settings)
+
+
+class RowScorer(ABC):
+    """A part of a method, ready to score."""
+
+    @abstractmethod
+    def score(self, start: int, stop: int) -> Scores:
+        """Rows [start, stop): (n, E) in the order of `material.units`, or (n, 1).
+
+        Every row's score is the same, up to rounding, whatever the block and the batches it is in.
+        """
+
+    @abstractmethod
+    def account(self) -> Account:
+        """Asked of the last part after its last block; also when all blocks were found ready."""
+
+
+class BlockMethod(RowMethod[S]):
+    """Scores rows block by block, on disk. The sum over all parts is the result; most methods have one part."""
+
+    dtype: ClassVar[Literal["float16", "float32"]] = "float32"  # of the stored scores
+    version: ClassVar[int] = 1  # raised when the numbers change: stored results of an older one are not used
+
+    def parts(self, material: Material) -> int:
+        """How many passes over the rows are added up: one a checkpoint, say, so that one model is in memory."""
+        del material
+        return 1
+
+    def decided_by(self, material: Material) -> Mapping[str, Any]:
+        """What of the material decides the numbers beside what `looks_at` names; part of what a result is found by."""
+        del material
+        return {}
+
+    @abstractmethod
+    def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
+        """Everything before the first block of a part: models, units, statistics over all rows.
+
+        Called again when a killed run goes on; what takes long is kept in `work` and found there.
+        """
+
+    def check(self, material: Material) -> None:
+        super().check(material)
+        if "checkpoints" in self.looks_at:
+            checkpoints_of(material)
+
+    def scores(self, material: Material, cache: Path) -> "StoredScores":
+        return stored_scores(self, material, cache)
+
+
+@dataclass(frozen=True)
+class StoredScores(MethodScores):
     """Scores of every row, on disk."""
 
-    path: Path
-    seconds: Seconds
-    account: Account
+    path: Path = Path()
 
-    @property
-    def n_columns(self) -> int:
-        """1 where the score does not depend on the unit, else one a unit."""
-        return int(self._open().shape[1])
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Blocks of an array on disk; opened each time they are gone through."""
+
+    path: Path
 
     def __iter__(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(first row, (n, E) or (n, 1)) from first row to last; can be gone through more than once."""
-        scores = self._open()
+        scores = np.load(self.path, mmap_mode="r", allow_pickle=False)
         for start in range(0, len(scores), READ_ROWS):
             yield start, np.asarray(scores[start : start + READ_ROWS])
 
-    def _open(self) -> NDArray[Any]:
-        scores: NDArray[Any] = np.load(self.path / SCORES, mmap_mode="r", allow_pickle=False)
-        return scores
+
+def place_of(cache: Path, described: Mapping[str, Any]) -> Path:
+    """Directory of a result, by what `identity` says."""
+    return cache / f"{described['method']}-{digest(described)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """A directory of results of one artifact."""
-
-    root: Path
-
-    @classmethod
-    def of(cls, artifact: Artifact, place: Path | None = None) -> "Cache":
-        """The cache at `place`, or inside the artifact."""
-        return cls(place if place is not None else artifact.path / CACHE)
-
-    def place(self, name: str, identity: Mapping[str, Any]) -> Path:
-        """Directory of a result."""
-        return self.root / f"{name}-{digest(identity)}"
-
-    def shared(self, material: Material, version: int) -> Path:
-        """Where methods of one version keep what others can use, for one model, tokenizer and corpus."""
-        fingerprints = material.artifact.manifest.fingerprints
-        decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
-        return self.root / f"shared-{digest(decided)}"
+def _shared(cache: Path, material: Material, version: int) -> Path:
+    """Where methods of one version keep what others can use, for one model, tokenizer and corpus."""
+    fingerprints = material.artifact.manifest.fingerprints
+    decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
+    return cache / f"shared-{digest(decided)}"
 
 
-def stored_scores(name: str, method: RowMethod[Any], material: Material, cache: Cache) -> StoredScores:
+def stored_scores(method: BlockMethod[Any], material: Material, cache: Path) -> StoredScores:
     """The scores of a method: read if they are there, else computed, going on where a killed run was.
 
     Raises:
         GraspError: what the method needs is not there. Nothing that was finished is lost.
         SettingsError: another process computes the same scores.
     """
-    described = identity(name, method, material)
-    place = cache.place(name, described)
+    described = identity(method, material)
+    place = place_of(cache, described)
     if not place.exists():
         part = place.with_name(place.name + ".part")
         _make(part)
         with _alone(part):
             if not place.exists():
-                _Run(part, cache.shared(material, method.version), method, material).finish(place, described)
+                _Run(part, _shared(cache, material, method.version), method, material).finish(place, described)
     return _read(place)
 
 
-def identity(name: str, method: Any, material: Material) -> dict[str, Any]:
+def identity(method: BlockMethod[Any], material: Material) -> dict[str, Any]:
     """Everything that decides a method's numbers on an artifact."""
     fingerprints = material.artifact.manifest.fingerprints
     found: dict[str, Any] = {
-        "method": name,
+        "method": method.name,
         "version": method.version,
         "settings": method.settings.model_dump(mode="json"),
         "seed": method.seed,
@@ -121,7 +158,7 @@ def identity(name: str, method: Any, material: Material) -> dict[str, Any]:
     if method.looks_at & {"model", "checkpoints"}:
         found["model"] = fingerprints.get("model")
     if "checkpoints" in method.looks_at:
-        found["checkpoints"] = [(one.fingerprint, one.learning_rate) for one in material.checkpoints]
+        found["checkpoints"] = [(one.fingerprint, one.learning_rate) for one in checkpoints_of(material)]
     if "environment" in method.looks_at:
         info = material.environment.environment.info
         found["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
@@ -137,7 +174,7 @@ def digest(identity: Mapping[str, Any]) -> str:
 class _Run:
     """One computation, begun or gone on with."""
 
-    def __init__(self, part: Path, shared: Path, method: RowMethod[Any], material: Material) -> None:
+    def __init__(self, part: Path, shared: Path, method: BlockMethod[Any], material: Material) -> None:
         self._part, self._method, self._material = part, method, material
         self._work = WorkArea(part / "work", shared)
         path = part / PROGRESS
@@ -282,8 +319,8 @@ def _read(place: Path) -> StoredScores:
         account = record["account"] | {"ready": Seconds(**record["account"]["ready"])}
         for name in ("covers", "notes"):
             account[name] = tuple(account[name])
-        found = StoredScores(place, Seconds(**record["seconds"]), Account(**account))
-        next(iter(found))
+        shape = np.load(place / SCORES, mmap_mode="r", allow_pickle=False).shape
+        seconds = Seconds(**record["seconds"])
+        return StoredScores(_Blocks(place / SCORES), shape, Account(**account), seconds, place)
     except (OSError, ValueError, KeyError, TypeError, EOFError) as err:
         raise SettingsError(f"{place}: damaged: {' '.join(str(err).split())}; delete it, it is made again") from err
-    return found

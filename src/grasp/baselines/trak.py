@@ -13,16 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from grasp.baselines.base import Account, RowMethod, RowScorer, Scores
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.layers import LayerSet, choose_layers
 from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
 from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
 from grasp.baselines.gradients.settings import ProjectedSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_seconds
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
+from grasp.runs.contract import Account, Scores
+from grasp.runs.material import Material
 
 F64 = NDArray[np.float64]
 
@@ -45,7 +46,7 @@ class TrakSettings(ProjectedSettings):
     weigh_doubt: bool = Field(True, description="Multiply by 1 - p of the row, as TRAK has it.")
 
 
-class Trak(RowMethod[TrakSettings]):
+class Trak(BlockMethod[TrakSettings]):
     """After-kernel of the model linearised at each checkpoint, in a random projection.
 
     Source: Park et al. 2023, equations 12 to 17. Deviation: TRAK is stated for one label an example; here output and

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from grasp.baselines.base import Account, NoSettings, RowMethod, RowScorer, Scores
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
+from grasp.runs.contract import Account, NoSettings, Scores
+from grasp.runs.material import Material
 from grasp.seeds import stream
 from grasp.settings import Settings
 
@@ -31,10 +32,8 @@ class _Column(RowScorer):
         return self._account
 
 
-class Random(RowMethod[NoSettings]):
+class Random(BlockMethod[NoSettings]):
     """A standard normal number a row, from the seed alone."""
-
-    targeted = False
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
         del work, part
@@ -48,11 +47,10 @@ class LengthSettings(Settings):
     prefer: Literal["long", "short"] = Field("long", description="Which rows score high.")
 
 
-class Length(RowMethod[LengthSettings]):
+class Length(BlockMethod[LengthSettings]):
     """Tokens of the row."""
 
     settings_type = LengthSettings
-    targeted = False
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
         del work, part
@@ -68,12 +66,11 @@ class LossSettings(Settings):
     )
 
 
-class Loss(RowMethod[LossSettings]):
+class Loss(BlockMethod[LossSettings]):
     """Mean loss of the reference model on the row, which the artifact has."""
 
     settings_type = LossSettings
     looks_at = frozenset({"model"})
-    targeted = False
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
         del work, part

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.baselines.base import Seconds
 from grasp.files import aside, write_whole
+from grasp.runs.contract import Seconds
 
 SECONDS = "seconds.json"
 

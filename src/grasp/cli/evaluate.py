@@ -14,9 +14,9 @@ from grasp.text import printable
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
-    from grasp.baselines.asked import AskedMethod
     from grasp.predict.protocol import ScoringProtocol
     from grasp.runs.candidates import Candidate
+    from grasp.runs.configured import ConfiguredMethod
     from grasp.runs.environment import Environment
 
 # \b keeps the lines of the epilog as they are.
@@ -110,7 +110,7 @@ def evaluate(
 
 def _methods(
     text: str | None, method_settings: Path | None, checkpoints: list[Path], cache: Path | None
-) -> "tuple[AskedMethod, ...]":
+) -> "tuple[ConfiguredMethod, ...]":
     """The published methods that are asked for.
 
     Raises:

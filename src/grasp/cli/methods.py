@@ -30,14 +30,15 @@ def methods(
 
     They are what `grasp evaluate --methods` and `grasp score --method` take.
     """
-    from grasp.baselines.registry import METHODS, entry_of
+    from grasp.runs.plugins import entry_of
+    from grasp.runs.plugins import methods as installed
 
     if name is None:
-        show("methods", ("name", "text"), [(entry.name, entry.says) for entry in METHODS.values()])
+        show("methods", ("name", "text"), [(entry.name, entry.says()) for entry in installed().values()])
         return
     entry = entry_of(name)
     kind = entry.load()
-    print(f"{entry.name}: {entry.says}\n")
+    print(f"{entry.name}\n")
     print("\n".join(line.strip() for line in (kind.__doc__ or "").strip().splitlines()))
     print(f"\nlooks at: {', '.join(['rows and units', *sorted(kind.looks_at)])}")
     if kind.needs_modules:

@@ -12,9 +12,9 @@ from grasp.errors import SettingsError, SubsetError
 from grasp.settings import leaf, put, read_yaml
 
 if TYPE_CHECKING:
-    from grasp.baselines.asked import AskedMethod
     from grasp.extract.cluster import ClusterSpec
     from grasp.predict.protocol import ScoringProtocol
+    from grasp.runs.configured import ConfiguredMethod
 
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
@@ -92,7 +92,7 @@ def beside(flag: str, out: Path | None) -> dict[str, Path | None]:
 
 def published_methods(
     chosen: list[str] | None, file: Path | None, belongs: Mapping[str, Any], flag: str = "--methods"
-) -> "tuple[AskedMethod, ...]":
+) -> "tuple[ConfiguredMethod, ...]":
     """Methods by flag and settings file; without either, the flags in `belongs` have no meaning.
 
     Raises:
@@ -104,10 +104,10 @@ def published_methods(
         if idle:
             raise SettingsError(f"{', '.join(idle)}: no meaning without {flag}; name a method, or leave it out")
         return ()
-    from grasp.baselines.asked import asked_methods
+    from grasp.runs.configured import configured_methods
 
     configured = read_yaml(file) if file is not None else {}
-    return asked_methods(chosen, configured, flag if file is None else str(file))
+    return configured_methods(chosen, configured, flag if file is None else str(file))
 
 
 def chosen_protocol(

@@ -16,7 +16,7 @@ from grasp.files import check_outputs
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
     from grasp.audit.ranking import MethodRows
-    from grasp.baselines.asked import AskedMethod
+    from grasp.runs.configured import ConfiguredMethod
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -84,7 +84,7 @@ def score(
 
 def _method(
     name: str | None, match: str | None, given: Mapping[str, Any], method_settings: Path | None
-) -> "AskedMethod | None":
+) -> "ConfiguredMethod | None":
     """The method that rows are ranked by; none: relevance.
 
     Raises:
@@ -95,7 +95,7 @@ def _method(
         return None
     if match is not None:
         raise SettingsError("--match: no meaning with --method; leave one of them out")
-    from grasp.baselines.asked import GRASP
+    from grasp.runs.configured import GRASP
 
     if name == GRASP:
         raise SettingsError("--method: got grasp, whose relevance ranks without it; leave --method out, see --match")
@@ -108,7 +108,7 @@ def _method(
 
 def _scored(
     artifact: "Artifact",
-    asked: "AskedMethod",
+    asked: "ConfiguredMethod",
     environment: Path | None,
     checkpoints: list[Path],
     cache: Path | None,

@@ -5,10 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grasp.artifact.reader import Artifact
-from grasp.baselines.asked import AskedMethod
-from grasp.baselines.material import Material, Retrained
-from grasp.baselines.predict import check, predict
-from grasp.baselines.stored import Cache
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side
@@ -16,10 +12,13 @@ from grasp.predict.protocol import Match, ScoringProtocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import Binding, Candidate, ProtocolFamily, candidate_of, needed_arrays
+from grasp.runs.configured import ConfiguredMethod
 from grasp.runs.controls import CONTROLS
 from grasp.runs.development import Development, Scored
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.evaluate import EvaluationReport, artifact_targets, evaluate
+from grasp.runs.material import Material, Retrained
+from grasp.runs.method_predictions import predict
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.oracles import fraction_features, lasso_oracle, mask_features, ridge_oracle
 from grasp.runs.predictions import Cost, Predictions, read_predictions
@@ -48,7 +47,7 @@ class Asked:
     files: Sequence[Path] = ()
     oracles: Sequence[str] = ()  # ridge or lasso, with `:masks` or `:LABEL` for what the oracle sees
     notes: Sequence[str] = ()  # how the methods came about
-    methods: Sequence[AskedMethod] = ()  # published ones
+    methods: Sequence[ConfiguredMethod] = ()  # published ones
     checkpoints: Sequence[Path] = ()  # for those that look at several; none: those beside the reference model
     cache: Path | None = None  # where their scores are kept; None: inside the artifact
     progress: Progress = Silent()  # noqa: RUF009 - it has no state
@@ -126,9 +125,8 @@ def _published(
     for one in asked.methods:
         if one.label in ours:
             raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
-        check(one, material)
-    cache = Cache.of(artifact, asked.cache)
-    found = [predict(one, material, scored.blocks, cache, renamed=renamed) for one in asked.methods]
+        one.method.check(material)
+    found = [predict(one, material, scored.blocks, asked.cache, renamed=renamed) for one in asked.methods]
     return [one.predictions for one in found], [note for one in found for note in one.notes]
 
 

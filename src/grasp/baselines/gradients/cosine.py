@@ -12,7 +12,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.baselines.base import Account, RowMethod, RowScorer
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.projection import Form
@@ -38,8 +37,10 @@ from grasp.baselines.gradients.session import (
 )
 from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
-from grasp.baselines.material import Material
+from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
+from grasp.runs.contract import Account
+from grasp.runs.material import Material
 
 F64 = NDArray[np.float64]
 S = TypeVar("S", bound=LayerSettings)
@@ -58,7 +59,7 @@ class CosineForm:
     update: str = ""  # name of the optimizer's update of rows
 
 
-class CosineMethod(RowMethod[S]):
+class CosineMethod(BlockMethod[S]):
     """Base of the family; one part a checkpoint, and a group of units where gradients are exact."""
 
     looks_at = frozenset({"tokens", "model", "checkpoints"})

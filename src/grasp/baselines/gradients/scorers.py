@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.baselines.base import Account, RowScorer, Scores
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import refuse_non_finite
 from grasp.baselines.gradients.layers import Block
@@ -17,9 +16,11 @@ from grasp.baselines.gradients.projection import Form, choose_forms
 from grasp.baselines.gradients.queries import Queries, Transform, exact_products
 from grasp.baselines.gradients.session import Group, row_examples
 from grasp.baselines.gradients.store import FeatureStore, ready_seconds
-from grasp.baselines.material import Material
+from grasp.baselines.stored import RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.runs.contract import Account, Scores
+from grasp.runs.material import Material
 
 F64 = NDArray[np.float64]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.baselines.checkpoints import Checkpoint
+from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
 from grasp.baselines.gradients.layers import Block, choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.queries import Sizes, choose_dense, query_elements
-from grasp.baselines.material import Material
+from grasp.runs.material import Material
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
@@ -58,7 +58,7 @@ def typical_tokens(material: Material) -> int:
 
 def chosen_checkpoints(material: Material, which: str) -> tuple[Checkpoint, ...]:
     """`all`, or the `last` by step."""
-    return material.checkpoints if which == "all" else material.checkpoints[-1:]
+    return checkpoints_of(material) if which == "all" else checkpoints_of(material)[-1:]
 
 
 def checkpoint_weights(checkpoints: Sequence[Checkpoint], how: str) -> tuple[F64, tuple[str, ...]]:
@@ -80,7 +80,7 @@ def open_engine(material: Material, checkpoint: Checkpoint, patterns: Sequence[s
         SettingsError: a pattern matches nothing.
         ModelError: the checkpoint is of another architecture, or a layer has no per-example form.
     """
-    model = material.load(checkpoint)
+    model = checkpoint.load(material)
     return PerExample(model, choose_layers(model, patterns))
 
 

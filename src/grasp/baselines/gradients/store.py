@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.baselines.base import Seconds
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
@@ -20,9 +19,10 @@ from grasp.baselines.gradients.per_example import PerExample
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.session import open_engine, row_examples, typical_tokens, unit_examples
-from grasp.baselines.material import Material
 from grasp.baselines.stored import digest
 from grasp.baselines.work import WorkArea
+from grasp.runs.contract import Seconds
+from grasp.runs.material import Material
 
 READY = "ready-"
 

@@ -1,4 +1,4 @@
-"""Methods as they are asked for: by name, or by a label that a settings file gives to a configuration.
+"""Configured methods: by name, or by a label that a settings file gives to a configuration.
 
 tracin: {projection: 64}                          # settings of a method under its own name
 tracin-all: {method: tracin, layers: all}         # another configuration beside it
@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from grasp.baselines.base import Method, SubsetMethod
-from grasp.baselines.registry import METHODS, entry_of
 from grasp.errors import SettingsError
 from grasp.extras import require
+from grasp.runs.contract import Method, SubsetMethod
+from grasp.runs.plugins import entry_of, methods
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, describe
 
@@ -34,20 +34,19 @@ class _Beside(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedMethod:
+class ConfiguredMethod:
     """One configuration of one method."""
 
     label: str
-    name: str
     method: Method[Any]
     oracle_selected: bool = False
     weighting: Weighting | None = None  # None: the method's own
     negative: float = 1.0  # what negative scores of rows are multiplied by, where subsets are predicted
 
 
-def asked_methods(
+def configured_methods(
     names: Sequence[str] | None, configured: Mapping[str, Any] | None = None, where: str = "methods"
-) -> tuple[AskedMethod, ...]:
+) -> tuple[ConfiguredMethod, ...]:
     """Methods by name or label, ready to run; their modules are imported here.
 
     Args:
@@ -67,15 +66,15 @@ def asked_methods(
         beside, _ = _split(label, values, where)
         if label not in chosen:  # a mistake in what is not asked for is a mistake all the same
             _valid(where, label, (_Beside, beside))
-    return tuple(_asked(name, given.get(name, {}), where, labels=given) for name in chosen)
+    return tuple(_configured(name, given.get(name, {}), where, labels=given) for name in chosen)
 
 
-def _asked(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> AskedMethod:
-    if label not in labels and label not in METHODS:
+def _configured(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> ConfiguredMethod:
+    if label not in labels and label not in methods():
         if not labels:
             entry_of(label, where)  # says which there are
         raise SettingsError(
-            f"methods: got {label!r}; {where} has {', '.join(labels)}, and there are {', '.join(METHODS)}"
+            f"methods: got {label!r}; {where} has {', '.join(labels)}, and there are {', '.join(methods())}"
         )
     given, own = _split(label, values, where)
     kind = entry_of(given["method"]).load()
@@ -83,29 +82,31 @@ def _asked(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> As
     assert isinstance(beside, _Beside)
     for module, extra in kind.needs_modules.items():
         require(module, extra=extra, feature=f"method {beside.method}")
-    method = kind(settings, seed=beside.seed)
+    method = kind(settings, name=beside.method, seed=beside.seed)
     if isinstance(method, SubsetMethod):
         of_rows = {"weighting": beside.weighting is not None, "negative": beside.negative != 1.0}
         if idle := [name for name, is_given in of_rows.items() if is_given]:
             raise SettingsError(
                 f"{where}: {label}: {', '.join(idle)}: {beside.method} predicts subsets and scores no rows; leave out"
             )
-    return AskedMethod(label, beside.method, method, beside.oracle_selected, beside.weighting, beside.negative)
+    return ConfiguredMethod(label, method, beside.oracle_selected, beside.weighting, beside.negative)
 
 
 def _split(label: str, values: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What stands beside the settings of a configuration, its method among it, and the settings."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{where}: {label}: got {values!r}, expected settings by name, or {{}}")
-    if label not in METHODS and "method" not in values:
+    if label not in methods() and "method" not in values:
         raise SettingsError(
             f"{where}: {label} is no method; name its method: {label}: {{method: ..., ...}}, one of "
-            f"{', '.join(METHODS)}"
+            f"{', '.join(methods())}"
         )
     own = {str(key): value for key, value in values.items()}
     beside = {"method": label} | {field: own.pop(field) for field in _Beside.model_fields if field in own}
     if not isinstance(beside["method"], str):
-        raise SettingsError(f"{where}: {label}: method: got {beside['method']!r}, expected one of {', '.join(METHODS)}")
+        raise SettingsError(
+            f"{where}: {label}: method: got {beside['method']!r}, expected one of {', '.join(methods())}"
+        )
     entry_of(beside["method"])
     return beside, own
 

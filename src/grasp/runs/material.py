@@ -4,7 +4,7 @@ Everything is read when it is asked for, in blocks where it is as long as the co
 the artifact was made from: fingerprints of tokens, tokenizer, model and units.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,6 @@ from grasp.settings import BuildSettings, found_settings
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 
 if TYPE_CHECKING:
-    from grasp.baselines.checkpoints import Checkpoint
     from grasp.models.causal_lm import ReferenceModel
     from grasp.models.tokenizer import HfTokenizer
 
@@ -37,15 +36,14 @@ class Retrained:
     subsets: tuple[SubsetBlock, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Material:
     """One artifact, opened for methods.
 
     Args:
         block_rows: rows of one block; none: those of a shard.
         batch_tokens: tokens of one forward pass, padding included; none: as the build had them.
-        checkpoint_places: directories given by the user; none: that of the artifact's model, its `checkpoint-*` and
-            the model itself.
+        checkpoint_places: directories of checkpoints given by the user; none: beside the artifact's model.
         retrained: what is known of the environment, for methods that need one.
     """
 
@@ -179,28 +177,6 @@ class Material:
             model.batch_tokens = self.batch_tokens
         return model
 
-    @cached_property
-    def checkpoints(self) -> "tuple[Checkpoint, ...]":
-        """Checkpoints of the reference model's training, by step. Never empty: the model itself, if nothing else.
-
-        Raises:
-            ModelError: a directory that was given holds none, or one that was given is missing.
-        """
-        from grasp.baselines.checkpoints import Checkpoint, find_checkpoints  # noqa: PLC0415 - brings torch
-
-        own = Path(self.settings.model.path)
-        if not self.checkpoint_places and not own.is_dir():
-            return (Checkpoint(own, None, None, of_reference=self.artifact.manifest.fingerprints["model"]),)
-        return find_checkpoints(self.checkpoint_places or (own,))
-
-    def load(self, checkpoint: "Checkpoint") -> "ReferenceModel":
-        """A checkpoint's model, with the tokenizer, dtype, device and batches of the reference model.
-
-        Raises:
-            ModelError: it is of another architecture than the reference model.
-        """
-        return checkpoint.load(self.model, self.settings.model)
-
     def _check(self, what: str, fingerprint: str) -> None:
         expected = self.artifact.manifest.fingerprints.get(what)
         if fingerprint != expected:
@@ -221,8 +197,3 @@ class Material:
         if self.retrained is None:
             raise SettingsError("this method is fitted on retrained subsets; name them with --environment")
         return self.retrained
-
-
-def subset_ids(blocks: Sequence[SubsetBlock]) -> tuple[str, ...]:
-    """Names of the subsets of several blocks, in order."""
-    return tuple(name for block in blocks for name in block.subset_ids)

@@ -5,34 +5,35 @@ Shape letters: N rows, E units, B subsets.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from grasp.baselines.asked import AskedMethod
-from grasp.baselines.base import Account, RowMethod, SubsetMethod
-from grasp.baselines.material import Material
-from grasp.baselines.stored import Cache, StoredScores, stored_scores
 from grasp.errors import SettingsError
 from grasp.predict.blocks import Side, SubsetBlock
+from grasp.runs.configured import ConfiguredMethod
+from grasp.runs.contract import Account, MethodScores, RowMethod, SubsetMethod
+from grasp.runs.material import Material
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing, Weighting
 
+CACHE = "baselines"  # inside the artifact
 ANY = ("", "any")  # the one column of scores that do not depend on the unit
 COUNTED = "scores are added up over a subset, not averaged"
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Predictions under the label that was asked for, and what a reader must know."""
+    """Predictions under the label of the configuration, and what a reader must know."""
 
     predictions: Predictions
     notes: tuple[str, ...]
 
 
 def predict(
-    asked: AskedMethod,
+    configured: ConfiguredMethod,
     material: Material,
     subsets: Sequence[SubsetBlock],
-    cache: Cache,
+    cache: Path | None = None,
     *,
     renamed: Mapping[str, str] | None = None,
     side: Side = "retained",
@@ -41,85 +42,76 @@ def predict(
 
     Args:
         subsets: retained sides over the artifact's rows.
+        cache: where the method may keep its scores; None: in the artifact.
         renamed: the artifact's name of a target -> the name to predict under; targets without one are left out.
         side: which rows' scores are added up, see `RowScores.sum_over`.
     Raises:
         GraspError: what the method needs is not there.
     """
-    method = asked.method
-    check(asked, material)
+    method = configured.method
+    cost = None
     if isinstance(method, RowMethod):
-        found = stored_scores(asked.name, method, material, cache)
-        weighting = asked.weighting or method.weighting
-        predictions = _summed(asked, found, material, subsets, weighting, side)
+        found = scores(configured, material, cache)
+        weighting = configured.weighting or method.weighting
+        predictions = _summed(configured, found, material, subsets, weighting, side)
         cost, account = _cost(found), found.account
         if weighting == "count":
             account = replace(account, notes=(*account.notes, COUNTED))
     else:
         assert isinstance(method, SubsetMethod)
+        method.check(material)
         predictions, account = method.predict(material, subsets)
-        cost = None
     standing: Standing = "supervised oracle" if method.supervised else "predictor"
-    if asked.oracle_selected and not method.supervised:
+    if configured.oracle_selected and not method.supervised:
         standing = "oracle-selected"
     if renamed is not None:
         predictions = _renamed(predictions, renamed)
     return Predicted(
-        replace(predictions, method=asked.label, standing=standing, cost=cost), _notes(asked.label, account)
+        replace(predictions, method=configured.label, standing=standing, cost=cost), _notes(configured.label, account)
     )
 
 
-def scores(asked: AskedMethod, material: Material, cache: Cache) -> StoredScores:
+def scores(configured: ConfiguredMethod, material: Material, cache: Path | None = None) -> MethodScores:
     """Scores of every row by a method that gives them.
 
+    Args:
+        cache: where the method may keep them; None: in the artifact.
     Raises:
         SettingsError: the method predicts subsets, not rows.
+        ShapeError: its scores are not those of the artifact's rows and units.
     """
-    if not isinstance(asked.method, RowMethod):
-        raise SettingsError(f"method {asked.label}: predicts subsets and scores no rows; see it in grasp evaluate")
-    check(asked, material)
-    return stored_scores(asked.name, asked.method, material, cache)
-
-
-def check(asked: AskedMethod, material: Material) -> None:
-    """See that everything a method looks at is there, before any of its work begins.
-
-    Raises:
-        GraspError: the artifact keeps no tokens, the model is not its own, a checkpoint is missing, or no environment
-            was named.
-    """
-    looks_at = asked.method.looks_at
-    if "environment" in looks_at and material.retrained is None:
-        raise SettingsError(
-            f"method {asked.label}: is made from retrained subsets; name their directory with --environment"
-        )
-    if "tokens" in looks_at:
-        material.require_tokens()
-    if "checkpoints" in looks_at:
-        _ = material.checkpoints
+    method = configured.method
+    if not isinstance(method, RowMethod):
+        raise SettingsError(f"method {configured.label}: predicts subsets and scores no rows; see it in grasp evaluate")
+    method.check(material)
+    found = method.scores(material, cache if cache is not None else material.artifact.path / CACHE)
+    return found.checked(configured.label, material)
 
 
 def _summed(
-    asked: AskedMethod,
-    found: StoredScores,
+    configured: ConfiguredMethod,
+    found: MethodScores,
     material: Material,
     subsets: Sequence[SubsetBlock],
     weighting: Weighting,
     side: Side,
 ) -> Predictions:
     units = tuple((unit.target, unit.unit_id) for unit in material.units.units)
-    broadcast = found.n_columns == 1 and len(units) != 1
+    broadcast = found.shape[1] == 1 and len(units) != 1
     columns = (ANY,) if broadcast else units
-    by_row = RowScores(asked.label, columns, material.n_rows, found)
-    summed = by_row.sum_over(subsets, weighting=weighting, side=side, negative=asked.negative)
+    by_row = RowScores(configured.label, columns, material.n_rows, found)
+    summed = by_row.sum_over(subsets, weighting=weighting, side=side, negative=configured.negative)
     if not broadcast:
         return summed
     return replace(summed, units=units, values_BE=np.repeat(summed.values_BE, len(units), axis=1))
 
 
-def _cost(found: StoredScores) -> Cost:
+def _cost(found: MethodScores) -> Cost:
+    features, columns = found.account.features, found.shape[1]
+    if found.seconds is None:
+        return Cost(features, columns, None, None)
     seconds = found.seconds + found.account.ready
-    return Cost(found.account.features, found.n_columns, seconds.wall, seconds.cpu)
+    return Cost(features, columns, seconds.wall, seconds.cpu)
 
 
 def _renamed(predictions: Predictions, names: Mapping[str, str]) -> Predictions:

@@ -5,16 +5,17 @@ import sys
 
 import pytest
 
-from grasp.baselines.asked import asked_methods
-from grasp.baselines.registry import METHODS, entry_of
 from grasp.errors import MissingExtraError, SettingsError
+from grasp.runs.configured import configured_methods
+from grasp.runs.plugins import entry_of
+from tests.baselines.world import METHODS
 
 
 def test_a_name_is_the_method_with_its_defaults():
-    one, two = asked_methods(["bm25", "loss"])
-    assert (one.label, one.name, one.method.settings.k1, one.oracle_selected) == ("bm25", "bm25", 1.2, False)
+    one, two = configured_methods(["bm25", "loss"])
+    assert (one.label, one.method.name, one.method.settings.k1, one.oracle_selected) == ("bm25", "bm25", 1.2, False)
     assert two.label == "loss"
-    assert asked_methods(["grasp"]) == ()
+    assert configured_methods(["grasp"]) == ()
 
 
 def test_a_file_configures_methods_and_gives_them_labels():
@@ -23,12 +24,12 @@ def test_a_file_configures_methods_and_gives_them_labels():
         "short": {"method": "bm25", "query": "completion", "seed": 3, "oracle_selected": True, "weighting": "count"},
         "taught": {"method": "random", "negative": 0.25},
     }
-    one, two, three = asked_methods(None, file)
+    one, two, three = configured_methods(None, file)
     assert one.method.settings.k1 == 0.9
-    assert (two.name, two.method.settings.query, two.method.seed) == ("bm25", "completion", 3)
+    assert (two.method.name, two.method.settings.query, two.method.seed) == ("bm25", "completion", 3)
     assert (two.oracle_selected, two.weighting, two.negative) == (True, "count", 1.0)
     assert three.negative == 0.25
-    (only,) = asked_methods(["short"], file)
+    (only,) = configured_methods(["short"], file)
     assert only.label == "short"
 
 
@@ -36,7 +37,7 @@ def test_a_file_configures_methods_and_gives_them_labels():
 def test_every_entry_loads_and_says_what_it_is(name):
     kind = entry_of(name).load()
     assert kind.__doc__
-    assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or not kind.targeted
+    assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or name in ("random", "length", "loss")
     assert all(field.description for field in kind.settings_type.model_fields.values())
     assert kind.settings_type.model_config["frozen"]
     assert not {"method", "seed", "oracle_selected", "weighting", "negative"} & set(kind.settings_type.model_fields)
@@ -45,9 +46,9 @@ def test_every_entry_loads_and_says_what_it_is(name):
 @pytest.mark.parametrize(
     ("names", "file", "said"),
     [
-        (["bm52"], {}, r"got 'bm52'; did you mean bm25\? there are bm25, "),
-        (["nonsense"], {}, r"got 'nonsense'; there are bm25, "),
-        (["lexical"], {"mine": {"method": "bm25"}}, r"methods: got 'lexical'; file has mine, and there are bm25, "),
+        (["bm52"], {}, r"got 'bm52'; did you mean bm25\? there are activation_similarity, "),
+        (["nonsense"], {}, r"got 'nonsense'; there are activation_similarity, "),
+        (["lexical"], {"mine": {"method": "bm25"}}, r"methods: got 'lexical'; file has mine, and there are activation_similarity, "),
         (None, {"mine": {"k1": 1.0}}, r"file: mine is no method; name its method: mine: \{method: \.\.\., \.\.\.\}"),
         (None, {"mine": {"method": "bm52"}}, r"method: got 'bm52'; did you mean bm25\?"),
         (
@@ -77,13 +78,13 @@ def test_every_entry_loads_and_says_what_it_is(name):
             {"bm25": {"weighting": "meen", "sed": 1, "k1": -1}},
             r"file: bm25: weighting: .*'count' or 'mean', got 'meen'; k1: .* 0, got -1; sed: no such field, got 1 \(",
         ),
-        (None, {"mine": {"method": 3}}, r"file: mine: method: got 3, expected one of bm25, "),
+        (None, {"mine": {"method": 3}}, r"file: mine: method: got 3, expected one of activation_similarity, "),
         (["bm25", "bm25"], {}, r"methods: got bm25 twice; give one of them another label in a settings file"),
     ],
 )
 def test_mistakes_are_told(names, file, said):
     with pytest.raises(SettingsError, match=said):
-        asked_methods(names, file, "file")
+        configured_methods(names, file, "file")
 
 
 @pytest.mark.parametrize(("name", "module"), [("bm25", "bm25s"), ("datamodels", "sklearn")])
@@ -93,4 +94,4 @@ def test_a_missing_extra_is_named(name, module, monkeypatch):
         MissingExtraError,
         match=rf"method {name} needs `{module}`, which is not installed: pip install 'grasp-attribution\[baselines\]'",
     ):
-        asked_methods([name])
+        configured_methods([name])

@@ -1,0 +1,97 @@
+"""A method of someone else's package is found by its entry point and stands beside ours, in ten lines."""
+
+import re
+
+import numpy as np
+import pytest
+
+from grasp.errors import MissingExtraError, SettingsError, ShapeError
+from grasp.runs.configured import configured_methods
+from grasp.runs.method_predictions import scores
+from grasp.runs.plugins import entry_of, methods
+from tests.baselines.test_documentation import TEXT
+from tests.baselines.world import matrix
+from tests.cli.grasp_command import refused, succeed
+
+# What docs/baselines.md shows is what is installed here.
+SOURCE, POINTS = (re.search(rf"```{kind}\n(.*?)```", TEXT, flags=re.DOTALL).group(1) for kind in ("python", "toml"))
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a package of one module, as pip would leave it."""
+
+    def installed(module, source, points, package="loudness"):
+        site = tmp_path / package
+        record = site / f"{package}-1.0.dist-info"
+        record.mkdir(parents=True)
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (record / "entry_points.txt").write_text(f"[grasp.methods]\n{points}\n")
+        (site / f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(site)
+
+    return installed
+
+
+@pytest.fixture
+def loud(install):
+    """The package of the documentation."""
+    install("loudness", SOURCE, POINTS.splitlines()[1].replace('"', ""))
+
+
+def test_the_example_of_the_documentation_has_ten_lines():
+    assert len([line for line in SOURCE.splitlines() if line.strip()]) <= 10
+    assert POINTS.splitlines()[0] == '[project.entry-points."grasp.methods"]'
+
+
+def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_path):
+    art, cache = world.root / "art", tmp_path / "cache"
+    assert re.search(r"^loud +Capital letters", succeed("methods").out, flags=re.MULTILINE)
+    assert "looks at: rows and units, tokens" in succeed("methods", "loud").out
+    printed = succeed("score", art, "--target", "facts", "--method", "loud", "--cache", cache, "--top", 3)
+    assert printed.lines[0] == "most helpful rows for facts, by loud"
+    command = "evaluate", art, "--environment", world.root / "env", "--methods", "loud,bm25", "--cache", cache
+    assert re.search(r"^loud +facts", succeed(*command).out, flags=re.MULTILINE)
+    material = world.material()
+    shares = [sum(map(str.isupper, text)) / max(1, len(text)) for text in material.texts(0, material.n_rows)]
+    (configured,) = configured_methods(["loud"])
+    np.testing.assert_array_equal(matrix(scores(configured, material))[:, 0], -np.array(shares))
+
+
+def test_without_the_package_there_is_no_such_method():
+    with pytest.raises(SettingsError, match="method: got 'loud'; there are activation_similarity, bm25, "):
+        entry_of("loud")
+
+
+def test_two_packages_of_one_name_are_refused(loud, install):
+    install("other", SOURCE, "loud = other:Loud", package="other")
+    with pytest.raises(SettingsError, match=r"method loud: packages (loudness and other|other and loudness) both have"):
+        methods()
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ("gone:Loud", "method loud: gone:Loud of package broken cannot be imported: No module named 'gone'"),
+        ("broken:Quiet", "method loud: broken:Quiet of package broken cannot be imported: .* has no attribute 'Quiet'"),
+    ],
+)
+def test_a_package_that_is_broken_is_named(point, said, install):
+    install("broken", SOURCE, f"loud = {point}", package="broken")
+    with pytest.raises(MissingExtraError, match=said):
+        entry_of("loud").load()
+
+
+def test_what_is_no_method_is_refused(install, world):
+    install("plain", "class Loud: ...\n", "loud = plain:Loud", package="plain")
+    told = refused("score", world.root / "art", "--target", "facts", "--method", "loud")
+    assert told.startswith(
+        "method loud: plain:Loud of package plain: got <class 'plain.Loud'>, expected a class derived"
+    )
+
+
+def test_scores_of_another_shape_are_refused(install, world):
+    install("short", SOURCE.replace("0, material.n_rows", "0, 3"), "loud = short:Loud", package="short")
+    (configured,) = configured_methods(["loud"])
+    with pytest.raises(ShapeError, match=r"method loud: got scores of shape \(3, 1\), expected \(40, 6\) or \(40, 1\)"):
+        scores(configured, world.material())
