@@ -42,7 +42,7 @@ def test_places_may_be_named_one_by_one_in_any_order(world):
 
 
 def test_those_beside_the_model_are_found_without_being_named(world):
-    assert [one.step for one in world.material().checkpoints] == [8, 16, 24]
+    assert [one.step for one in checkpoints_of(world.material())] == [8, 16, 24]
 
 
 def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):

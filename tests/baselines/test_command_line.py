@@ -138,7 +138,7 @@ def test_methods_lists_them_and_tells_the_settings_of_one():
 
 def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
     art = world.root / "art"
-    assert refused("methods", "bm52").startswith("method: got 'bm52'; did you mean bm25? there are activation_similarity, ")
+    assert refused("methods", "bm52").startswith("method: got 'bm52'; did you mean bm25? there are activation_sim")
     assert "did you mean tracin?" in refused(*evaluate(world, kept, "--methods", "trakin"))
     assert refused(*evaluate(world, kept)) == ("--cache: no meaning without --methods; name a method, or leave it out")
     assert refused("score", art, "--target", "facts", "--checkpoints", tmp_path) == (

@@ -48,7 +48,11 @@ def test_every_entry_loads_and_says_what_it_is(name):
     [
         (["bm52"], {}, r"got 'bm52'; did you mean bm25\? there are activation_similarity, "),
         (["nonsense"], {}, r"got 'nonsense'; there are activation_similarity, "),
-        (["lexical"], {"mine": {"method": "bm25"}}, r"methods: got 'lexical'; file has mine, and there are activation_similarity, "),
+        (
+            ["lexical"],
+            {"mine": {"method": "bm25"}},
+            r"methods: got 'lexical'; file has mine, and there are activ",
+        ),
         (None, {"mine": {"k1": 1.0}}, r"file: mine is no method; name its method: mine: \{method: \.\.\., \.\.\.\}"),
         (None, {"mine": {"method": "bm52"}}, r"method: got 'bm52'; did you mean bm25\?"),
         (

@@ -76,7 +76,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = CLO
 
 
 def rates(world) -> np.ndarray:
-    rate = np.array([one.learning_rate for one in world.material().checkpoints])
+    rate = np.array([one.learning_rate for one in checkpoints_of(world.material())])
     return rate / rate.sum()
 
 
@@ -142,7 +142,7 @@ def test_groups_of_units_keep_to_the_memory(world):
 
 
 def test_learning_rates_that_are_not_written_down_count_alike(world):
-    checkpoints = world.material().checkpoints
+    checkpoints = checkpoints_of(world.material())
     weights, notes = checkpoint_weights([replace(checkpoints[0], learning_rate=None), checkpoints[1]], "learning-rate")
     assert weights.tolist() == [0.5, 0.5]
     assert notes == ("the learning rates of the checkpoints are not written down: they count alike",)
@@ -286,7 +286,7 @@ def test_adam_step_is_that_of_torch():
 
 
 def test_betas_come_from_the_recipe(world):
-    assert recorded_betas(world.material().checkpoints[0]) == (0.9, 0.99)
+    assert recorded_betas(checkpoints_of(world.material())[0]) == (0.9, 0.99)
 
 
 def test_adam_without_moments_is_refused_where_it_is_asked_for(world, tmp_path):

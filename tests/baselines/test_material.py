@@ -134,6 +134,7 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
         "pretrained_model_name_or_path": str(tmp_path),
         "gguf_file": "tiny.gguf",
         "local_files_only": True,
+        "trust_remote_code": False,
     }
 
 

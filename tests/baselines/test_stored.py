@@ -245,17 +245,19 @@ def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tm
 
 def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
     material = world.material()
-    kept = cache(tmp_path, material)
     places = [
-        kept.shared(material, 1),
-        kept.shared(material, 2),
-        *(kept.shared(other(material, fingerprints={what: "f" * 32}), 1) for what in ("model", "tokenizer", "corpus")),
+        shared_of(tmp_path, material, 1),
+        shared_of(tmp_path, material, 2),
+        *(
+            shared_of(tmp_path, other(material, fingerprints={what: "f" * 32}), 1)
+            for what in ("model", "tokenizer", "corpus")
+        ),
     ]
     assert len(set(places)) == len(places)
-    assert kept.shared(other(material), 1) == places[0]
-    scores(asked("tracin", checkpoints="last"), material, kept)
+    assert shared_of(tmp_path, other(material), 1) == places[0]
+    scores(asked("tracin", checkpoints="last"), material, tmp_path)
     (area,) = tmp_path.glob("shared-*/gradients-*")
-    assert area.parent == kept.shared(material, 1)
+    assert area.parent == shared_of(tmp_path, material, 1)
 
 
 def test_a_method_without_a_pass_over_the_rows_stores_nothing(world, tmp_path):

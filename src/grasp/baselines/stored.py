@@ -116,7 +116,7 @@ def place_of(cache: Path, described: Mapping[str, Any]) -> Path:
     return cache / f"{described['method']}-{digest(described)}"
 
 
-def _shared(cache: Path, material: Material, version: int) -> Path:
+def shared_of(cache: Path, material: Material, version: int) -> Path:
     """Where methods of one version keep what others can use, for one model, tokenizer and corpus."""
     fingerprints = material.artifact.manifest.fingerprints
     decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
@@ -137,7 +137,7 @@ def stored_scores(method: BlockMethod[Any], material: Material, cache: Path) -> 
         _make(part)
         with _alone(part):
             if not place.exists():
-                _Run(part, _shared(cache, material, method.version), method, material).finish(place, described)
+                _Run(part, shared_of(cache, material, method.version), method, material).finish(place, described)
     return _read(place)
 
 
