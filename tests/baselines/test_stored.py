@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grasp.baselines.stored import BlockMethod, RowScorer, identity, place_of, stored_scores
+from grasp.baselines.stored import BlockMethod, RowScorer, identity, place_of, shared_of, stored_scores
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.predict.subset_tables import RowIndex
@@ -241,6 +241,9 @@ def test_the_moments_of_checkpoints_decide_the_name_where_adam_is_used(world, tm
     without = names()
     assert len({str(found[0]) for found in (with_moments, other_moments, without)}) == 3
     assert with_moments[1] == other_moments[1] == without[1]
+
+
+MODELS = ("model", "tokenizer", "corpus")
 
 
 def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
