@@ -3,8 +3,8 @@
 import gzip
 import json
 
+import pyarrow as pa
 import pytest
-import zstandard
 
 from grasp.errors import TargetError
 from grasp.settings import TargetSettings
@@ -63,7 +63,9 @@ def test_units_are_drawn_per_task(file):
     assert len(load(file, units_per_target=1).units) == 2
 
 
-@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+@pytest.mark.parametrize(
+    ("ending", "pack"), [("gz", gzip.compress), ("zst", lambda data: pa.compress(data, codec="zstd", asbytes=True))]
+)
 def test_compressed_files_read_the_same(file, ending, pack):
     packed = file.with_name(f"units.jsonl.{ending}")
     packed.write_bytes(pack(file.read_bytes()))
@@ -74,7 +76,7 @@ def test_compressed_files_read_the_same(file, ending, pack):
     ("line", "message"),
     [
         ("{bad", r"units.jsonl:2: not JSON"),
-        ('["list"]', r"units.jsonl:2: expected fields with names"),
+        ('["list"]', r"units.jsonl:2: got list, expected a JSON object"),
         ('{"task": "t", "prompt": "p"}', r"units.jsonl:2: completion: missing"),
         ('{"task": "t", "prompt": 3}', r"units.jsonl:2: prompt: .* got 3; completion: missing"),
         ('{"task": "", "prompt": "p", "completion": "c"}', r"units.jsonl:2: task: .* got ''"),
@@ -111,7 +113,7 @@ def test_a_unit_id_that_occurs_twice_is_named(tmp_path):
 def test_empty_missing_and_damaged_files(tmp_path):
     with pytest.raises(TargetError, match=r"empty.jsonl: no units"):
         load(write(tmp_path / "empty.jsonl", "\n"))
-    with pytest.raises(TargetError, match=r"gone.jsonl: no such file"):
+    with pytest.raises(TargetError, match=r"targets.names: .*gone.jsonl: no such file"):
         load(tmp_path / "gone.jsonl")
-    with pytest.raises(TargetError, match=r"bad.jsonl.gz: cannot be read"):
+    with pytest.raises(TargetError, match=r"bad.jsonl.gz: damaged or cut short"):
         load(write(tmp_path / "bad.jsonl.gz", "no gzip"))

@@ -73,11 +73,12 @@ class Source(Protocol):
         """Records from position `start` on, in order."""
 
 
-def open_source(path: str, split: str | None = None) -> Source:
+def open_source(path: str, split: str | None = None, field: str = "corpus") -> Source:
     """Find out what `path` is: a file, a directory, a `datasets` directory, or else a hub name.
 
     Args:
         split: of a `datasets` directory or hub name, or of a directory whose files are named after their splits.
+        field: the settings that name it, for messages.
     Raises:
         CorpusError: nothing there, a file type that is not read, a directory without a readable file, or splits of
             which none is named.
@@ -85,7 +86,7 @@ def open_source(path: str, split: str | None = None) -> Source:
     """
     if path.startswith(IN_MEMORY):
         raise CorpusError(
-            f"corpus.path: it was {path}: it is on no disk; pass the same object again, or save it as Parquet and name "
+            f"{field}: it was {path}: it is on no disk; pass the same object again, or save it as Parquet and name "
             "the file"
         )
     try:
@@ -95,25 +96,25 @@ def open_source(path: str, split: str | None = None) -> Source:
         raise CorpusError(f"{path}: cannot be opened: {_one_line(err)}") from err
     if is_file:
         if split is not None:
-            raise CorpusError(f"corpus.split: got {split!r}, but {path} is one file and has no splits; leave it out")
+            raise CorpusError(f"{field}.split: got {split!r}, but {path} is one file and has no splits; leave it out")
         return FileSource(fs, [(_shown(fs, root), root)], root.rpartition("/")[0])
     if there:
-        return _open_directory(fs, root, path, split)
+        return _open_directory(fs, root, path, split, field)
     if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path):
-        return _open_hub(path, split)
+        return _open_hub(path, split, field)
     raise CorpusError(f"{path}: no such file or directory; {EXPECTED}")
 
 
-def _open_directory(fs: Any, root: str, path: str, split: str | None) -> Source:
+def _open_directory(fs: Any, root: str, path: str, split: str | None, field: str) -> Source:
     saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if saved_table or fs.exists(f"{root}/dataset_dict.json"):
-        return _open_saved(fs, root, path, split)
+        return _open_saved(fs, root, path, split, field)
     files = sorted(file for file in fs.find(root) if _is_read(PurePosixPath(file).relative_to(root)))
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
         files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
         if not files:
-            raise CorpusError(f"corpus.split: got {split!r}, but no file of {path} is named after it")
+            raise CorpusError(f"{field}.split: got {split!r}, but no file of {path} is named after it")
     if not files:
         raise CorpusError(f"{path}: no Parquet or JSONL file in this directory; {EXPECTED}")
     kinds = {file.endswith(PARQUET) for file in files}
@@ -310,7 +311,7 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
         if hasattr(data, "iloc"):  # a DataFrame; pandas is slow to import
             data = pa.Table.from_pandas(data, preserve_index=False)
         elif hasattr(data, "with_format") or isinstance(data, Mapping):
-            data = _one_split(data, split, what)[:]
+            data = _one_split(data, split, what, what)[:]
     except (pa.ArrowException, TypeError) as err:
         raise CorpusError(f"{what}: a column cannot be read: {_one_line(err)}; give it one type") from err
     if not isinstance(data, pa.Table):
@@ -334,20 +335,20 @@ def _table_digest(table: pa.Table) -> str:
     return digest.hexdigest()
 
 
-def _open_saved(fs: Any, root: str, path: str, split: str | None) -> DatasetSource:
+def _open_saved(fs: Any, root: str, path: str, split: str | None, field: str) -> DatasetSource:
     datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
     try:
-        table = _one_split(datasets.load_from_disk(path), split, path)
-    except (OSError, ValueError, KeyError, pa.ArrowException) as err:
+        table = _one_split(datasets.load_from_disk(path), split, path, field)
+    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
         raise CorpusError(f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again") from err
     files = [_file_identity(fs, file, root) for file in sorted(fs.find(root))]
     return DatasetSource(table, path, files)
 
 
-def _open_hub(path: str, split: str | None) -> DatasetSource:
+def _open_hub(path: str, split: str | None, field: str) -> DatasetSource:
     datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
     try:
-        table = _one_split(datasets.load_dataset(path), split, path)
+        table = _one_split(datasets.load_dataset(path), split, path, field)
     except (OSError, ValueError) as err:
         raise CorpusError(
             f"{path}: no such file or directory, and no hub dataset of that name can be had: {_one_line(err)}"
@@ -355,15 +356,16 @@ def _open_hub(path: str, split: str | None) -> DatasetSource:
     return DatasetSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
-def _one_split(loaded: Any, split: str | None, where: str) -> Any:
+def _one_split(loaded: Any, split: str | None, where: str, field: str) -> Any:
     """The table itself, its only split, or the one that is named, in Arrow format."""
     if not isinstance(loaded, Mapping):
         if split is not None and str(loaded.split) != split:
-            raise CorpusError(f"corpus.split: got {split!r}, but {where} is one table ({loaded.split}); leave it out")
+            raise CorpusError(f"{field}.split: got {split!r}, but {where} is one table ({loaded.split}); leave it out")
         return loaded.with_format("arrow")
     names = ", ".join(sorted(loaded))
     if split is None and len(loaded) > 1:
-        raise CorpusError(f"{where}: has the splits {names}; say which one with --split (corpus.split)")
+        how = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
+        raise CorpusError(f"{where}: has the splits {names}; say which one with {how}")
     if split is not None and split not in loaded:
-        raise CorpusError(f"corpus.split: got {split!r}, {where} has {names}")
+        raise CorpusError(f"{field}.split: got {split!r}, {where} has {names}")
     return loaded[split or names].with_format("arrow")

@@ -1,4 +1,4 @@
-"""Benchmarks become units: OLMES request files, JSONL and `datasets`, drawn by a seed."""
+"""Benchmarks become units, drawn by a seed: OLMES request files, files of units in several forms, `datasets`."""
 
 from grasp.targets.load import load_units
 from grasp.targets.units import LossOn, Unit, UnitSet, UnitTokens

@@ -1,7 +1,6 @@
 """Targets of a classifier: trusted labelled images, read as a corpus of images is."""
 
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 
 from grasp.corpus.image_store import HASH_LABEL, ImageRow, ImageShard, image_rows
 from grasp.corpus.images import read_images
@@ -9,6 +8,7 @@ from grasp.corpus.packing import SkipLog
 from grasp.errors import TargetError
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
+from grasp.targets.records import target_name
 from grasp.targets.units import Unit, UnitSet
 
 
@@ -27,7 +27,7 @@ def load_image_units(
     rows: list[ImageRow] = []
     units: list[Unit] = []
     for path in settings.names:
-        target = _target_name(path)
+        target = target_name(path)
         if any(unit.target == target for unit in units):
             raise TargetError(f"targets.names: two targets are called {target!r}; rename one of the files")
         for row in _drawn(target, _read(path, corpus, classes, n_classes), settings):
@@ -41,10 +41,6 @@ def load_image_units(
             )
             rows.append(row)
     return UnitSet(tuple(units)), ImageShard.of(rows)
-
-
-def _target_name(path: str) -> str:
-    return PurePosixPath(path.rstrip("/")).name.removesuffix(".parquet").removesuffix(".jsonl")
 
 
 def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: int) -> list[ImageRow]:

@@ -3,29 +3,32 @@
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import TargetError
 from grasp.seeds import stream
 from grasp.settings import TargetSettings
-from grasp.targets.hf_datasets import read_dataset
-from grasp.targets.jsonl import is_path, read_jsonl
 from grasp.targets.olmes import read_task, shipped_name, task_root
+from grasp.targets.records import is_path, read_mapped, read_units
 from grasp.targets.units import Unit, UnitSet
 
 
-def load_units(settings: TargetSettings) -> UnitSet:
+def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> UnitSet:
     """Units of every target named, in the order named; within a target in the order drawn.
 
     `units_per_target` units are drawn without replacement. The draw depends on the seed, the target's name
     and the number of its units alone, and draws are nested: the first 64 of 128 are the 64. Leaving a unit
     out moves no other one, except that later ones take the places that come free.
 
+    Args:
+        in_memory: the units that a name beginning with `sources.IN_MEMORY` stands for.
     Raises:
         TargetError: no target, an unknown or empty one, two targets of one name, a unit_id that occurs twice.
         MissingExtraError: what a target is read with is not installed.
     """
-    pools = _pools(settings)
+    pools = _pools(settings, in_memory)
     if not pools:
-        raise TargetError("targets.names: got none, expected at least one task or JSONL file")
+        raise TargetError("targets.names: got none, expected at least one task or file of units")
+    _refuse_broken(chain.from_iterable(pools.values()))
     _refuse_duplicates(chain.from_iterable(pools.values()))
     excluded = frozenset(settings.exclude_units)
     drawn = [
@@ -37,19 +40,18 @@ def load_units(settings: TargetSettings) -> UnitSet:
     return UnitSet(tuple(drawn), found)
 
 
-def _pools(settings: TargetSettings) -> dict[str, list[Unit]]:
+def _pools(settings: TargetSettings, in_memory: Sequence[Unit]) -> dict[str, list[Unit]]:
     """All units by target."""
     pools: dict[str, list[Unit]] = {}
     for name in settings.names:
-        if is_path(name):
-            _add(pools, read_jsonl(name, settings.loss_on))
+        if in_memory and name.startswith(IN_MEMORY):
+            _add(pools, in_memory)
+        elif is_path(name):
+            _add(pools, read_units(name, settings.loss_on))
         else:
             _add(pools, read_task(name, settings.variant, settings.loss_on, task_root()))
     for target in settings.datasets:
-        units = read_dataset(target, settings.loss_on)
-        if not units:
-            raise TargetError(f"targets.datasets.{target.name}: {target.path} has no rows, expected at least one")
-        _add(pools, units)
+        _add(pools, read_mapped(target, settings.loss_on))
     return pools
 
 
@@ -61,6 +63,20 @@ def _add(pools: dict[str, list[Unit]], units: Sequence[Unit]) -> None:
     if clash:
         raise TargetError(f"targets: {', '.join(clash)} is named twice, expected each target once")
     pools.update(fresh)
+
+
+def _refuse_broken(units: Iterable[Unit]) -> None:
+    """JSON may spell halves of surrogate pairs, which no tokenizer and no table takes."""
+    for unit in units:
+        for name in ("target", "unit_id", "prompt", "completion"):
+            text: str = getattr(unit, name)
+            try:
+                text.encode()
+            except UnicodeEncodeError as err:
+                raise TargetError(
+                    f"unit {unit.unit_id!a} of {unit.target!a}: {name}: half of a surrogate pair at character "
+                    f"{err.start}, which is no text; mend it"
+                ) from err
 
 
 def _refuse_duplicates(units: Iterable[Unit]) -> None:

@@ -111,7 +111,7 @@ def _unknown_task(name: str, task_dir: Path, root: Path) -> str:
         return f"targets.names: {name!r} is no multiple-choice task; what can be used: {', '.join(usable)}"
     close = get_close_matches(name, usable, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(usable)}"
-    return f"targets.names: no OLMES task is called {name!r}; {hint} (a JSONL file is named by its path)"
+    return f"targets.names: no OLMES task is called {name!r}; {hint} (a file of units: name its path)"
 
 
 def _few_shot(variant: str, shipped: tuple[str, ...]) -> str | None:

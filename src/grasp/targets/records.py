@@ -1,0 +1,206 @@
+"""Targets from files, `datasets` and memory: a record is a unit, in one of the forms that people have.
+
+The forms: prompt and completion; question and answer; a sample log of lm-evaluation-harness (doc, target, arguments);
+any other by the format strings of a `DatasetTarget`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from string import Formatter
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grasp.corpus.sources import IN_MEMORY, ArrowChunk, Source, open_source
+from grasp.errors import CorpusError, TargetError
+from grasp.settings import DatasetTarget, describe
+from grasp.targets.units import LossOn, Unit
+
+LOOKED_FOR = (
+    "expected `prompt` and `completion`, `question` and `answer`, or a sample log of lm-evaluation-harness with `doc`, "
+    "`target` and `arguments`"
+)
+_SAMPLES = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?")
+_ENDING = re.compile(r"(?:\.(?:jsonl?|parquet|gz|zst))+$")
+_FILE = re.compile(r".*\.(?:jsonl?|parquet)(?:\.gz|\.zst)?", re.DOTALL)
+
+Records = Iterable[tuple[str, Mapping[str, Any]]]  # where it is, for messages, and its fields
+
+
+class UnitFields(BaseModel):
+    """What a record may hold; other fields are left alone."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    prompt: str
+    completion: str
+    task: Annotated[str, Field(min_length=1)] | None = None
+    unit_id: str | int | None = None
+    loss_on: LossOn | None = None
+    choices: list[str] = []
+    gold: int | None = None
+    support: str | None = None
+
+
+def is_path(name: str) -> bool:
+    """Whether a target's name means a file: by a folder, a scheme, an ending, or because it is there."""
+    looks = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or _FILE.fullmatch(name) is not None
+    return looks or Path(name).is_file()
+
+
+def target_name(path: str) -> str:
+    """What a file's target is called where no record says: the file's name without its ending."""
+    stem = _ENDING.sub("", PurePosixPath(path.rstrip("/")).name)
+    samples = _SAMPLES.fullmatch(stem)
+    return samples["task"] if samples else stem
+
+
+def read_units(path: str, loss_on: LossOn) -> list[Unit]:
+    """Units of a file, directory or `datasets` directory, in its order.
+
+    Args:
+        loss_on: tokens that carry loss where a record does not say.
+    Raises:
+        TargetError: nothing there, nothing in it, or a record of no known form (with file and line).
+    """
+    units = units_of(_records(path, None, "targets.names"), target_name(path), loss_on)
+    if not units:
+        raise TargetError(f"{path}: no units; {LOOKED_FOR}")
+    return units
+
+
+def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
+    """Records as units; unit_id is the record's own, else ``<task>:<position among the records of that task>``."""
+    units: list[Unit] = []
+    seen: dict[str, int] = {}
+    for where, record in records:
+        fields = _fields(record, where)
+        target = fields.task or task
+        position = seen[target] = seen.get(target, -1) + 1
+        units.append(
+            Unit(
+                unit_id=f"{target}:{position}" if fields.unit_id is None else str(fields.unit_id),
+                target=target,
+                prompt=fields.prompt,
+                completion=fields.completion,
+                loss_on=fields.loss_on or loss_on,
+                choices=tuple(fields.choices),
+                gold=fields.gold,
+                support=fields.support,
+            )
+        )
+    return units
+
+
+def _fields(record: Mapping[str, Any], where: str) -> UnitFields:
+    """A record in any of the forms."""
+    given = {name: value for name, value in record.items() if value is not None}
+    if {"doc", "arguments"} <= given.keys():
+        given = _of_log(given, where)
+    elif {"question", "answer"} <= given.keys() and "prompt" not in given:
+        question, answer = given.pop("question"), given.pop("answer")
+        given |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
+    elif not {"prompt", "completion"} & given.keys():
+        raise TargetError(f"{where}: has the fields {', '.join(map(str, record)) or 'none'}; {LOOKED_FOR}")
+    try:
+        fields = UnitFields.model_validate(given)
+    except ValidationError as err:
+        raise TargetError(describe(err, where)) from err
+    if not fields.completion.strip():
+        raise TargetError(f"{where}: completion: got {fields.completion!r}, expected text to score")
+    if fields.gold is not None and not 0 <= fields.gold < len(fields.choices):
+        raise TargetError(
+            f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
+        )
+    return fields
+
+
+def _of_log(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What lm-evaluation-harness logs of a document: the requests that were made, and the right answer."""
+    target, arguments = str(record.get("target", "")), record["arguments"]
+    requests = list(arguments.values()) if isinstance(arguments, Mapping) else arguments
+    try:
+        pairs = [tuple(one.values() if isinstance(one, Mapping) else one)[:2] for one in requests]
+        first, second = pairs[0]
+    except (TypeError, ValueError, IndexError) as err:
+        raise TargetError(f"{where}: arguments: got {str(arguments)[:60]}, expected the requests of a sample") from err
+    unit_id = None if record.get("doc_id") is None else f"{record['doc_id']}"
+    common = {"task": record.get("task"), "unit_id": unit_id}
+    if not isinstance(second, str):  # text was generated: the prompt and the settings of the generation
+        joint = "" if not first or first[-1].isspace() or target[:1].isspace() else " "
+        return common | {"prompt": first, "completion": joint + target}
+    texts = [text for _, text in pairs]
+    if len(pairs) == 1:
+        return common | {"prompt": first, "completion": second}
+    stripped = [text.strip() for text in texts]
+    gold = int(target) if target.isdecimal() and int(target) < len(pairs) else None
+    gold = stripped.index(target.strip()) if gold is None and target.strip() in stripped else gold
+    if gold is None:
+        raise TargetError(f"{where}: target: got {target!r}, expected the number or the text of one of its requests")
+    prompt, completion = pairs[gold]
+    contexts = [context for context, _ in pairs]
+    choices = texts if len(set(contexts)) == 1 else contexts
+    return common | {"prompt": prompt, "completion": completion, "choices": choices, "gold": gold}
+
+
+def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
+    """Every record of a source as a unit, by format strings; unit_id is ``<name>:<id column or position>``.
+
+    Raises:
+        MissingExtraError: `datasets` is needed and not installed.
+        TargetError: nothing to read, an unknown split or column (with those that there are), an empty completion.
+    """
+    where = f"targets.datasets.{target.name}"
+    used = _columns(target.prompt, f"{where}.prompt") | _columns(target.completion, f"{where}.completion")
+    used |= set() if target.unit_id is None else {target.unit_id}
+    units = []
+    for k, (_, record) in enumerate(_records(target.path, target.split, where)):
+        missing = sorted(used - record.keys())
+        if missing:
+            raise TargetError(f"{where}: no column {', '.join(missing)}; {target.path} has {', '.join(record)}")
+        try:
+            prompt, completion = target.prompt.format(**record), target.completion.format(**record)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as err:
+            raise TargetError(f"{where}: row {k} does not fit the format strings: {err!r}") from err
+        if not completion.strip():
+            raise TargetError(f"{where}: row {k}: completion: got {completion!r}, expected text to score")
+        unit_id = f"{target.name}:{k if target.unit_id is None else record[target.unit_id]}"
+        units.append(Unit(unit_id, target.name, prompt, completion, loss_on))
+    if not units:
+        raise TargetError(f"{where}: {target.path} has no rows, expected at least one")
+    return units
+
+
+def _columns(template: str, where: str) -> set[str]:
+    """Columns that a format string reads: ``{answers[text][0]}`` reads `answers`."""
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+    except ValueError as err:
+        raise TargetError(f"{where}: {template!r} is no format string: {err}") from err
+    roots = {re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields}
+    if "" in roots or any(root.isdigit() for root in roots):
+        raise TargetError(f"{where}: {template!r} has a field without a name, expected columns such as {{question}}")
+    return roots
+
+
+def _records(path: str, split: str | None, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Records with all of their columns."""
+    try:
+        yield from records_of(open_source(path, split, field))
+    except CorpusError as err:
+        raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
+
+
+def records_of(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Records of a source that is open."""
+
+    def select(schema: Any, _: str) -> Sequence[str]:
+        return list(schema.names)
+
+    for chunk in source.chunks(0, select):
+        if isinstance(chunk, ArrowChunk):
+            for k, record in enumerate(chunk.batch.to_pylist(), start=chunk.first):
+                yield f"{chunk.name}, row {k}", record
+        else:
+            yield f"{chunk.name}:{chunk.line}", chunk.record
