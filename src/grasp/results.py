@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 from grasp.errors import SettingsError
 from grasp.files import written_aside
-from grasp.text import plain, text_table
+from grasp.text import plain, signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ROWS_SHOWN = 20
+FORMULA = r"^[=+\-@\t\r]"  # how a cell begins that a spreadsheet would calculate
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,12 +47,7 @@ class Result:
 
     def write(self, path: Path | str) -> Path:
         """Write the numbers as Parquet or CSV, by the name's ending; the file appears only when whole."""
-        out = Path(path)
-        if out.suffix not in (".parquet", ".csv"):
-            raise SettingsError(f"{out}: expected a name that ends in .parquet or .csv")
-        with written_aside(out) as part:
-            (pq.write_table if out.suffix == ".parquet" else pacsv.write_csv)(self.table, part)
-        return out
+        return write_table(self.table, Path(path))
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -81,7 +78,41 @@ class Result:
         return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
 
 
+def write_table(table: pa.Table, path: Path) -> Path:
+    """Write a table as Parquet or CSV; the file appears only when whole.
+
+    A number that is not finite becomes an empty cell. In CSV a text that a spreadsheet would take for a formula gets an
+    apostrophe before it.
+    """
+    if path.suffix not in (".parquet", ".csv"):
+        raise SettingsError(f"{path}: expected a name that ends in .parquet or .csv")
+    columns = [_finite(column) for column in table.columns]
+    with written_aside(path) as part:
+        if path.suffix == ".csv":
+            columns = [_no_formula(column) for column in columns]
+            pacsv.write_csv(pa.table(columns, table.column_names), part)
+        else:
+            kept = pa.table(columns, table.column_names).replace_schema_metadata(table.schema.metadata)
+            pq.write_table(kept, part, compression="zstd")
+    return path
+
+
+def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if not pa.types.is_floating(column.type):
+        return column
+    return pc.if_else(pc.is_finite(column), column, pa.scalar(None, column.type))
+
+
+def _no_formula(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return column
+    is_formula = pc.match_substring_regex(column, FORMULA)
+    return pc.if_else(is_formula, pc.binary_join_element_wise("'", column, ""), column)
+
+
 def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:+.3f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return signed(value) if abs(value) >= 0.01 or not value else f"{value:+.2g}"

@@ -1,7 +1,10 @@
 """Numbers, names and tables as text. Untrusted text becomes one line that steers no terminal."""
 
+import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isfinite, isnan
+from typing import Any
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
@@ -10,6 +13,15 @@ ROOM = 6  # for the number behind a name that would be cut to the same as anothe
 WIDTH = 160  # where output is not a terminal
 JOINERS = "\u200c\u200d"  # needed to write some languages and emoji; they change no order
 REPLACEMENT = "\ufffd"
+SKIPPED = {
+    "empty": "empty documents",
+    "whitespace": "documents of white space",
+    "one_token": "rows of one token",
+    "cut": "ends of documents that were cut",
+    "no_image": "records without an image",
+    "no_class": "images without a class",
+    "broken_image": "broken images",
+}
 
 
 def size_text(size: float) -> str:
@@ -21,9 +33,50 @@ def size_text(size: float) -> str:
     return f"{size:,.0f} bytes" if power == 0 else f"{size:,.1f} {SIZES[power]}"
 
 
-def plain(text: object) -> str:
+def signed(value: float | None, digits: int = 3) -> str:
+    """With its sign; a dash where there is none."""
+    return "-" if value is None or isnan(value) else f"{value:+z.{digits}f}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Without a sign unless it is negative; a dash where there is none."""
+    return "-" if value is None or isnan(value) else f"{value:z.{digits}f}"
+
+
+def skipped_text(counts: Mapping[str, int]) -> str:
+    """What a corpus lost on the way to rows, by reason."""
+    return ", ".join(f"{count:,} {SKIPPED.get(reason, plain(reason))}" for reason, count in counts.items())
+
+
+def json_text(value: Any, indent: int | None = 1) -> str:
+    """JSON in which a number that is not finite is null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def plain(text: object, longest: int | None = None) -> str:
     """One line, without control or direction-changing characters, so that corpus text cannot rewrite the terminal."""
-    return printable(" ".join(str(text).split()))
+    if longest is None:
+        return printable(" ".join(str(text).split()))
+    return _cut(printable(" ".join(str(text)[: 4 * longest].split())), longest)
+
+
+def name(text: object) -> str:
+    """A name of a slice, a target or a method: short enough for a table."""
+    return plain(text, LONGEST_CELL)
+
+
+def ending(text: object, longest: int = 240) -> str:
+    """The end of a long text: of a prompt what the completion follows."""
+    line = plain(str(text)[-4 * longest :])
+    return line if len(line) <= longest else "..." + line[3 - longest :]
 
 
 def printable(text: str) -> str:
@@ -35,17 +88,19 @@ def _is_shown(ch: str) -> bool:
     return ch in JOINERS or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
-def different(names: Sequence[str]) -> list[str]:
-    """The names, with ` #2`, ` #3` behind those that would be the same as one before."""
+def different(names: Sequence[object], longest: int | None = None) -> list[str]:
+    """The names, with ` #2`, ` #3` behind those that are, or are cut to, the same as one before."""
+    shown = [str(one) if longest is None else plain(one, longest) for one in names]
     taken: set[str] = set()
-    out = []
-    for name in names:
-        spelled, again = name, 2
+    again: dict[str, int] = {}
+    for place, short in enumerate(shown):
+        spelled = short
         while spelled in taken:
-            spelled, again = f"{name} #{again}", again + 1
+            again[short] = again.get(short, 1) + 1
+            spelled = f"{short if longest is None else short[: longest - ROOM]} #{again[short]}"
         taken.add(spelled)
-        out.append(spelled)
-    return out
+        shown[place] = spelled
+    return shown
 
 
 def text_table(
@@ -55,17 +110,18 @@ def text_table(
 
     A last column of text is cut to `width`, other cells at `LONGEST_CELL`; names that are cut stay different.
     """
+    headings = [plain(heading) for heading in headings]
     columns = [
         _column(heading, [row[place] for row in rows], is_name=place < left) for place, heading in enumerate(headings)
     ]
     cells = [list(line) for line in zip(*columns, strict=True)]
-    widths = [max(len(line[place]) for line in [list(headings), *cells]) for place in range(len(headings))]
+    widths = [max(len(line[place]) for line in [headings, *cells]) for place in range(len(headings))]
     to_left = [place < left or heading == "text" for place, heading in enumerate(headings)]
     if to_left[-1]:
         used = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
         widths[-1] = max(20, min(widths[-1], width - used))
     lines = [plain(title)] if title else []
-    for line in [list(headings), *cells]:
+    for line in [headings, *cells]:
         aligned = [
             _cut(cell, size).ljust(size) if is_left else cell.rjust(size)
             for cell, size, is_left in zip(line, widths, to_left, strict=True)
@@ -81,9 +137,8 @@ def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str
     if not is_name:
         return [_cut(plain(cell), LONGEST_CELL) for cell in cells]
     known = list(dict.fromkeys(map(str, cells)))
-    long = [name for name in known if len(plain(name)) > LONGEST_CELL]
-    spelled = dict(zip(long, different([_cut(plain(name), LONGEST_CELL - ROOM) for name in long]), strict=True))
-    return [spelled.get(str(cell), plain(cell)) for cell in cells]
+    spelled = dict(zip(known, different(known, LONGEST_CELL), strict=True))
+    return [spelled[str(cell)] for cell in cells]
 
 
 def _cut(text: str, width: int) -> str:

@@ -2,7 +2,8 @@
 
 import errno
 import sys
-from typing import NoReturn
+from contextlib import redirect_stdout
+from typing import NoReturn, TextIO, cast
 
 from grasp.cli import build as _build  # noqa: F401  (a command registers itself)
 from grasp.cli import calibrate as _calibrate  # noqa: F401
@@ -21,6 +22,7 @@ from grasp.cli import retrieve as _retrieve  # noqa: F401
 from grasp.cli import score as _score  # noqa: F401
 from grasp.cli import select as _select  # noqa: F401
 from grasp.cli.app import app
+from grasp.cli.console import PlainStream
 from grasp.errors import GraspError
 
 USER_ERROR = 2
@@ -31,7 +33,8 @@ REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 def main() -> None:
     """Entry point: a mistake of the user is one line and exit code 2; a bug keeps its traceback."""
     try:
-        app(prog_name="grasp")
+        with redirect_stdout(cast(TextIO, PlainStream(sys.stdout))):
+            app(prog_name="grasp")
     except GraspError as err:
         _fail(str(err))
     except OSError as err:

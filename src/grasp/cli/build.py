@@ -10,7 +10,6 @@ from grasp.cli.app import command
 from grasp.cli.options import cluster, merged, names, require
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
-from grasp.report.texts import skipped_text
 from grasp.settings import (
     CODE,
     BuildSettings,
@@ -21,7 +20,7 @@ from grasp.settings import (
     target_settings,
     without_foreign_code,
 )
-from grasp.text import size_text
+from grasp.text import size_text, skipped_text
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo

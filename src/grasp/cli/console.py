@@ -4,14 +4,29 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
-from grasp.text import WIDTH, plain, text_table
+from grasp.text import WIDTH, plain, printable, text_table
 
 if TYPE_CHECKING:
     from grasp.results import Result
 
 MOST_LINES = 30  # of a label's values that are printed
+
+
+class PlainStream:
+    """Standard output through which nothing passes that steers a terminal, whatever a file, label or name holds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: object) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"got {type(text).__name__}, expected text")  # as text streams do; libraries ask by trying
+        return self._stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:

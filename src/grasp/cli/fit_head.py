@@ -10,9 +10,8 @@ from grasp.cli.options import merged, require
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.report.texts import skipped_text
 from grasp.settings import fit_settings
-from grasp.text import plain
+from grasp.text import plain, skipped_text
 
 REQUIRED = {
     "--model": ("model.path",),

@@ -7,8 +7,7 @@ import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import show
-from grasp.report.texts import skipped_text
-from grasp.text import size_text
+from grasp.text import size_text, skipped_text
 
 
 @command("Example: grasp info art")

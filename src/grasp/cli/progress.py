@@ -15,10 +15,12 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from grasp.text import plain
+
 if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
 
-LINE_SECONDS = 10.0
+LINE_SECONDS = 5.0
 
 
 class Watch:
@@ -89,7 +91,7 @@ class Watch:
             self._tell(f"{status.done:,} of {status.total:,} runs", doing, left)
 
     def _tell(self, *parts: str) -> None:
-        print(f"{self._name}: {', '.join(part for part in parts if part)}", file=sys.stderr)
+        print(plain(f"{self._name}: {', '.join(part for part in parts if part)}"), file=sys.stderr)
 
     def _close_stage(self) -> None:
         seconds = time.monotonic() - self._begun

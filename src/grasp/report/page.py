@@ -22,12 +22,13 @@ from grasp.report import figures as draw
 from grasp.report.findings import MIN_TOKENS, Findings, LabelFindings, Missing, Retraining, ScoredBy
 from grasp.report.interactions import Interactions, Pair
 from grasp.report.suspects import suspects_view
-from grasp.report.texts import ending, interval, name, number, plain, signed, skipped_text, unique_names
+from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend
 from grasp.report.whatif import payload
 from grasp.runs.agreement import Agreement, TargetPoints
 from grasp.runs.evaluate import AVERAGE, MethodResult, estimate_of
 from grasp.runs.metrics import Estimate, TargetMetrics
+from grasp.text import LONGEST_CELL, different, ending, name, plain, skipped_text
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")
@@ -136,7 +137,7 @@ def _lines(text: str) -> str:
 
 
 def _context(found: Findings, plots: dict[str, draw.Figure]) -> View:
-    targets = unique_names(found.targets)
+    targets = different(found.targets, LONGEST_CELL)
     labels = [_label(place, label, found, plots) for place, label in enumerate(found.labels)]
     fidelity = None if isinstance(found.retraining, Missing) else _fidelity(found.retraining, plots)
     return {
@@ -199,7 +200,7 @@ def _trust_notes(found: Findings) -> list[str]:
 
 
 def _label(place: int, label: LabelFindings, found: Findings, plots: dict[str, draw.Figure]) -> View:
-    names = unique_names([one.name for one in label.slices.slices])
+    names = different([one.name for one in label.slices.slices], LONGEST_CELL)
     plots[f"overview-{place}"] = draw.overview(label, found.targets)
     for t in range(len(found.targets)):
         plots[f"effects-{place}-{t}"] = draw.effects(label, t)
@@ -269,7 +270,7 @@ def _pairs(known: Interactions, names: Sequence[str]) -> View:
 def _card(found: Findings, t: int, target: str) -> View:
     """One target in a few lines: of the first label."""
     label = found.labels[0]
-    effects, names = label.effects, unique_names([one.name for one in label.slices.slices])
+    effects, names = label.effects, different([one.name for one in label.slices.slices], LONGEST_CELL)
     dropped, low, high = effects.dropped_GT[:, t], effects.low_GT[:, t], effects.high_GT[:, t]
 
     def line(g: int) -> View:
@@ -299,7 +300,7 @@ def _card_rho(found: Findings, target: str) -> View:
 def _trends(found: Findings, trends: Sequence[LabelTrend], plots: dict[str, draw.Figure]) -> list[View]:
     views = []
     for place, (label, trend) in enumerate(zip(found.labels, trends, strict=True)):
-        names = unique_names([one.name for one in label.slices.slices])
+        names = different([one.name for one in label.slices.slices], LONGEST_CELL)
         for t in range(len(found.targets)):
             plots[f"trend-{place}-{t}"] = draw.trend(trend, names, t)
         tables = [
@@ -309,7 +310,7 @@ def _trends(found: Findings, trends: Sequence[LabelTrend], plots: dict[str, draw
             ]
             for t in range(len(found.targets))
         ]
-        checkpoints = unique_names(trend.checkpoints)
+        checkpoints = different(trend.checkpoints, LONGEST_CELL)
         views.append({"title": plain(trend.label, 40), "checkpoints": checkpoints, "tables": tables})
     return views
 
@@ -423,7 +424,7 @@ def _selection(found: SelectionSummary, plots: dict[str, draw.Figure]) -> View:
 def _shares(found: SelectionSummary) -> list[View]:
     """What is taken of each value, the most first, the tail as one."""
     pool, taken = sum(one.pool for one in found.labels), sum(one.taken for one in found.labels)
-    named = list(zip(unique_names([one.value for one in found.labels]), found.labels, strict=True))
+    named = list(zip(different([one.value for one in found.labels], LONGEST_CELL), found.labels, strict=True))
     named.sort(key=lambda pair: -pair[1].taken)
     lines = [(one_name, one.pool, one.taken) for one_name, one in named[:SHARES_SHOWN]]
     rest = [one for _, one in named[SHARES_SHOWN:]]
@@ -434,7 +435,7 @@ def _shares(found: SelectionSummary) -> list[View]:
 
 def _mixture(found: MixtureSummary, plots: dict[str, draw.Figure]) -> View:
     plots["mixture"] = draw.mixture(found)
-    slices = zip(unique_names([one.value for one in found.slices]), found.slices, strict=True)
+    slices = zip(different([one.value for one in found.slices], LONGEST_CELL), found.slices, strict=True)
     return {
         "label": plain(found.label, 40),
         "head": plain(

@@ -4,7 +4,8 @@ import base64
 from typing import Any
 
 from grasp.audit.suspects import SuspectSummary
-from grasp.report.texts import name, number, plain, signed
+from grasp.report.texts import number, signed
+from grasp.text import name, plain
 
 
 def suspects_view(found: SuspectSummary) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from grasp.predict.geometry import QuadraticWeights
 from grasp.report.findings import Findings, LabelFindings, Missing, NatsIntervals
-from grasp.report.texts import plain, unique_names
+from grasp.text import LONGEST_CELL, different, plain
 
 COVERED = ("hidden", "residual")  # sketches by which it is told whether a subset lies outside of an environment's
 
@@ -22,11 +22,11 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
     model, formula = label.model, label.model.formula()
     nats = None if isinstance(label.nats, Missing) else label.nats
     halves = [*formula.quadratic, *([half for half in COVERED if half in model.gram_GG] if nats else [])]
-    names = unique_names([one.name for one in label.slices.slices])
+    names = different([one.name for one in label.slices.slices], LONGEST_CELL)
     return {
         "label": model.label,
         "title": plain(model.label, 40),
-        "targets": unique_names(model.targets),
+        "targets": different(model.targets, LONGEST_CELL),
         "slices": [
             {"name": name, "expression": one.expression, "rows": one.rows, "tokens": one.tokens}
             for name, one in zip(names, label.slices.slices, strict=True)

@@ -1,0 +1,96 @@
+"""Untrusted text becomes one line that steers nothing."""
+
+import csv
+import json
+import unicodedata
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grasp import text as ascii_text
+from grasp.report.texts import interval, number, plotted, signed
+from grasp.results import write_table
+from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, text_table
+from tests.report.world import HOSTILE, LINE
+
+
+@given(st.text(max_size=80))
+def test_nothing_that_steers_a_screen_is_left(text):
+    for shown in (plain(text), name(text), ending(text)):
+        assert not any(unicodedata.category(ch) in ("Cc", "Cs") for ch in shown)
+        assert not set(shown) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\ufeff")
+
+
+def test_text_is_cut_and_its_end_can_be_had():
+    assert len(plain(LINE, 600)) == 600
+    assert plain(LINE).startswith(plain(LINE, 600)[:-3])
+    assert plain("a " * 10, 6) == "a a..."
+    assert ending("one two three", 8) == "...three"
+    assert ending("short") == plain("short") == "short"
+    assert plain("family \U0001f468\u200d\U0001f469") == "family \U0001f468\u200d\U0001f469"
+
+
+@given(st.lists(st.text(max_size=5) | st.just("x" * 70), max_size=8))
+def test_names_stay_different_when_they_are_cut(texts):
+    names = different(texts, LONGEST_CELL)
+    assert len(set(names)) == len(texts)
+    assert all(len(one) <= LONGEST_CELL for one in names)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_figures_get_no_markup(text):
+    shown = plotted(text)
+    assert "<" not in shown
+    assert ">" not in shown
+
+
+def test_numbers_have_a_true_minus_and_a_dash_where_there_is_none():
+    assert signed(-0.12345) == "\N{MINUS SIGN}0.123"
+    assert signed(0.5, 1) == "+0.5"
+    assert signed(None) == signed(float("nan")) == number(None) == "\N{EN DASH}"
+    assert number(-1.0, 1) == "\N{MINUS SIGN}1.0"
+    assert interval(-1.0, 2.0) == "[\N{MINUS SIGN}1.000, +2.000]"
+    assert interval(float("nan"), 2.0) == ""
+    assert ascii_text.signed(-0.12345) == "-0.123"
+    assert ascii_text.signed(None) == ascii_text.number(float("nan")) == "-"
+
+
+def test_many_names_that_are_cut_to_the_same_are_told_apart_in_one_pass():
+    names = different(["x" * 100 + str(place) for place in range(50_000)], LONGEST_CELL)
+    assert len(set(names)) == 50_000
+    assert names[-1].endswith(" #50000")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_heading_title_or_cell_steers_the_terminal(text):
+    shown = text_table(str(text), [str(text), "n"], [[text, 1]])
+    assert all(line.isprintable() or set(line) & set("\u200c\u200d") for line in shown.split("\n"))
+
+
+def test_json_holds_only_finite_numbers():
+    value = {"a": float("nan"), "b": [1.5, float("inf"), (float("-inf"), None)], "c": "nan"}
+    assert json.loads(json_text(value)) == {"a": None, "b": [1.5, None, [None, None]], "c": "nan"}
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_a_table_holds_only_finite_numbers_and_no_formula_for_a_spreadsheet(tmp_path, name):
+    texts = ["=1+1", "@SUM(A1)", "-2", "+x", "\t=1", "plain", None]
+    numbers = [float("nan"), float("inf"), -1.0, 2.5, None, 0.0, 1e308]
+    table = pa.table({"row_id": texts, "label": pa.array(texts).dictionary_encode(), "value": numbers, "n": range(7)})
+    path = write_table(table, tmp_path / name)
+    finite = [None, None, -1.0, 2.5, None, 0.0, 1e308]
+    if name.endswith(".parquet"):
+        assert pq.read_table(path).to_pydict() == {
+            "row_id": texts,
+            "label": texts,
+            "value": finite,
+            "n": list(range(7)),
+        }
+        return
+    lines = list(csv.DictReader(path.read_text().splitlines()))
+    assert [line["row_id"] for line in lines] == ["'=1+1", "'@SUM(A1)", "'-2", "'+x", "'\t=1", "plain", ""]
+    assert [line["label"] for line in lines] == [line["row_id"] for line in lines]
+    assert [float(line["value"]) if line["value"] else None for line in lines] == finite
