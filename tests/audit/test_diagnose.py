@@ -259,7 +259,7 @@ def test_without_features_or_model_it_says_how_to_build(root, plain, tmp_path):
         "opposed gradients",
     }:
         assert named[name].verdict == "not measured"
-        assert "keeps no rows; build it with `grasp build --keep-features`" in named[name].advice
+        assert "keeps no rows; build it with keep_tokens: true" in named[name].advice
     assert all(says_what_is_healthy(finding) for finding in named.values())
     assert named["direct-sum bound"].verdict in ("healthy", "look")
 
@@ -269,7 +269,7 @@ def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
     art = Artifact.open(build(settings, tmp_path / "art"))
     shutil.rmtree(settings.model.path)
     named = by_name(diagnose(art, rows=16, subsets=5))
-    assert "not on this disk, seen from here; build it with" in named["batch invariance"].advice
+    assert "not on this disk, seen from here; restore what the artifact was built from" in named["batch invariance"].advice
     assert named["batch invariance"].advice == named["product sketch"].advice
 
 

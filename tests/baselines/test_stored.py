@@ -138,7 +138,7 @@ def test_a_kill_before_the_record_or_before_the_name_loses_nothing(dtype, world,
 def test_another_type_of_the_model_is_advised_only_where_it_may_help(looks_at, dtype, advice, world, tmp_path):
     material = world.material()
     model = material.settings.model.model_copy(update={"dtype": dtype})
-    material.__dict__["settings"] = material.settings.model_copy(update={"model": model})
+    material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})
     method = kind(spoil={(19, 4): np.nan}, looks_at=frozenset(looks_at))()
     with pytest.raises(ModelError, match=f"a number that float32 holds; {advice}$"):
         stored_scores(method, material, cache(tmp_path, material))
@@ -192,7 +192,7 @@ def other(material, **changes):
     artifact.__dict__["manifest"] = manifest.model_copy(update={"fingerprints": fingerprints})
     changed = replace(material, artifact=artifact)
     targets = material.settings.targets.model_copy(update=changes)
-    changed.__dict__["settings"] = material.settings.model_copy(update={"targets": targets})
+    changed.origin.__dict__["settings"] = material.settings.model_copy(update={"targets": targets})
     return changed
 
 

@@ -141,8 +141,7 @@ def _of_features(subject: _Subject) -> Iterator[Finding]:
     features = subject.features
     names = NAMES | {"residual beyond top-k": SMALL_TAIL, "pooled for tokens": MOST_OF_IT, "opposed gradients": ALIGNED}
     if isinstance(features, GraspError):
-        why = f"{features}; {HOW_TO_KEEP}" if HOW_TO_KEEP not in str(features) else str(features)
-        yield from (missing(name, healthy, why) for name, healthy in names.items())
+        yield from (missing(name, healthy, str(features)) for name, healthy in names.items())
         return
     kernels = Kernels.of(subject.artifact, features)
     sketches = {half: subject.without_gain(half) for half in subject.halves}

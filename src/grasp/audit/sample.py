@@ -16,23 +16,24 @@ from scipy.sparse import csr_array, vstack
 from grasp.artifact.reader import Artifact
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError, CorpusError, EnvironmentDataError, GraspError, ModelError
+from grasp.errors import EnvironmentDataError, GraspError, ModelError
 from grasp.extract.forward import ShardForward
 from grasp.extract.passes import Rows, row_passes
+from grasp.extract.reopen import Origin
 from grasp.features.extract import BatchFeatures
 from grasp.features.pooling import pool
 from grasp.models.causal_lm import REPOSITORY
-from grasp.models.reference import Reference, load_reference
+from grasp.models.reference import Reference
 from grasp.predict.weights import as_csr
 from grasp.runs.development import Scored
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import MIN_SUBSETS
 from grasp.seeds import stream
-from grasp.settings import FeatureSettings, found_settings
+from grasp.settings import FeatureSettings
 
 F64 = NDArray[np.float64]
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
-HOW_TO_KEEP = "build it with `grasp build --keep-features`, or restore the model and the rows it was built from"
+HOW_TO_KEEP = "restore what the artifact was built from, or build it with `grasp build --keep-features`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +71,11 @@ class Rerun:
         Raises:
             GraspError: one of them is not there, or not what the artifact was built from.
         """
-        settings = found_settings(artifact.manifest.settings, str(artifact.path / "manifest.json"))
-        resolved = {"dtype": artifact.manifest.made_by["dtype"], "check": False}
-        expected = artifact.manifest.fingerprints
-        kind = RowStore if settings.model.classifier is None else ImageStore
-        try:
-            rows = kind.open(artifact.path / "tokens")
-        except CorpusError as err:
-            raise ArtifactError(f"{artifact.where}: keeps no rows; {HOW_TO_KEEP}") from err
-        if not _is_at_hand(settings.model.path):
-            raise ModelError(f"model.path: {settings.model.path}: not on this disk, seen from here; {HOW_TO_KEEP}")
-        model = load_reference(settings.model.model_copy(update=resolved))
-        found = {"model": model.fingerprint(), "corpus": rows.fingerprint}
-        changed = [name for name, value in found.items() if expected.get(name) != value]
-        if changed:
-            raise ModelError(f"{artifact.where}: {' and '.join(changed)} changed since it was built; {HOW_TO_KEEP}")
-        return cls(model, rows, settings.features)
+        origin = Origin(artifact)
+        rows, name = origin.rows, origin.settings.model.path
+        if not _is_at_hand(name):
+            raise ModelError(f"model.path: {name}: not on this disk, seen from here; {HOW_TO_KEEP}")
+        return cls(origin.model, rows, origin.settings.features)
 
     def features(self, row_index: NDArray[np.int64]) -> SampleFeatures:
         """Run the model over the rows, in the build's batches."""

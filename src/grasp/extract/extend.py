@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from grasp.artifact.extension import ArtifactExtension
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.reader import Artifact
-from grasp.errors import ArtifactError
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
 from grasp.extract.local import Inputs, announce, column_sums, identity, prepare, relevance_specs, unit_table
 from grasp.extract.moments import unspool_moments, unspool_position_moments
 from grasp.extract.progress import Progress, Silent
-from grasp.models.reference import load_reference
-from grasp.settings import TargetSettings, found_settings
+from grasp.extract.reopen import Origin
+from grasp.settings import TargetSettings
 
 Source = Literal["kept features", "pass", "there already"]
 
@@ -40,11 +39,10 @@ def add_target(
     Artifact.open(out)  # before the lock, which would make the directory
     with ArtifactLock.acquire(out) as lock:
         artifact = Artifact.open(out)
-        settings = found_settings(artifact.manifest.settings, str(out / "manifest.json"), own)
-        settings = settings.model_copy(update={"targets": targets})
-        model = load_reference(settings.model)
-        inputs = prepare(settings, model, out / "tokens", progress)
-        check_same(artifact, inputs)
+        origin = Origin(artifact, own)
+        settings = origin.settings.model_copy(update={"targets": targets})
+        inputs = prepare(settings, origin.model, out / "tokens", progress)
+        origin.prove(corpus=inputs.store.fingerprint)
         token, pooled = kernels(artifact, inputs)
         with ArtifactExtension.open(
             out,
@@ -61,26 +59,6 @@ def add_target(
             added = "targets+" + "+".join(inputs.unit_set.targets)
             extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}})
         return "kept features" if kept else "pass"
-
-
-def check_same(artifact: Artifact, inputs: Inputs) -> None:
-    """Model, tokenizer and corpus must be those the artifact was built from.
-
-    Raises:
-        ArtifactError: every one that is not.
-    """
-    reader, fingerprint = inputs.model.reader
-    now = {
-        "model": inputs.model_fingerprint,
-        reader: fingerprint,
-        "corpus": inputs.store.fingerprint,
-    }
-    changed = [name for name, fingerprint in now.items() if artifact.manifest.fingerprints.get(name) != fingerprint]
-    if changed:
-        raise ArtifactError(
-            f"{artifact.path}: {' and '.join(changed)} changed since it was built; restore what it was built from, "
-            "or build a new artifact"
-        )
 
 
 def kernels(artifact: Artifact, inputs: Inputs) -> tuple[TokenKernel | None, PooledKernel]:

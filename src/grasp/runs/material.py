@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
 from grasp.corpus.store import RowShard, RowStore
-from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError
+from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
+from grasp.extract.reopen import Origin
 from grasp.predict.blocks import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
-from grasp.settings import BuildSettings, found_settings
+from grasp.settings import BuildSettings
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 
 if TYPE_CHECKING:
@@ -106,24 +107,14 @@ class Material:
         Raises:
             ArtifactError: rows are images; the artifact did not keep its tokens, or they are not its own.
         """
-        if self.settings.model.classifier is not None:
+        if self.origin.has_images:
             raise ArtifactError(
                 f"{self.artifact.where}: rows are images, and the method reads tokens; its scores can be handed to "
                 "`grasp evaluate --predictions`"
             )
-        try:
-            store = RowStore.open(self.artifact.path / "tokens")
-        except CorpusError as err:
-            raise ArtifactError(
-                f"{self.artifact.where}: keeps no tokens, and the method reads rows; build it with keep_tokens: true"
-            ) from err
-        expected = self.artifact.manifest.fingerprints.get("corpus")
-        if store.fingerprint != expected:
-            raise ArtifactError(
-                f"{self.artifact.path / 'tokens'}: rows of corpus {store.fingerprint}, the artifact is of {expected}; "
-                "restore them from a copy, or build again"
-            )
-        return store
+        rows = self.origin.rows
+        assert isinstance(rows, RowStore)
+        return rows
 
     # ------------------------------------------------------------------------------------------- units
 
@@ -146,44 +137,36 @@ class Material:
     # ------------------------------------------------------------------------------------------- model
 
     @cached_property
+    def origin(self) -> Origin:
+        """What the artifact was built from."""
+        return Origin(self.artifact)
+
+    @property
     def settings(self) -> BuildSettings:
         """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
-        manifest = self.artifact.manifest
-        settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"))
-        model = settings.model.model_copy(update={"dtype": manifest.made_by["dtype"], "check": False})
-        return settings.model_copy(update={"model": model})
+        return self.origin.settings
 
-    @cached_property
+    @property
     def tokenizer(self) -> "HfTokenizer":
         """The reference model's tokenizer; the model's weights are not read for it."""
-        from grasp.models.causal_lm import load_tokenizer  # noqa: PLC0415 - brings torch
-
-        tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.details["vocab_size"])
-        self._check("tokenizer", tokenizer.fingerprint)
-        return tokenizer
+        return self.origin.tokenizer
 
     @cached_property
     def model(self) -> "ReferenceModel":
         """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode.
 
         Raises:
-            ModelError: it cannot be loaded, or is not the one that the artifact was built with.
+            ModelError: it cannot be loaded.
+            ArtifactError: it is not the one that the artifact was built with.
         """
         from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch
 
-        model = ReferenceModel.load(self.settings.model)
-        self._check("model", model.fingerprint())
+        model = self.origin.model
+        assert isinstance(model, ReferenceModel)
         if self.batch_tokens is not None:
             model.batch_tokens = self.batch_tokens
         return model
 
-    def _check(self, what: str, fingerprint: str) -> None:
-        expected = self.artifact.manifest.fingerprints.get(what)
-        if fingerprint != expected:
-            raise ModelError(
-                f"{self.artifact.where}: the {what} at {self.settings.model.path} changed since it was built "
-                f"({fingerprint}, was {expected}); restore it, or build a new artifact"
-            )
 
     # ------------------------------------------------------------------------------------- environment
 

@@ -1,0 +1,88 @@
+"""What an artifact was built from, opened again: settings, rows, tokenizer and model, each proved to be its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from grasp.artifact.reader import Artifact
+from grasp.corpus.image_store import ImageStore
+from grasp.corpus.store import RowStore
+from grasp.errors import ArtifactError, CorpusError
+from grasp.settings import BuildSettings, found_settings
+
+if TYPE_CHECKING:
+    from grasp.models.reference import Reference
+    from grasp.models.tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The inputs of an artifact's build; each is read when it is asked for.
+
+    Attributes:
+        own: settings that the user gave: code that an artifact names is run only if they name it as well.
+    Raises:
+        ArtifactError: what is asked for is not there, or not what the artifact was built from.
+        ModelError: the model, or its tokenizer, cannot be loaded.
+        SettingsError: it was built with code that the user does not name.
+    """
+
+    artifact: Artifact
+    own: Mapping[str, Any] | None = None
+
+    @cached_property
+    def settings(self) -> BuildSettings:
+        """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
+        manifest = self.artifact.manifest
+        settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"), self.own)
+        model = settings.model.model_copy(update={"dtype": manifest.made_by["dtype"], "check": False})
+        return settings.model_copy(update={"model": model})
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows are images, and the model a classifier."""
+        return self.settings.model.classifier is not None
+
+    @cached_property
+    def rows(self) -> RowStore | ImageStore:
+        """Rows as the model read them."""
+        try:
+            rows = (ImageStore if self.has_images else RowStore).open(self.artifact.path / "tokens")
+        except CorpusError as err:
+            raise ArtifactError(f"{self.artifact.where}: keeps no rows; build it with keep_tokens: true") from err
+        self.prove(corpus=rows.fingerprint)
+        return rows
+
+    @cached_property
+    def tokenizer(self) -> "HfTokenizer":
+        """The reference model's tokenizer; the model's weights are not read for it."""
+        from grasp.models.causal_lm import load_tokenizer  # noqa: PLC0415 - brings torch
+
+        tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.details["vocab_size"])
+        self.prove(tokenizer=tokenizer.fingerprint)
+        return tokenizer
+
+    @cached_property
+    def model(self) -> "Reference":
+        """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
+        from grasp.models.reference import load_reference  # noqa: PLC0415 - brings torch
+
+        model = load_reference(self.settings.model)
+        reader, fingerprint = model.reader
+        self.prove(**{"model": model.fingerprint(), reader: fingerprint})
+        return model
+
+    def prove(self, **now: str) -> None:
+        """See that fingerprints are those of the build.
+
+        Raises:
+            ArtifactError: some are not; all of them are named.
+        """
+        then = {what: self.artifact.manifest.fingerprints.get(what) for what in now}
+        if changed := [what for what in now if now[what] != then[what]]:
+            listed = "; ".join(f"{what} {now[what]}, was {then[what]}" for what in changed)
+            raise ArtifactError(
+                f"{self.artifact.where}: {' and '.join(changed)} changed since it was built ({listed}); restore what "
+                "it was built from, or build a new artifact"
+            )
