@@ -10,15 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import Artifact
-from grasp.audit import detect as detecting
-from grasp.audit.detect import contamination, detect
+from grasp.audit.detect import detect, unit_scores
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.images import decode_image
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.fit_head import fit_head
 from grasp.extract.local import build
 from grasp.settings import build_settings
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import texts, world, write_checkpoint, write_targets
 from tests.models.images_world import pictures, settings, write_parquet
 
@@ -41,10 +40,11 @@ def noisy(tmp_path_factory):
 def test_wrong_labels_come_first(noisy):
     found = detect(Artifact.open(noisy), "trusted", truth="changed")
     assert list(found.scores) == ["relevance", "geometry", "fused"]
-    assert found.detections["fused"].n_planted == 6
-    assert found.detections["relevance"].auroc > 0.95
-    assert found.detections["geometry"].auroc > 0.95
-    assert found.detections["fused"].at_k.recall >= 5 / 6
+    detections = found.record.detections
+    assert detections["fused"].n_planted == 6
+    assert detections["relevance"].auroc > 0.95
+    assert detections["geometry"].auroc > 0.95
+    assert detections["fused"].at_k.recall >= 5 / 6
 
 
 def test_the_command_and_its_table(noisy, tmp_path):
@@ -67,7 +67,7 @@ def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
     assert len(encoded) == 12
     shown = [decode_image(base64.b64decode(one)) for one in encoded]
     first = pq.read_table(out)["row_id"].to_pylist()[0]
-    index = detecting.column(Artifact.open(noisy), "row_id").index(first)
+    index = pq.read_table(noisy / "rows.parquet")["row_id"].to_pylist().index(first)
     own = decode_image(ImageStore.open(noisy / "tokens").rows(np.array([index])).encoded[0])
     assert shown[0].tobytes() == own.tobytes()
     assert "6 rows planted" in section
@@ -77,21 +77,36 @@ def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
     ("options", "said"),
     [
         (["--truth", "one"], "truth: 60 of 60 rows are planted, expected some and not all"),
-        (["--truth", "image_class"], "--truth image_class: row train-0 has 'blue', expected true or false, or 1 or 0"),
-        (["--clean", "changed"], "--clean changed: 6 rows are known to be right, expected at least 99 for"),
+        (["--truth", "image_class"], "truth image_class: row train-0 has 'blue', expected true or false, or 1 or 0"),
+        (["--clean", "changed"], "clean changed: 6 rows are known to be right, expected at least 99 for"),
         (["--clean", "nothing"], "no columns ['nothing']"),
         (["--truth", "nothing"], "no columns ['nothing']"),
         (["--neighbours", 0], "neighbours: got 0, expected at least 1"),
         (["--truth", "changed", "-k", 61], "k: got 61, expected 1 to 60"),
         (["--false-positives", 0.7], "false-positive rate: got 0.7"),
-        (["--against", "bm25"], "--against: no meaning without --contamination"),
         (["--contamination", "--against", ","], "--against: got ',', expected names separated by commas"),
-        (["--contamination", "--label", "x"], "--label: no meaning with --contamination"),
         (["--match", "input"], "has no 'input' relevance"),
     ],
 )
 def test_mistakes_are_told(noisy, options, said):
     assert said in refused("detect", noisy, "--target", "trusted", *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--against", "bm25"], "against: no meaning without contamination"),
+        (["--cache", "there"], "cache: no meaning without against"),
+        (["--contamination", "--cache", "there"], "cache: no meaning without against"),
+        (["--contamination", "--label", "one"], "label: no meaning with contamination"),
+        (["--contamination", "--neighbours", 5], "neighbours: no meaning with contamination"),
+        (["--neighbours", 5], "neighbours: no meaning without a label"),
+        (["-k", 5], "k: no meaning without truth or against"),
+        (["--contamination", "-k", 5], "k: no meaning without truth or against"),
+    ],
+)
+def test_options_without_effect_are_refused(marked, options, said):
+    assert said in refused("detect", marked.path, "--target", "facts", *options)
 
 
 def test_a_class_with_one_example_is_told_and_has_no_opinion(tmp_path):
@@ -119,12 +134,12 @@ def test_copies_of_trusted_images_are_the_first_leaks(tmp_path):
     copied = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
     pq.write_table(pa.table(copied), tmp_path / "trusted.parquet")
     artifact = Artifact.open(build(build_settings(data), tmp_path / "art"))
-    found = contamination(artifact, "trusted")
-    assert sorted(found.order_N[:3]) == [3, 4, 5]
-    assert found.flagged_N[3:6].all()
-    assert found.threshold.n_flagged == found.flagged_N.sum()
+    found = detect(artifact, "trusted", contamination=True)
+    lines = found.table.to_pylist()
+    assert all(line["flagged"] for line in lines[:3])
+    assert found.record.threshold.n_flagged == sum(line["flagged"] for line in lines)
+    assert found.headline.startswith("3 rows are exact copies of units. No suspects by contamination: 0 flagged")
     assert any("exact copies, put first" in note for note in found.notes)
-    lines = detecting.table(artifact, found, "trusted").to_pylist()
     assert [line["exact_copy"] for line in lines] == [True] * 3 + [False] * 27
     assert {(line["row_id"], line["unit_id"]) for line in lines[:3]} == {
         (f"train-{i + 3}", f"trusted:t{i}") for i in range(3)
@@ -157,7 +172,7 @@ def marked(tmp_path_factory):
     [("part", "row row-4 has no value"), ("minus", "row row-5 has -1"), ("nan", "row row-6 has nan")],
 )
 def test_a_truth_is_true_or_false_in_every_row(marked, name, said):
-    with pytest.raises(SettingsError, match=f"--truth {name}: {said}, expected true or false, or 1 or 0, in every row"):
+    with pytest.raises(SettingsError, match=f"truth {name}: {said}, expected true or false, or 1 or 0, in every row"):
         detect(marked, "facts", truth=name)
 
 
@@ -170,8 +185,8 @@ def test_labels_that_tell_no_row_from_another_rank_nothing(marked, name, why):
 
 
 def test_rows_checked_to_be_right_are_the_null_distribution(marked):
-    found = detect(marked, "facts", clean="checked", false_positive_rate=0.1)
-    assert found.threshold.value == np.sort(found.scores["relevance"][:30])[27]
+    found = detect(marked, "facts", clean="checked", false_positives=0.1)
+    assert found.record.threshold.value == np.sort(found.scores["relevance"][:30])[27]
     said = succeed(
         "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
     ).out
@@ -225,8 +240,10 @@ def test_trusted_texts_that_are_rows_are_refused(leaked):
 
 def test_leaked_text_is_what_contamination_looks_for(leaked):
     artifact, units = leaked
-    found = contamination(artifact, "facts", truth="leak", k=4)
-    assert found.detections["contamination"].auroc > 0.9
+    found = detect(artifact, "facts", contamination=True, truth="leak", k=4)
+    assert found.record.detections["contamination"].auroc > 0.9
+    lines = {line["row_id"]: line for line in found.table.to_pylist()}
+    assert lines["row-7"]["unit_id"] == units[1]["unit_id"]
     said = succeed(
         "detect",
         artifact.path,
@@ -243,9 +260,46 @@ def test_leaked_text_is_what_contamination_looks_for(leaked):
     ).out
     assert "bm25" in said
     assert "R@2" in said
-    matched = artifact.units["unit_id"].to_pylist()
-    names = artifact.rows(np.arange(artifact.n_rows))["row_id"].to_pylist()
-    assert matched[found.match_E[names.index("row-7")]] == units[1]["unit_id"]
+
+
+def test_other_methods_are_compared_where_there_is_no_truth(leaked):
+    asked = ("--target", "facts", "--contamination", "--against", "bm25", "--top", 3, "--quiet")
+    shown = succeed("detect", leaked[0].path, *asked)
+    assert "against contamination: do others rank rows alike?" in shown.out
+    (line,) = [cells(line) for line in shown.lines if line.startswith("bm25")]
+    assert float(line[1]) > 0.3
+    assert line[2].endswith("%")
+
+
+def test_flags_that_chance_explains_are_no_suspects(leaked, marked):
+    found = detect(marked, "facts", false_positives=0.2)
+    assert found.record.threshold.n_flagged <= 8 + 2 * 8**0.5
+    assert found.headline.startswith("No suspects by relevance: ")
+    assert found.headline.endswith("no more than chance (about 8 of 40 rows).")
+    planted = detect(leaked[0], "facts", contamination=True)
+    for result in (found, planted):
+        assert all(len(sentence.split()) < 25 for sentence in result.headline.split(". "))
+
+
+def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
+    base = world(tmp_path)
+    lines = [{"row_id": f"row-{i}", "text": "The same words again.", "topic": "x"} for i in range(12)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    artifact = build(_with(base), tmp_path / "art")
+    shown = succeed("detect", artifact, "--target", "facts", "--label", "topic", "--out", tmp_path / "s.parquet")
+    assert "Most rows have one and the same score: the threshold says nothing." in shown.out
+    assert pq.read_table(tmp_path / "s.parquet")["flagged"].to_pylist() == [False] * 12
+
+
+def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
+    one = Artifact.open(build(_with(world(tmp_path)), tmp_path / "one"))
+    other = Artifact.open(build(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other"))
+    score_NE = np.concatenate([block for _, block in one.array_blocks("relevance_token")]).astype(float)
+    score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
+    for artifact in (one, other):
+        found = unit_scores(artifact, "facts")
+        np.testing.assert_allclose(found.mean_N, score_NE.mean(axis=1), atol=1e-3)
+        np.testing.assert_allclose(found.largest_N, score_NE.max(axis=1), atol=1e-2)
 
 
 def test_texts_without_a_label_are_ranked_by_relevance_alone(tmp_path):
@@ -253,4 +307,4 @@ def test_texts_without_a_label_are_ranked_by_relevance_alone(tmp_path):
     assert list(detect(artifact, "facts").scores) == ["relevance"]
     assert list(detect(artifact, "facts", label="topic").scores) == ["relevance", "geometry", "fused"]
     with pytest.raises(SettingsError, match="neighbours: got 0"):
-        detect(artifact, "facts", neighbours=0)
+        detect(artifact, "facts", label="topic", neighbours=0)

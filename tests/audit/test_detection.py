@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.audit import detection
+from grasp.audit import neighbours
 from grasp.audit.detection import (
     auroc,
     average_precision,
-    disagreement,
-    fused,
+    mean_ranks,
     measure,
     threshold,
     threshold_like,
     threshold_of_checked,
 )
+from grasp.audit.neighbours import disagreement
 from grasp.errors import SettingsError
 
 metrics = pytest.importorskip("sklearn.metrics")
@@ -45,7 +45,7 @@ def test_cuts_by_hand():
 
 
 @pytest.mark.parametrize("planted", [np.zeros(5, bool), np.ones(5, bool)])
-def test_a_truth_without_both_sorts_is_refused(planted):
+def test_a_truth_without_both_sorts_is_remean_ranks(planted):
     with pytest.raises(SettingsError, match=f"truth: {planted.sum()} of 5 rows are planted, expected some and not all"):
         measure(np.arange(5.0), planted)
 
@@ -108,7 +108,7 @@ def test_fused_ranks_with_ties_flag_as_many_as_the_relevance_they_are_of():
     for tied in (0.0, 0.6, 0.8):
         relevance = draw.standard_normal(5_000)
         other = 0.7 * relevance + draw.standard_normal(5_000)
-        ranks = fused([relevance, np.maximum(other, np.quantile(other, tied))])
+        ranks = mean_ranks([relevance, np.maximum(other, np.quantile(other, tied))])
         cut = threshold(relevance, 0.01)
         assert 0 < threshold_like(ranks, cut).n_flagged <= cut.n_flagged < 100
     assert threshold_like(ranks, threshold(np.zeros(5_000), 0.01)).n_flagged == 0
@@ -151,7 +151,8 @@ def test_equal_scores_flag_nothing():
 def test_disagreement_is_the_double_loop_and_a_lone_label_has_no_opinion():
     generator = np.random.default_rng(2)
     feature, label = generator.normal(size=(20, 4)), np.append(generator.integers(0, 2, size=19), 7)
-    found, alone = disagreement(feature, label, 5)
+    near = disagreement(feature, label, 5)
+    found, alone = near.share_N, near.alone_N
     unit = feature / np.linalg.norm(feature, axis=1, keepdims=True)
     for i in range(19):
         cosine = unit @ unit[i]
@@ -165,13 +166,26 @@ def test_disagreement_is_the_double_loop_and_a_lone_label_has_no_opinion():
 
 def test_fusing_does_not_depend_on_units():
     one, other = np.array([1.0, 5.0, 3.0]), np.array([0.1, 0.2, 0.3])
-    np.testing.assert_allclose(fused([one, other]), fused([1000 * one, np.exp(other)]))
+    np.testing.assert_allclose(mean_ranks([one, other]), mean_ranks([1000 * one, np.exp(other)]))
 
 
 def test_neighbours_do_not_depend_on_the_blocks_they_are_found_in(monkeypatch):
     generator = np.random.default_rng(7)
     feature, label = generator.normal(size=(50, 4)), generator.integers(0, 3, size=50)
-    whole, _ = disagreement(feature, label, 5)
-    monkeypatch.setattr(detection, "QUERIES", 7)
-    monkeypatch.setattr(detection, "OTHERS", 3)
-    np.testing.assert_allclose(disagreement(feature, label, 5)[0], whole)
+    whole = disagreement(feature, label, 5).share_N
+    monkeypatch.setattr(neighbours, "QUERIES", 7)
+    np.testing.assert_allclose(disagreement(feature, label, 5).share_N, whole)
+
+
+def test_an_index_finds_the_neighbours_that_all_pairs_have(monkeypatch):
+    generator = np.random.default_rng(8)
+    label = generator.integers(0, 5, size=600)
+    feature = generator.normal(size=(5, 8))[label] + 0.5 * generator.normal(size=(600, 8))
+    feature[:60] = feature[0]  # copies of one row
+    exact = disagreement(feature, label, 10)
+    assert exact.found == 1.0
+    monkeypatch.setattr(neighbours, "EXACT_ROWS", 100)
+    near = disagreement(feature, label, 10)
+    assert near.found > 0.95
+    assert np.abs(near.share_N - exact.share_N)[60:].mean() < 0.01
+    np.testing.assert_array_equal(disagreement(feature, label, 10).share_N, near.share_N)

@@ -269,7 +269,9 @@ def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
     art = Artifact.open(build(settings, tmp_path / "art"))
     shutil.rmtree(settings.model.path)
     named = by_name(diagnose(art, rows=16, subsets=5))
-    assert "not on this disk, seen from here; restore what the artifact was built from" in named["batch invariance"].advice
+    assert (
+        "not on this disk, seen from here; restore what the artifact was built from" in named["batch invariance"].advice
+    )
     assert named["batch invariance"].advice == named["product sketch"].advice
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from grasp.artifact.reader import Artifact
 from grasp.baselines.checkpoints import checkpoints_of
-from grasp.errors import ArtifactError, ModelError, SettingsError
+from grasp.errors import ArtifactError, SettingsError
 from grasp.models import causal_lm
 from grasp.runs.material import Material
 from grasp.runs.method_predictions import scores

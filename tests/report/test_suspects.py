@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.audit.detect import contamination, detect, write_table
-from grasp.audit.suspects import SAID, SHOWN, read_suspects
+from grasp.audit.detect import RECORD, detect
+from grasp.report.suspects import SHOWN, read_suspects, suspects_view
 from tests.cli.grasp_command import refused, succeed
 from tests.report.test_page import Page
 from tests.report.world import HOSTILE, write_artifact
@@ -17,8 +17,8 @@ from tests.report.world import HOSTILE, write_artifact
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("suspects")
     artifact = write_artifact(place / "art", topics=HOSTILE, text=[text or "" for text in HOSTILE])
-    write_table(artifact, detect(artifact, "sciq", label="format"), "sciq", place / "suspects.parquet")
-    write_table(artifact, contamination(artifact, "sciq"), "sciq", place / "leaks.parquet")
+    detect(artifact, "sciq", label="format").write(place / "suspects.parquet")
+    detect(artifact, "sciq", contamination=True).write(place / "leaks.parquet")
     return place, artifact
 
 
@@ -26,14 +26,15 @@ def test_the_first_rows_are_those_of_the_table(place):
     root, artifact = place
     found = read_suspects(root / "suspects.parquet", artifact, ["topic"])
     lines = pq.read_table(root / "suspects.parquet").slice(0, SHOWN).to_pylist()
-    assert [row.row_id for row in found.rows] == [line["row_id"] for line in lines]
-    assert [dict(row.scores)["fused"] for row in found.rows] == [line["fused"] for line in lines]
-    assert found.rows[0].scores[-1][0] == found.said.ranking == "fused"
+    view = suspects_view(found)
+    assert [row["row_id"] for row in view["rows"]] == [line["row_id"] for line in lines]
+    assert [line["fused"] for line in found.lines] == [line["fused"] for line in lines]
+    assert view["rows"][0]["scores"][0][0] == found.record.ranking == "fused"
     texts = dict(zip(*(artifact.rows(range(200))[name].to_pylist() for name in ("row_id", "snippet")), strict=True))
-    assert [row.text for row in found.rows] == [texts[row.row_id] for row in found.rows]
-    leaks = read_suspects(root / "leaks.parquet", artifact, []).rows
+    assert [row["text"] for row in view["rows"]] == [texts[line["row_id"]] for line in lines]
+    leaks = suspects_view(read_suspects(root / "leaks.parquet", artifact, []))["rows"]
     asked = [line["unit_id"] for line in pq.read_table(root / "leaks.parquet").slice(0, SHOWN).to_pylist()]
-    assert [row.unit for row in leaks] == [(name, f"Question {name[-1]}:", " yes") for name in asked]
+    assert [row["unit"] for row in leaks] == [(name, f"Question {name[-1]}:", " yes") for name in asked]
 
 
 @pytest.mark.parametrize("table", ["suspects", "leaks"])
@@ -48,7 +49,7 @@ def test_hostile_rows_are_text(place, table, tmp_path):
     assert "<img" not in section
     assert "<script" not in section
     assert "&lt;img src=x" in section  # in the names of the rows
-    assert "of 200 rows are flagged" in Page(page).text
+    assert "of 200 rows" in Page(page).text
     assert ("looks like sciq-" in section) == (table == "leaks")
 
 
@@ -69,9 +70,9 @@ def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):
         (tmp_path / "renamed.parquet", "renamed.parquet: 'evil' is no row of the artifact"),
     ):
         assert said in refused("report", root / "art", "--detect", path, "--out", tmp_path / "r.html")
-    said = json.loads(table.schema.metadata[SAID])
+    said = json.loads(table.schema.metadata[RECORD])
     said["made_from"]["model"] = "another"
-    pq.write_table(table.replace_schema_metadata({SAID: json.dumps(said)}), tmp_path / "model.parquet")
+    pq.write_table(table.replace_schema_metadata({RECORD: json.dumps(said)}), tmp_path / "model.parquet")
     asked = ["report", root / "art", "--detect", tmp_path / "model.parquet", "--out", tmp_path / "r.html"]
     assert "was made from another artifact: model 'another', here ''; run grasp detect on this one" in refused(*asked)
     write_artifact(tmp_path / "without", targets=("boolq", "arc"))

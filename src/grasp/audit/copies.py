@@ -10,19 +10,21 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
-from grasp.corpus.image_store import HASH_LABEL
-from grasp.errors import GraspError
-from grasp.runs.material import Material
+from grasp.corpus.image_store import CLASS_LABEL, HASH_LABEL
+from grasp.corpus.store import RowStore
+from grasp.errors import ArtifactError, GraspError
+from grasp.extract.reopen import Origin
 
 SNIPPET = 240  # characters, where the artifact does not say how many it keeps
+Pair = tuple[int, int]  # unit, counted within the target; row
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
     """Which rows are which units of a target."""
 
-    pairs: tuple[tuple[int, int], ...]  # (unit, counted within the target; row), by unit, then row
-    note: str | None  # what could not be compared
+    pairs: tuple[Pair, ...]  # by unit, then row
+    note: str | None = None  # what could not be compared
 
     def best(self, n_rows: int) -> NDArray[np.int64]:
         """The first unit that each row is, (N,); -1: none."""
@@ -36,72 +38,67 @@ def exact_copies(artifact: Artifact, target: str) -> Copies:
     """Rows that are a unit of `target`: the same pixels, or the same tokens but for end-of-text tokens round them.
 
     Where the tokens or their tokenizer are not there, rows whose text the row table keeps whole are compared by it.
+
+    Raises:
+        ArtifactError: no such target; an artifact of images whose units have no hash.
     """
     units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
-    if HASH_LABEL in pq.read_schema(artifact.rows_path).names:
-        hashes = [unit["prompt"].split(",")[0].removeprefix("image ") for unit in units]
-        return Copies(_pairs(_places(hashes), ([key] for key in _column(artifact, HASH_LABEL))), None)
-    snippets = ["" if text is None else str(text) for text in _column(artifact, "snippet")]
+    if {HASH_LABEL, CLASS_LABEL} <= set(pq.read_schema(artifact.rows_path).names):
+        if units[0].get(HASH_LABEL) is None:
+            raise ArtifactError(f"{artifact.where}: its units have no {HASH_LABEL}; build it again with this version")
+        hashes = [unit[HASH_LABEL] for unit in units]
+        return Copies(tuple(sorted(_pairs(hashes, ([key] for key in _values(artifact, HASH_LABEL))))))
     limit = int(artifact.manifest.settings.get("corpus", {}).get("snippet_chars", SNIPPET))
-    whole = [text if len(text) < limit else "" for text in snippets]
-    texts = [" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units]
-    found = set(_pairs(_places(texts), ([text] for text in whole)))
+    n_cut = 0
+
+    def whole() -> Iterator[list[str]]:
+        nonlocal n_cut
+        for text in _values(artifact, "snippet"):
+            is_whole = text is not None and len(text) < limit
+            n_cut += not is_whole
+            yield [text] if is_whole else []
+
+    found = _pairs([" ".join((unit["prompt"] + unit["completion"]).split()) for unit in units], whole())
+    note = None
     try:
-        found |= set(_by_tokens(Material(artifact), units))
+        found |= _by_tokens(Origin(artifact), units)
     except GraspError as err:
-        cut = whole.count("")
-        note = f"of {cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
-        return Copies(tuple(sorted(found)), note if cut else None)
-    return Copies(tuple(sorted(found)), None)
+        if n_cut:
+            note = f"of {n_cut:,} rows it was not seen whether they are trusted units, tokens were not compared: {err}"
+    return Copies(tuple(sorted(found)), note)
 
 
-def _by_tokens(material: Material, units: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, int], ...]:
+def _by_tokens(origin: Origin, units: Sequence[Mapping[str, Any]]) -> set[Pair]:
     """A unit's tokens as one text, and as prompt and completion apart."""
-    material.require_tokens()
-    encode, eos_id = material.tokenizer.encode, material.tokenizer.eos_id
+    rows, encode, eos_id = origin.rows, origin.tokenizer.encode, origin.tokenizer.eos_id
+    assert isinstance(rows, RowStore)
     prompts, completions = (encode([unit[part] for unit in units]) for part in ("prompt", "completion"))
     joined = encode([unit["prompt"] + unit["completion"] for unit in units])
     apart = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-    keys = [[_key(piece) for piece in _pieces(ids, eos_id)] for ids in (*joined, *apart)]
+    keys = [_pieces(ids, eos_id) for ids in (*joined, *apart)]
     single = [own[0] if len(own) == 1 else b"" for own in keys]
-    return tuple(
-        {(unit % len(units), row) for unit, row in _pairs(_places(single), _row_keys(material, eos_id))},
-    )
+    shards = (rows.shard(k) for k in range(rows.n_shards))
+    row_keys = (_pieces(shard.ids(i), eos_id) for shard in shards for i in range(len(shard)))
+    return {(unit % len(units), row) for unit, row in _pairs(single, row_keys)}
 
 
-def _row_keys(material: Material, eos_id: int | None) -> Iterator[list[bytes]]:
-    for k in range(material.store.n_shards):
-        shard = material.store.shard(k)
-        for i in range(len(shard)):
-            yield [_key(piece) for piece in _pieces(shard.ids(i), eos_id)]
-
-
-def _pieces(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[NDArray[np.int32]]:
+def _pieces(ids: Sequence[int] | NDArray[np.int32], eos_id: int | None) -> list[bytes]:
     """What stands between end-of-text tokens: documents that were packed into one row come apart."""
     ids_L = np.asarray(ids, dtype=np.int32)
-    if eos_id is None:
-        return [ids_L]
-    ends = np.flatnonzero(ids_L == eos_id)
-    return [piece for piece in np.split(ids_L[ids_L != eos_id], ends - np.arange(len(ends))) if len(piece)]
+    ends = np.flatnonzero(ids_L == eos_id) if eos_id is not None else ids_L[:0]
+    inside_L = np.delete(ids_L, ends)
+    return [piece.tobytes() for piece in np.split(inside_L, ends - np.arange(len(ends))) if len(piece)]
 
 
-def _key(ids_L: NDArray[np.int32]) -> bytes:
-    return ids_L.tobytes()
-
-
-def _places(keys: Sequence[Any]) -> dict[Any, list[int]]:
+def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[Pair]:
+    """(unit, row) of every row of which a key is a unit's; empty keys are nobody's."""
     places: dict[Any, list[int]] = {}
-    for place, key in enumerate(keys):
+    for unit, key in enumerate(unit_keys):
         if key:
-            places.setdefault(key, []).append(place)
-    return places
+            places.setdefault(key, []).append(unit)
+    return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in places.get(key, ())}
 
 
-def _pairs(places: Mapping[Any, list[int]], rows: Iterable[Sequence[Any]]) -> tuple[tuple[int, int], ...]:
-    """(unit, row) of every row of which a key is a unit's."""
-    found = {(unit, row) for row, keys in enumerate(rows) for key in keys for unit in places.get(key, ())}
-    return tuple(sorted(found))
-
-
-def _column(artifact: Artifact, name: str) -> list[Any]:
-    return [value for batch in artifact.row_batches([name]) for value in batch.column(0).to_pylist()]
+def _values(artifact: Artifact, name: str) -> Iterator[Any]:
+    for batch in artifact.row_batches([name]):
+        yield from batch.column(0).to_pylist()

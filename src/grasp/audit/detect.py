@@ -1,12 +1,12 @@
 """Which rows look wrong to a trusted target, and which hold a target's own text.
 
-Shape letters: N rows, E units, D sketch width.
+Shape letters: N rows, E units.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,20 +29,20 @@ from grasp.audit.detection import (
     threshold_of_checked,
 )
 from grasp.audit.neighbours import disagreement
-from grasp.audit.ranking import rows_by_method
+from grasp.audit.ranking import MethodRows, rows_by_method
 from grasp.baselines.asked import AskedMethod
+from grasp.corpus.image_store import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import Blocks
 from grasp.results import Result
 
 F64 = NDArray[np.float64]
+Bool = NDArray[np.bool_]
 RECORD: Final = b"grasp.suspects"
 NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01
-CLASS_LABEL = "image_class"
 LISTED = 10
 LEAST_ROWS = 10  # fewer have no distribution to speak of
 KERNELS = ("token", "pooled", "input")
@@ -63,16 +63,16 @@ class DetectionRecord:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Suspects(Result):
     """All rows, the most suspicious first.
 
     Attributes:
         table: rank, row_id, flagged, each score (higher is more suspicious, the last one ranks), and where leaks are
-            looked for unit_id (the unit that a row matches best) and exact_copy. Its schema holds `record` as JSON.
+            looked for unit_id (the unit that a row is most like) and exact_copy. Its metadata hold `record`.
         shown: the first rows with their label or unit, and their text.
         scores: by name, (N,), in the order of the artifact's rows.
-        agreements: of published methods with the ranking score, by method.
+        agreements: of published methods with the score that ranks, by method.
     """
 
     record: DetectionRecord
@@ -81,8 +81,28 @@ class Suspects(Result):
     agreements: Mapping[str, Agreement]
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
-        rows = [[str(value) for value in row.values()] for row in self.shown.to_pylist()]
+        rows = [
+            [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in self.shown.to_pylist()
+        ]
         return list(self.shown.column_names), rows
+
+    def _below(self) -> Sequence[str]:
+        return self.notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Scores of all rows, higher for more suspicious ones; the last one ranks."""
+
+    scores: dict[str, F64]
+    null_N: F64  # the score that the threshold is fitted to
+    copy_N: Bool  # rows that are a unit to the letter: first and flagged, whatever their score
+    unit_N: NDArray[np.int64] | None = None  # that a row is most like, counted within the target
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranking(self) -> str:
+        return list(self.scores)[-1]
 
 
 def detect(
@@ -102,55 +122,346 @@ def detect(
     top: int = LISTED,
     progress: Progress | None = None,
 ) -> Suspects:
-    """Rank rows by how wrong they look to the trusted units of `target`, or by how much they look like one of them.
+    """Rank rows by how wrong they look to the trusted units of a target, or by how much they are like one of them.
 
     `relevance` is minus the mean relevance to the units, each standardised over the rows. Where rows have a label,
     `geometry` is the share of a row's nearest neighbours in the hidden sketch with another label, and `fused` the mean
     of the two ranks. `contamination` is the largest standardised relevance to a unit: a row that holds a unit's text
-    has far more than others. Rows that are a unit to the letter come first there; without `contamination` they are an
-    error.
+    has far more than others. Rows that are a unit to the letter come first there; otherwise they are an error.
 
     Args:
         label: column of labels; None: the class of images, of texts none.
-        truth: column that says which rows were planted (true or 1): how well each score finds them.
+        truth: column that says which rows were planted (true or 1): how well does each score find them?
         clean: column that says which rows are known to be right: their scores decide the threshold.
         k: first rows that precision, recall and agreement are of; None: as many as were planted, or flagged.
         neighbours: nearest rows whose labels are compared; None: 10.
         false_positives: share of right rows that the threshold may flag.
         match: relevance kernel; None: token where it is built.
-        against: published methods that are compared with `contamination`.
-        cache: where their scores are kept; None: in the artifact.
+        against: published methods to compare `contamination` with; `cache` keeps their scores (None: the artifact).
         top: rows in `shown`.
     Raises:
         ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which nothing or
             everything is planted.
-    Memory: a few numbers a row, the hidden sketch where there are labels, and a block of relevance.
+    Memory: a few numbers a row, the hidden sketch where there are labels, and blocks of relevance.
     """
-    label = label or (CLASS_LABEL if not contamination and CLASS_LABEL in _columns(artifact) else None)
-    _refuse_idle(
-        {
-            "with contamination": {"label": contamination and label, "neighbours": contamination and neighbours},
-            "without contamination": {"against": not contamination and list(against)},
-            "without label": {"neighbours": None if label else neighbours},
-            "without against": {"cache": None if against else cache},
-            "without truth or against": {"k": None if truth or against else k},
-        }
-    )
-    _check(artifact, neighbours)
+    if not contamination and label is None and CLASS_LABEL in _columns(artifact):
+        label = CLASS_LABEL
+    _refuse_idle(contamination, label, truth, k, neighbours, against, cache)
+    if artifact.n_rows < LEAST_ROWS:
+        raise SettingsError(
+            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
+            "against the others; build it on more, or read them"
+        )
     progress = progress or Silent()
     copies = exact_copies(artifact, target)
-    columns = artifact.unit_columns(target)
-    array = relevance_array(artifact, match)
-    sums = over_units(lambda: artifact.array_blocks(array, columns=columns), artifact.n_rows, progress)
-    notes = [] if copies.note is None else [copies.note]
-    found = _Scores(artifact, target, sums, copies, false_positives, notes)
     if contamination:
-        for method in against:
-            rows = rows_by_method(artifact, method, cache=cache, progress=progress)
-            blocks = _of_method(rows, columns)
-            found.scores[method.label] = over_units(blocks, artifact.n_rows, progress).largest_N
-        found.look_for_copies()
+        scored = _leaks(artifact, target, match, copies, against, cache, progress)
     else:
-        found.look_for_wrong_rows(label, neighbours or NEIGHBOURS, progress)
-    return found.result(clean=clean, truth=truth, k=k, top=top, label=None if contamination else label)
+        scored = _wrong_rows(artifact, target, match, copies, label, neighbours or NEIGHBOURS, progress)
+    cut = _threshold(artifact, scored, clean, false_positives)
+    truth_N = None if truth is None else _yes_or_no(artifact, truth, "truth")
+    return _result(artifact, target, scored, cut, truth_N, k, label, top)
+
+
+def _refuse_idle(
+    contamination: bool,
+    label: str | None,
+    truth: str | None,
+    k: int | None,
+    neighbours: int | None,
+    against: Sequence[AskedMethod],
+    cache: Path | None,
+) -> None:
+    """Refuse what would have no effect.
+
+    Raises:
+        SettingsError: the first such argument, or a number out of range.
+    """
+    idle = {
+        "label: no meaning with contamination": contamination and label is not None,
+        "neighbours: no meaning with contamination": contamination and neighbours is not None,
+        "neighbours: no meaning without a label": label is None and neighbours is not None,
+        "against: no meaning without contamination; rank by a method with `grasp score`": against and not contamination,
+        "cache: no meaning without against": cache is not None and not against,
+        "k: no meaning without truth or against": k is not None and truth is None and not against,
+    }
+    for mistake, is_made in idle.items():
+        if is_made:
+            raise SettingsError(f"{mistake}; leave it out")
+    if neighbours is not None and neighbours < 1:
+        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1")
+    if k is not None and k < 1:
+        raise SettingsError(f"k: got {k}, expected at least 1")
+
+
+# ------------------------------------------------------------------------------------------------- scores
+
+
+def _wrong_rows(
+    artifact: Artifact,
+    target: str,
+    match: str | None,
+    copies: Copies,
+    label: str | None,
+    neighbours: int,
+    progress: Progress,
+) -> _Scored:
+    if copies.pairs:
+        raise ArtifactError(
+            f"{artifact.where}: {_named(artifact, target, copies)}; take them out of one of the two and build again "
+            "(for leaked targets: --contamination)"
+        )
+    notes = [] if copies.note is None else [copies.note]
+    relevance_N = -unit_scores(artifact, target, match, progress).mean_N
+    scores = {"relevance": relevance_N}
+    if label is not None:
+        geometry_N, said = _geometry(artifact, label, neighbours, progress)
+        notes += said
+        if geometry_N is not None:
+            scores |= {"geometry": geometry_N, "fused": mean_ranks([relevance_N, geometry_N])}
+    return _Scored(scores, relevance_N, np.zeros(artifact.n_rows, dtype=np.bool_), notes=tuple(notes))
+
+
+def _geometry(artifact: Artifact, label: str, neighbours: int, progress: Progress) -> tuple[F64 | None, list[str]]:
+    """Disagreement with the neighbours, and what is to be said of it; none where it tells no row from another."""
+    column = LabelTable(artifact.rows_path).column(label, "label")
+    code_N = column.codes_N.astype(np.int64)
+    if None in column.values:  # rows without a label are each alone
+        none_N = np.flatnonzero(code_N == column.values.index(None))
+        code_N[none_N] = len(column.values) + np.arange(len(none_N))
+    found = disagreement(_all(artifact, "hidden_sketch"), code_N, neighbours, progress)
+    alone = int(found.alone_N.sum())
+    if found.share_N.min() == found.share_N.max():
+        why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
+        return None, [f"{why}: geometry says nothing, rows are ranked by relevance alone"]
+    notes = [f"{alone} rows are alone with their {label}: geometry says nothing of them"] if alone else []
+    if found.found < 1:
+        notes.append(f"neighbours by an index: {found.found:.0%} of the {neighbours} nearest were found")
+    return found.share_N, notes
+
+
+def _leaks(
+    artifact: Artifact,
+    target: str,
+    match: str | None,
+    copies: Copies,
+    against: Sequence[AskedMethod],
+    cache: Path | None,
+    progress: Progress,
+) -> _Scored:
+    scores = {}
+    for method in against:
+        rows = rows_by_method(artifact, method, cache=cache, progress=progress)
+        scores[method.label] = method_scores(rows, target, progress).largest_N
+    found = unit_scores(artifact, target, match, progress)
+    scores["contamination"] = found.largest_N
+    copied_N = copies.best(artifact.n_rows)
+    notes = [] if copies.note is None else [copies.note]
+    if copies.pairs:
+        notes.append(f"{_named(artifact, target, copies)}: exact copies, put first")
+    unit_N = np.where(copied_N >= 0, copied_N, found.unit_N)
+    return _Scored(scores, found.largest_N, copied_N >= 0, unit_N, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitScores:
+    """Scores of rows for the units of a target, each unit standardised over the rows, brought together row by row."""
+
+    mean_N: F64
+    largest_N: F64
+    unit_N: NDArray[np.int64]  # of the largest, counted within the target
+
+
+def unit_scores(
+    artifact: Artifact, target: str, match: str | None = None, progress: Progress | None = None
+) -> UnitScores:
+    """Relevance of all rows to the units of a target; `match` None: the first kernel that was built."""
+    built = [kernel for kernel in KERNELS if RELEVANCE[kernel] in artifact.array_names]
+    name, columns = artifact.relevance_name(match or built[0]), artifact.unit_columns(target)
+    return _over_units(
+        lambda: artifact.array_blocks(name, columns=columns), artifact.n_rows, f"relevance to {target}", progress
+    )
+
+
+def _over_units(blocks: Callable[[], Blocks], n_rows: int, stage: str, progress: Progress | None) -> UnitScores:
+    """Two passes over blocks of (n, E): moments of every unit, then its standardised scores. Memory: one block."""
+    progress = progress or Silent()
+    progress.stage(stage, rows=2 * n_rows, tokens=None)
+    count, mean_E, square_E = 0, np.zeros(1), np.zeros(1)
+    for _, block in blocks():
+        wide_NE = block.astype(np.float64)
+        size, shift_E = len(wide_NE), wide_NE.mean(axis=0) - mean_E
+        square_E = square_E + ((wide_NE - wide_NE.mean(axis=0)) ** 2).sum(axis=0)
+        square_E = square_E + shift_E**2 * (count * size / (count + size))  # Chan et al. 1983
+        count += size
+        mean_E = mean_E + shift_E * (size / count)
+        progress.advance(size, 0)
+    spread_E = np.sqrt(square_E / n_rows)
+    scale_E = 1.0 / np.where(spread_E > 1e-12 * np.abs(mean_E), spread_E, np.inf)  # a constant's rounding is no spread
+    found = UnitScores(np.empty(n_rows), np.empty(n_rows), np.empty(n_rows, dtype=np.int64))
+    for start, block in blocks():
+        score_NE = (block - mean_E) * scale_E
+        here = slice(start, start + len(block))
+        found.mean_N[here], found.largest_N[here] = score_NE.mean(axis=1), score_NE.max(axis=1)
+        found.unit_N[here] = score_NE.argmax(axis=1)
+        progress.advance(len(block), 0)
+    return found
+
+
+def method_scores(rows: MethodRows, target: str, progress: Progress | None = None) -> UnitScores:
+    """Scores of a published method for the units of a target, brought together as relevance is."""
+    name, columns = rows.array_names[0], rows.unit_columns(target)
+    blocks = lambda: rows.array_blocks(name, columns=columns)  # noqa: E731
+    return _over_units(blocks, rows.n_rows, f"{rows.label} for {target}", progress)
+
+
+# ------------------------------------------------------------------------------------- threshold and result
+
+
+def _threshold(artifact: Artifact, scored: _Scored, clean: str | None, rate: float) -> Threshold:
+    """By the rows known to be right, else by the null distribution of a score, copies left out."""
+    ranking_N, copy_N = scored.scores[scored.ranking], scored.copy_N
+    if clean is not None:
+        try:
+            return threshold_of_checked(ranking_N, _yes_or_no(artifact, clean, "clean"), rate)
+        except SettingsError as err:
+            raise SettingsError(f"clean {clean}: {err}") from err
+    enough = (~copy_N).sum() >= LEAST_ROWS
+    cut = threshold(scored.null_N[~copy_N] if enough else scored.null_N, rate)
+    return cut if ranking_N is scored.null_N else threshold_like(ranking_N, cut)
+
+
+def _result(
+    artifact: Artifact,
+    target: str,
+    scored: _Scored,
+    cut: Threshold,
+    truth_N: Bool | None,
+    k: int | None,
+    label: str | None,
+    top: int,
+) -> Suspects:
+    scores, copy_N, ranking_N = scored.scores, scored.copy_N, scored.scores[scored.ranking]
+    flagged_N = copy_N | (ranking_N > cut.value)
+    cut = replace(cut, n_flagged=int(flagged_N.sum()), n_copies=int(copy_N.sum()))
+    detections = {}
+    if truth_N is not None:
+        ranked = scores | {scored.ranking: np.where(copy_N, ranking_N + np.ptp(ranking_N) + 1, ranking_N)}
+        detections = {name: measure(score_N, truth_N, k) for name, score_N in ranked.items()}
+    first = k or max(cut.n_flagged, min(LISTED, artifact.n_rows))
+    others = [] if scored.unit_N is None else list(scores)[:-1]
+    record = DetectionRecord(
+        target=target,
+        ranking=scored.ranking,
+        headline=_headline(scored.ranking, cut, artifact.n_rows),
+        corpus=artifact.manifest.fingerprints.get("corpus", ""),
+        made_from=made_from(artifact, target),
+        rows=artifact.n_rows,
+        threshold=cut,
+        detections=detections,
+        notes=(*scored.notes, *cut.notes),
+    )
+    order_N = np.lexsort((-ranking_N, ~copy_N))
+    table = _table(artifact, target, scored, flagged_N, order_N)
+    return Suspects(
+        table.replace_schema_metadata({RECORD: json.dumps(asdict(record))}),
+        record.headline,
+        record.notes,
+        record=record,
+        shown=_shown(artifact, table.slice(0, top), order_N[:top], scored.ranking, label),
+        scores=scores,
+        agreements={name: agreement(scores[name], ranking_N, first) for name in others},
+    )
+
+
+def _headline(ranking: str, cut: Threshold, n_rows: int) -> str:
+    """The answer; flags that are no more than chance expects are no suspects."""
+    by_score, expected = cut.n_flagged - cut.n_copies, f"about {cut.expected_false:,.0f} of {n_rows:,} rows"
+    copies = f"{cut.n_copies:,} rows are exact copies of units. " if cut.n_copies else ""
+    if not cut.beyond_chance:
+        return f"{copies}No suspects by {ranking}: {by_score:,} flagged, no more than chance ({expected})."
+    return f"{copies}{by_score:,} suspects by {ranking}; chance would flag {expected}."
+
+
+def _table(artifact: Artifact, target: str, scored: _Scored, flagged_N: Bool, order_N: NDArray[np.int64]) -> pa.Table:
+    """Every row, the most suspicious first."""
+    columns: dict[str, Any] = {
+        "rank": np.arange(1, len(order_N) + 1),
+        "row_id": _column(artifact, "row_id").take(pa.array(order_N)),
+        "flagged": flagged_N[order_N],
+        **{name: score_N[order_N] for name, score_N in scored.scores.items()},
+    }
+    if scored.unit_N is not None:
+        units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target)))
+        columns["unit_id"] = units.take(pa.array(scored.unit_N[order_N]))
+        columns["exact_copy"] = scored.copy_N[order_N]
+    return pa.table(columns)
+
+
+def _shown(
+    artifact: Artifact, table: pa.Table, order_N: NDArray[np.int64], ranking: str, label: str | None
+) -> pa.Table:
+    """Some rows of the table as people read them."""
+    rows = artifact.rows(order_N)
+    extra = {"unit_id": table["unit_id"]} if "unit_id" in table.column_names else {}
+    if label is not None:
+        extra[label] = rows[label]
+    flagged = ["yes" if flag else "no" for flag in table["flagged"].to_pylist()]
+    named = {name: table[name] for name in ("rank", ranking)} | {"flagged": flagged, "row_id": table["row_id"]}
+    return pa.table(named | extra | {"text": rows["snippet"]})
+
+
+def made_from(artifact: Artifact, target: str) -> dict[str, str]:
+    """What scores of the rows depend on: the corpus, the model, the features, and the target's units."""
+    digest = hashlib.blake2b(digest_size=16)
+    for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
+        if unit["target"] == target:
+            digest.update(repr(tuple(unit.values())).encode())
+    features = json.dumps(artifact.feature_settings, sort_keys=True, default=str).encode()
+    fingerprints = {what: artifact.manifest.fingerprints.get(what, "") for what in ("corpus", "model")}
+    return fingerprints | {
+        "features": hashlib.blake2b(features, digest_size=8).hexdigest(),
+        f"units of {target}": digest.hexdigest() if target in artifact.targets else "none",
+    }
+
+
+def _named(artifact: Artifact, target: str, copies: Copies) -> str:
+    """The copies, the first ten by name."""
+    shown = copies.pairs[:LISTED]
+    names = artifact.rows(np.array([row for _, row in shown], dtype=np.int64))["row_id"].to_pylist()
+    units = artifact.units["unit_id"].take(pa.array(artifact.unit_columns(target))).to_pylist()
+    listed = ", ".join(f"{units[unit]} = {name}" for (unit, _), name in zip(shown, names, strict=True))
+    more = f" and {len(copies.pairs) - LISTED} more" if len(copies.pairs) > LISTED else ""
+    count = len({unit for unit, _ in copies.pairs})
+    return f"{count} of {len(units)} trusted units of {target} are rows of the corpus: {listed}{more}"
+
+
+def _columns(artifact: Artifact) -> list[str]:
+    return list(pq.read_schema(artifact.rows_path).names)
+
+
+def _all(artifact: Artifact, name: str) -> NDArray[np.float32]:
+    """An array of the artifact, in memory once."""
+    out = np.empty(artifact.array_shape(name), dtype=np.float32)
+    for start, block in artifact.array_blocks(name):
+        out[start : start + len(block)] = block
+    return out
+
+
+def _column(artifact: Artifact, name: str) -> pa.ChunkedArray:
+    """A column of the row table."""
+    return pa.chunked_array([batch.column(0) for batch in artifact.row_batches([name])])
+
+
+def _yes_or_no(artifact: Artifact, name: str, argument: str) -> Bool:
+    """A column of true and false, or 1 and 0, in every row."""
+    values = _column(artifact, name).to_pylist()
+    for i, value in enumerate(values):
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            row = _column(artifact, "row_id")[i].as_py()
+            raise SettingsError(
+                f"{argument} {name}: row {row} has {'no value' if value is None else repr(value)}, expected true or "
+                "false, or 1 or 0, in every row; fill the column in and build again"
+            )
+    return np.array(values, dtype=np.bool_)

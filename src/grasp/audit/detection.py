@@ -8,7 +8,7 @@ from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, rankdata
+from scipy.stats import norm, rankdata, spearmanr
 
 from grasp.errors import SettingsError
 from grasp.seeds import stream
@@ -18,13 +18,13 @@ Bool = NDArray[np.bool_]
 RESAMPLES = 1000
 MIDDLE = (0.1, 0.4)  # shares of the rows in the tails that say how the scores lean
 SAFE = 2.0  # times 1 / sqrt(N): about the standard error of the lean
-QUERIES, OTHERS = 1024, 8192  # rows of a block of pairs, 32 MB of cosines and 64 MB of their places
 FITTED = (
-    "an estimate from the scores themselves: it takes right rows to lean in the tail as in the middle, and few rows, "
-    "about 5 % at most, to be wrong; with more it finds fewer. Where nothing was planted, rates of 1 % and 5 % came "
-    "out 0 to 4.4 times as large, and lower ones are less sure; rows checked to be right (--clean) hold the rate"
+    "The threshold is an estimate from the scores themselves; it takes at most about 5 % of the rows to be wrong.",
+    "Where nothing was planted, rates of 1 % and 5 % came out 0 to 4.4 times as large.",
+    "Rows checked to be right (--clean) hold the rate.",
 )
-CHECKED = "holds on average for right rows like those checked, if these were drawn at random"
+CHECKED = ("The rate holds on average for right rows like those checked, if these were drawn at random.",)
+ALIKE = ("Most rows have one and the same score: the threshold says nothing.",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class AtCut:
     precision: float
     recall: float
     f1: float
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        return self.precision, self.recall, self.f1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,23 @@ def _interval(score_N: F64, planted_N: Bool, seed: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two scores of the same rows."""
+
+    ranks: float  # Spearman's correlation; nan where one of them is constant
+    k: int
+    shared: float  # of the first k rows of one, the share that the first k of the other have
+
+
+def agreement(one_N: F64, other_N: F64, k: int) -> Agreement:
+    """How alike two scores rank the rows; ties go to the row that comes first."""
+    first = [set(np.argsort(-score_N, kind="stable")[:k].tolist()) for score_N in (one_N, other_N)]
+    constant = np.ptp(one_N) == 0 or np.ptp(other_N) == 0
+    ranks = float("nan") if constant else float(spearmanr(one_N, other_N).statistic)
+    return Agreement(ranks, k, len(first[0] & first[1]) / k)
+
+
+@dataclass(frozen=True, slots=True)
 class Threshold:
     """A cut that lets through, of right rows, about the share asked for."""
 
@@ -123,7 +144,13 @@ class Threshold:
     n_flagged: int
     expected_false: float  # rows, if all were right
     all_alike: bool  # the score says nothing
-    null: str  # what the rate rests on
+    notes: tuple[str, ...]  # what the rate rests on
+    n_copies: int = 0  # of the flagged rows, those that are a unit to the letter, whatever their score
+
+    @property
+    def beyond_chance(self) -> bool:
+        """Whether more rows lie above it than right ones alone would put there, within two standard deviations."""
+        return self.n_flagged - self.n_copies > self.expected_false + 2 * self.expected_false**0.5
 
 
 def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
@@ -149,7 +176,7 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
     middle, low_R = float(np.median(score_N)), np.quantile(score_N, rate_R)
     upper_P, lower_P = np.quantile(score_N, 1 - tail_P) - middle, middle - np.quantile(score_N, tail_P)
     usable_P = (upper_P > 0) & (lower_P > 0)
-    alike = low_R[-1] == middle or not usable_P.any()
+    alike = bool(low_R[-1] == middle or not usable_P.any())
     if alike:
         value = float(np.max(score_N))
     else:
@@ -185,7 +212,7 @@ def threshold_of_checked(score_N: F64, right_N: Bool, false_positive_rate: float
 def threshold_like(score_N: F64, other: Threshold) -> Threshold:
     """Cut that flags at most as many rows as another score's does: ranks have no null distribution of their own."""
     value = float(np.sort(score_N)[::-1][min(other.n_flagged, len(score_N) - 1)])
-    return _threshold(score_N, value, other.false_positive_rate, other.null, alike=other.all_alike)
+    return _threshold(score_N, value, other.false_positive_rate, FITTED, alike=other.all_alike)
 
 
 def _check_rate(rate: float) -> None:
@@ -193,57 +220,11 @@ def _check_rate(rate: float) -> None:
         raise SettingsError(f"false-positive rate: got {rate}, expected more than 0 and less than 0.5")
 
 
-def _threshold(score_N: F64, value: float, rate: float, null: str, *, alike: bool = False) -> Threshold:
-    return Threshold(value, rate, int((score_N > value).sum()), rate * len(score_N), alike, null)
+def _threshold(score_N: F64, value: float, rate: float, notes: tuple[str, ...], *, alike: bool = False) -> Threshold:
+    flagged = int((score_N > value).sum())
+    return Threshold(value, rate, flagged, rate * len(score_N), alike, (*notes, *(ALIKE if alike else ())))
 
 
-def disagreement(feature_ND: NDArray[np.floating], label_N: NDArray[np.int64], k: int) -> tuple[F64, Bool]:
-    """Share of a row's k nearest other rows, by cosine, that have another label, each counted by its similarity.
-
-    Returns:
-        The share, (N,), and which rows are alone in their label: these have no geometry of their own, and get the
-        median share, an opinion neither way.
-
-    Cost: O(N^2 D) in float32; memory: the features once more, and about 100 MB of pairs.
-    """
-    unit_ND = np.array(feature_ND, np.float32)
-    size_N = np.linalg.norm(unit_ND, axis=1)
-    unit_ND /= np.where(size_N > 0, size_N, 1)[:, None]
-    n_rows, k = len(unit_ND), min(k, len(unit_ND) - 1)
-    share_N = np.zeros(n_rows)
-    for start in range(0, n_rows, QUERIES) if k else ():
-        stop = min(start + QUERIES, n_rows)
-        cosine_QK, near_QK = _nearest(unit_ND, start, stop, k)
-        weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
-        other_QK = label_N[near_QK] != label_N[start:stop, None]
-        share_N[start:stop] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
-    counts = np.bincount(label_N)
-    alone_N = counts[label_N] == 1
-    if alone_N.any() and not alone_N.all():
-        share_N[alone_N] = np.median(share_N[~alone_N])
-    return share_N, alone_N
-
-
-def _nearest(
-    unit_ND: NDArray[np.float32], start: int, stop: int, k: int
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Cosines and indices of the k nearest other rows of rows [start, stop), block of others by block of others."""
-    best_QK = np.full((stop - start, 0), -np.inf, np.float32)
-    near_QK = np.zeros((stop - start, 0), np.int64)
-    for first in range(0, len(unit_ND), OTHERS):
-        last = min(first + OTHERS, len(unit_ND))
-        cosine_QO = unit_ND[start:stop] @ unit_ND[first:last].T
-        own = np.arange(max(start, first), min(stop, last))
-        cosine_QO[own - start, own - first] = -np.inf
-        here_QK = np.argpartition(-cosine_QO, min(k, last - first) - 1, axis=1)[:, :k]
-        best_QK = np.concatenate([best_QK, np.take_along_axis(cosine_QO, here_QK, axis=1)], axis=1)
-        near_QK = np.concatenate([near_QK, here_QK + first], axis=1)
-        first_QK = np.argpartition(-best_QK, min(k, best_QK.shape[1]) - 1, axis=1)[:, :k]
-        best_QK = np.take_along_axis(best_QK, first_QK, axis=1)
-        near_QK = np.take_along_axis(near_QK, first_QK, axis=1)
-    return best_QK, near_QK
-
-
-def fused(scores: list[F64]) -> F64:
+def mean_ranks(scores: list[F64]) -> F64:
     """Mean of the ranks, each from 0 to 1: no score outweighs another by its unit."""
     return np.asarray(np.mean([(rankdata(score) - 0.5) / len(score) for score in scores], axis=0))

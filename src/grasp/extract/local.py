@@ -25,7 +25,7 @@ from grasp.artifact.layout import BUILD, MANIFEST
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
-from grasp.corpus.image_store import ImageStore
+from grasp.corpus.image_store import HASH_LABEL, ImageStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, ModelError
 from grasp.extract.engine import Engine, LocalEngine, Workers
@@ -349,6 +349,7 @@ def relevance_scale(own_E: NDArray[np.float64]) -> NDArray[np.float64]:
 def unit_table(inputs: Inputs) -> pa.Table:
     """One row a unit, in the order of the columns of the relevance arrays."""
     units = inputs.unit_set.units
+    hashes = [unit.image_hash for unit in units]
     return pa.table(
         {
             "unit_id": [unit.unit_id for unit in units],
@@ -358,6 +359,7 @@ def unit_table(inputs: Inputs) -> pa.Table:
             "prompt": [unit.prompt for unit in units],
             "completion": [unit.completion for unit in units],
         }
+        | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
     )
 
 

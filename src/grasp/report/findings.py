@@ -14,7 +14,6 @@ import numpy as np
 
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import Artifact
-from grasp.audit.suspects import SuspectSummary, read_suspects
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_mixture, read_selection
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.families import parse_family
@@ -28,6 +27,7 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.source import F64, checked_targets
 from grasp.report.effects import SliceEffects, slice_effects
 from grasp.report.interactions import Interactions, interactions
+from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.agreement import Agreement, agreement
 from grasp.runs.environment import Environment
@@ -172,7 +172,7 @@ class Findings:
     retraining: Retraining | Missing
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
-    suspects: SuspectSummary | Missing
+    suspects: ShownSuspects | Missing
 
 
 def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) -> Findings:

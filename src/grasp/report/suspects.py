@@ -1,21 +1,130 @@
-"""The section of suspicious rows: what `grasp detect` wrote, as the template reads it."""
+"""The section of suspicious rows: what `grasp detect --out` wrote, read back, proved, and as the template reads it."""
 
 import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from grasp.audit.suspects import SuspectSummary
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from grasp.artifact.reader import Artifact
+from grasp.audit.detect import RECORD, DetectionRecord, made_from
+from grasp.corpus.image_store import HASH_LABEL, ImageStore
+from grasp.corpus.images import decode_image
+from grasp.errors import CorpusError, SettingsError
 from grasp.report.texts import number, signed
+from grasp.settings import describe
 from grasp.text import name, plain
 
+OWN_COLUMNS = ("rank", "row_id", "flagged", "unit_id", "exact_copy")  # of the table; the others are scores
+SHOWN = 12
+LARGEST = 160  # pixels of a picture's longer side
 
-def suspects_view(found: SuspectSummary) -> dict[str, Any]:
+
+@dataclass(frozen=True, slots=True)
+class ShownSuspects:
+    """A detection with the rows that are shown: lines of its table, and of the row table, with labels and a PNG."""
+
+    record: DetectionRecord
+    lines: tuple[Mapping[str, Any], ...]
+    rows: tuple[Mapping[str, Any], ...]
+    labels: tuple[str, ...]
+    pictures: tuple[bytes | None, ...]  # none: rows are texts, or the artifact keeps no images
+    units: Mapping[str, Mapping[str, str]]
+
+
+def read_suspects(path: Path, artifact: Artifact, labels: Sequence[str], flag: str = "--detect") -> ShownSuspects:
+    """The first rows of a table that `grasp detect --out` wrote of this artifact.
+
+    Raises:
+        SettingsError: no such file, not such a table, or one of another artifact.
+    """
+    record, lines = _table(path, artifact, flag)
+    index = _row_index(artifact, [line["row_id"] for line in lines], f"{flag}: {path}")
+    units = artifact.units.select(["unit_id", "prompt", "completion"]).to_pylist()
+    return ShownSuspects(
+        record,
+        tuple(lines),
+        tuple(artifact.rows(index).to_pylist()),
+        tuple(label for label in labels if label != HASH_LABEL),
+        tuple(_pictures(artifact, index)),
+        {unit["unit_id"]: unit for unit in units},
+    )
+
+
+def _table(path: Path, artifact: Artifact, flag: str) -> tuple[DetectionRecord, list[dict[str, Any]]]:
+    expected = "expected the .parquet that grasp detect --out writes"
+    try:
+        with pq.ParquetFile(path) as file:
+            metadata = (file.schema_arrow.metadata or {}).get(RECORD)
+            batch = next(file.iter_batches(batch_size=SHOWN), None)
+    except FileNotFoundError as err:
+        raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
+    except (OSError, pa.ArrowException) as err:
+        raise SettingsError(f"{flag}: {path} is not Parquet; {expected}") from err
+    if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
+        raise SettingsError(f"{flag}: {path} does not say what was detected; {expected}")
+    try:
+        record = TypeAdapter(DetectionRecord).validate_json(metadata)
+    except ValidationError as err:
+        raise SettingsError(f"{describe(err, f'{flag}: {path}')}; {expected}") from err
+    own = made_from(artifact, record.target) | {"rows": str(artifact.n_rows)}
+    theirs = record.made_from | {"rows": str(record.rows)}
+    if others := [what for what in own if own[what] != theirs.get(what)]:
+        listed = ", ".join(f"{what} {theirs.get(what)!r}, here {own[what]!r}" for what in others)
+        raise SettingsError(f"{flag}: {path} was made from another artifact: {listed}; run grasp detect on this one")
+    return record, batch.to_pylist()
+
+
+def _row_index(artifact: Artifact, names: Sequence[str], where: str) -> NDArray[np.int64]:
+    """Positions of some rows by name."""
+    wanted = pa.array(names, pa.string())
+    found: dict[str, int] = {}
+    start = 0
+    for batch in artifact.row_batches(["row_id"]):
+        here = np.flatnonzero(pc.is_in(batch.column(0), value_set=wanted).to_numpy(zero_copy_only=False))
+        found |= {batch.column(0)[int(i)].as_py(): start + int(i) for i in here}
+        start += batch.num_rows
+    if strange := [name for name in names if name not in found]:
+        raise SettingsError(f"{where}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
+    return np.array([found[name] for name in names], dtype=np.int64)
+
+
+def _pictures(artifact: Artifact, index: NDArray[np.int64]) -> list[bytes | None]:
+    if HASH_LABEL not in pq.read_schema(artifact.rows_path).names:
+        return [None] * len(index)
+    try:
+        store = ImageStore.open(artifact.path / "tokens")
+    except CorpusError:
+        return [None] * len(index)  # built with keep_tokens: false
+    return [_thumbnail(encoded) for encoded in store.rows(index).encoded]
+
+
+def _thumbnail(encoded: bytes) -> bytes | None:
+    """Decoded and encoded again: of the corpus's bytes nothing but colours reaches a page."""
+    image = decode_image(encoded)
+    if image is None:
+        return None
+    image.thumbnail((LARGEST, LARGEST))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def suspects_view(found: ShownSuspects) -> dict[str, Any]:
     """What was flagged and by what, how the scores compare with the truth, and the first rows."""
-    said, cut = found.said, found.said.threshold
+    record, detections = found.record, found.record.detections
+    some = next(iter(detections.values()), None)
     return {
-        "head": f"Held against {name(said.target)}: {cut.n_flagged:,} of {said.rows:,} rows are flagged, with a "
-        f"{name(said.ranking)} score above {number(cut.value)}; if all were right about "
-        f"{number(cut.expected_false, 1)} would be: {cut.null}.",
-        "ranking": name(said.ranking),
+        "head": f"Held against {name(record.target)}. {plain(record.headline)}",
+        "ranking": name(record.ranking),
         "measured": [
             {
                 "name": name(score),
@@ -24,26 +133,34 @@ def suspects_view(found: SuspectSummary) -> dict[str, Any]:
                     "interval": f"[{number(one.auroc_low)}, {number(one.auroc_high)}]",
                 },
                 "precision": number(one.average_precision),
-                "at_k": [number(value) for value in (one.at_k.precision, one.at_k.recall, one.at_k.f1)],
+                "at_k": [number(value) for value in one.at_k.shares],
                 "best": f"{number(one.best.f1)} at {one.best.k:,}",
             }
-            for score, one in said.detections.items()
+            for score, one in detections.items()
         ],
-        "truth": next((f"{one.n_planted:,} rows" for one in said.detections.values()), ""),
-        "k": next((f"{one.at_k.k:,}" for one in said.detections.values()), ""),
+        "truth": "" if some is None else f"{some.n_planted:,} rows",
+        "k": "" if some is None else f"{some.at_k.k:,}",
         "rows": [
-            {
-                "rank": row.rank,
-                "flagged": row.flagged,
-                "is_copy": row.is_copy,
-                "scores": [(name(score), signed(value)) for score, value in reversed(row.scores)],
-                "labels": list(dict.fromkeys(value for _, value in row.labels)),
-                "row_id": row.row_id,
-                "unit": row.unit,
-                "text": row.text,
-                "picture": row.picture and f"data:image/png;base64,{base64.b64encode(row.picture).decode()}",
-            }
-            for row in found.rows
+            _row_view(line, row, picture, found)
+            for line, row, picture in zip(found.lines, found.rows, found.pictures, strict=True)
         ],
-        "notes": [plain(note) for note in said.notes],
+        "notes": [plain(note) for note in record.notes],
+    }
+
+
+def _row_view(
+    line: Mapping[str, Any], row: Mapping[str, Any], picture: bytes | None, found: ShownSuspects
+) -> dict[str, Any]:
+    ranking, unit = found.record.ranking, found.units.get(line.get("unit_id", ""))
+    others = [score for score in line if score not in (*OWN_COLUMNS, ranking)]
+    return {
+        "rank": line["rank"],
+        "flagged": line["flagged"],
+        "is_copy": bool(line.get("exact_copy")),
+        "scores": [(name(score), signed(line[score])) for score in (ranking, *reversed(others))],
+        "labels": list(dict.fromkeys(str(row[label]) for label in found.labels if row[label] is not None)),
+        "row_id": line["row_id"],
+        "unit": unit and (unit["unit_id"], unit["prompt"], unit["completion"]),
+        "text": row["snippet"] or "",
+        "picture": picture and f"data:image/png;base64,{base64.b64encode(picture).decode()}",
     }

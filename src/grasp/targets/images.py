@@ -37,6 +37,7 @@ def load_image_units(
                     target=target,
                     prompt=f"image {row.labels[HASH_LABEL]}, {row.snippet.rpartition(', ')[2]}",
                     completion=classes[row.class_index] if classes else str(row.class_index),
+                    image_hash=str(row.labels[HASH_LABEL]),
                 )
             )
             rows.append(row)

@@ -33,6 +33,7 @@ class Unit:
     choices: tuple[str, ...] = ()
     gold: int | None = None
     support: str | None = None
+    image_hash: str | None = None  # of a trusted picture's pixels
 
 
 @dataclass(frozen=True, slots=True)
