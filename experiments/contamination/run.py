@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
 from grasp.artifact.reader import Artifact
-from grasp.audit.detect import column, contamination, method_scores
+from grasp.audit.detect import detect, method_scores
 from grasp.audit.detection import auroc
 from grasp.audit.ranking import rows_by_method
 from grasp.corpus.store import RowStore
@@ -96,14 +97,17 @@ def gram_overlap(texts: Sequence[str], units: Sequence[Unit], *, whole: bool = F
 def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str], *, whole: bool = False) -> dict[str, F64]:
     """Every method's score of every row: the largest over the units, as `grasp detect --contamination` takes it."""
     out = {
-        f"GRASP ({kernel}, loss on {what})": contamination(artifact, target, match=kernel).scores["contamination"]
+        f"GRASP ({kernel}, loss on {what})": detect(artifact, target, contamination=True, match=kernel).scores[
+            "contamination"
+        ]
         for target, what in ((ANSWER, "answer"), (WHOLE, "all"))
         for kernel in ("token", "input", "pooled")
     }
     (asked,) = configured_methods(["bm25"])
-    bm25_NE = method_scores(rows_by_method(artifact, asked), ANSWER)
-    out["BM25"] = contamination(artifact, ANSWER, others={"bm25": bm25_NE}).scores["bm25"]
-    out["BM25 (as it is)"] = bm25_NE.max(axis=1)
+    bm25 = rows_by_method(artifact, asked)
+    blocks = bm25.array_blocks(bm25.array_names[0], columns=bm25.unit_columns(ANSWER))
+    out["BM25"] = method_scores(bm25, ANSWER).largest_N
+    out["BM25 (as it is)"] = np.concatenate([block.max(axis=1) for _, block in blocks])
     out["13-gram overlap"] = gram_overlap(texts, units, whole=whole)
     return out
 
@@ -141,7 +145,7 @@ def main() -> None:
     torch.set_num_threads(1)
     began, recipe = time.process_time(), named_recipe("tiny")
     artifact, rows, units = make(asked.pool, asked.work, recipe, asked.planted, asked.clean, whole=asked.whole)
-    kinds = [str(kind) for kind in column(artifact, "kind")]
+    kinds = pq.read_table(artifact.rows_path)["kind"].to_pylist()
     found = table(scores(artifact, units, [row.text for row in rows], whole=asked.whole), kinds)
     counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
     result = {"rows": counts, "units": len(units), "cpu_seconds": round(time.process_time() - began), "table": found}

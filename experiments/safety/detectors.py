@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from experiments.safety.setting import Row, review
 from experiments.safety.tuned import Base, Tuned
-from grasp.audit.detection import fused
+from grasp.audit.detection import mean_ranks
 from grasp.files import write_whole
 from grasp.seeds import stream
 
@@ -152,12 +152,12 @@ def unanimous(mean_N: F64, changed: Sequence[F64]) -> F64:
         changed: the same after each kind of transform.
     """
     strength_N = np.abs(mean_N)
-    steady = [fused([-np.abs(mean_N - other_N) / (strength_N + LEAST)]) for other_N in changed]
-    return np.asarray(np.min([fused([strength_N]), *steady], axis=0))
+    steady = [mean_ranks([-np.abs(mean_N - other_N) / (strength_N + LEAST)]) for other_N in changed]
+    return np.asarray(np.min([mean_ranks([strength_N]), *steady], axis=0))
 
 
 def variance(mean_N: F64, changed: Sequence[F64]) -> F64:
     """Mean rank of a strong influence and of a small variance of it, in units of its strength, over the kinds."""
     strength_N = np.abs(mean_N)
     spread_N = np.var([mean_N, *changed], axis=0) / (strength_N + LEAST) ** 2
-    return fused([strength_N, -spread_N])
+    return mean_ranks([strength_N, -spread_N])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.artifact.reader import Artifact
-from grasp.audit.detect import detect, method_scores
+from grasp.audit.detect import detect
 from grasp.audit.ranking import rows_by_method
 from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
@@ -71,8 +71,9 @@ def others(artifact: Artifact, *, label: str | None) -> dict[str, F64]:
         out |= {"detect: geometry": found.scores["geometry"], "detect: fused": found.scores["fused"]}
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
     for asked in configured_methods(["bm25", "activation_similarity"]):
-        found_NE = method_scores(rows_by_method(artifact, asked, cache=artifact.path / "methods"), TARGET)
-        out[NAMES[asked.name]] = -found_NE.mean(axis=1)
+        rows = rows_by_method(artifact, asked, cache=artifact.path / "methods")
+        blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(TARGET))
+        out[NAMES[asked.name]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
     return out
 
 

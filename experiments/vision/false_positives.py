@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from experiments.vision.run import COMMAND, World
 from grasp.artifact.reader import Artifact
-from grasp.audit.detect import contamination, standardised
-from grasp.audit.detection import fused, threshold, threshold_like, threshold_of_checked
+from grasp.audit.detect import unit_scores
+from grasp.audit.detection import mean_ranks, threshold, threshold_like, threshold_of_checked
 from grasp.files import write_whole
 from grasp.seeds import stream
 
@@ -46,7 +46,7 @@ def simulated(repeats: int = 50) -> Iterator[tuple[str, dict[str, float]]]:
         for _ in range(repeats):
             score = draw.standard_normal(n_rows)
             other = 0.5 * score + draw.standard_normal(n_rows)
-            ranks = fused([score, np.maximum(other, np.quantile(other, 0.6))])
+            ranks = mean_ranks([score, np.maximum(other, np.quantile(other, 0.6))])
             found.append([_share(score, rate, ranks) for rate in RATES])
         yield f"fused, 60 % tied, {n_rows:,} rows", _named(np.mean(found, axis=0))
 
@@ -54,9 +54,8 @@ def simulated(repeats: int = 50) -> Iterator[tuple[str, dict[str, float]]]:
 def texts(artifact: Artifact, match: str) -> Iterator[tuple[str, dict[str, float]]]:
     """Relevance and contamination of every target."""
     for target in artifact.targets:
-        relevance_N = -standardised(artifact, target, match).mean(axis=1)
-        leaks_N = contamination(artifact, target, match=match).scores["contamination"]
-        for name, score_N in (("relevance", relevance_N), ("contamination", leaks_N)):
+        found = unit_scores(artifact, target, match)
+        for name, score_N in (("relevance", -found.mean_N), ("contamination", found.largest_N)):
             yield f"{target}, {match}, {name}", _named([_share(score_N, rate) for rate in RATES])
 
 

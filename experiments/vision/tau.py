@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.vision.run import CLASSES, World
-from grasp.audit.detection import auroc, disagreement, fused
+from grasp.audit.detection import auroc, mean_ranks
+from grasp.audit.neighbours import disagreement
 from grasp.features.sketch import gaussian_projection
 from grasp.features.whitening import preconditioner, whitening_map
 from grasp.models.fitted_head import fit_linear
@@ -88,9 +89,9 @@ def by_width(world: World, noisy: Sequence[Noisy], tau: float) -> dict[int, list
     out: dict[int, list[float]] = {}
     for width in WIDTHS:
         sketch_ND = white_NH @ gaussian_projection(width, white_NH.shape[1], 0).T
-        apart = [disagreement(sketch_ND, one.label_N, NEIGHBOURS)[0] for one in noisy]
+        apart = [disagreement(sketch_ND, one.label_N, NEIGHBOURS).share_N for one in noisy]
         out[width] = [
-            auroc(fused([one.relevance(white_NH, white_EH), share_N]), one.changed_N)
+            auroc(mean_ranks([one.relevance(white_NH, white_EH), share_N]), one.changed_N)
             for one, share_N in zip(noisy, apart, strict=True)
         ]
     return out

@@ -9,7 +9,6 @@ from experiments.contamination import plant
 from experiments.contamination.plant import CLEAN, NATURAL, folded, grams, own_text, passages
 from experiments.contamination.readme import lines
 from experiments.contamination.run import gram_overlap, make, recall, scores, table
-from grasp.audit.detect import column
 from grasp.runs.llama import LlamaShape
 from grasp.runs.recipe import named_recipe
 from grasp.targets import Unit
@@ -84,8 +83,10 @@ def test_everything_from_a_pool_to_a_table(pool, tmp_path, monkeypatch):
     changed = {"shape": LlamaShape(**shape), "steps": 3, "warmup_steps": 1, "batch_rows": 4}
     recipe = named_recipe("tiny").model_copy(update=changed)
     artifact, rows, asked = make(pool, tmp_path / "work", recipe, 2, 12)
-    found = table(scores(artifact, asked, [row.text for row in rows]), column(artifact, "kind"))
-    assert column(artifact, "kind") == [row.kind for row in rows]
+    found = table(
+        scores(artifact, asked, [row.text for row in rows]), pq.read_table(artifact.rows_path)["kind"].to_pylist()
+    )
+    assert pq.read_table(artifact.rows_path)["kind"].to_pylist() == [row.kind for row in rows]
     assert set(found["BM25"]) == {NATURAL, "verbatim", "shuffled", "masked"}
     assert found["13-gram overlap"]["verbatim"]["auroc"] == 1.0
     assert len(found) == 9
