@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from transformers.utils import logging as hf_logging
 
 from experiments.curation.setting import held_out_documents
 from grasp.artifact.reader import Artifact
-from grasp.audit.retrieval import Found, method_names, parse_scores, related_by_label, retrieve
+from grasp.audit.retrieval import Recall, retrieve
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, SettingsError
 from grasp.extract.local import build
 from grasp.files import aside, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.runs.configured import configured_methods
+from grasp.runs.metrics import Estimate
 from grasp.runs.recipe import named_recipe, train
 from grasp.settings import CorpusSettings, build_settings
 
@@ -117,14 +116,15 @@ class Pages:
         return Artifact.open(build(settings, self.work / "artifact", resume=True))
 
 
-def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Found, ...]:
+def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Recall, ...]:
     """Rank, measure, write the table."""
     artifact = pages.artifact()
-    asked = parse_scores(scores, ["rrf", "z"])
-    related = related_by_label(artifact, pages.queries(), LABELS)
-    methods = configured_methods(method_names(asked))
-    found = retrieve(artifact, related, ks, asked, methods)
-    together = retrieve(artifact, [one.together() for one in related], ks, asked, methods)
+    names = [name.strip() for name in scores.split(",")]
+    found, together = (
+        retrieve(artifact, queries=pages.queries(), by=LABELS, together=joined, k=ks, methods=names).recalls
+        for joined in (False, True)
+    )
+    related = {one.domains.name: one.domains for one in found}.values()
     result = {
         "corpus": pages.corpus.name,
         "rows": artifact.n_rows,
@@ -140,18 +140,22 @@ def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Found,
     return found
 
 
-def described(one: Found) -> dict[str, Any]:
+def described(one: Recall) -> dict[str, Any]:
     """One number of the table with its intervals."""
-    against = None if one.against is None else asdict(one.against)
-    named = {"label": one.related.name, "k": one.k, "score": one.score}
-    return named | {"lift": asdict(one.mean), "against_first": against}
+    against = None if one.against is None else _interval(one.against)
+    named = {"label": one.domains.name, "k": one.k, "score": one.score}
+    return named | {"lift": _interval(one.mean), "against_first": against}
 
 
-def as_text(found: Sequence[Found]) -> str:
+def _interval(estimate: Estimate) -> dict[str, float | None]:
+    return {"mean": estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+def as_text(found: Sequence[Recall]) -> str:
     """A Markdown table: a line a score, a column a label and k."""
-    columns = list(dict.fromkeys((one.related.name, one.k) for one in found))
+    columns = list(dict.fromkeys((one.domains.name, one.k) for one in found))
     cell = {
-        (one.score, one.related.name, one.k): f"{one.mean.mean:.2f} ({one.mean.low:.2f} to {one.mean.high:.2f})"
+        (one.score, one.domains.name, one.k): f"{one.mean.value:.2f} ({one.mean.low:.2f} to {one.mean.high:.2f})"
         for one in found
     }
     lines = ["| score | " + " | ".join(f"{label}, best {k:,}" for label, k in columns) + " |"]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from grasp.artifact.reader import Artifact
-from grasp.audit import checks
 from grasp.audit import diagnose as diagnosing
+from grasp.audit import measures
 from grasp.audit.diagnose import diagnose
 from grasp.audit.kernels import Kernels
 from grasp.audit.sample import Rerun, environment_subsets, sample_features, sample_rows
@@ -43,7 +43,7 @@ def kept(root, plain):
 
 
 def by_name(found):
-    return {finding.name: finding for finding in found.findings}
+    return {check.name: check for check in found.checks}
 
 
 def test_kept_features_are_those_of_the_model(plain, kept):
@@ -89,13 +89,13 @@ def test_everything_is_measured_and_every_line_says_what_is_healthy(of_plain):
     assert of_plain.source == "the model"
     named = by_name(of_plain)
     assert set(named) == LINES
-    assert len(named) == len(of_plain.findings)
-    for finding in of_plain.findings:
+    assert len(named) == len(of_plain.checks)
+    for finding in of_plain.checks:
         assert says_what_is_healthy(finding), finding
         assert bool(finding.advice) == (finding.verdict != "healthy")
     assert named["batch invariance"].verdict == "healthy"
     assert named["ranking stability"].verdict == "not measured"
-    assert {f.verdict for f in of_plain.findings if f.name not in ("ranking stability",)} <= {"healthy", "look"}
+    assert {f.verdict for f in of_plain.checks if f.name not in ("ranking stability",)} <= {"healthy", "look"}
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
 
     index = sample_rows(plain, 32, seed=0)
     sketch = plain.array_rows("residual_sketch", index)
-    expected = checks.negative_pairs(sketch @ sketch.T)
+    expected = measures.negative_pairs(sketch @ sketch.T)
     (line,) = lines(**{"residual.cent": -0.1, "residual.self": -0.1}).values()
     assert (line.numbers["pairs"], line.numbers["mass"]) == pytest.approx(expected)
     assert lines(**{"joint.self": -0.1})["pairs that complement"].verdict == "healthy"
@@ -302,8 +302,8 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
     art = write_artifact(tmp_path / "art")
     env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
     found = diagnose(art, rows=60, subsets=12, environment=env)
-    assert (found.n_subsets, found.compared) == (12, "subsets of env as far as they are among them")
-    stable = [finding for finding in found.findings if finding.name.startswith("ranking stability, ")]
+    assert found.notes[0].startswith("60 rows, 12 subsets of env as far as they are among them")
+    stable = [finding for finding in found.checks if finding.name.startswith("ranking stability, ")]
     assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, boolq"}
     assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
 
@@ -327,9 +327,10 @@ def test_an_image_classifier_is_diagnosed_alike(tmp_path):
 
 def test_the_command(plain, tmp_path):
     out = succeed("diagnose", plain.path, "--rows", 16, "--subsets", 5, "--json", tmp_path / "d.json").out
-    assert f"{plain.path}: 16 rows, 5 halves of them, full features from the model" in out
+    assert "16 rows, 5 halves of them, full features from the model" in out
+    assert " checks are healthy, " in out
     assert out.count("    healthy: ") == len(LINES)
-    assert len(json.loads((tmp_path / "d.json").read_text())["findings"]) == len(LINES)
+    assert len(json.loads((tmp_path / "d.json").read_text())["checks"]) == len(LINES)
     assert refused("diagnose", plain.path, "--rows", 3).startswith("diagnose: got 3 rows and 64 subsets, expected")
     assert "no such artifact" in refused("diagnose", tmp_path / "nothing")
 

@@ -45,9 +45,10 @@ def test_what_is_printed_is_the_mean_of_what_is_written(art, queries, tmp_path):
         if line["score"] == "grasp":
             assert line["lift"] == pytest.approx(lift(art, line["unit_id"], line["value"], line["k"]))
     mean = np.mean([line["lift"] for line in table if (line["score"], line["k"]) == ("bm25", 9)])
-    assert "topic: normalised recall among the best 9 of" in shown.out
+    assert "Recall of related rows among the best k of" in shown.out
     printed = [cells(line) for line in shown.lines if line.startswith("bm25")]
-    assert float(printed[1][1]) == pytest.approx(mean, abs=6e-4)
+    assert printed[1][1:3] == ["topic", "9"]
+    assert float(printed[1][3]) == pytest.approx(mean, abs=6e-4)
 
 
 def test_a_parquet_of_labels_says_the_same(art, queries, tmp_path):
@@ -96,19 +97,21 @@ def test_queries_without_rows_of_their_value_are_counted(art, queries, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "retrieve: got none of them; expected --queries and --by, or --target and --related"),
-        (("--queries", "q.jsonl"), "retrieve: got --queries; expected --queries and --by"),
-        (("--target", "facts", "--related", "true", "--by", "topic"), "retrieve: got --by, --target, --related"),
+        ((), "retrieve: got none of them; expected queries and by, or target and related"),
+        (("--queries", "q.jsonl"), "retrieve: got queries; expected queries and by"),
+        (("--target", "facts", "--related", "true", "--by", "topic"), "retrieve: got by, target, related"),
         (("--queries", "none.jsonl", "--by", "topic"), "none.jsonl: no such file; expected unit_id and topic"),
         (("--queries", "{queries}", "--by", "format"), "lacks ['format']"),
         (("--queries", "{queries}", "--by", "prompt"), "prompt"),
-        (("--queries", "{queries}", "--by", "topic", "--k", "0"), "--k: got 0, expected numbers from 1 to the"),
+        (("--queries", "{queries}", "--by", "topic", "--k", "0"), "k: got 0, expected numbers from 1 to the"),
         (("--queries", "{queries}", "--by", "topic", "--k", "many"), "--k: got 'many', expected numbers of rows"),
-        (("--queries", "{queries}", "--by", "topic", "--k", "9999"), "--k: got 9999, expected numbers from 1 to the"),
-        (("--queries", "{queries}", "--by", "topic", "--methods", "bm26"), "--methods: got 'bm26'; did you mean bm25?"),
-        (("--target", "facts", "--related", "topic = 'x'"), "--related: topic = 'x' selects no row"),
-        (("--target", "facts", "--related", "topic != 'x'"), "--related: topic != 'x' selects every row"),
+        (("--queries", "{queries}", "--by", "topic", "--k", "9999"), "k: got 9999, expected numbers from 1 to the"),
+        (("--queries", "{queries}", "--by", "topic", "--methods", "bm26"), "methods: got 'bm26'; did you mean bm25?"),
+        (("--target", "facts", "--related", "topic = 'x'"), "related: topic = 'x' selects no row"),
+        (("--target", "facts", "--related", "topic != 'x'"), "related: topic != 'x' selects every row"),
         (("--target", "fact", "--related", "topic = 'sky'"), "has no target 'fact'"),
+        (("--target", "facts", "--related", "topic = 'sky'", "--methods", "token", "--cache", "c"), "cache: no"),
+        (("--target", "facts", "--related", "topic = 'sky'", "--methods", "token,bm25", "--fusion", "z"), "fusion: no"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused_in_one_line(arguments, said, art, queries):

@@ -4,22 +4,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Check:
     """What was measured, whether it is healthy, and what to change."""
 
     name: str
-    value: str
+    measured: str  # in words
     healthy: str  # what a healthy value is
     verdict: str  # healthy, look, or not measured
     advice: str  # what to change, or why nothing was measured
-    numbers: dict[str, float]
+    numbers: dict[str, float]  # the first one is what the verdict is about, where it is about one
 
 
-def finding(name: str, value: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Finding:
+def check(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
     """A measurement; the advice is kept where it is not good."""
-    return Finding(name, value, healthy, "healthy" if good else "look", "" if good else advice, numbers)
+    return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers)
 
 
-def missing(name: str, healthy: str, why: str) -> Finding:
+def missing(name: str, healthy: str, why: str) -> Check:
     """A measurement that could not be taken."""
-    return Finding(name, "not measured", healthy, "not measured", why, {})
+    return Check(name, "not measured", healthy, "not measured", why, {})

@@ -30,7 +30,7 @@ from grasp.audit.detection import (
 )
 from grasp.audit.neighbours import disagreement
 from grasp.audit.ranking import MethodRows, rows_by_method
-from grasp.baselines.asked import AskedMethod
+from grasp.runs.configured import ConfiguredMethod
 from grasp.corpus.image_store import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
@@ -117,7 +117,7 @@ def detect(
     neighbours: int | None = None,
     false_positives: float = FALSE_POSITIVES,
     match: str | None = None,
-    against: Sequence[AskedMethod] = (),
+    against: Sequence[ConfiguredMethod] = (),
     cache: Path | None = None,
     top: int = LISTED,
     progress: Progress | None = None,
@@ -170,7 +170,7 @@ def _refuse_idle(
     truth: str | None,
     k: int | None,
     neighbours: int | None,
-    against: Sequence[AskedMethod],
+    against: Sequence[ConfiguredMethod],
     cache: Path | None,
 ) -> None:
     """Refuse what would have no effect.
@@ -246,7 +246,7 @@ def _leaks(
     target: str,
     match: str | None,
     copies: Copies,
-    against: Sequence[AskedMethod],
+    against: Sequence[ConfiguredMethod],
     cache: Path | None,
     progress: Progress,
 ) -> _Scored:

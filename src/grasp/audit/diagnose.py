@@ -1,19 +1,23 @@
-"""Is an artifact fit for what it is used for? Each finding has a healthy value, and what to change when it is not.
+"""Is an artifact fit for what it is used for? Each check has a healthy value, and what to change when it is not.
 
 Shape letters: N rows of the sample, B subsets, D sketch width.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import isnan
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import RELEVANCE, Artifact
-from grasp.audit import checks
-from grasp.audit.finding import Finding, finding, missing
+from grasp.audit import measures
+from grasp.audit.check import Check, check, missing
 from grasp.audit.kernels import Kernels
 from grasp.audit.sample import (
     HOW_TO_KEEP,
@@ -26,9 +30,12 @@ from grasp.audit.sample import (
 )
 from grasp.audit.sketched import NAMES, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
+from grasp.files import write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.results import Result
 from grasp.runs.agreement import agreement
 from grasp.runs.environment import Environment
+from grasp.text import plain
 
 F64 = NDArray[np.float64]
 T = TypeVar("T")
@@ -44,18 +51,53 @@ MOST_OF_IT = "0.5 or more: the summary has more of the gradient than it lost"
 ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """All findings of an artifact."""
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Diagnosis(Result):
+    """All checks of an artifact.
 
-    n_rows: int
-    n_subsets: int
-    compared: str  # which subsets
-    source: str  # where full features came from
-    findings: tuple[Finding, ...]
+    Attributes:
+        table: check, verdict (healthy, look, or not measured), number (what the verdict is about), measured, healthy
+            (what a healthy value is), advice.
+        checks: the same, each with all its numbers.
+        source: where full features came from: kept features, the model, or nothing.
+    """
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    checks: tuple[Check, ...]
+    source: str
+
+    @classmethod
+    def of(cls, checks: Sequence[Check], sample: str, source: str) -> "Diagnosis":
+        """The checks as a table."""
+        counts = Counter(one.verdict for one in checks)
+        table = pa.table(
+            {
+                "check": [one.name for one in checks],
+                "verdict": [one.verdict for one in checks],
+                "number": pa.array([next(iter(one.numbers.values()), None) for one in checks], pa.float64()),
+                "measured": [one.measured for one in checks],
+                "healthy": [one.healthy for one in checks],
+                "advice": [one.advice for one in checks],
+            }
+        )
+        headline = f"{counts['healthy']} of {len(checks)} checks are healthy"
+        headline += "".join(f", {counts[v]} {text}" for v, text in TOLD.items() if counts[v])
+        notes = (f"{sample}, full features from {source}",)
+        return cls(table, f"{headline}.", notes, checks=tuple(checks), source=source)
+
+    def __repr__(self) -> str:
+        lines = [self.headline]
+        for one in self.checks:
+            lines += [plain(f"[{one.verdict}] {one.name}: {one.measured}")]
+            lines += ["    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}")]
+        return "\n".join([*lines, *map(plain, self.notes)])
+
+    def write_json(self, path: Path) -> None:
+        """All checks with their numbers; the file appears only when whole."""
+        data = {"headline": self.headline, "notes": self.notes, "checks": [asdict(one) for one in self.checks]}
+        write_whole(path, (json.dumps(data, indent=1) + "\n").encode())
+
+
+TOLD = {"look": "need a look", "not measured": "were not measured"}
 
 
 def diagnose(
@@ -90,13 +132,13 @@ def diagnose(
         compared = f"subsets of {environment.name} as far as they are among them"
     subject = _Subject.of(artifact, index, weight_BN)
     chosen = protocol or default_protocol()
-    findings = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
+    checks = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
     if environment is None:
-        findings.append(missing("ranking stability", ENVIRONMENT, "name an environment"))
+        checks.append(missing("ranking stability", ENVIRONMENT, "name an environment"))
     else:
-        findings += _stability(artifact, environment, chosen)
+        checks += _stability(artifact, environment, chosen)
     source = subject.features.source if isinstance(subject.features, SampleFeatures) else "nothing"
-    return Diagnosis(len(index), len(weight_BN), compared, source, tuple(findings))
+    return Diagnosis.of(checks, f"{len(index)} rows, {len(weight_BN)} {compared}", source)
 
 
 @dataclass(frozen=True)
@@ -136,7 +178,7 @@ def _or_error(get: Callable[[], T]) -> T | GraspError:
         return err
 
 
-def _of_features(subject: _Subject) -> Iterator[Finding]:
+def _of_features(subject: _Subject) -> Iterator[Check]:
     """What takes full features of the sample."""
     features = subject.features
     names = NAMES | {"residual beyond top-k": SMALL_TAIL, "pooled for tokens": MOST_OF_IT, "opposed gradients": ALIGNED}
@@ -146,17 +188,17 @@ def _of_features(subject: _Subject) -> Iterator[Finding]:
     kernels = Kernels.of(subject.artifact, features)
     sketches = {half: subject.without_gain(half) for half in subject.halves}
     yield from of_sketches(kernels, sketches, subject.weight_BN)
-    yield _outside(checks.mass_outside(features.residual_NV), subject.artifact.feature_settings["top_k"])
+    yield _outside(measures.mass_outside(features.residual_NV), subject.artifact.feature_settings["top_k"])
     if kernels.positions is None:
         why = f"positions were not kept; {HOW_TO_KEEP}"
         yield from (missing(name, names[name], why) for name in ("pooled for tokens", "opposed gradients"))
     else:
         yield _rank_one(kernels, subject.weight_BN)
-        yield _opposed(*checks.negative_pairs(kernels.positions.gradient_NN))
+        yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
 
 
-def _outside(share: float, top_k: int) -> Finding:
-    return finding(
+def _outside(share: float, top_k: int) -> Check:
+    return check(
         "residual beyond top-k",
         f"{share:.1%} of its absolute mass",
         SMALL_TAIL,
@@ -166,12 +208,12 @@ def _outside(share: float, top_k: int) -> Finding:
     )
 
 
-def _rank_one(kernels: Kernels, weight_BN: F64) -> Finding:
+def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
     at = kernels.positions
     assert at is not None
-    pooled_B, product_B = (checks.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
-    ranks = checks.rank_agreement(pooled_B, product_B)
-    return finding(
+    pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
+    ranks = measures.rank_agreement(pooled_B, product_B)
+    return check(
         "pooled for tokens",
         f"{at.kept_share:.2f} of the output gradient's square is in the summary of {kernels.settings.pooling}, "
         f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
@@ -184,8 +226,8 @@ def _rank_one(kernels: Kernels, weight_BN: F64) -> Finding:
     )
 
 
-def _opposed(pairs: float, mass: float) -> Finding:
-    return finding(
+def _opposed(pairs: float, mass: float) -> Check:
+    return check(
         "opposed gradients",
         f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
         ALIGNED,
@@ -196,10 +238,10 @@ def _opposed(pairs: float, mass: float) -> Finding:
     )
 
 
-def _of_arrays(subject: _Subject) -> Iterator[Finding]:
+def _of_arrays(subject: _Subject) -> Iterator[Check]:
     """What the arrays of the artifact tell by themselves."""
     artifact = subject.artifact
-    yield _bound(checks.direct_sum_bound(subject.sketch("hidden"), subject.sketch("residual")))
+    yield _bound(measures.direct_sum_bound(subject.sketch("hidden"), subject.sketch("residual")))
     for half in subject.halves:
         yield _rank(f"{half}_sketch", subject.sketch(half))
     built = [kernel for kernel, array in RELEVANCE.items() if array in artifact.array_names]
@@ -207,13 +249,13 @@ def _of_arrays(subject: _Subject) -> Iterator[Finding]:
         yield _kernels(subject)
 
 
-def _bound(found: checks.DirectSumBound) -> Finding:
+def _bound(found: measures.DirectSumBound) -> Check:
     tight = found.largest / found.bound if found.bound else 1.0
     right = found.off <= IDENTITY
     advice = "rows are too far apart for the bound to say anything: go by `direct sum for product`"
     if not right:
         advice = "the identity fails: the sketches hold what is no number, or this is a fault of GRASP to report"
-    return finding(
+    return check(
         "direct-sum bound",
         f"{'met' if right else 'BROKEN'} (an identity, to {found.off:.0e}: it checks the code); gap "
         f"{found.mean:.2f} in the mean, {found.largest:.2f} at most, {tight:.0%} of the bound of {found.bound:.2f}",
@@ -225,10 +267,10 @@ def _bound(found: checks.DirectSumBound) -> Finding:
     )
 
 
-def _rank(name: str, sketch_ND: F64) -> Finding:
-    rank = checks.effective_rank(sketch_ND)
+def _rank(name: str, sketch_ND: F64) -> Check:
+    rank = measures.effective_rank(sketch_ND)
     width = min(sketch_ND.shape[1], len(sketch_ND) - 1)
-    return finding(
+    return check(
         f"effective rank, {name.replace('_', ' ')}",
         f"{rank:.1f} of {width}",
         f"{max(1, width // 8)} or more",
@@ -239,7 +281,7 @@ def _rank(name: str, sketch_ND: F64) -> Finding:
     )
 
 
-def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Finding]:
+def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Check]:
     """Of each component of the protocol that bends V: sums of aligned kernels are aligned.
 
     K_raw, K_pair and K_cent of subsets of one size bend V as ||sum phi_i||^2 of the stored sketches; K_self does not.
@@ -248,7 +290,7 @@ def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Findin
     bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
     if not bent:
         value = f"protocol {protocol.name} weighs no pairs of rows: gains add up, and no line on sketches bears on it"
-        yield finding(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
+        yield check(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
     for component, omega in bent.items():
         half = component.split(".")[0]
         lacking = {"hidden", "residual"} - set(subject.halves) if half == "joint" else {half} - set(subject.halves)
@@ -259,10 +301,10 @@ def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Findin
             continue
         parts = [subject.sketch(part) for part in (("hidden", "residual") if half == "joint" else (half,))]
         sketch_ND = np.concatenate(parts, axis=1)
-        yield _complements(component, omega, *checks.negative_pairs(sketch_ND @ sketch_ND.T))
+        yield _complements(component, omega, *measures.negative_pairs(sketch_ND @ sketch_ND.T))
 
 
-def _complements(component: str, omega: float, pairs: float, mass: float) -> Finding:
+def _complements(component: str, omega: float, pairs: float, mass: float) -> Check:
     advice = "greedy selection by this protocol has no guarantee: read the bound that `grasp select` prints"
     if component.startswith(("hidden", "joint")):
         advice += "; hidden states are centred, so that about half of the pairs oppose whatever the rows are"
@@ -270,7 +312,7 @@ def _complements(component: str, omega: float, pairs: float, mass: float) -> Fin
         advice += "; a narrow sketch gives small inner products a sign by chance: a wider one may be aligned"
     if omega > 0:
         advice = "the protocol rewards large norms: gains grow, and `grasp select` can give no bound; use a penalty"
-    return finding(
+    return check(
         f"pairs that complement, {component}",
         f"{pairs:.0%} of pairs of sketches have a negative inner product, {mass:.0%} of the mass (weight {omega:+g})",
         ALIGNED,
@@ -280,11 +322,11 @@ def _complements(component: str, omega: float, pairs: float, mass: float) -> Fin
     )
 
 
-def _kernels(subject: _Subject) -> Finding:
+def _kernels(subject: _Subject) -> Check:
     pooled_NE, token_NE = (subject.array(RELEVANCE[kernel]) for kernel in ("pooled", "token"))
-    each = [checks.rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
+    each = [measures.rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
     rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
-    return finding(
+    return check(
         "pooled against token relevance",
         f"ranks of rows agree {rho:+.2f}, mean over units",
         "0.5 or more",
@@ -294,7 +336,7 @@ def _kernels(subject: _Subject) -> Finding:
     )
 
 
-def _batches(subject: _Subject) -> Finding:
+def _batches(subject: _Subject) -> Check:
     healthy = "rounding of the model's dtype: at most 1e-4 in float32"
     if isinstance(subject.rerun, GraspError):
         return missing("batch invariance", healthy, str(subject.rerun))
@@ -307,7 +349,7 @@ def _batches(subject: _Subject) -> Finding:
     worst = max(hidden, residual)
     kind = str(subject.rerun.model.dtype).removeprefix("torch.")
     allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
-    return finding(
+    return check(
         "batch invariance",
         f"rows alone and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
         f"at most {allowed:.0e}",
@@ -318,10 +360,10 @@ def _batches(subject: _Subject) -> Finding:
     )
 
 
-def _stability(artifact: Artifact, environment: Environment, protocol: ScoringProtocol | None) -> Iterator[Finding]:
+def _stability(artifact: Artifact, environment: Environment, protocol: ScoringProtocol | None) -> Iterator[Check]:
     for points in agreement(artifact, environment, protocol or default_protocol()).points:
-        found = checks.stability(points.predicted_B, points.realized_B)
-        yield finding(
+        found = measures.stability(points.predicted_B, points.realized_B)
+        yield check(
             f"ranking stability, {points.target}",
             f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
             f"{found.certain:.0%}",

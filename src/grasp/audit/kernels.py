@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
 from grasp.artifact.reader import Artifact
-from grasp.audit import checks
+from grasp.audit import measures
 from grasp.audit.sample import PositionFeatures, SampleFeatures
 from grasp.extract.finish import PooledKernel, whiten
 from grasp.extract.moments import unspool_moments
@@ -65,7 +65,7 @@ class Kernels:
             features,
             pooled,
             token,
-            *checks.gram(whiten(whitener, features.hidden_NH), _scaled(whitener, features.residual_NV)),
+            *measures.gram(whiten(whitener, features.hidden_NH), _scaled(whitener, features.residual_NV)),
             None if at is None else _of_positions(_whitener(token, settings), features, at),
         )
 
@@ -77,7 +77,7 @@ class Kernels:
     @property
     def joint_NN(self) -> F64:  # noqa: N802 - a shape suffix
         """Direct-sum kernel of the pooled summaries. Source: eq:feature-sketch."""
-        return checks.unit_gram(self.hidden_NN) + checks.unit_gram(self.residual_NN)
+        return measures.unit_gram(self.hidden_NN) + measures.unit_gram(self.residual_NN)
 
     def full(self, half: Half) -> F64 | None:
         """What a sketch stands for; none where that takes positions and there are none."""
@@ -120,16 +120,16 @@ def _scaled(whitener: Whitener, residual_NV: csr_array) -> csr_array:
 def _of_positions(whitener: Whitener, features: SampleFeatures, at: PositionFeatures) -> PositionKernels:
     hidden_PH, residual_PV = whiten(whitener, at.hidden_PH), _scaled(whitener, at.residual_PV)
     n_rows = len(features.row_index)
-    product_NN = checks.position_gram(hidden_PH, residual_PV, at.row_P, n_rows)
+    product_NN = measures.position_gram(hidden_PH, residual_PV, at.row_P, n_rows)
     offset_H = whitener.mean_H @ whitener.map_HH
-    mean_NP = checks.row_means(at.row_P, n_rows)
+    mean_NP = measures.row_means(at.row_P, n_rows)
     kept = whiten(whitener, features.hidden_NH), _scaled(whitener, features.residual_NV)
     same = mean_NP @ hidden_PH, csr_array(mean_NP @ residual_PV)
     return PositionKernels(
         product_NN=product_NN,
-        gradient_NN=checks.uncentred_gram(product_NN, offset_H, hidden_PH, residual_PV, at.row_P),
-        kept_share=checks.rank_one_share(hidden_PH, residual_PV, at.row_P, *kept),
-        same_share=checks.rank_one_share(hidden_PH, residual_PV, at.row_P, *same),
+        gradient_NN=measures.uncentred_gram(product_NN, offset_H, hidden_PH, residual_PV, at.row_P),
+        kept_share=measures.rank_one_share(hidden_PH, residual_PV, at.row_P, *kept),
+        same_share=measures.rank_one_share(hidden_PH, residual_PV, at.row_P, *same),
     )
 
 

@@ -9,8 +9,8 @@ from math import sqrt
 
 import numpy as np
 
-from grasp.audit import checks
-from grasp.audit.finding import Finding, finding, missing
+from grasp.audit import measures
+from grasp.audit.check import Check, check, missing
 from grasp.audit.kernels import F64, Half, Kernels
 
 RANKS = 0.8  # agreement of orders that is called healthy
@@ -45,7 +45,7 @@ class Fit:
         return self.error <= self.allowed and self.ranks >= RANKS
 
 
-def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -> Iterator[Finding]:
+def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -> Iterator[Check]:
     """All lines about the sketches of an artifact.
 
     Args:
@@ -66,8 +66,8 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
 
 def fit(sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Fit:
     """Compare K of a sketch with K of the kernel that it stands for."""
-    found_B, true_B = _norms(sketch_ND, weight_BN), checks.subset_norms(weight_BN, full_NN)
-    error, ranks = checks.relative_error(found_B, true_B), checks.rank_agreement(found_B, true_B)
+    found_B, true_B = _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, full_NN)
+    error, ranks = measures.relative_error(found_B, true_B), measures.rank_agreement(found_B, true_B)
     return Fit(error, ranks, sketch_ND.shape[1])
 
 
@@ -75,16 +75,16 @@ def _norms(sketch_ND: F64, weight_BN: F64) -> F64:
     return np.asarray(((weight_BN @ sketch_ND) ** 2).sum(axis=1))
 
 
-def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Finding:
+def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Check:
     found = fit(sketch_ND, full_NN, weight_BN)
-    true_B = checks.subset_norms(weight_BN, full_NN)
+    true_B = measures.subset_norms(weight_BN, full_NN)
     apart = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0
     numbers = {"error": found.error, "ranks": found.ranks, "width": float(found.width), "apart": apart}
     value = f"K {found.error:.1%} off, ranks agree {found.ranks:+.2f} ({found.width} wide; K of subsets differs by "
     value += f"{apart:.1%})"
     if half == "product":
-        pooled = checks.rank_agreement(
-            _norms(sketch_ND, weight_BN), checks.subset_norms(weight_BN, kernels.pooled_product_NN)
+        pooled = measures.rank_agreement(
+            _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, kernels.pooled_product_NN)
         )
         value += f"; {pooled:+.2f} with the product of pooled rows, which it is not a sketch of"
         numbers["pooled_ranks"] = pooled
@@ -92,7 +92,7 @@ def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: 
     if wide is not None:
         numbers |= {"healthy_width": float(wide.width), "healthy_ranks": wide.ranks}
     healthy = f"at most {found.allowed:.0%} off, twice what {found.width} numbers give, and ranks {RANKS} or more"
-    return finding(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers)
+    return check(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers)
 
 
 def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, width: int) -> Fit | None:
@@ -115,7 +115,7 @@ def _wider(half: str, wide: Fit | None) -> str:
     return f"build with features.{half}_width: {wide.width} ({measured}), or {leave}"
 
 
-def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weight_BN: F64) -> Finding:
+def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weight_BN: F64) -> Check:
     name = f"{half} sketch for product"
     if kernels.positions is None:
         return missing(name, HEALTHY_PRODUCT, "positions were not kept; build with `--keep-features` and match: both")
@@ -124,18 +124,18 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
         parts = [part / (sqrt(float((part**2).sum(axis=1).mean())) or 1.0) for part in parts]
     found_B = _norms(np.concatenate(parts, axis=1), weight_BN)
     full_NN = {"hidden": kernels.hidden_NN, "residual": kernels.residual_NN, "joint": kernels.joint_NN}[half]
-    true_B = checks.subset_norms(weight_BN, kernels.positions.product_NN)
-    pooled_B = checks.subset_norms(weight_BN, kernels.pooled_product_NN)
+    true_B = measures.subset_norms(weight_BN, kernels.positions.product_NN)
+    pooled_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
     numbers = {
-        "ranks": checks.rank_agreement(found_B, true_B),
-        "pooled_ranks": checks.rank_agreement(found_B, pooled_B),
-        "error": checks.scaled_error(found_B, true_B),
-        "full_ranks": checks.rank_agreement(checks.subset_norms(weight_BN, full_NN), true_B),
+        "ranks": measures.rank_agreement(found_B, true_B),
+        "pooled_ranks": measures.rank_agreement(found_B, pooled_B),
+        "error": measures.scaled_error(found_B, true_B),
+        "full_ranks": measures.rank_agreement(measures.subset_norms(weight_BN, full_NN), true_B),
     }
     advice = "too narrow for what its features tell: build with the widths that the lines of the sketches name"
     if not numbers["full_ranks"] >= RANKS:
         advice = f"no width mends it, {half}.* is another kernel: use product.*, wide enough, or no geometry"
-    return finding(
+    return check(
         name,
         f"ranks agree {numbers['ranks']:+.2f} with the product of positions, {numbers['pooled_ranks']:+.2f} with that "
         f"of pooled rows, {numbers['error']:.1%} off once scaled; all its features agree {numbers['full_ranks']:+.2f}",
@@ -146,11 +146,11 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
     )
 
 
-def _direct_sum(kernels: Kernels, weight_BN: F64) -> Finding:
-    direct_B = checks.subset_norms(weight_BN, kernels.joint_NN)
-    product_B = checks.subset_norms(weight_BN, kernels.pooled_product_NN)
-    ranks, error = checks.rank_agreement(direct_B, product_B), checks.scaled_error(direct_B, product_B)
-    return finding(
+def _direct_sum(kernels: Kernels, weight_BN: F64) -> Check:
+    direct_B = measures.subset_norms(weight_BN, kernels.joint_NN)
+    product_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
+    ranks, error = measures.rank_agreement(direct_B, product_B), measures.scaled_error(direct_B, product_B)
+    return check(
         "direct sum for product",
         f"of pooled rows with all their features ranks agree {ranks:+.2f}, {error:.1%} off once scaled",
         HEALTHY_DIRECT,

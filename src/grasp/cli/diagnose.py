@@ -1,13 +1,12 @@
 """grasp diagnose"""
 
-import json
 from pathlib import Path
 
 import typer
 
-from grasp.cli.app import command
-from grasp.files import check_outputs, write_whole
-from grasp.text import plain
+from grasp.cli.app import MORE, command
+from grasp.cli.options import Art, ProtocolFile
+from grasp.files import check_outputs
 
 EXAMPLES = """\b
 Examples:
@@ -18,19 +17,19 @@ Examples:
 
 @command(EXAMPLES)
 def diagnose(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
+    art: Art,
     environment: Path | None = typer.Option(
-        None, "--environment", help="Retrained subsets: what K is compared on, and how stable is a ranking?"
+        None, "--environment", metavar="DIR", help="Retrained subsets: do predictions order them rightly?"
     ),
-    protocol: Path | None = typer.Option(
-        None, "--protocol", help="Protocol file: what selects and predicts; none: the default protocol."
+    json_file: Path | None = typer.Option(
+        None, "--json", metavar="FILE", help="Write the checks and their numbers there."
     ),
-    rows: int = typer.Option(256, "--rows", help="Rows of the sample."),
+    protocol: ProtocolFile = None,
+    rows: int = typer.Option(256, "--rows", metavar="N", help="Rows that are looked at.", rich_help_panel=MORE),
     subsets: int = typer.Option(
-        64, "--subsets", help="Subsets on which K is compared: the environment's, else halves of the sample."
+        64, "--subsets", metavar="N", help="Subsets whose sketches are compared.", rich_help_panel=MORE
     ),
-    seed: int = typer.Option(0, "--seed", min=0, help="Seed of the sample."),
-    json_file: Path | None = typer.Option(None, "--json", help="Findings with their numbers, as JSON."),
+    seed: int = typer.Option(0, "--seed", min=0, metavar="N", help="Seed of the draw of rows.", rich_help_panel=MORE),
 ) -> None:
     """Check the approximations of an artifact on its own rows.
 
@@ -42,9 +41,10 @@ def diagnose(
     from grasp.predict.protocol import load_protocol
     from grasp.runs.environment import Environment
 
-    artifact = Artifact.open(path)
-    read = {"is the environment": environment, "--protocol reads": protocol}
-    check_outputs({"--json": json_file}, artifact.reads | read)
+    artifact = Artifact.open(art)
+    check_outputs(
+        {"--json": json_file}, artifact.reads | {"--protocol reads": protocol, "is the environment": environment}
+    )
     found = examine(
         artifact,
         rows=rows,
@@ -53,9 +53,6 @@ def diagnose(
         environment=None if environment is None else Environment.open(environment),
         protocol=None if protocol is None else load_protocol(protocol),
     )
-    print(f"{path}: {found.n_rows} rows, {found.n_subsets} {found.compared}, full features from {found.source}")
-    for one in found.findings:
-        print(plain(f"[{one.verdict}] {one.name}: {one.value}"))
-        print("    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}"))
+    print(found)
     if json_file is not None:
-        write_whole(json_file, (json.dumps(found.to_dict(), indent=1) + "\n").encode())
+        found.write_json(json_file)
