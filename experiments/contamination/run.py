@@ -23,12 +23,12 @@ from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_t
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect, method_scores
 from grasp.audit.detection import auroc
-from grasp.audit.ranking import rows_by_method
+from grasp.runs.configured import configured_methods
 from grasp.corpus.store import RowStore
 from grasp.extract.local import build
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.runs.configured import configured_methods
+from grasp.runs.method_rows import method_rows
 from grasp.runs.recipe import TrainingRecipe, named_recipe, train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
@@ -104,7 +104,7 @@ def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str], *, w
         for kernel in ("token", "input", "pooled")
     }
     (asked,) = configured_methods(["bm25"])
-    bm25 = rows_by_method(artifact, asked)
+    bm25 = method_rows(artifact, asked)
     blocks = bm25.array_blocks(bm25.array_names[0], columns=bm25.unit_columns(ANSWER))
     out["BM25"] = method_scores(bm25, ANSWER).largest_N
     out["BM25 (as it is)"] = np.concatenate([block.max(axis=1) for _, block in blocks])

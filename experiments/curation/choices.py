@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from experiments.curation.setting import World
 from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
-from grasp.audit.ranking import rows_by_method
+from grasp.runs.configured import configured_methods
 from grasp.choose.amounts import Amount, Bound
 from grasp.choose.mixture import MixRequest, mix_with
 from grasp.choose.select import Request, select
@@ -33,7 +33,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_tables import row_tokens
 from grasp.predict.scorer import CalibrationFamily, Scorer
 from grasp.predict.slices import LabelTable
-from grasp.runs.configured import configured_methods
+from grasp.runs.method_rows import method_rows
 from grasp.seeds import stream
 
 I64 = NDArray[np.int64]
@@ -106,7 +106,7 @@ class Chooser:
     def _by_words(self, asked: Asked, budget: int) -> I64:
         """The rows of the greatest sum of BM25 scores over the targets' units."""
         (method,) = configured_methods([BM25])
-        source = rows_by_method(self.world.artifact, method)
+        source = method_rows(self.world.artifact, method)
         units = UnitSelection.of(source, list(self._weights(asked)))
         score_N = np.zeros(source.n_rows)
         for start, block in source.array_blocks(f"relevance_{BM25}", columns=units.columns_E):

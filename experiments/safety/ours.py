@@ -12,12 +12,12 @@ from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect
-from grasp.audit.ranking import rows_by_method
+from grasp.runs.configured import configured_methods
 from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
 from grasp.predict.predictions import predict
 from grasp.predict.protocol import Calibration, ScoringProtocol, load_protocol
-from grasp.runs.configured import configured_methods
+from grasp.runs.method_rows import method_rows
 from grasp.settings import build_settings
 
 F64 = NDArray[np.float64]
@@ -71,7 +71,7 @@ def others(artifact: Artifact, *, label: str | None) -> dict[str, F64]:
         out |= {"detect: geometry": found.scores["geometry"], "detect: fused": found.scores["fused"]}
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
     for asked in configured_methods(["bm25", "activation_similarity"]):
-        rows = rows_by_method(artifact, asked, cache=artifact.path / "methods")
+        rows = method_rows(artifact, asked, cache=artifact.path / "methods")
         blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(TARGET))
         out[NAMES[asked.name]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
     return out

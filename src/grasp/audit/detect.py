@@ -29,7 +29,6 @@ from grasp.audit.detection import (
     threshold_of_checked,
 )
 from grasp.audit.neighbours import disagreement
-from grasp.audit.ranking import MethodRows, rows_by_method
 from grasp.runs.configured import ConfiguredMethod
 from grasp.corpus.image_store import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
@@ -37,6 +36,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import Blocks
 from grasp.results import Result
+from grasp.runs.method_rows import MethodRows, method_rows
 
 F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
@@ -104,6 +104,10 @@ class _Scored:
     def ranking(self) -> str:
         return list(self.scores)[-1]
 
+    @property
+    def ranking_N(self) -> F64:  # noqa: N802 - a shape suffix
+        return self.scores[self.ranking]
+
 
 def detect(
     artifact: Artifact,
@@ -145,18 +149,31 @@ def detect(
             everything is planted.
     Memory: a few numbers a row, the hidden sketch where there are labels, and blocks of relevance.
     """
-    if not contamination and label is None and CLASS_LABEL in _columns(artifact):
+    if not contamination and label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
         label = CLASS_LABEL
-    _refuse_idle(contamination, label, truth, k, neighbours, against, cache)
+    _refuse(
+        {
+            "label: no meaning with contamination": contamination and label is not None,
+            "neighbours: no meaning with contamination": contamination and neighbours is not None,
+            "neighbours: no meaning without a label": label is None and neighbours is not None,
+            "against: no meaning without contamination; rank by a method with `grasp score`": against
+            and not contamination,
+            "cache: no meaning without against": cache is not None and not against,
+            "k: no meaning without truth or against": k is not None and truth is None and not against,
+        }
+    )
+    for name, value in (("neighbours", neighbours), ("k", k)):
+        if value is not None and value < 1:
+            raise SettingsError(f"{name}: got {value}, expected at least 1")
     if artifact.n_rows < LEAST_ROWS:
         raise SettingsError(
             f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
             "against the others; build it on more, or read them"
         )
-    progress = progress or Silent()
-    copies = exact_copies(artifact, target)
+    progress, copies = progress or Silent(), exact_copies(artifact, target)
     if contamination:
-        scored = _leaks(artifact, target, match, copies, against, cache, progress)
+        others = [method_rows(artifact, one, cache=cache, progress=progress) for one in against]
+        scored = _leaks(artifact, target, match, copies, others, progress)
     else:
         scored = _wrong_rows(artifact, target, match, copies, label, neighbours or NEIGHBOURS, progress)
     cut = _threshold(artifact, scored, clean, false_positives)
@@ -164,35 +181,11 @@ def detect(
     return _result(artifact, target, scored, cut, truth_N, k, label, top)
 
 
-def _refuse_idle(
-    contamination: bool,
-    label: str | None,
-    truth: str | None,
-    k: int | None,
-    neighbours: int | None,
-    against: Sequence[ConfiguredMethod],
-    cache: Path | None,
-) -> None:
-    """Refuse what would have no effect.
-
-    Raises:
-        SettingsError: the first such argument, or a number out of range.
-    """
-    idle = {
-        "label: no meaning with contamination": contamination and label is not None,
-        "neighbours: no meaning with contamination": contamination and neighbours is not None,
-        "neighbours: no meaning without a label": label is None and neighbours is not None,
-        "against: no meaning without contamination; rank by a method with `grasp score`": against and not contamination,
-        "cache: no meaning without against": cache is not None and not against,
-        "k: no meaning without truth or against": k is not None and truth is None and not against,
-    }
-    for mistake, is_made in idle.items():
+def _refuse(mistakes: Mapping[str, object]) -> None:
+    """Refuse arguments that would have no effect."""
+    for mistake, is_made in mistakes.items():
         if is_made:
             raise SettingsError(f"{mistake}; leave it out")
-    if neighbours is not None and neighbours < 1:
-        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1")
-    if k is not None and k < 1:
-        raise SettingsError(f"k: got {k}, expected at least 1")
 
 
 # ------------------------------------------------------------------------------------------------- scores
@@ -246,14 +239,10 @@ def _leaks(
     target: str,
     match: str | None,
     copies: Copies,
-    against: Sequence[ConfiguredMethod],
-    cache: Path | None,
+    others: Sequence[MethodRows],
     progress: Progress,
 ) -> _Scored:
-    scores = {}
-    for method in against:
-        rows = rows_by_method(artifact, method, cache=cache, progress=progress)
-        scores[method.label] = method_scores(rows, target, progress).largest_N
+    scores = {rows.label: method_scores(rows, target, progress).largest_N for rows in others}
     found = unit_scores(artifact, target, match, progress)
     scores["contamination"] = found.largest_N
     copied_N = copies.best(artifact.n_rows)
@@ -321,7 +310,7 @@ def method_scores(rows: MethodRows, target: str, progress: Progress | None = Non
 
 def _threshold(artifact: Artifact, scored: _Scored, clean: str | None, rate: float) -> Threshold:
     """By the rows known to be right, else by the null distribution of a score, copies left out."""
-    ranking_N, copy_N = scored.scores[scored.ranking], scored.copy_N
+    ranking_N, copy_N = scored.ranking_N, scored.copy_N
     if clean is not None:
         try:
             return threshold_of_checked(ranking_N, _yes_or_no(artifact, clean, "clean"), rate)
@@ -342,7 +331,7 @@ def _result(
     label: str | None,
     top: int,
 ) -> Suspects:
-    scores, copy_N, ranking_N = scored.scores, scored.copy_N, scored.scores[scored.ranking]
+    scores, copy_N, ranking_N = scored.scores, scored.copy_N, scored.ranking_N
     flagged_N = copy_N | (ranking_N > cut.value)
     cut = replace(cut, n_flagged=int(flagged_N.sum()), n_copies=int(copy_N.sum()))
     detections = {}
@@ -435,10 +424,6 @@ def _named(artifact: Artifact, target: str, copies: Copies) -> str:
     more = f" and {len(copies.pairs) - LISTED} more" if len(copies.pairs) > LISTED else ""
     count = len({unit for unit, _ in copies.pairs})
     return f"{count} of {len(units)} trusted units of {target} are rows of the corpus: {listed}{more}"
-
-
-def _columns(artifact: Artifact) -> list[str]:
-    return list(pq.read_schema(artifact.rows_path).names)
 
 
 def _all(artifact: Artifact, name: str) -> NDArray[np.float32]:

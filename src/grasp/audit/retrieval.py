@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from grasp.artifact.reader import Artifact
-from grasp.audit.ranking import rows_by_method
 from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
@@ -28,6 +27,7 @@ from grasp.predict.row_tables import kernel_array
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import F32, FeatureSource
 from grasp.results import Result
+from grasp.runs.method_rows import method_rows
 from grasp.runs.metrics import Estimate, bootstrap_weights, interval
 from grasp.settings import read_yaml
 
@@ -279,7 +279,7 @@ def _sources(
     by_label = {method.label: method for method in methods}
     for name in dict.fromkeys(part for one in asked for part in one.parts):
         if name in by_label:
-            rows = rows_by_method(artifact, by_label[name], cache=cache, progress=progress)
+            rows = method_rows(artifact, by_label[name], cache=cache, progress=progress)
             found[name] = (rows, f"relevance_{name}")
         else:
             found[name] = (artifact, kernel_array(artifact) if name == GRASP else artifact.relevance_name(name))

@@ -15,7 +15,7 @@ from grasp.files import check_outputs
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
-    from grasp.audit.ranking import MethodRows
+    from grasp.runs.method_rows import MethodRows
     from grasp.runs.configured import ConfiguredMethod
 
 # \b keeps the lines of the epilog as they are.
@@ -115,12 +115,12 @@ def _scored(
     quiet: bool,
 ) -> "MethodRows":
     """The rows under a method's scores."""
-    from grasp.audit.ranking import rows_by_method
+    from grasp.runs.method_rows import method_rows
     from grasp.runs.environment import Environment
 
     known = None if environment is None else Environment.open(environment)
     with Watch(quiet=quiet) as watch:
-        return rows_by_method(artifact, asked, environment=known, checkpoints=checkpoints, cache=cache, progress=watch)
+        return method_rows(artifact, asked, environment=known, checkpoints=checkpoints, cache=cache, progress=watch)
 
 
 def _show(
@@ -133,7 +133,7 @@ def _show(
     columns: list[str],
 ) -> None:
     """Print the best, or worst, rows with some columns of the row table and their text."""
-    from grasp.audit.ranking import MethodRows
+    from grasp.runs.method_rows import MethodRows
     from grasp.predict.row_tables import ranked_rows
 
     artifact, by = (source.artifact, source.label) if isinstance(source, MethodRows) else (source, "relevance")

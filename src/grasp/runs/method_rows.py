@@ -72,7 +72,7 @@ class MethodRows:
         return self.artifact.row_batches(columns)
 
 
-def rows_by_method(
+def method_rows(
     artifact: Artifact,
     configured: ConfiguredMethod,
     *,
