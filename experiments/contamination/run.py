@@ -23,11 +23,11 @@ from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_t
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect, method_scores
 from grasp.audit.detection import auroc
-from grasp.runs.configured import configured_methods
 from grasp.corpus.store import RowStore
 from grasp.extract.local import build
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import method_rows
 from grasp.runs.recipe import TrainingRecipe, named_recipe, train
 from grasp.seeds import stream

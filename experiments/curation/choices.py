@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from experiments.curation.setting import World
 from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
-from grasp.runs.configured import configured_methods
 from grasp.choose.amounts import Amount, Bound
 from grasp.choose.mixture import MixRequest, mix_with
 from grasp.choose.select import Request, select
@@ -33,6 +32,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_tables import row_tokens
 from grasp.predict.scorer import CalibrationFamily, Scorer
 from grasp.predict.slices import LabelTable
+from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import method_rows
 from grasp.seeds import stream
 

@@ -12,11 +12,11 @@ from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect
-from grasp.runs.configured import configured_methods
 from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
 from grasp.predict.predictions import predict
 from grasp.predict.protocol import Calibration, ScoringProtocol, load_protocol
+from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import method_rows
 from grasp.settings import build_settings
 

@@ -29,13 +29,13 @@ from grasp.audit.detection import (
     threshold_of_checked,
 )
 from grasp.audit.neighbours import disagreement
-from grasp.runs.configured import ConfiguredMethod
 from grasp.corpus.image_store import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import Blocks
 from grasp.results import Result
+from grasp.runs.configured import ConfiguredMethod
 from grasp.runs.method_rows import MethodRows, method_rows
 
 F64 = NDArray[np.float64]

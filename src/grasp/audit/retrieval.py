@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from grasp.artifact.reader import Artifact
-from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.predict.row_tables import kernel_array
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import F32, FeatureSource
 from grasp.results import Result
+from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.runs.method_rows import method_rows
 from grasp.runs.metrics import Estimate, bootstrap_weights, interval
 from grasp.settings import read_yaml

@@ -15,8 +15,8 @@ from grasp.files import check_outputs
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
-    from grasp.runs.method_rows import MethodRows
     from grasp.runs.configured import ConfiguredMethod
+    from grasp.runs.method_rows import MethodRows
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -115,8 +115,8 @@ def _scored(
     quiet: bool,
 ) -> "MethodRows":
     """The rows under a method's scores."""
-    from grasp.runs.method_rows import method_rows
     from grasp.runs.environment import Environment
+    from grasp.runs.method_rows import method_rows
 
     known = None if environment is None else Environment.open(environment)
     with Watch(quiet=quiet) as watch:
@@ -133,8 +133,8 @@ def _show(
     columns: list[str],
 ) -> None:
     """Print the best, or worst, rows with some columns of the row table and their text."""
-    from grasp.runs.method_rows import MethodRows
     from grasp.predict.row_tables import ranked_rows
+    from grasp.runs.method_rows import MethodRows
 
     artifact, by = (source.artifact, source.label) if isinstance(source, MethodRows) else (source, "relevance")
     table = ranked_rows(source, target, k, bottom=worst, kernel=kernel, min_tokens=min_tokens)

@@ -167,7 +167,6 @@ class Material:
             model.batch_tokens = self.batch_tokens
         return model
 
-
     # ------------------------------------------------------------------------------------- environment
 
     @property
