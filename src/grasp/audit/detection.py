@@ -4,7 +4,7 @@ Shape letters: N rows. Scores are higher for more suspicious rows.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,7 +150,7 @@ class Threshold:
     @property
     def beyond_chance(self) -> bool:
         """Whether more rows lie above it than right ones alone would put there, within two standard deviations."""
-        return self.n_flagged - self.n_copies > self.expected_false + 2 * self.expected_false**0.5
+        return self.n_flagged - self.n_copies > self.expected_false + 2 * sqrt(self.expected_false)
 
 
 def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
