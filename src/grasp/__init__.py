@@ -1,3 +1,39 @@
-"""GRASP: what would a model gain or lose if part of its corpus were kept, dropped or re-weighted?"""
+"""What would a model gain or lose if part of its corpus were kept, dropped or re-weighted?
+
+    art = grasp.open("art")
+    art.report("report.html")
+
+`grasp.open` gives an Artifact, whose methods answer questions; `help(grasp.Artifact)` lists them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from grasp.errors import GraspError
+
+if TYPE_CHECKING:
+    from grasp.api import Artifact, open, open_runs  # noqa: A004
+    from grasp.results import Result
+    from grasp.runs.environment import Environment
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Artifact": "grasp.api",
+    "Environment": "grasp.runs.environment",
+    "Result": "grasp.results",
+    "open": "grasp.api",
+    "open_runs": "grasp.api",
+}
+__all__ = ["Artifact", "Environment", "GraspError", "Result", "__version__", "open", "open_runs"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is asked for: `import grasp` alone loads nothing heavy."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'grasp' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,156 @@
+"""The verbs: what Python users call, and what every command of the command line calls.
+
+    import grasp
+    art = grasp.open("art")                                             # a path or a URL
+    art.report("report.html")
+
+A verb gives a result with `.to_pandas()`, `.to_arrow()`, `.write(path)`; printing it shows the answer. Rows are named
+by their row_id. Nothing here computes: each verb is one function of the room that knows how. Heavy modules are imported
+inside the verbs.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grasp.text import plain, size_text, text_table
+
+if TYPE_CHECKING:
+    from grasp.artifact.inspection import ArtifactInfo, VerifyReport
+    from grasp.artifact.reader import Artifact as Files
+    from grasp.predict.protocol import ScoringProtocol
+    from grasp.results import Result
+    from grasp.runs.environment import Environment
+
+    Place = Path | str
+    Protocol = ScoringProtocol | Path | str | None
+    Runs = Environment | Path | str | None
+
+
+def open(path: "Place") -> "Artifact":  # noqa: A001 - the word that everybody looks for
+    """Open an artifact: a directory, or a URL whose files are fetched as they are needed.
+
+    Raises:
+        ArtifactError: nothing there, not finished, or damaged.
+    """
+    from grasp.artifact.reader import Artifact as Files
+
+    return Artifact(Files.open(path))
+
+
+def open_runs(path: "Place") -> "Environment":
+    """Open an environment: models retrained on parts of a corpus, and how well each did.
+
+    Raises:
+        EnvironmentDataError: nothing there, or damaged.
+    """
+    from grasp.runs.environment import Environment
+
+    return Environment.open(Path(path))
+
+
+class Artifact:
+    """What one forward pass over a corpus gave: its rows, and what each should teach of every target.
+
+    Made by `grasp.open`. All verbs but `verify` leave it as it is.
+    """
+
+    def __init__(self, files: "Files") -> None:
+        self.files = files
+
+    @property
+    def path(self) -> str:
+        """Directory or URL."""
+        return self.files.where
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """Number of units of every target."""
+        return dict(self.files.manifest.targets)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Columns of the corpus that rows can be chosen and grouped by."""
+        return tuple(self.files.manifest.details.get("labels", ()))
+
+    @property
+    def rows(self) -> "Result":
+        """All rows in order: row_id, doc_id, n_tokens, loss, labels, and the beginning of their text."""
+        import pyarrow.parquet as pq
+
+        from grasp.results import Result
+
+        table = pq.read_table(self.files.rows_path)
+        return Result(table.drop_columns(["row_index"]), f"{len(self):,} rows of {self.path}")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.files.n_rows
+
+    def __repr__(self) -> str:
+        return "\n".join([plain(self._headline()), text_table("", ("target", "units"), self._target_lines())])
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<tr><td>{escape(name)}</td><td>{units}</td></tr>" for name, units in self._target_lines())
+        table = f"<table><thead><tr><th>target</th><th>units</th></tr></thead><tbody>{lines}</tbody></table>"
+        return f"<p><b>{escape(plain(self._headline()))}</b></p>{table}"
+
+    def _headline(self) -> str:
+        size = size_text(sum(entry.bytes for entry in self.files.manifest.files.values()))
+        labels = ", ".join(self.labels) or "none"
+        return f"GRASP artifact {self.path}: {len(self):,} rows, {size}; labels: {labels}"
+
+    def _target_lines(self) -> list[tuple[str, str]]:
+        return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
+
+    # ---------------------------------------------------------------------------- how far to trust it
+
+    def report(
+        self,
+        out: "Place",
+        *,
+        by: Sequence[str] = (),
+        targets: Sequence[str] | None = None,
+        protocol: "Protocol" = None,
+        runs: "Runs" = None,
+        partial: bool = False,
+        selection: "Place | None" = None,
+        mixture: "Place | None" = None,
+        suspects: "Place | None" = None,
+        previous: "Sequence[Artifact | Place]" = (),
+        command: str | None = None,
+    ) -> Path:
+        """Write one HTML page of all of it, with a live what-if; see `grasp.report.verb.report`."""
+        from grasp.report.verb import report
+
+        return report(
+            self.files,
+            out,
+            by=by,
+            targets=targets,
+            protocol=protocol,
+            runs=_runs(runs),
+            partial=partial,
+            selection=selection,
+            mixture=mixture,
+            suspects=suspects,
+            previous=[(one if isinstance(one, Artifact) else open(one)).files for one in previous],
+            command=command,
+        )
+
+    def info(self) -> "ArtifactInfo":
+        """What is in it: arrays and their sizes, settings, fingerprints, what was left out."""
+        from grasp.artifact.inspection import info
+
+        return info(self.path)
+
+    def verify(self) -> "VerifyReport":
+        """Compare every file with its checksum; `.ok`, or `.problems`."""
+        from grasp.artifact.inspection import verify
+
+        return verify(self.path)
+
+
+def _runs(runs: "Runs") -> "Environment | None":
+    return open_runs(runs) if isinstance(runs, Path | str) else runs

@@ -1,0 +1,97 @@
+"""The verb `report`: everything that is known of an artifact on one page that needs no network."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import SettingsError
+from grasp.files import check_outputs
+from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
+from grasp.report.findings import Question, findings
+from grasp.report.page import write_report
+from grasp.runs.environment import Environment
+
+
+def report(
+    artifact: Artifact,
+    out: Path | str,
+    *,
+    by: Sequence[str] = (),
+    targets: Sequence[str] | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    runs: Environment | None = None,
+    partial: bool = False,
+    selection: Path | str | None = None,
+    mixture: Path | str | None = None,
+    suspects: Path | str | None = None,
+    previous: Sequence[Artifact] = (),
+    command: str | None = None,
+) -> Path:
+    """Write one HTML page: slices, rows with their text, trust, a selection, a mixture, suspects, and a live what-if.
+
+    Args:
+        by: labels; none: text labels of 2 to 100 values.
+        targets: None: all.
+        protocol: None: the one that ships.
+        runs: retrained subsets, to say how far to trust the predictions; `partial` takes an unfinished set of them.
+        selection, mixture: JSON that was saved with a selection or a mixture of these rows.
+        suspects: Parquet that was written of a detection in these rows.
+        previous: artifacts of earlier checkpoints on the same corpus, oldest first.
+        command: what makes the page again; it is printed on it. None: the command line of these arguments.
+    Returns:
+        The file.
+    Raises:
+        SettingsError: a file that is not of this artifact, or one that cannot be written.
+        ProtocolError: the artifact does not fit the protocol, or has no such target.
+        EnvironmentDataError: runs and artifact do not belong together.
+        SubsetError: no such label, or one with a single value.
+    """
+    for name, values in (("targets", targets or ()), ("by", by)):
+        if twice := sorted({value for value in values if list(values).count(value) > 1}):
+            raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")
+    place = Path(out)
+    files = {"selection": selection, "mixture": mixture, "suspects": suspects}
+    paths = {name: None if file is None else Path(file) for name, file in files.items()}
+    reads = {f"{name} reads": path for name, path in paths.items()}
+    own = protocol if isinstance(protocol, Path | str) else None
+    check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": None if own is None else Path(own)})
+    question = Question(
+        targets=targets,
+        by=by,
+        previous=previous,
+        environment=runs,
+        partial=partial,
+        selection=paths["selection"],
+        mixture=paths["mixture"],
+        suspects=paths["suspects"],
+        protocol_path=None if own is None else Path(own),
+        command=_command(artifact, place, runs, by, targets, files, own) if command is None else command,
+    )
+    chosen = default_protocol() if protocol is None else load_protocol(Path(own)) if own is not None else protocol
+    assert isinstance(chosen, ScoringProtocol)
+    write_report(findings(artifact, chosen, question), place)
+    return place
+
+
+def _command(
+    artifact: Artifact,
+    out: Path,
+    runs: Environment | None,
+    by: Sequence[str],
+    targets: Sequence[str] | None,
+    files: dict[str, Path | str | None],
+    protocol: Path | str | None,
+) -> str:
+    """The command line that writes the page."""
+    flags = {
+        "--by": ",".join(by) or None,
+        "--targets": None if targets is None else ",".join(targets),
+        "--environment": None if runs is None else runs.path,
+        "--protocol": protocol,
+        "--selection": files["selection"],
+        "--mixture": files["mixture"],
+        "--detect": files["suspects"],
+    }
+    given = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+    return shlex.join(["grasp", "report", artifact.where, *given, "--out", str(out)])

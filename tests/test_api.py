@@ -1,0 +1,93 @@
+"""The front door: names that are found, verbs that give results, the same numbers as the command line."""
+
+import contextlib
+import io
+import pydoc
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+
+import grasp
+from grasp.cli.app import GROUPS, WORDS
+from tests.cli.conftest import art, root  # noqa: F401  (fixtures)
+from tests.cli.grasp_command import refused, succeed
+
+NAMES = ["Artifact", "Environment", "GraspError", "Result", "__version__", "open", "open_runs"]
+
+
+def test_about_a_dozen_names_are_found():
+    assert dir(grasp) == NAMES
+    for name in NAMES:
+        assert getattr(grasp, name) is not None
+    with pytest.raises(AttributeError, match="module 'grasp' has no attribute 'opne'"):
+        grasp.opne  # noqa: B018
+
+
+def test_help_says_what_each_name_is_for():
+    text = pydoc.plain(pydoc.render_doc(grasp))
+    assert grasp.__version__ in text
+    assert all(name in text for name in NAMES if not name.startswith("_"))
+    verbs = [name for name in dir(grasp.Artifact) if not name.startswith("_")]
+    for name in verbs:
+        assert getattr(grasp.Artifact, name).__doc__, name
+
+
+def test_the_package_and_its_names_are_light():
+    heavy = ("torch", "transformers", "duckdb", "pyarrow", "numpy", "pydantic")
+    code = f"import sys, grasp, grasp.api\nprint([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_an_artifact_shows_what_it_holds(art):  # noqa: F811
+    found = grasp.open(art)
+    table = pq.read_table(art / "rows.parquet")
+    assert len(found) == table.num_rows
+    assert found.targets == {"facts": 6}
+    assert "topic" in found.labels
+    assert found.rows.to_arrow() == table.drop_columns(["row_index"])
+    assert list(found.rows.to_pandas()["row_id"]) == table["row_id"].to_pylist()
+    assert repr(found).startswith(f"GRASP artifact {art}: {len(found):,} rows, ")
+    assert repr(found).splitlines()[1:] == ["target  units", "facts       6"]
+    assert "<td>facts</td><td>6</td>" in found._repr_html_()
+    assert found.info().n_rows == len(found)
+    assert found.verify().ok
+
+
+def test_what_is_not_there_is_said_in_one_line(art, tmp_path):  # noqa: F811
+    with pytest.raises(grasp.GraspError, match="no such artifact; make one with `grasp build --out"):
+        grasp.open(tmp_path / "none")
+    with pytest.raises(grasp.GraspError, match="targets: got facts more than once; name each once"):
+        grasp.open(art).report(tmp_path / "r.html", targets=["facts", "facts"])
+    with pytest.raises(grasp.GraspError, match="which is the artifact; give it a name of its own"):
+        grasp.open(art).report(art / "manifest.json")
+
+
+def test_the_report_of_the_command_is_that_of_the_verb(art, tmp_path):  # noqa: F811
+    pytest.importorskip("jinja2")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        page = grasp.open(art).report(tmp_path / "r.html", by=["topic"])
+    assert printed.getvalue() == ""
+    line = succeed("report", art, "--by", "topic", "--out", tmp_path / "c.html").lines[0]
+    assert line.startswith(f"{tmp_path / 'c.html'}: ")
+    theirs, ours = (tmp_path / "c.html").read_text(), page.read_text()
+    command = f"grasp report {art} --by topic --out {tmp_path}"
+    assert command in theirs
+    assert command in ours
+    assert theirs.replace("c.html", "r.html") == ours
+    assert "unknown column 'nothing'" in refused("report", art, "--by", "nothing", "--out", tmp_path / "d.html")
+
+
+def test_help_groups_every_command_and_explains_its_words():
+    text = succeed("--help").out
+    assert all(group + ":" in text for group in GROUPS)
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(set(listed))
+    page = succeed("report", "--help").out
+    assert page.index("\nOptions:") < page.index("--by") < page.index("\nMore options:") < page.index("--previous")
+    words = " ".join(page[page.index("\nWords:") : page.index("Examples:")].split())
+    assert f"protocol {WORDS['protocol']}" in words
+    assert "recipe" not in words
+    assert all(len(line) <= 80 for line in page[: page.index("Examples:")].splitlines())
