@@ -19,8 +19,13 @@ from grasp.text import plain, size_text, text_table
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import Artifact as Files
+    from grasp.audit.detect import Suspects
+    from grasp.audit.diagnose import Diagnosis
+    from grasp.audit.retrieval import Retrieval
+    from grasp.extract.progress import Progress
     from grasp.predict.protocol import ScoringProtocol
     from grasp.results import Result
+    from grasp.runs.configured import ConfiguredMethod
     from grasp.runs.environment import Environment
 
     Place = Path | str
@@ -104,7 +109,95 @@ class Artifact:
     def _target_lines(self) -> list[tuple[str, str]]:
         return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
 
+    # ----------------------------------------------------------------------- what should not be there
+
+    def detect(
+        self,
+        target: str,
+        *,
+        contamination: bool = False,
+        label: str | None = None,
+        truth: str | None = None,
+        clean: str | None = None,
+        k: int | None = None,
+        neighbours: int | None = None,
+        false_positives: float = 0.01,
+        match: str | None = None,
+        against: "Sequence[ConfiguredMethod]" = (),
+        cache: "Place | None" = None,
+        top: int = 10,
+        progress: "Progress | None" = None,
+    ) -> "Suspects":
+        """Rows that look wrong to a target you trust, or that leak it; see `grasp.audit.detect.detect`."""
+        from grasp.audit.detect import detect
+
+        return detect(
+            self.files,
+            target,
+            contamination=contamination,
+            label=label,
+            truth=truth,
+            clean=clean,
+            k=k,
+            neighbours=neighbours,
+            false_positives=false_positives,
+            match=match,
+            against=against,
+            cache=None if cache is None else Path(cache),
+            top=top,
+            progress=progress,
+        )
+
+    def retrieve(
+        self,
+        *,
+        queries: "Place | None" = None,
+        by: Sequence[str] = (),
+        target: str | None = None,
+        related: str | None = None,
+        together: bool = False,
+        k: Sequence[int] = (1000,),
+        methods: Sequence[str] = ("grasp", "bm25", "overlap", "grasp+bm25", "grasp+overlap"),
+        fusion: Sequence[str] | None = None,
+        method_settings: "Place | None" = None,
+        cache: "Place | None" = None,
+        progress: "Progress | None" = None,
+    ) -> "Retrieval":
+        """Do the best rows for a unit come from its own domain? See `grasp.audit.retrieval.retrieve`."""
+        from grasp.audit.retrieval import retrieve
+
+        return retrieve(
+            self.files,
+            queries=None if queries is None else Path(queries),
+            by=by,
+            target=target,
+            related=related,
+            together=together,
+            k=k,
+            methods=methods,
+            fusion=fusion,
+            method_settings=None if method_settings is None else Path(method_settings),
+            cache=None if cache is None else Path(cache),
+            progress=progress,
+        )
+
     # ---------------------------------------------------------------------------- how far to trust it
+
+    def diagnose(
+        self, *, rows: int = 256, subsets: int = 64, seed: int = 0, runs: "Runs" = None, protocol: "Protocol" = None
+    ) -> "Diagnosis":
+        """Check the approximations of the artifact on a sample of its own rows."""
+        from grasp.audit.diagnose import diagnose
+        from grasp.predict.protocol import load_protocol
+
+        return diagnose(
+            self.files,
+            rows=rows,
+            subsets=subsets,
+            seed=seed,
+            environment=_runs(runs),
+            protocol=load_protocol(Path(protocol)) if isinstance(protocol, Path | str) else protocol,
+        )
 
     def report(
         self,
