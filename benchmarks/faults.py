@@ -178,7 +178,7 @@ def work(verb: str, root: Path, out: Path) -> None:
         from grasp.extract.ray_engine import RayEngine  # noqa: PLC0415
 
         engine = RayEngine(ClusterSpec(workers=2))
-    build(build_settings(read_yaml(root / "build.yaml")), out, resume=True, engine=engine)
+    build(build_settings(read_yaml(root / "build.yaml")), out, engine=engine)
 
 
 def arrays_of(path: Path) -> dict[str, bytes]:

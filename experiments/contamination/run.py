@@ -53,7 +53,7 @@ def make(
     settings = settings_of(corpus, asked, work / "model", recipe.shape.context)
     if not (work / "model" / "training.json").exists():  # written last
         _train(recipe, settings.corpus, [row.text for row in rows], work)
-    return Artifact.open(build(settings, work / "artifact", resume=True)), rows, units
+    return Artifact.open(build(settings, work / "artifact")), rows, units
 
 
 def settings_of(corpus: Path, units: Path, model: Path, context: int) -> BuildSettings:

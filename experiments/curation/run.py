@@ -82,7 +82,7 @@ class Experiment:
         recorded = dict(self.world.artifact.manifest.settings)
         recorded["model"] = recorded["model"] | {"path": str(model), "tokenizer": None}
         recorded["corpus"] = self.world.corpus.model_dump(mode="json")
-        return Artifact.open(build(build_settings(recorded), self.work / f"{GPT2}-artifact", resume=True))
+        return Artifact.open(build(build_settings(recorded), self.work / f"{GPT2}-artifact"))
 
     def _made(self, chooser: Chooser, wanted: Sequence[Asked]) -> list[Choice]:
         found = chooser.made(wanted)

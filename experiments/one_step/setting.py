@@ -157,7 +157,7 @@ class World:
         settings = BuildSettings(
             model=model, corpus=self.corpus, targets=self.targets, array_dtype="float32", keep_tokens=False
         )
-        return Artifact.open(build(settings, self._work / f"artifact-{name}", resume=True))
+        return Artifact.open(build(settings, self._work / f"artifact-{name}"))
 
     @property
     def _n_players(self) -> int:

@@ -113,7 +113,7 @@ class Pages:
                 "features": {"match": "token", "product_width": 0},
             }
         )
-        return Artifact.open(build(settings, self.work / "artifact", resume=True))
+        return Artifact.open(build(settings, self.work / "artifact"))
 
 
 def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Recall, ...]:

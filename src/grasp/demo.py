@@ -108,7 +108,7 @@ def make(out: Path, progress: Progress | None = None) -> Demo:
     demo = Demo(out)
     make_corpus(demo)
     make_model(demo, progress)
-    build(demo.settings, demo.artifact_path, resume=True, progress=progress)
+    build(demo.settings, demo.artifact_path, progress=progress)
     return demo
 
 

@@ -33,6 +33,15 @@ def size_text(size: float) -> str:
     return f"{size:,.0f} bytes" if power == 0 else f"{size:,.1f} {SIZES[power]}"
 
 
+def duration_text(seconds: float) -> str:
+    """A time for people."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+
+
 def signed(value: float | None, digits: int = 3) -> str:
     """With its sign; a dash where there is none."""
     return "-" if value is None or isnan(value) else f"{value:+z.{digits}f}"

@@ -50,11 +50,11 @@ def build(root, tmp_path):
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], r"corpus.jsonl: the corpus is empty, expected at least one document"),
+        ([], r"corpus.jsonl: none of its 0 records gives a row \(it is empty\); expected at least one, of .*"),
         (
             [{"text": ""}, {"text": " \n"}, {"input_ids": [3]}],
-            r"corpus.jsonl: none of the 3 documents gives a row \(1 empty, 1 whitespace, 1 one_token\); expected one "
-            r"with at least two tokens",
+            r"corpus.jsonl: none of its 3 records gives a row \(1 empty, 1 whitespace, 1 one_token\); expected at "
+            r"least one, of two tokens or more",
         ),
         (
             [*TWO_ROWS, {"row_id": "c", "input_ids": [3, 999]}],
@@ -67,13 +67,13 @@ def build(root, tmp_path):
         ),
         (
             [{"body": "water", "topic": "sky"}],
-            r"corpus.jsonl:1: no text column 'text' and no ids column 'input_ids'; columns found: body, topic. Set "
-            r"corpus.text_column to the one that holds the text",
+            r"corpus.jsonl:1: no text column 'text' and no ids column 'input_ids'; columns found: body, topic; "
+            r"name the one that holds the text with --text-column \(corpus.text_column\)",
         ),
         (
             [*TWO_ROWS, TWO_ROWS[0]],
             r"row_id 'a' occurs twice: .*corpus.jsonl:1 \(row_index 0\) and .*corpus.jsonl:3 \(row_index 2\); give "
-            r"every row a name of its own in the column 'row_id', or drop one of them",
+            r"every row a name of its own, name another column of names with --id-column, or have names made with .*",
         ),
         ([*TWO_ROWS, {"row_id": "c", "text": 7}], r"corpus.jsonl:3: text column 'text' holds int, expected text"),
     ],
@@ -255,7 +255,7 @@ def test_a_model_that_cannot_be_used(build, changes, message):
 
 
 def test_what_is_missing_is_named_with_its_flag(tmp_path):
-    advice = "; give it as a flag, by --set, or in a settings file with --config"
+    advice = "; give it as an argument, or in the settings (--set, --config)"
     out = tmp_path / "art"
     missing = "missing --model (model.path), --corpus (corpus.path), --targets (targets.names)"
     assert refused("build", "--out", out) == f"build: {missing}{advice}"
@@ -378,8 +378,9 @@ def test_a_second_build_on_a_locked_artifact(root, tmp_path):
 
 
 def test_a_second_build_and_what_add_target_does_not_take(root, art):
-    assert refused("build", "--config", root / "settings.yaml", "--out", art) == (
-        f"{art}: a build was begun here; run again with --resume to go on, or delete {art} to start again"
+    assert refused("build", "--config", root / "settings.yaml", "--out", art, "--max-length", 9) == (
+        f"{art}: holds a finished artifact, built with other settings: corpus.max_length was 48, is 9; choose another "
+        f"--out, give the old settings, or delete {art}"
     )
     assert refused("build", "--out", art, "--add-target", root / "facts.jsonl") == (
         f"{art}: has targets ['facts'] already; add only targets that it does not have, or build a new artifact"
@@ -733,7 +734,7 @@ def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 120)
     asked = ["build", "--config", root / "settings.yaml", "--corpus", corpus, "--set", "shard_rows=4", "--out"]
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "grasp", *map(str, asked), str(out)]
+    command = [sys.executable, "-m", "grasp", *map(str, asked), str(out), "--untrained"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:
         deadline = time.monotonic() + 60
         while len(list(out.glob("work/*/features/shard-*.json"))) < 3:

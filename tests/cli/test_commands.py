@@ -80,6 +80,8 @@ def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_p
     assert "relevance_pooled" not in artifact.array_names
     assert artifact.features.finished == {0}
     settings = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
+    assert settings["targets"].pop("max_length") == 512
+    assert artifact.manifest.settings["targets"].pop("max_length") == 128  # the model reads no more
     assert settings == artifact.manifest.settings
     assert settings["corpus"]["max_length"] == 48
     assert settings["features"]["token_positions"] == "tail:4"
@@ -129,16 +131,16 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
     assert refused("score", out, "--target", "facts") == (
         f"{out}: not finished: 2 of 9 shards; run the same `grasp build` again with --resume to go on"
     )
-    assert "a build was begun here; run again with --resume" in refused(
-        "build", "--config", root / "settings.yaml", "--out", out
-    )
-    succeed("build", "--resume", "--out", out)
+    assert "goes on where it was cut off" in succeed("build", "--resume", "--out", out).err
     assert_same_arrays(out, art)
-    assert succeed("build", "--resume", "--out", out).err == ""  # nothing is left to do
+    for again in (["--resume"], ["--config", root / "settings.yaml"]):
+        done = succeed("build", *again, "--out", out)
+        assert done.err == f"note: {out}: finished already, with these settings; nothing was read again\n"
+        assert done.out.startswith(f"{out}: 65 rows x 6 units (facts)")
 
 
 def test_resume_with_another_setting_names_it(art):
-    assert "features.tau was 0.01, is 0.02; go on with the old ones" in refused(
+    assert "features.tau was 0.01, is 0.02; choose another --out, give the old settings" in refused(
         "build", "--resume", "--out", art, "--set", "features.tau=0.02"
     )
 

@@ -101,7 +101,7 @@ def test_a_build_that_was_killed_goes_on_bit_for_bit(root, built, tmp_path):
         build(build_settings(settings(root)), out)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    build(build_settings(settings(root)), out, resume=True)
+    build(build_settings(settings(root)), out)
     for name, array in arrays(built).items():
         assert np.array_equal(array, arrays(out)[name]), name
 

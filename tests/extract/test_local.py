@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import Artifact
-from grasp.errors import ArtifactError, ModelError
+from grasp.errors import ArtifactError, GraspError, ModelError
 from grasp.extract import forward
 from grasp.extract.engine import InProcess
 from grasp.extract.extend import add_target
@@ -230,16 +231,90 @@ def test_float16_keeps_three_digits(root, built):
         np.testing.assert_allclose(found[name], expected[name], atol=6e-4 * np.abs(expected[name]).max())
 
 
-def test_work_is_removed_and_a_second_build_is_refused(root, built):
+class Notes(Silent):
+    """Remembers what it is told."""
+
+    def __init__(self):
+        self.lines, self.stages, self.rows = [], [], 0
+
+    def note(self, line):
+        self.lines.append(line)
+
+    def stage(self, name, *, rows, tokens):
+        self.stages.append(name)
+
+    def advance(self, rows, tokens):
+        self.rows += rows
+
+
+def test_the_same_build_again_says_that_it_is_finished(root, built):
     assert not (built / "work").exists()
-    with pytest.raises(ArtifactError, match="a build was begun here; run again with --resume to go on, or delete"):
-        build(world(root), built)
-    assert build(world(root), built, resume=True) == built
+    notes = Notes()
+    assert build(world(root), built, progress=notes) == built
+    assert notes.lines == [f"{built}: finished already, with these settings; nothing was read again"]
+    assert notes.stages == []
 
 
-def test_resume_with_other_settings_names_every_difference(root, built):
-    with pytest.raises(ArtifactError, match=r"features.tau was 0.01, is 0.02; shard_rows was 8, is 9; go on with"):
-        build(world(root, shard_rows=9, features={"tau": 0.02}), built, resume=True)
+def test_another_build_in_its_place_is_refused_with_every_difference(root, built):
+    with pytest.raises(
+        ArtifactError,
+        match=r"holds a finished artifact, built with other settings: features.tau was 0.01, is 0.02; shard_rows was "
+        r"8, is 9; choose another --out, give the old settings, or delete",
+    ):
+        build(world(root, shard_rows=9, features={"tau": 0.02}), built)
+
+
+def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, tmp_path):
+    notes = Notes()
+    build(world(root), tmp_path / "art", progress=notes)
+    columns, labels, rows, time = notes.lines
+    assert columns == "columns: text from 'text', names of rows from 'row_id'"
+    assert labels == "labels: topic"
+    assert re.fullmatch(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row \(the model reads 128\)", rows)
+    assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows", time)
+    assert notes.stages == ["rows", "units", "token moments", "forward"]
+
+
+def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
+    notes = Notes()
+    seen = []
+    notes.advance = lambda rows, tokens: seen.append((notes.stages[-1], rows, tokens))
+    settings = world(root, shard_rows=65)
+    build(settings, tmp_path / "art", progress=notes)
+    forward = [(rows, tokens) for stage, rows, tokens in seen if stage == "forward"]
+    assert len(forward) > 3
+    assert sum(rows for rows, _ in forward) == 65
+    assert max(tokens for _, tokens in forward) <= settings.model.batch_tokens
+
+
+def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
+    with pytest.raises(
+        ModelError,
+        match=r"model: looks untrained: .* nats a token, guessing gives 5.7; .* go on all the same with --unt",
+    ):
+        build(world(root), tmp_path / "art", must_be_trained=True)
+    assert build(world(root), tmp_path / "art").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": {"names": ["scqi"]}}, "did you mean sciq"),
+        ({"corpus": {"path": "nowhere.jsonl"}}, "no such file"),
+        ({"corpus": {"text_column": "body"}}, "no text column 'body'"),
+        ({"corpus": {"row_id_column": "topic"}}, "row_id 'earth' occurs twice"),
+        ({"corpus": {"max_length": 129}}, "rows of 129 tokens, the model has 128 positions"),
+        ({"targets": {"max_length": 2}}, "the completion has . tokens, expected at most 1"),
+        ({"model": {"path": "nowhere"}}, "none can be had from a hub"),
+    ],
+)
+def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, tmp_path, change, message):
+    good = world(root)
+    ((group, values),) = change.items()
+    wrong = build_settings(good.model_dump() | {group: getattr(good, group).model_dump() | values})
+    with pytest.raises(GraspError, match=message):
+        build(wrong, tmp_path / "art")
+    assert_same(arrays(build(good, tmp_path / "art")), arrays(build(good, tmp_path / "clean")))
 
 
 def test_a_locked_artifact_is_refused(root, tmp_path):
@@ -270,7 +345,7 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
     if child == 0:
         torch.set_num_threads(1)
         try:
-            build(settings, out, resume=True)
+            build(settings, out)
         except BaseException:  # noqa: BLE001  (a child must never fall back into the test runner)
             os._exit(1)
         os._exit(0)

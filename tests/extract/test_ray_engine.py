@@ -82,7 +82,7 @@ def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order)
     with pytest.raises(Stop):
         build(world(root), out, engine=engines[order[0]], progress=watch)
     assert watch.stages.count("forward") == 1
-    build(world(root), out, resume=True, engine=engines[order[1]])
+    build(world(root), out, engine=engines[order[1]])
     assert_same(arrays(out), arrays(built))
 
 

@@ -1,6 +1,7 @@
 """Progress on standard error: a bar on a terminal, plain lines elsewhere or with --quiet."""
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from grasp.text import plain
+from grasp.text import duration_text, plain
 
 if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
@@ -29,6 +30,7 @@ class Watch:
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True)
         self._plain = quiet or not sys.stderr.isatty()
+        self._ended = threading.Event()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._name = ""
@@ -48,11 +50,22 @@ class Watch:
                 console=self._console,
             )
             self._bar.start()
+        else:
+            threading.Thread(target=self._beat, daemon=True).start()
         return self
+
+    def _beat(self) -> None:
+        """A sign of life in plain lines, however long one batch takes."""
+        while not self._ended.wait(1.0):
+            if self._name not in ("", "runs") and time.monotonic() - self._told >= LINE_SECONDS:
+                self._told = time.monotonic()
+                seconds = f"{duration_text(self._told - self._begun)} so far"
+                self._tell(self._so_far() if self._rows else seconds, self._rate() if self._rows else "", self._left())
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
         if kind is None:
             self._close_stage()
         if self._bar is not None:
@@ -74,6 +87,14 @@ class Watch:
             self._told = time.monotonic()
             self._tell(self._so_far(), self._rate(), self._left())
 
+    def note(self, line: str) -> None:
+        """A sentence above the bar."""
+        text = f"note: {plain(line)}"
+        if self._bar is None:
+            print(text, file=sys.stderr)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
+
     def runs(self, status: "RetrainStatus") -> None:
         """Retraining: runs that are done, how far those under way are, and the time left for all of them."""
         if status.stage != self._name:
@@ -83,7 +104,7 @@ class Watch:
             return
         self._runs = status.done - self._before
         doing = f"step {status.step:,} of {status.steps:,} of {_some(status.running)}" if status.running else ""
-        left = "" if status.seconds_left is None else _time_left(status.seconds_left)
+        left = "" if status.seconds_left is None else f"{duration_text(status.seconds_left)} left"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=status.done, rate=doing, left=left)
         elif time.monotonic() - self._told >= LINE_SECONDS:
@@ -112,13 +133,7 @@ class Watch:
     def _left(self) -> str:
         if not self._total or not self._rows:
             return ""
-        return _time_left((time.monotonic() - self._begun) * (self._total - self._rows) / self._rows)
-
-
-def _time_left(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s") + " left"
+        return f"{duration_text((time.monotonic() - self._begun) * (self._total - self._rows) / self._rows)} left"
 
 
 def _some(running: tuple[str, ...]) -> str:

@@ -62,6 +62,10 @@ class ImageShard:
         """One supervised position an image."""
         return len(self)
 
+    def tokens_of(self, index: NDArray[np.int64]) -> int:
+        """Positions of some images."""
+        return len(index)
+
     def take(self, index: NDArray[np.int64]) -> "ImageShard":
         """Images by position in the shard, in the order given."""
         chosen = tuple(self.encoded[int(i)] for i in index)

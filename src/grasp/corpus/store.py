@@ -48,6 +48,10 @@ class RowShard:
         """Tokens of all its rows."""
         return len(self.flat_ids)
 
+    def tokens_of(self, index: NDArray[np.int64]) -> int:
+        """Tokens of some rows."""
+        return int(np.diff(self.offsets)[index].sum())
+
     def take(self, index: NDArray[np.int64]) -> "RowShard":
         """Rows by position in the shard, in the order given."""
         lengths = np.diff(self.offsets)[index]

@@ -14,6 +14,7 @@ from grasp.extract.forward import (
     position_sums,
 )
 from grasp.extract.passes import Rows
+from grasp.extract.progress import Advance, ignore
 from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings, ModelSettings
 
@@ -21,11 +22,11 @@ from grasp.settings import FeatureSettings, ModelSettings
 class Workers(Protocol):
     """Runs the reference model over rows that are handed in; the caller writes what comes back."""
 
-    def position_sums(self, parts: Iterable[Rows]) -> Iterator[PositionSums]:
+    def position_sums(self, parts: Iterable[Rows], advance: Advance) -> Iterator[PositionSums]:
         """Sums for the token-level moments of each part, in the order of the parts, whoever is done first."""
 
     def forward(
-        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, *, keep_positions: bool = False
+        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, advance: Advance, *, keep_positions: bool
     ) -> Iterator[tuple[int, ShardForward]]:
         """The forward half of each shard with its number, as they are done."""
 
@@ -46,15 +47,23 @@ class InProcess:
     model: Reference
     features: FeatureSettings
 
-    def position_sums(self, parts: Iterable[Rows]) -> Iterator[PositionSums]:
+    def position_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[PositionSums]:
         for rows in parts:
-            yield position_sums(self.model, rows, self.features)
+            yield position_sums(self.model, rows, self.features, advance)
 
     def forward(
-        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, *, keep_positions: bool = False
+        self,
+        shards: Iterable[tuple[int, Rows]],
+        kernel: TokenKernel | None,
+        advance: Advance = ignore,
+        *,
+        keep_positions: bool = False,
     ) -> Iterator[tuple[int, ShardForward]]:
         for k, rows in shards:
-            yield k, forward_shard(self.model, rows, self.features, kernel, keep_positions=keep_positions)
+            yield (
+                k,
+                forward_shard(self.model, rows, self.features, kernel, keep_positions=keep_positions, advance=advance),
+            )
 
 
 class LocalEngine:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grasp.errors import ArtifactError, ModelError
 from grasp.extract.passes import Rows, Units, row_passes, unit_passes
+from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import BatchFeatures, bad_rows
 from grasp.features.input_match import (
     InputTargets,
@@ -249,6 +250,7 @@ def forward_shard(
     kernel: TokenKernel | None,
     *,
     keep_positions: bool = False,
+    advance: Advance = ignore,
 ) -> ShardForward:
     """Run the model over one shard, a batch of like lengths at a time, and put the results back in row order."""
     specs = (settings.pooling,) if kernel is None else (settings.pooling, settings.token_positions)
@@ -265,6 +267,7 @@ def forward_shard(
             token.append(kernel.apply(at_positions))
             if keep_positions:
                 positions.append(_positions(at_positions, index))
+        advance(len(index), rows.tokens_of(index))
     where = np.concatenate(order)
     back = np.argsort(where)
     return ShardForward(
@@ -308,13 +311,14 @@ def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> N
     into.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
 
 
-def position_sums(model: Reference, rows: Rows, settings: FeatureSettings) -> PositionSums:
+def position_sums(model: Reference, rows: Rows, settings: FeatureSettings, advance: Advance = ignore) -> PositionSums:
     """Sums for the token-level moments over the used positions of `rows`."""
     sums = PositionSums.empty(model, settings)
     names = rows.table.column("row_id")
     for index, batch in row_passes(model, rows, (settings.token_positions,), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         sums.add(batch, model.head)
+        advance(len(index), rows.tokens_of(index))
     return sums
 
 

@@ -25,11 +25,14 @@ from grasp.artifact.layout import BUILD, MANIFEST
 from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
+from grasp.corpus.documents import documents_of
 from grasp.corpus.image_store import HASH_LABEL, ImageStore
+from grasp.corpus.sources import Source, open_source
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, ModelError
 from grasp.extract.engine import Engine, LocalEngine, Workers
 from grasp.extract.finish import PooledKernel
+from grasp.extract.forecast import expected_seconds, first_rows, refuse_untrained
 from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_units
 from grasp.extract.moments import (
     Store,
@@ -39,14 +42,16 @@ from grasp.extract.moments import (
     spool_pooled_sample,
     spool_position_moments,
 )
+from grasp.extract.passes import Units
 from grasp.extract.progress import Progress, Silent
 from grasp.features.moments import Moments
-from grasp.models.causal_lm import ReferenceModel
+from grasp.models.causal_lm import ReferenceModel, refuse_classifier
 from grasp.models.classifier import ImageClassifier
 from grasp.models.reference import Reference, load_reference
 from grasp.settings import BuildSettings, read_yaml, write_yaml
-from grasp.targets import UnitSet, load_units
+from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.images import load_image_units
+from grasp.text import duration_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +71,44 @@ class Inputs:
         return len(self.unit_set.units)
 
 
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """What the caller has at hand already; the settings name it by its fingerprint."""
+
+    model: ReferenceModel | None = None
+    source: Source | None = None
+    units: Sequence[Unit] = ()
+
+
 def build(
     settings: BuildSettings,
     out: Path,
     *,
-    resume: bool = False,
     progress: Progress | None = None,
     engine: Engine | None = None,
+    in_memory: InMemory = InMemory(),
+    must_be_trained: bool = False,
 ) -> Path:
     """Build the artifact `out`, or go on with one that was begun with the same settings.
 
     Args:
         engine: where the model runs; none: in this process. It is no setting: a build may go on with another one.
+        must_be_trained: stop at a language model that predicts the first rows no better than chance.
     Raises:
         GraspError: bad input, named; nothing that was finished is lost.
     """
     progress = progress or Silent()
     began = Clock()
     with ArtifactLock.acquire(out) as lock:
-        gone_on = begin(settings, out, resume)
+        gone_on = begin(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
             return out
-        inputs = prepare(settings, load_reference(settings.model), out / "tokens", progress)
+        model = _loaded(settings, in_memory)
+        inputs = prepare(settings, model, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
+        settings = inputs.settings
+        if isinstance(model, ReferenceModel) and not gone_on:
+            look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=engine is None)
         work = out / "work" / _digest(identity(inputs))
         with (engine or LocalEngine()).start(inputs.model, settings.model, settings.features, inputs.units) as workers:
             token = build_token_kernel(inputs, workers, work, progress)
@@ -110,6 +130,29 @@ def build(
     return out
 
 
+def _loaded(settings: BuildSettings, in_memory: InMemory) -> Reference:
+    """The model, once what is cheap to read has been seen to be there."""
+    if settings.model.classifier is None:
+        refuse_classifier(settings.model.path)
+        load_units(settings.targets, in_memory.units)
+        source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
+        next(documents_of(source, settings.corpus), None)
+    return in_memory.model or load_reference(settings.model)
+
+
+def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alone: bool) -> None:
+    """Tell how long it will take, unless others help; stop at a model that has learned nothing."""
+    rows, features = first_rows(inputs.store), inputs.settings.features
+    if must_be_trained:
+        refuse_untrained(inputs.model, rows, features)
+    if alone:
+        seconds = expected_seconds(inputs.model, inputs.store, rows, features)
+        progress.note(
+            f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, by the first "
+            f"{len(rows)} rows"
+        )
+
+
 @dataclass(frozen=True)
 class Clock:
     """Time since it was made; CPU seconds are of all threads of this process."""
@@ -121,96 +164,130 @@ class Clock:
         return {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
 
 
-def begin(settings: BuildSettings, out: Path, resume: bool) -> bool:
+def has_work(out: Path) -> bool:
+    """Whether the model has run for what lies here: that is kept, whatever is asked for next."""
+    return (out / "work").exists() or (out / BUILD).exists()
+
+
+def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
     """Claim `out` for these settings by its run.yaml, or see that it was begun with the same ones.
 
-    A build that failed before anything was finished, on a misspelt target say, claims nothing.
+    A build that was refused, for a misspelt target or a row_id that occurs twice, claims nothing.
 
     Returns:
         Whether something was begun here.
     Raises:
-        ArtifactError: something was begun here and `resume` is False, or with other settings (all named).
+        ArtifactError: it was begun with other settings (all named), and the model has run.
     """
     path, now = out / "run.yaml", settings.model_dump(mode="json")
-    begun = any(out.glob("tokens/shard-*.json")) or (out / "work").exists() or (out / BUILD).exists()
-    if path.exists() and begun:
-        if not resume:
-            raise ArtifactError(
-                f"{out}: a build was begun here; run again with --resume to go on, or delete {out} to start again"
-            )
-        changed = list(changes(read_yaml(path), now))
-        if changed:
-            raise ArtifactError(
-                f"{path}: the build begun here has other settings: {'; '.join(changed)}; go on with the old ones, or "
-                f"delete {out} to start again"
-            )
-    else:
+    finished = (out / MANIFEST).exists()
+    if not has_work(out) and not finished:
         write_yaml(now, path)
-    return path.exists() and begun
+        return any(out.glob("tokens/shard-*.json"))
+    if not path.exists():
+        raise ArtifactError(f"{out}: has no run.yaml that would say what it was built from; choose another --out")
+    changed = list(changes(read_yaml(path), now))
+    if changed:
+        state = "a finished artifact, built" if finished else "an unfinished build, begun"
+        raise ArtifactError(
+            f"{out}: holds {state} with other settings: {'; '.join(changed)}; choose another --out, give the old "
+            f"settings, or delete {out}"
+        )
+    progress.note(
+        f"{out}: finished already, with these settings; nothing was read again"
+        if finished
+        else f"{out}: goes on where it was cut off"
+    )
+    return True
 
 
-def prepare(settings: BuildSettings, model: Reference, tokens: Path, progress: Progress) -> Inputs:
-    """Rows on disk, units through the model."""
+def prepare(
+    settings: BuildSettings,
+    model: Reference,
+    tokens: Path,
+    progress: Progress,
+    *,
+    in_memory: InMemory = InMemory(),
+    replace: bool = False,
+) -> Inputs:
+    """Rows on disk, units through the model; the settings get what follows from model and corpus.
+
+    Args:
+        replace: rows of another corpus that lie in `tokens` are thrown away.
+    """
     progress.stage("rows", rows=None, tokens=None)
+    store: Store
+    units: Units
     if isinstance(model, ImageClassifier):
-        return prepare_images(settings, model, tokens, progress)
-    refuse_longer(model, settings.corpus.max_length or 0, "corpus.max_length: rows")
-    unit_set = load_units(settings.targets)
-    unit_tokens = unit_set.tokenize(model.tokenizer, settings.targets.max_length)
-    refuse_longer(model, max(len(unit.input_ids) for unit in unit_tokens), "targets.max_length: a unit")
-    store = RowStore.write(
-        tokens,
-        settings.corpus,
-        model.tokenizer,
-        shard_rows=settings.shard_rows,
-        context=model.context,
-        progress=_difference(progress),
-    )
-    corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
-    names = [unit.unit_id for unit in unit_set.units]
-    progress.stage("units", rows=None, tokens=None)
-    return Inputs(
-        settings=settings.model_copy(update={"corpus": corpus}),
-        model=model,
-        store=store,
-        unit_set=unit_set,
-        units=forward_units(model, unit_tokens, names, settings.features),
-        positions_E=[len(unit.input_ids) - unit.first for unit in unit_tokens],
-        model_fingerprint=model.fingerprint(),
-    )
-
-
-def prepare_images(settings: BuildSettings, model: ImageClassifier, images: Path, progress: Progress) -> Inputs:
-    """Images on disk, trusted images through the model."""
-    classes, n_classes = model.classes, model.vocab_size
-    unit_set, shard = load_image_units(settings.targets, settings.corpus, classes, n_classes)
-    store = ImageStore.write(
-        images,
-        settings.corpus,
-        classes,
-        n_classes,
-        shard_rows=settings.shard_rows,
-        progress=_difference(progress),
-    )
-    names = [unit.unit_id for unit in unit_set.units]
+        classes, n_classes = model.classes, model.vocab_size
+        unit_set, units = load_image_units(settings.targets, settings.corpus, classes, n_classes)
+        store = ImageStore.write(
+            tokens,
+            settings.corpus,
+            classes,
+            n_classes,
+            shard_rows=settings.shard_rows,
+            replace=replace,
+            progress=_difference(progress),
+        )
+        positions_E = [1] * len(unit_set.units)
+    else:
+        unit_set, units, store, settings = _texts(settings, model, tokens, progress, in_memory, replace)
+        positions_E = [len(unit.input_ids) - unit.first for unit in units]
+        tell_rows(store, model, progress)
     progress.stage("units", rows=None, tokens=None)
     return Inputs(
         settings=settings,
         model=model,
         store=store,
         unit_set=unit_set,
-        units=forward_units(model, shard, names, settings.features),
-        positions_E=[1] * len(names),
+        units=forward_units(model, units, [unit.unit_id for unit in unit_set.units], settings.features),
+        positions_E=positions_E,
         model_fingerprint=model.fingerprint(),
     )
 
 
-def refuse_longer(model: ReferenceModel, length: int, what: str) -> None:
-    """Positions beyond those that the model was made for give numbers without meaning, or none at all."""
-    if model.context is not None and length > model.context:
+def _texts(
+    settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress, in_memory: InMemory, replace: bool
+) -> tuple[UnitSet, list[UnitTokens], RowStore, BuildSettings]:
+    """Units and rows as tokens, and the settings with the lengths that they have."""
+    context = model.context
+    if context is not None and (settings.corpus.max_length or 0) > context:
         raise ModelError(
-            f"{what} of {length} tokens, the model has {model.context} positions; set {model.context} or less"
+            f"corpus.max_length: rows of {settings.corpus.max_length} tokens, the model has {context} positions; set "
+            f"{context} or less"
         )
+    longest = min(settings.targets.max_length, context or settings.targets.max_length)
+    unit_set = load_units(settings.targets, in_memory.units)
+    unit_tokens = unit_set.tokenize(model.tokenizer, longest)
+    store = RowStore.write(
+        tokens,
+        settings.corpus,
+        model.tokenizer,
+        shard_rows=settings.shard_rows,
+        context=context,
+        source=in_memory.source,
+        replace=replace,
+        progress=_difference(progress),
+    )
+    corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
+    targets = settings.targets.model_copy(update={"max_length": longest})
+    return unit_set, unit_tokens, store, settings.model_copy(update={"corpus": corpus, "targets": targets})
+
+
+def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> None:
+    """Which column became what, and how long rows are."""
+    roles = store.details["columns"]
+    names = {"text": "text", "input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
+    progress.note("columns: " + ", ".join(f"{names[role]} from {column!r}" for role, column in roles.items()))
+    labels = ", ".join(store.label_columns) or "none, so no question can be asked by slice"
+    left_out = f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}" * bool(store.ignored_columns)
+    progress.note(f"labels: {labels}{left_out}")
+    reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
+    progress.note(
+        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens, at most "
+        f"{store.details['max_length']:,} in a row ({reads})"
+    )
 
 
 def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: Progress) -> TokenKernel | None:
@@ -248,12 +325,12 @@ def run_model(
         if left:
             announce(progress, store, len(left))
         keep = kept is not None and features.token
-        for k, shard in workers.forward(((k, store.shard(k)) for k in left), token, keep_positions=keep):
+        rows = ((k, store.shard(k)) for k in left)
+        for k, shard in workers.forward(rows, token, progress.advance, keep_positions=keep):
             if kept is not None:
                 kept.write(k, shard.kept())
             if spool is not None:
                 spool.write(k, shard.spool())
-            progress.advance(len(shard.loss_N), round(store.n_tokens * len(shard.loss_N) / store.n_rows))
             yield k, shard
 
     if spool is not None:
@@ -404,6 +481,7 @@ def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
             "n_tokens": store.n_tokens,
             "n_documents": store.n_documents,
             "labels": list(store.label_columns),
+            "columns": store.details.get("columns"),
             "classes": list(model.classes) if isinstance(model, ImageClassifier) else None,
             "loss": "nats a token, mean over the positions that the head was applied to",
             "build_seconds": None if began is None else began.seconds(),

@@ -57,10 +57,8 @@ def build_token_moments(
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]
     sums = PositionSums.empty(model, settings)
-    found = workers.position_sums(store.rows(part) for part in parts)
-    for part, own in zip(parts, found, strict=True):
+    for own in workers.position_sums((store.rows(part) for part in parts), progress.advance):
         sums.merge(own)
-        progress.advance(len(part), int(length_N[part].sum()))
     moments = sums.moments()
     work.write(0, spool_position_moments(moments))
     return moments
@@ -76,9 +74,9 @@ def spool_pooled_sample(
     progress.stage("pooled moments", rows=len(index), tokens=None)
     left = [k for k in parts if not work.has(k)]
     progress.advance(sum(len(parts[k]) for k in parts.keys() - set(left)), 0)
-    for k, shard in workers.forward(((k, store.rows(parts[k])) for k in left), None):
+    rows = ((k, store.rows(parts[k])) for k in left)
+    for k, shard in workers.forward(rows, None, progress.advance, keep_positions=False):
         work.write(k, shard.spool())
-        progress.advance(len(parts[k]), 0)
     return len(parts)
 
 

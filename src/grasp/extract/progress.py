@@ -1,6 +1,9 @@
 """What a build tells whoever watches it. Nothing here prints."""
 
+from collections.abc import Callable
 from typing import Protocol
+
+Advance = Callable[[int, int], None]  # so many more rows and tokens are done
 
 
 class Progress(Protocol):
@@ -12,6 +15,9 @@ class Progress(Protocol):
     def advance(self, rows: int, tokens: int) -> None:
         """So many more rows and tokens of the current stage are done."""
 
+    def note(self, line: str) -> None:
+        """Something worth knowing, a sentence."""
+
 
 class Silent:
     """Watches nothing."""
@@ -21,3 +27,10 @@ class Silent:
 
     def advance(self, rows: int, tokens: int) -> None:
         pass
+
+    def note(self, line: str) -> None:
+        pass
+
+
+def ignore(rows: int, tokens: int) -> None:
+    """An `Advance` that nobody watches."""

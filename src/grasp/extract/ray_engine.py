@@ -26,6 +26,7 @@ from grasp.extract.forward import (
     position_sums,
 )
 from grasp.extract.passes import Rows
+from grasp.extract.progress import Advance, ignore
 from grasp.features.moments import PositionMoments
 from grasp.models.reference import Reference, load_reference
 from grasp.settings import FeatureSettings, ModelSettings
@@ -73,7 +74,7 @@ class RayWorkers:
     actors: list[Any]
     units: UnitFeatures  # on the CPU
 
-    def position_sums(self, parts: Iterable[Rows]) -> Iterator[PositionSums]:
+    def position_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[PositionSums]:
         """In the order of the parts. Those that are done early wait for their turn, a few of them at most."""
         early: dict[int, PositionSums] = {}
         due, most = 0, JOBS_A_WORKER * len(self.actors)
@@ -81,21 +82,41 @@ class RayWorkers:
         def call(actor: Any, rows: Rows) -> Any:
             return actor.position_sums.remote(rows)
 
-        for k, sums in self.cluster.spread(self.actors, enumerate(parts), call, wait=lambda: len(early) >= most):
+        size: Sizes = {}
+        jobs = _counted(enumerate(parts), size)
+        for k, sums in self.cluster.spread(self.actors, jobs, call, wait=lambda: len(early) >= most):
             early[k] = sums
+            advance(*size.pop(k))
             while due in early:
                 yield early.pop(due)
                 due += 1
 
     def forward(
-        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, *, keep_positions: bool = False
+        self,
+        shards: Iterable[tuple[int, Rows]],
+        kernel: TokenKernel | None,
+        advance: Advance = ignore,
+        *,
+        keep_positions: bool = False,
     ) -> Iterator[tuple[int, ShardForward]]:
+        size: Sizes = {}
         material = self.cluster.put(None if kernel is None else (self.units, kernel.moments))
 
         def call(actor: Any, rows: Rows) -> Any:
             return actor.forward.remote(rows, material, keep_positions)
 
-        yield from self.cluster.spread(self.actors, shards, call)
+        for k, shard in self.cluster.spread(self.actors, _counted(shards, size), call):
+            advance(*size.pop(k))
+            yield k, shard
+
+
+Sizes = dict[int, tuple[int, int]]  # rows and tokens of jobs that are under way
+
+
+def _counted(jobs: Iterable[tuple[int, Rows]], size: Sizes) -> Iterator[tuple[int, Rows]]:
+    for k, rows in jobs:
+        size[k] = len(rows), rows.n_tokens
+        yield k, rows
 
 
 @dataclass(frozen=True, slots=True)

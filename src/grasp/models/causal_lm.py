@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.models.head import head_shape, output_head
@@ -29,6 +30,10 @@ from grasp.settings import ModelSettings
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 WEIGHTS = (".pth", ".pt", ".bin", ".safetensors")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 # Largest |head(hidden) - logits| the load check lets pass, in units of the logits' standard deviation.
@@ -61,10 +66,20 @@ class ReferenceModel:
             torch.set_num_threads(settings.threads)
         device = device_of(settings.device)
         dtype = dtype_of(settings.dtype, device)
-        model, hf_tokenizer = _from_pretrained(settings, dtype)
-        reference = cls(model.to(device), HfTokenizer(hf_tokenizer, vocab_size=0), batch_tokens=settings.batch_tokens)
-        reference.tokenizer = HfTokenizer(hf_tokenizer, vocab_size=reference.vocab_size)
-        reference._check_tokenizer(settings, len(hf_tokenizer))
+        model, tokenizer = _from_pretrained(settings, dtype)
+        return cls.of(model.to(device), tokenizer, settings)
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any, settings: ModelSettings) -> Self:
+        """A model of transformers and its tokenizer that are loaded; checked as `load` does.
+
+        Raises:
+            ModelError: as `load`; weights of a type that is not read.
+        """
+        dtype_name(next(model.parameters()).dtype)
+        vocab_size, _ = head_shape(output_head(model).linear)
+        reference = cls(model, HfTokenizer(tokenizer, vocab_size=vocab_size), batch_tokens=settings.batch_tokens)
+        reference._check_tokenizer(settings, len(tokenizer))
         if settings.check:
             reference.check_head()
             reference.check_causal()
@@ -184,6 +199,18 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What the settings call a number format.
+
+    Raises:
+        ModelError: one that they do not know.
+    """
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise ModelError(f"model: its weights are {dtype}, expected {', '.join(DTYPES)}; convert it, e.g. model.float()")
+
+
 def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
     """The tokenizer of a reference model, without its weights.
 
@@ -197,12 +224,12 @@ def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
 
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
     where = _checkpoint_at("model.path", settings.path, settings)
-    _refuse_classifier(settings.path)
+    refuse_classifier(settings.path)
     tokenizer = _hf_tokenizer(settings)
     return load_weights(AutoModelForCausalLM, settings.path, "is not a causal LM", where, dtype), tokenizer
 
 
-def _refuse_classifier(name: str) -> None:
+def refuse_classifier(name: str) -> None:
     """A checkpoint of images would be told that it has no tokenizer."""
     try:
         kinds = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
@@ -267,12 +294,19 @@ def _hf_tokenizer(settings: ModelSettings) -> Any:
     field, name = "model.path", settings.path
     if settings.tokenizer is not None:
         field, name = "model.tokenizer", settings.tokenizer
+    if Path(name).is_dir() and not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
+        raise ModelError(
+            f"{field}: `{name}` holds no tokenizer; name its directory with --tokenizer (model.tokenizer), or put it "
+            "there with tokenizer.save_pretrained"
+        )
     with _quiet():
         return _loaded(AutoTokenizer, field, "has no tokenizer", **_checkpoint_at(field, name, settings))
 
 
 def _is_local(field: str, name: str) -> bool:
     """Whether it lies on disk; what is not there and cannot be the name of a repository either is refused."""
+    if name.startswith(IN_MEMORY):
+        raise ModelError(f"{field}: it was {name}: it is on no disk; pass it again, or save it and name its directory")
     path = Path(name)
     if path.is_file() and path.suffix != ".gguf":
         raise ModelError(

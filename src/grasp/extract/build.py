@@ -1,0 +1,276 @@
+"""`grasp build` and `grasp.build`: settings out of whatever the user has, the build, the artifact opened.
+
+Model, corpus and targets are named, or given as objects. An object is told by a fingerprint of its content, which
+stands in the settings where a path would: a build goes on, or is finished, if the same objects are given again.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from grasp.artifact import remote
+from grasp.artifact.reader import Artifact
+from grasp.corpus.sources import IN_MEMORY, Source, table_source
+from grasp.errors import CorpusError, SettingsError, TargetError
+from grasp.extract.cluster import ClusterSpec
+from grasp.extract.extend import Source as Added
+from grasp.extract.extend import add_target
+from grasp.extract.local import InMemory
+from grasp.extract.local import build as build_local
+from grasp.extract.progress import Progress, Silent
+from grasp.extract.ray_engine import RayEngine
+from grasp.models.causal_lm import ReferenceModel, dtype_name
+from grasp.settings import (
+    CODE,
+    ModelSettings,
+    build_settings,
+    leaf,
+    put,
+    read_yaml,
+    take,
+    target_settings,
+    without_foreign_code,
+)
+from grasp.targets.records import records_of, units_of
+from grasp.targets.units import Unit
+
+REQUIRED = {
+    "--model": ("model.path",),
+    "--corpus": ("corpus.path",),
+    "--targets": ("targets.names", "targets.datasets"),
+}
+
+
+def build(
+    model: Any = None,
+    corpus: Any = None,
+    targets: Any = None,
+    out: Path | str = "",
+    *,
+    tokenizer: Any = None,
+    split: str | None = None,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    max_length: int | None = None,
+    match: str | None = None,
+    dtype: str | None = None,
+    keep_features: bool | None = None,
+    settings: Mapping[str, Any] | Path | str | None = None,
+    resume: bool = False,
+    untrained: bool = False,
+    cluster: ClusterSpec | None = None,
+    progress: Progress | None = None,
+) -> Artifact:
+    """Run the model once over the corpus and write the artifact `out`.
+
+    What is there already is not done again: a build that was cut off goes on, one that is finished is opened.
+
+    Args:
+        model: directory or hub name of a checkpoint; or a transformers model, with `tokenizer` or as a pair with it.
+        corpus: file, directory, URL or hub name; or a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`.
+        targets: names of tasks and files of units, in a list or separated by commas; or units: a list of dicts with
+            prompt and completion (or question and answer), or a DataFrame of them.
+        out: directory of the artifact, or a URL.
+        tokenizer: directory, or a transformers tokenizer where the model is an object.
+        split: of a corpus with several.
+        text_column, id_column: columns of the corpus; by default `text`, and `row_id` or `id`.
+        max_length: tokens of the longest row; by default what the model reads, at most 2,048.
+        match: relevance kernels, `pooled`, `token` or `both`.
+        dtype: `float32`, `bfloat16` or `float16`; by default float32 on a CPU, else bfloat16.
+        keep_features: keep what a target needs that is added later.
+        settings: any other settings, nested, or the YAML file of them; arguments win.
+        resume: take the settings from the build that was begun in `out`.
+        untrained: go on although the model predicts no better than chance.
+        cluster: Ray workers that run the model.
+    Raises:
+        GraspError: bad input, named; nothing that was finished is lost.
+    """
+    arguments = {
+        "corpus.split": split,
+        "corpus.text_column": text_column,
+        "corpus.row_id_column": id_column,
+        "corpus.max_length": max_length,
+        "features.match": match,
+        "keep_features": keep_features,
+    }
+    data = deepcopy(dict(settings)) if isinstance(settings, Mapping) else read_yaml(Path(settings)) if settings else {}
+    for name, value in arguments.items():
+        if value is not None:
+            put(data, name, value)
+    place, url, staged = _place(out)
+    with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
+        data, in_memory = _with_inputs(data, model, tokenizer, corpus, targets, dtype)
+        if resume and (staged / "run.yaml").exists():
+            data = _over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
+        _require(data, staged if resume and not (staged / "run.yaml").exists() else None)
+        checked, progress = build_settings(data), progress or Silent()
+        if cluster is not None and in_memory.model is not None:
+            raise SettingsError("model: got an object, but workers load it from a disk; save it and name its directory")
+        if url is not None and remote.is_published(url):
+            if not resume:
+                raise SettingsError(f"--out: a complete artifact lies at {url}; choose another place, or delete it")
+            progress.note(f"{url}: finished already; nothing was read again")
+            return Artifact.open(url)
+        engine = None if cluster is None else RayEngine(cluster)
+        build_local(
+            checked, staged, progress=progress, engine=engine, in_memory=in_memory, must_be_trained=not untrained
+        )
+    if url is not None:
+        remote.publish_artifact(staged, url)
+        remote.discard_staging(url)
+    return Artifact.open(place if url is None else url)
+
+
+def _place(out: Path | str) -> tuple[Path, str | None, Path]:
+    """The path or URL of the artifact, and where it is built on this machine."""
+    if not str(out):
+        raise SettingsError("--out: got nothing, expected a directory of its own for the artifact")
+    place = remote.local_path(out)
+    url = remote.remote_url(place)
+    if url is not None and url.partition(":")[0] in remote.IN_PROCESS:
+        raise SettingsError(f"--out: got {url}, which ends with this process; choose a directory or an object store")
+    return place, url, place if url is None else remote.staging_directory(url)
+
+
+def add_targets(
+    out: Path | str,
+    targets: str | Sequence[str],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Added:
+    """Add targets to a finished artifact on this machine; returns where their relevance came from.
+
+    Args:
+        settings: of targets, e.g. `{"targets": {"seed": 3}}`, and those that name code that may be run.
+    Raises:
+        SettingsError: others are given: the artifact has its own.
+        ArtifactError: it is none, or has a target already; model or corpus are no longer its own.
+    """
+    data, own = deepcopy(dict(settings or {})), dict[str, Any]()
+    for name in CODE:  # the user's own word for what is run
+        if value := take(data, name):
+            put(own, name, value)
+    given = data.pop("targets", {})
+    if data or not isinstance(given, dict) or "names" in given:
+        raise SettingsError(
+            f"--add-target: got {', '.join(sorted(data)) or 'targets'} as well; a target is added with the artifact's "
+            "own settings, of which targets.max_length and the like can be changed with --set, and no other"
+        )
+    place, url, _ = _place(out)
+    if url is not None:
+        raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
+    old = Artifact.open(place).manifest.settings["targets"]
+    names, _ = _targets(targets, "completion")
+    return add_target(
+        place, target_settings({**old, "datasets": [], **given, "names": names}), own=own, progress=progress
+    )
+
+
+def _with_inputs(
+    data: dict[str, Any], model: Any, tokenizer: Any, corpus: Any, targets: Any, dtype: str | None
+) -> tuple[dict[str, Any], InMemory]:
+    """The settings with model, corpus and targets named in them, and those of the three that are objects."""
+    reference, source = None, None
+    units: tuple[Unit, ...] = ()
+    if isinstance(model, tuple | list):
+        if len(model) != 2 or tokenizer is not None:
+            raise SettingsError(f"model: got {len(model)} things, expected a model and its tokenizer")
+        model, tokenizer = model
+    if isinstance(model, nn.Module):
+        reference = _reference(model, tokenizer, data)
+        tokenizer = IN_MEMORY + reference.tokenizer.fingerprint
+        put(data, "model.device", str(reference.device))
+        dtype, model = dtype_name(reference.dtype), IN_MEMORY + reference.fingerprint()
+    _name(data, "model.path", model, "a path or a transformers model")
+    _name(data, "model.tokenizer", tokenizer, "a directory, or with a model that is an object a tokenizer")
+    _name(data, "model.dtype", dtype, "float32, bfloat16 or float16")
+    if corpus is not None and not isinstance(corpus, str | Path):
+        source = table_source(corpus, leaf(data, "corpus.split"))
+        data.get("corpus", {}).pop("split", None)
+        corpus = IN_MEMORY + source.digest
+    _name(data, "corpus.path", corpus, "a path or a table")
+    if targets is not None:
+        names, units = _targets(targets, leaf(data, "targets.loss_on") or "completion")
+        put(data, "targets.names", names)
+    return data, InMemory(reference, source, units)
+
+
+def _reference(model: nn.Module, tokenizer: Any, data: Mapping[str, Any]) -> ReferenceModel:
+    """A model that is an object, proven as one from a disk is."""
+    if tokenizer is None or isinstance(tokenizer, str | Path):
+        raise SettingsError(f"tokenizer: got {tokenizer}, but the model is an object; give its tokenizer as one too")
+    given = leaf(data, "model") or {}
+    settings = ModelSettings.model_validate({"path": IN_MEMORY, **given})
+    return ReferenceModel.of(model, tokenizer, settings)
+
+
+def _name(data: dict[str, Any], setting: str, value: Any, expected: str) -> None:
+    """Put a name into the settings."""
+    if value is None:
+        return
+    if not isinstance(value, str | Path):
+        raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
+    put(data, setting, str(value))
+
+
+def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
+    """Names of targets, and the units behind them that are in memory."""
+    if isinstance(targets, str | Path):
+        targets = split_names(str(targets))
+    if isinstance(targets, Sequence) and all(isinstance(name, str | Path) for name in targets):
+        return [str(name) for name in targets], ()
+    if isinstance(targets, Sequence) and all(isinstance(unit, Mapping) for unit in targets):
+        records: Any = ((f"targets, unit {k}", unit) for k, unit in enumerate(targets))
+    else:
+        try:
+            source: Source = table_source(targets, what="targets")
+        except CorpusError as err:
+            raise TargetError(f"{err}; or names, or a list of dicts with prompt and completion") from err
+        records = records_of(source)
+    units = tuple(units_of(records, "units", loss_on))
+    digest = hashlib.blake2b(repr([repr(unit) for unit in units]).encode(errors="replace"), digest_size=16)
+    return [IN_MEMORY + digest.hexdigest()], units
+
+
+def split_names(text: str) -> list[str]:
+    """Names separated by commas; a file that is there keeps the commas of its name."""
+    if Path(text).is_file():
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings, one over the other."""
+    for name, value in above.items():
+        inner = below.get(name)
+        below[name] = _over(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return below
+
+
+def _require(data: Mapping[str, Any], resumed: Path | None) -> None:
+    missing = [name for name, paths in REQUIRED.items() if not any(leaf(data, path) for path in paths)]
+    if missing:
+        where = "build" if resumed is None else f"build --resume: there is no {resumed / 'run.yaml'}"
+        flags = ", ".join(f"{name} ({REQUIRED[name][0]})" for name in missing)
+        raise SettingsError(f"{where}: missing {flags}; give it as an argument, or in the settings (--set, --config)")
+
+
+@contextmanager
+def _as_it_was(model: Any) -> Iterator[None]:
+    """Give a model that is an object back in the mode and with the gradients that it came with."""
+    owned = model if isinstance(model, nn.Module) else nn.Module()
+    modes = [(module, module.training) for module in owned.modules()]
+    grads = [(parameter, parameter.requires_grad) for parameter in owned.parameters()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, required in grads:
+            parameter.requires_grad_(required)

@@ -1,0 +1,54 @@
+"""A first look, on a few rows before the pass: has the model learned anything, and how long will the build take?"""
+
+import math
+import time
+
+import numpy as np
+
+from grasp.corpus.image_store import ImageStore
+from grasp.corpus.store import RowStore
+from grasp.errors import ModelError
+from grasp.extract.forward import forward_shard, position_sums
+from grasp.extract.passes import Rows
+from grasp.models.reference import Reference
+from grasp.settings import FeatureSettings
+
+TOKENS = 2_048  # of the rows that are looked at
+UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
+
+
+def first_rows(store: RowStore | ImageStore) -> Rows:
+    """The first rows of a corpus, at least one."""
+    reached = np.cumsum(np.asarray(store.table(0).column("n_tokens"), dtype=np.int64))
+    return store.rows(np.arange(max(1, int(np.searchsorted(reached, TOKENS, side="right")))))
+
+
+def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) -> None:
+    """See that the model knows more than chance.
+
+    Raises:
+        ModelError: its mean loss is that of a guess among all tokens.
+    """
+    loss, chance = float(forward_shard(model, rows, settings, None).loss_N.mean()), math.log(model.vocab_size)
+    if loss > UNTRAINED * chance:
+        raise ModelError(
+            f"model: looks untrained: its loss on the first {len(rows)} rows is {loss:.1f} nats a token, guessing "
+            f"gives {chance:.1f}; name a trained checkpoint, or go on all the same with --untrained"
+        )
+
+
+def expected_seconds(model: Reference, store: RowStore | ImageStore, rows: Rows, settings: FeatureSettings) -> float:
+    """Time of all passes over the corpus, by that of the first rows, which the model must have seen before."""
+    begun = time.perf_counter()
+    by_token = settings.token or settings.product_width > 0
+    if by_token:
+        position_sums(model, rows, settings)
+    else:
+        forward_shard(model, rows, settings, None)
+    seconds = time.perf_counter() - begun
+    tokens = float(store.n_tokens)
+    if by_token:
+        tokens += min(store.n_tokens, settings.moment_positions)
+    if store.n_rows > settings.moment_rows:
+        tokens += store.n_tokens * settings.moment_rows / store.n_rows
+    return seconds * tokens / max(1, rows.n_tokens)
