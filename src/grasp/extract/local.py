@@ -133,7 +133,8 @@ def build(
 def _loaded(settings: BuildSettings, in_memory: InMemory) -> Reference:
     """The model, once what is cheap to read has been seen to be there."""
     if settings.model.classifier is None:
-        refuse_classifier(settings.model.path)
+        if in_memory.model is None:
+            refuse_classifier(settings.model.path)
         load_units(settings.targets, in_memory.units)
         source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
         next(documents_of(source, settings.corpus), None)

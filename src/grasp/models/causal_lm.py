@@ -223,14 +223,19 @@ def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
 
 
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    where = _checkpoint_at("model.path", settings.path, settings)
     refuse_classifier(settings.path)
+    where = _checkpoint_at("model.path", settings.path, settings)
     tokenizer = _hf_tokenizer(settings)
     return load_weights(AutoModelForCausalLM, settings.path, "is not a causal LM", where, dtype), tokenizer
 
 
 def refuse_classifier(name: str) -> None:
-    """A checkpoint of images would be told that it has no tokenizer."""
+    """What can be seen of a causal LM without loading it: a checkpoint of images would be told it has no tokenizer.
+
+    Raises:
+        ModelError: no checkpoint, or one of images.
+    """
+    _is_local("model.path", name)
     try:
         kinds = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     except (OSError, ValueError, AttributeError):
