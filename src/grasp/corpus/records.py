@@ -116,10 +116,10 @@ def names_and_labels(
 
 
 def check_id_columns(settings: CorpusSettings, names: Sequence[str], where: str) -> None:
-    """See that an id column that was asked for by name is there."""
+    """See that an id column that was asked for by name is there; our own names mean one if there is one."""
     for setting in ("row_id_column", "doc_id_column"):
         column = getattr(settings, setting)
-        if column and column not in names:
+        if column and column not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
             raise CorpusError(
                 f"{where}: no column {column!r}, which corpus.{setting} asks for; columns found: {', '.join(names)}"
             )
