@@ -434,13 +434,17 @@ def test_a_label_expression_that_is_none(art, tmp_path, monkeypatch, flag, expre
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_slice_that_leaves_nothing(art):
-    rows = Artifact.open(art).n_rows
-    assert refused("predict", art, "--drop", "true") == (
-        f"predict: `drop true` leaves none of {rows} rows, expected at least one"
-    )
-    assert refused("predict", art, "--keep", "topic = 'nowhere'") == (
-        f"predict: `keep topic = 'nowhere'` leaves none of {rows} rows, expected at least one"
+@pytest.mark.parametrize("flag", ["--drop", "--keep"])
+def test_an_expression_that_tells_no_rows_apart_says_what_there_is(art, flag):
+    columns = "row_index, row_id, doc_id, n_tokens, loss, snippet, topic"
+    for expression, how_many in (("true", "every row"), ("'doc type' = 'FAQs'", "no row")):
+        assert refused("predict", art, flag, expression) == (
+            f"expression {expression!r}: matches {how_many}; it names no column: 'single quotes' are for values, "
+            f'"double quotes" for a column with blanks, as in "doc type" = \'FAQs\'; the columns are {columns}'
+        )
+    assert refused("predict", art, flag, "topic = 'nowhere'") == (
+        "expression \"topic = 'nowhere'\": matches no row; topic has 'earth' (23 rows), 'life' (22 rows), 'sky' (20 "
+        "rows)"
     )
 
 
@@ -500,33 +504,31 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "predict: got nothing to predict, expected one of --subsets, --drop, --keep, --weight, --by, --family"),
+        ([], "predict: got nothing to predict, expected one of drop, keep, weight, by, subsets, family"),
         (
             ["--by", "topic", "--keep", "true"],
-            "predict: got --keep, --by, expected one of --subsets, --drop, --keep, --weight, --by, --family",
+            "predict: got keep, by, expected one of drop, keep, weight, by, subsets, family",
         ),
         (
             ["--by", "topic", "--units", "--components"],
-            "predict: got --units, --components with --by, where it has no meaning; leave it out",
+            "predict: got units, components with by, where it has no meaning; leave it out",
         ),
-        (["--keep", "true", "--omitted"], "predict: got --omitted with --keep, where it has no meaning; leave it out"),
-        (["--by", "topci"], "--by: unknown column 'topci' (did you mean 'topic'?); the columns are "),
+        (["--keep", "true", "--omitted"], "predict: got omitted with keep, where it has no meaning; leave it out"),
+        (["--by", "topci"], "by: unknown column 'topci' (did you mean 'topic'?); the columns are "),
         (["--family", "dice:1"], "family 'dice:1': unknown kind 'dice'; expected uniform:0.5, bernoulli:0.5, mixture:"),
         (["--family", "uniform:2"], "family 'uniform:2': got '2', expected a fraction between 0 and 1, both excluded"),
-        (["--family", "mixture:tipic"], "--family: unknown column 'tipic' (did you mean 'topic'?)"),
-        (
-            ["--keep", "true", "--calibration", "dice"],
-            "--calibration: family 'dice': unknown kind 'dice'; expected uni",
-        ),
-        (["--keep", "true", "--calibration", ""], "--calibration: family '': "),
-        (["--by", "topic", "--calibration", ""], "--calibration: family '': "),
-        (["--by", "", "--calibration", "dice"], "--by: unknown column ''; the columns are "),
-        (["--keep", "true", "--targets", "sciq"], "--targets: got ['sciq'], the artifact has ['facts']"),
+        (["--family", "mixture:tipic"], "family: unknown column 'tipic' (did you mean 'topic'?)"),
+        (["--by", ""], "by: unknown column ''; the columns are "),
+        (["--keep", "true", "--targets", "sciq"], "targets: got ['sciq'], the artifact has ['facts']"),
         (["--by", "topic", "--protocol", "/no/protocol.yaml"], "/no/protocol.yaml: no such settings file"),
         (["--weight", "true: -1"], "--weight: got 'true: -1', expected EXPR:NUMBER with 0 or more, e.g. "),
         (["--weight", "true"], "--weight: got 'true', expected EXPR:NUMBER with 0 or more, e.g. "),
         (["--weight", "true:nan"], "--weight: got 'true:nan', expected EXPR:NUMBER with 0 or more, e.g. "),
-        (["--weight", "true:0"], "--weight: leaves none of 65 rows, expected at least one above 0"),
+        (["--weight", "true:0"], "expression 'true': matches every row; it names no column: 'single quotes' are for"),
+        (
+            ["--weight", "topic = 'sky':0", "--weight", "topic != 'sky':0"],
+            "weight: leaves none of 65 rows, expected at least one above 0",
+        ),
     ],
 )
 def test_predict_flags_that_do_not_fit(art, flags, message):
@@ -552,7 +554,7 @@ def test_predict_flags_that_do_not_fit(art, flags, message):
 )
 def test_a_protocol_that_does_not_fit(art, tmp_path, content, message):
     (tmp_path / "protocol.yaml").write_text(content)
-    assert re.fullmatch(message, refused("predict", art, "--keep", "true", "--protocol", tmp_path / "protocol.yaml"))
+    assert re.fullmatch(message, refused("predict", art, "--by", "topic", "--protocol", tmp_path / "protocol.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -560,8 +562,8 @@ def test_a_protocol_that_does_not_fit(art, tmp_path, content, message):
     [
         (["--target", "sciq"], "--target: got ['sciq'], the artifact has ['facts']"),
         (["--target", "facts", "--match", "best"], "match: got 'best', expected one of ['pooled', 'token', 'input']"),
-        (["--target", "facts", "--labels", "topic,era"], "--labels: got era; the artifact has row_index, row_id, "),
-        (["--target", "facts", "--min-tokens", "49"], "--min-tokens: got 49, no row of "),
+        (["--target", "facts", "--labels", "topic,era"], "labels: got era; the artifact has row_index, row_id, "),
+        (["--target", "facts", "--min-tokens", "49"], "min_tokens: got 49, no row of "),
     ],
 )
 def test_score_flags_that_do_not_fit(art, flags, message):

@@ -14,14 +14,13 @@ from grasp.artifact import remote
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArtifactWriter
-from grasp.predict.blocks import one_subset
 from grasp.predict.families import parse_family
-from grasp.predict.predictions import predict
-from grasp.predict.protocol import default_protocol, load_protocol
-from grasp.predict.row_tables import row_tokens, slice_table
-from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.geometry_terms import CalibrationFamily
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import Calibration, load_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from grasp.predict.tables import prediction_table
 from grasp.settings import write_yaml
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.extract.world import write_targets
@@ -33,15 +32,15 @@ GEOMETRY = {
 }
 
 
-def relevance(art: Path, kernel: str = "token") -> np.ndarray:
-    """Mean relevance of every row to the units of `facts`, (N,), float64."""
-    return arrays(art)[f"relevance_{kernel}"].astype(np.float64).mean(axis=1)
-
-
-def as_counted(art: Path, kernel: str = "token") -> np.ndarray:
-    """The same as the protocol that ships counts it: below 0 a quarter, unit by unit."""
-    relevance_NE = arrays(art)[f"relevance_{kernel}"].astype(np.float64)
-    return np.where(relevance_NE < 0, 0.25 * relevance_NE, relevance_NE).mean(axis=1)
+def effects(art: Path, kernels=("token", "input"), columns=slice(None)) -> np.ndarray:
+    """Effect of every row on `facts`, (N,): the protocol that ships, written out."""
+    total_N = 0.0
+    for kernel in kernels:
+        relevance_NE = arrays(art)[f"relevance_{kernel}"].astype(np.float64)[:, columns]
+        mean_N = np.where(relevance_NE < 0, 0.25 * relevance_NE, relevance_NE).mean(axis=1)
+        if mean_N.std():
+            total_N = total_N + (mean_N - mean_N.mean()) / mean_N.std()
+    return (total_N - np.mean(total_N)) / np.std(total_N)
 
 
 def topics(art: Path) -> np.ndarray:
@@ -157,9 +156,9 @@ def test_an_added_target_is_there_and_the_old_one_is_untouched(root, art, tmp_pa
     assert succeed("verify", out).lines[-1].endswith("all whole")
     for name, array in arrays(art).items():
         np.testing.assert_array_equal(arrays(out)[name][:, : array.shape[1]], array, err_msg=name)
-    best = table(succeed("score", out, "--target", "more", "--top", 1).out, "most helpful")[0]
-    mean = arrays(out)["relevance_token"][:, 6:].mean(axis=1)
-    assert float(best["relevance"]) == pytest.approx(mean.max(), rel=1e-3)
+    best = table(succeed("score", out, "--target", "more", "--top", 1).out, "the 1 most helpful")[0]
+    effect_N = effects(out, columns=slice(6, None))
+    assert float(best["effect"]) == pytest.approx(effect_N.max(), rel=1e-3)
     assert "more" in refused("build", "--out", out, "--add-target", tmp_path / "more.jsonl")
 
 
@@ -188,33 +187,41 @@ def test_verify_counts_what_it_read(art):
 
 
 def test_score_shows_the_rows_that_a_sort_would(art):
-    mean_N = relevance(art)
+    effect_N = effects(art)
     rows = pq.read_table(art / "rows.parquet").to_pylist()
-    out = succeed("score", art, "--target", "facts", "--top", 5, "--bottom", 3).out
-    for title, order in (("most helpful", np.argsort(-mean_N)[:5]), ("most harmful", np.argsort(mean_N)[:3])):
-        printed = table(out, title)
-        assert [line["row_id"] for line in printed] == [rows[i]["row_id"] for i in order]
-        assert [line["topic"] for line in printed] == [rows[i]["topic"] for i in order]
-        assert [line["rank"] for line in printed] == [str(i + 1) for i in range(len(order))]
-        np.testing.assert_allclose([float(line["relevance"]) for line in printed], mean_N[order], rtol=1e-3)
-        assert all(rows[i]["snippet"].startswith(line["text"][:20]) for i, line in zip(order, printed, strict=True))
+    printed = table(succeed("score", art, "--target", "facts", "--top", 5, "--bottom", 3).out, "the 5 most helpful")
+    order = np.concatenate([np.argsort(-effect_N)[:5], np.argsort(effect_N)[:3]])
+    assert [line["row_id"] for line in printed] == [rows[i]["row_id"] for i in order]
+    assert [line["topic"] for line in printed] == [rows[i]["topic"] for i in order]
+    np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], rtol=1e-3)
+    assert all(rows[i]["snippet"].startswith(line["text"][:20]) for i, line in zip(order, printed, strict=True))
 
 
 def test_score_shows_ten_rows_unless_asked(art):
-    assert len(table(succeed("score", art, "--target", "facts").out, "most helpful")) == 10
+    assert len(table(succeed("score", art, "--target", "facts").out, "the 10 most helpful")) == 10
 
 
 @pytest.mark.parametrize("kernel", ["pooled", "input"])
-def test_score_by_another_kernel_of_long_rows_with_chosen_columns(art, kernel):
-    out = succeed(
-        "score", art, "--target", "facts", "--top", 4, "--match", kernel, "--min-tokens", 30, "--labels", "n_tokens"
-    ).out
-    mean_N = relevance(art, kernel)
+def test_score_by_another_kernel_of_some_rows_with_chosen_columns(art, kernel):
+    asked = ["--top", 4, "--match", kernel, "--min-tokens", 30, "--where", "topic = 'sky'", "--labels", "n_tokens"]
+    out = succeed("score", art, "--target", "facts", *asked).out
+    effect_N = effects(art, (kernel,))
     tokens_N = np.array(pq.read_table(art / "rows.parquet")["n_tokens"])
-    order = [i for i in np.argsort(-mean_N) if tokens_N[i] >= 30][:4]
-    printed = table(out, "most helpful")
+    order = [i for i in np.argsort(-effect_N) if tokens_N[i] >= 30 and topics(art)[i] == "sky"][:4]
+    printed = table(out, f"the {len(order)} most helpful")
     assert [int(line["n_tokens"]) for line in printed] == [tokens_N[i] for i in order]
-    np.testing.assert_allclose([float(line["relevance"]) for line in printed], mean_N[order], rtol=1e-3)
+    np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], rtol=1e-3)
+
+
+def test_score_for_one_unit_is_by_its_own_relevance(art):
+    relevance_N = arrays(art)["relevance_token"].astype(float)[:, 2]
+    unit = Artifact.open(art).units["unit_id"].to_pylist()[2]
+    asked = ["score", art, "--target", "facts", "--match", "token", "--top", 5]
+    printed = table(succeed(*asked, "--unit", unit).out, "the 5 most helpful")
+    row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
+    counted_N = np.where(relevance_N < 0, 0.25 * relevance_N, relevance_N)
+    assert [line["row_id"] for line in printed] == [row_ids[i] for i in np.argsort(-counted_N, kind="stable")[:5]]
+    assert refused(*asked, "--unit", "none").startswith("unit: facts has no unit 'none'; it has 6, e.g. ")
 
 
 def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path):
@@ -231,14 +238,15 @@ def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path)
 
 
 def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):
-    assert succeed("score", art, "--target", "facts", "--out", tmp_path / "all.parquet").lines == [
-        f"{tmp_path / 'all.parquet'}: {Artifact.open(art).n_rows} rows"
-    ]
+    lines = succeed("score", art, "--target", "facts", "--out", tmp_path / "all.parquet").lines
+    n_rows = Artifact.open(art).n_rows
+    assert lines[0] == f"all of {n_rows} rows for facts, by effect"
+    assert lines[-1] == f"{tmp_path / 'all.parquet'}: {n_rows} rows"
     written = pq.read_table(tmp_path / "all.parquet")
-    np.testing.assert_allclose(written["relevance"], -np.sort(-relevance(art)), rtol=1e-6)
-    assert {"row_id", "topic", "snippet", "row_index"} <= set(written.column_names)
-    succeed("score", art, "--target", "facts", "--top", 3, "--bottom", 2, "--out", tmp_path / "some.parquet")
-    assert pq.read_table(tmp_path / "some.parquet").num_rows == 5
+    np.testing.assert_allclose(written["effect"], -np.sort(-effects(art)), rtol=1e-4, atol=1e-6)
+    assert {"row_id", "topic", "snippet"} <= set(written.column_names)
+    succeed("score", art, "--target", "facts", "--top", 3, "--bottom", 2, "--out", tmp_path / "some.csv")
+    assert len((tmp_path / "some.csv").read_text().splitlines()) == 6
 
 
 def test_text_of_the_corpus_cannot_reach_the_terminal_unmasked(root, art, tmp_path):
@@ -257,35 +265,21 @@ def test_text_of_the_corpus_cannot_reach_the_terminal_unmasked(root, art, tmp_pa
 # predict
 
 
-def test_a_kept_slice_is_predicted_by_its_mean_relevance(art, tmp_path):
+def test_a_kept_slice_is_its_mean_effect(art, tmp_path):
     kept_N = topics(art) == "sky"
-    n, additive, expected = len(kept_N), {}, 0.0
-    for kernel in ("token", "input"):
-        mean_N, total = as_counted(art, kernel), 0.0
-        for i in range(n):
-            total += mean_N[i] if kept_N[i] else 0.0
-        additive[kernel], whole = total / kept_N.sum(), mean_N.sum() / n
-        # The shipped protocol: the sum of z over random halves. m of n rows are drawn without replacement.
-        m = round(0.5 * n)
-        spread = np.sqrt(((mean_N - whole) ** 2).sum() / (n - 1) / m * (1 - m / n))
-        expected += (additive[kernel] - whole) / spread
-    out = succeed("predict", art, "--keep", "topic = 'sky'", "--out", tmp_path / "p.parquet").lines
-    assert out == [
-        f"keep topic = 'sky': {kept_N.sum()} of {n} rows stay",
-        f"protocol default: {default_protocol().provenance}",
-        "negative relevance of a row to a unit times 0.25",
-        "in standard deviations over uniform:0.5, 256 subsets, seed 0",
-        f"{tmp_path / 'p.parquet'}: 1 predictions",
+    expected, n = effects(art)[kept_N].mean(), len(kept_N)
+    said = f"keeps {kept_N.sum()} of {n} rows ({100 * kept_N.mean():.1f} %)"
+    lines = succeed("predict", art, "--keep", "topic = 'sky'", "--out", tmp_path / "p.parquet").lines
+    assert lines == [
+        said,
+        "change against the whole corpus in effect size: 0 = the corpus, higher is better; protocol default (token + "
+        "input, negative relevance times 0.25; selected on 4 development results)",
+        f"{tmp_path / 'p.parquet'}: 1 lines",
     ]
     (line,) = lines_of(tmp_path / "p.parquet")
-    assert (line["subset_id"], line["target"]) == ("keep topic = 'sky'", "facts")
-    for kernel, value in additive.items():
-        assert line[f"additive_{kernel}"] == pytest.approx(value, rel=1e-6)
-    assert line["utility"] == pytest.approx(expected, rel=1e-5)
-    assert line["change"] == pytest.approx(expected, rel=1e-5)
-    (shown,) = table(succeed("predict", art, "--keep", "topic = 'sky'").out, "predicted utility")
-    assert shown["utility"] == f"{line['utility']:+.3f}"
-    assert shown["additive_token"] == f"{line['additive_token']:+.3f}"
+    assert line == {"subset_id": "keep topic = 'sky'", "target": "facts", "change": pytest.approx(expected, abs=1e-6)}
+    (shown,) = table(succeed("predict", art, "--keep", "topic = 'sky'").out, said)
+    assert shown["change"] == f"{line['change']:+.3f}"
 
 
 def test_dropping_a_slice_is_keeping_the_rest(art, tmp_path):
@@ -297,19 +291,21 @@ def test_dropping_a_slice_is_keeping_the_rest(art, tmp_path):
     assert dropped == kept
 
 
-def test_weights_of_expressions_are_those_of_a_weighted_subset_and_multiply(art, tmp_path):
-    mean_N, sky_N = as_counted(art), topics(art) == "sky"
-    weight_N = np.where(sky_N, 0.3, 1.0) * np.where(topics(art) == "earth", 0.0, 1.0) * 2.0
-    flags = ["--weight", "topic = 'sky' AND 'a:b' = 'a:b':0.3", "--weight", "topic = 'earth': 0", "--weight", "true: 2"]
-    out = succeed("predict", art, *flags, "--out", tmp_path / "p.parquet").lines
-    kept = int((weight_N > 0).sum())
-    assert out[0] == f"{kept} of {len(mean_N)} rows stay, with weights that add up to {weight_N.sum():,.6g}"
+def test_weights_of_expressions_multiply(art, tmp_path):
+    effect_N, sky_N, earth_N = effects(art), topics(art) == "sky", topics(art) == "earth"
+    weight_N = np.where(sky_N, 0.3, 1.0) * np.where(earth_N, 0.0, 1.0) * np.where(sky_N | earth_N, 2.0, 1.0)
+    flags = ["--weight", "topic = 'sky' AND 'a:b' = 'a:b':0.3", "--weight", "topic = 'earth': 0"]
+    flags += ["--weight", "topic IN ('sky', 'earth'): 2"]
+    lines = succeed("predict", art, *flags, "--out", tmp_path / "p.parquet").lines
+    changed, n = int((sky_N | earth_N).sum()), len(effect_N)
+    percent = f"{100 * changed / n:.1f} %"
+    assert lines[0] == f"gives {changed} of {n} rows ({percent}) another weight, drops {earth_N.sum()} of them"
     (line,) = lines_of(tmp_path / "p.parquet")
-    assert line["additive_token"] == pytest.approx(weight_N @ mean_N / weight_N.sum(), rel=1e-6)
+    assert line["change"] == pytest.approx(weight_N @ effect_N / weight_N.sum(), abs=1e-6)
 
 
 def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
-    mean_N = as_counted(art)
+    effect_N = effects(art)
     row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
     names = {"subset_id": ["a", "a", "b"], "row_id": [row_ids[3], row_ids[5], row_ids[0]]}
     pq.write_table(pa.table({**names, "weight": [1.0, 3.0, 2.0]}), tmp_path / "weighted.parquet")
@@ -318,11 +314,11 @@ def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
     for name, flags in (("weighted", []), ("plain", []), ("omitted", ["--omitted"])):
         path = tmp_path / ("plain.parquet" if name == "omitted" else f"{name}.parquet")
         succeed("predict", art, "--subsets", path, *flags, "--out", tmp_path / "out.parquet")
-        found[name] = {line["subset_id"]: line["additive_token"] for line in lines_of(tmp_path / "out.parquet")}
-    assert found["weighted"] == pytest.approx({"a": (mean_N[3] + 3 * mean_N[5]) / 4, "b": mean_N[0]}, rel=1e-6)
-    assert found["plain"] == pytest.approx({"a": (mean_N[3] + mean_N[5]) / 2, "b": mean_N[0]}, rel=1e-6)
-    rest = {"a": np.delete(mean_N, [3, 5]).mean(), "b": np.delete(mean_N, [0]).mean()}
-    assert found["omitted"] == pytest.approx(rest, rel=1e-6)
+        found[name] = {line["subset_id"]: line["change"] for line in lines_of(tmp_path / "out.parquet")}
+    assert found["weighted"] == pytest.approx({"a": (effect_N[3] + 3 * effect_N[5]) / 4, "b": effect_N[0]}, abs=1e-5)
+    assert found["plain"] == pytest.approx({"a": (effect_N[3] + effect_N[5]) / 2, "b": effect_N[0]}, abs=1e-5)
+    rest = {"a": np.delete(effect_N, [3, 5]).mean(), "b": np.delete(effect_N, [0]).mean()}
+    assert found["omitted"] == pytest.approx(rest, abs=1e-5)
 
 
 def test_a_drawn_family_is_what_the_library_draws_and_predicts(art, tmp_path):
@@ -332,9 +328,11 @@ def test_a_drawn_family_is_what_the_library_draws_and_predicts(art, tmp_path):
         out = tmp_path / f"{family.replace(':', '-')}.parquet"
         succeed("predict", art, "--family", family, "-B", 7, "--seed", 5, "--out", out)
         drawn = parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
-        expected = predict(artifact, default_protocol(), drawn).read()
+        expected = prediction_table(Predictor.of(artifact), artifact, drawn).read()
         assert pq.read_table(out).equals(expected)
-    assert len(table(succeed("predict", art, "--family", "uniform:0.3").out, "predicted utility")) == 100
+    printed = succeed("predict", art, "--family", "uniform:0.3").out
+    assert len(table(printed, "100 subsets drawn from uniform:0.3")) == 30
+    assert "... and 70 more lines" in printed
 
 
 def test_predictions_of_a_file_are_those_of_the_drawn_family_it_was_written_from(art, tmp_path):
@@ -349,97 +347,72 @@ def test_predictions_of_a_file_are_those_of_the_drawn_family_it_was_written_from
     assert first.subset_ids[0] == lines_of(tmp_path / "file.parquet")[0]["subset_id"] == "drawn-000000"
 
 
-def test_units_have_lines_of_their_own_and_average_to_their_task(art, tmp_path):
-    succeed("predict", art, "--family", "uniform:0.5", "-B", 4, "--units", "--out", tmp_path / "p.parquet")
-    lines = lines_of(tmp_path / "p.parquet")
+def test_units_have_lines_of_their_own(art, tmp_path):
+    asked = ["predict", art, "--keep", "topic = 'sky'", "--units"]
+    succeed(*asked, "--out", tmp_path / "p.parquet")
+    (task, *own) = lines_of(tmp_path / "p.parquet")
     units = Artifact.open(art).units["unit_id"].to_pylist()
-    assert len(lines) == 4 * (1 + len(units))
-    for task in (line for line in lines if line["unit_id"] is None):
-        own = [line for line in lines if line["subset_id"] == task["subset_id"] and line["unit_id"]]
-        assert [line["unit_id"] for line in own] == units
-        mean = np.mean([line["additive_token"] for line in own])
-        assert task["additive_token"] == pytest.approx(mean, rel=1e-6)
-    printed = succeed("predict", art, "--family", "uniform:0.5", "-B", 1, "--units").out
-    assert all(unit in printed for unit in units)
+    assert (task["unit_id"], [line["unit_id"] for line in own]) == (None, units)
+    for e, line in enumerate(own):
+        effect_N = effects(art, columns=[e])
+        assert line["change"] == pytest.approx(effect_N[topics(art) == "sky"].mean(), abs=1e-5)
+    assert all(unit in succeed(*asked).out for unit in units)
 
 
-def test_components_of_a_protocol_add_up_to_the_utility(art, tmp_path):
+def test_components_of_a_protocol_add_up_to_the_change(art, tmp_path):
     write_yaml(GEOMETRY, tmp_path / "protocol.yaml")
     asked = ["predict", art, "--family", "bernoulli:0.5", "-B", 5, "--protocol", tmp_path / "protocol.yaml"]
     outcome = succeed(*asked, "--components", "--out", tmp_path / "p.parquet")
-    assert outcome.lines[0] == "protocol with geometry: not selected on development environments"
+    assert (
+        "in standard deviations over uniform:0.5, 256 subsets, seed 0: 0 = the corpus, higher is better; protocol with "
+        "geometry (token + 0.5 pooled, -0.25 joint.pair, +0.1 product.self; not selected"
+    ) in outcome.lines[1]
     for line in lines_of(tmp_path / "p.parquet"):
         parts = [line[f"part_{name}"] for name in ("token", "pooled", "joint.pair", "product.self")]
-        assert line["utility"] == pytest.approx(sum(parts), rel=1e-9)
+        assert line["change"] == pytest.approx(sum(parts), rel=1e-5, abs=1e-6)
         assert line["value_joint.pair"] != line["value_product.self"]
     printed = succeed(*asked, "--components").out
     assert "part_joint.pair" in printed
     assert "part_joint.pair" not in succeed(*asked).out
 
 
-def test_calibration_is_a_flag_and_is_told(art, tmp_path):
-    artifact, protocol, out = Artifact.open(art), default_protocol(), tmp_path / "p.parquet"
-    asked = ["predict", art, "--keep", "topic = 'sky'", "--units", "--out", out]
-    outcome = succeed(*asked, "--calibration", "mixture:topic")
-    assert outcome.lines[3] == "in standard deviations over mixture:topic, 256 subsets, seed 0"
-    family = CalibrationFamily(parse_family("mixture:topic"), labels=LabelTable(artifact.rows_path).column("topic"))
-    kept = one_subset("keep topic = 'sky'", topics(art) == "sky")
-    expected = predict(artifact, protocol, [kept], per_unit=True, calibration=family).read()
-    assert pq.read_table(out).equals(expected)
-    succeed(*asked)
-    plain = np.array(pq.read_table(out)["utility"])
-    assert np.abs(plain - np.array(expected["utility"])).min() > 1e-3
-
-
-def test_what_does_not_vary_over_the_calibration_family_is_left_out_and_said_so(art, tmp_path):
+def test_what_does_not_vary_is_left_out_and_said_so(art, tmp_path):
     artifact = Artifact.open(art)
-    labels = LabelTable(artifact.rows_path).column("topic")
+
+    def family(seed: int) -> CalibrationFamily:
+        return CalibrationFamily.of(Calibration(family="groups:topic", n_subsets=2, seed=seed), artifact)
 
     def draws(seed: int) -> list[list[int]]:
-        family = CalibrationFamily(parse_family("groups:topic"), 2, seed, labels)
-        (block,) = family.blocks(artifact.n_rows)
+        (block,) = family(seed).blocks(artifact.n_rows)
         return [block.weights_BN[[b]].indices.tolist() for b in range(2)]
 
     alike = next(seed for seed in range(100) if len({tuple(rows) for rows in draws(seed)}) == 1)
     calibration = {"family": "groups:topic", "n_subsets": 2, "seed": alike}
     write_yaml({**GEOMETRY, "calibration": calibration}, tmp_path / "protocol.yaml")
-    for asked in (["--keep", "topic = 'sky'"], ["--by", "topic", "--calibration", "groups:topic"]):
+    for asked in (["--keep", "topic = 'sky'"], ["--by", "topic"]):
         outcome = succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml")
         (said,) = [line for line in outcome.lines if line.startswith("left out")]
-        assert said.startswith("left out, since it does not vary over them: ")
-        for name in ("token", "pooled", "joint.pair", "product.self"):
-            assert name in said
+        assert said == "left out, since it does not vary: token, pooled, joint.pair, product.self"
 
 
 def test_by_gives_every_value_its_worth(art, tmp_path):
-    artifact, mean_N, topic_N = Artifact.open(art), relevance(art), topics(art)
+    effect_N, topic_N = effects(art), topics(art)
     printed = table(succeed("predict", art, "--by", "topic").out, "facts: what each topic is worth")
-    labels = LabelTable(artifact.rows_path).column("topic")
-    family = CalibrationFamily(parse_family("mixture:topic"), labels=labels)
-    expected = slice_table(
-        artifact, default_protocol(), labels, tokens_N=row_tokens(artifact), calibration=family
-    ).to_pylist()
     assert {line["topic"] for line in printed} == {"earth", "life", "sky"}
     drops = [float(line["if dropped"]) for line in printed]
     assert drops == sorted(drops)
-    for line in printed:
-        (want,) = [row for row in expected if row["value"] == line["topic"]]
-        mine = mean_N[topic_N == line["topic"]]
-        assert int(line["rows"]) == len(mine)
-        assert float(line["mean relevance"]) == pytest.approx(mine.mean(), abs=5e-4)
-        for heading, name in (("if dropped", "if_dropped"), ("if doubled", "if_doubled"), ("redundancy", "redundancy")):
-            assert line[heading] == f"{want[name]:+.3f}"
     lines = succeed("predict", art, "--by", "topic", "--out", tmp_path / "slices.parquet").lines
     assert lines[-1] == f"{tmp_path / 'slices.parquet'}: 3 lines"
-    assert lines_of(tmp_path / "slices.parquet") == expected
-
-
-def test_what_by_says_of_a_dropped_slice_is_what_drop_says(art, tmp_path):
-    calibration = ["--calibration", "mixture:topic"]
-    succeed("predict", art, "--drop", "topic = 'life'", *calibration, "--out", tmp_path / "drop.parquet")
-    succeed("predict", art, "--by", "topic", "--out", tmp_path / "by.parquet")
-    (line,) = [line for line in lines_of(tmp_path / "by.parquet") if line["value"] == "life"]
-    assert lines_of(tmp_path / "drop.parquet")[0]["change"] == pytest.approx(line["if_dropped"], rel=1e-6)
+    for line, written in zip(printed, lines_of(tmp_path / "slices.parquet"), strict=True):
+        mine_N = topic_N == line["topic"]
+        share, mean = mine_N.mean(), effect_N[mine_N].mean()
+        assert (written["value"], written["rows"], int(line["rows"])) == (line["topic"], mine_N.sum(), mine_N.sum())
+        assert written["effect"] == pytest.approx(mean, abs=1e-5)
+        assert written["if_dropped"] == pytest.approx(-share / (1 - share) * mean, abs=1e-5)
+        assert written["if_doubled"] == pytest.approx(share / (1 + share) * mean, abs=1e-5)
+        assert written["if_dropped_low"] <= written["if_dropped"] <= written["if_dropped_high"]
+        for name in ("effect", "if_dropped", "if_dropped_low", "if_dropped_high", "if_doubled", "redundancy"):
+            assert line[name.replace("_", " ")] == f"{written[name]:+.3f}"
 
 
 def test_written_predictions_carry_what_they_are(art, tmp_path):
@@ -448,7 +421,7 @@ def test_written_predictions_carry_what_they_are(art, tmp_path):
         succeed("predict", art, *asked, "--protocol", tmp_path / "protocol.yaml", "--out", tmp_path / "p.parquet")
         metadata = pq.read_schema(tmp_path / "p.parquet").metadata
         assert metadata[b"grasp.protocol"] == load_protocol(tmp_path / "protocol.yaml").name.encode()
-        assert b"higher is better" in metadata[b"grasp.unit.utility"]
+        assert b"higher is better" in metadata[b"grasp.provenance"]
 
 
 def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypatch):

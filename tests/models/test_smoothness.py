@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.functional import hessian
 
 from grasp.predict.geometry import geometry
-from grasp.predict.predictor import additive, interaction_surrogate
+from grasp.predict.marginal import additive, interaction_surrogate
 
 ROWS, WIDTH, STEPS, RATE = 24, 3, 15, 0.2
 

@@ -19,6 +19,7 @@ class FakeSource:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     feature_settings: dict[str, Any] = field(default_factory=lambda: {"pooling": "tail:32", "top_k": 64, "alpha": 1.0})
     unit_targets: tuple[str, ...] = ("sciq", "boolq", "sciq", "boolq", "sciq")
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.arrays:
@@ -56,6 +57,21 @@ class FakeSource:
         size = block_rows or self.block_rows
         for start in range(0, self.n_rows, size):
             yield start, values[start : start + size]
+
+    def array_rows(self, name, row_index):
+        return self.arrays[name][row_index]
+
+    @property
+    def table(self):
+        n = range(self.n_rows)
+        own = {"row_id": [f"r{i}" for i in n], "doc_id": [f"d{i // 2}" for i in n], "n_tokens": [2 + i for i in n]}
+        return pa.table(own | {"snippet": [f"text {i}" for i in n]} | self.columns)
+
+    def rows(self, row_index):
+        return self.table.take(row_index)
+
+    def row_batches(self, columns=None):
+        return iter(self.table.select(columns or self.table.column_names).to_batches())
 
 
 def counted(relevance, protocol):

@@ -12,7 +12,7 @@ from grasp.errors import ShapeError
 from grasp.features.sketch import CountSketch, gaussian_projection
 from grasp.predict import geometry as geo
 from grasp.predict.geometry import BlockSums, SubsetMass, geometry, subset_relevance
-from grasp.predict.predictor import additive, interaction_surrogate
+from grasp.predict.marginal import additive, interaction_surrogate
 from tests.predict import reference
 
 seeds = st.integers(0, 10_000)

@@ -1,55 +1,241 @@
-"""The predictor: equation by hand, marginal gains by difference, planted and null worlds, ranking stability."""
+"""The one predictor: the equations written out, the laws of the scale, marginal gains, planted and null worlds."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse import csr_array
 from scipy.stats import spearmanr
 
+from grasp.errors import ArtifactError, ProtocolError
 from grasp.predict.families import parse_family
-from grasp.predict.geometry import SubsetMass, geometry, subset_relevance
-from grasp.predict.predictor import (
-    ComponentTable,
-    combine,
-    dropped,
-    marginal_gain,
-    marginal_geometry,
-    marginal_relevance,
-)
-from grasp.predict.standardize import ComponentMoments, MomentsAccumulator
+from grasp.predict.geometry import SubsetMass, subset_relevance
+from grasp.predict.labels import LabelColumn
+from grasp.predict.marginal import marginal_geometry, marginal_relevance
+from grasp.predict.predictor import EFFECT_SIZE, Predictor
+from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.weights import SliceShares
 from tests.predict.reference import summed
+from tests.predict.source import FakeSource, counted, slow_components
 
+TOPICS = [["a", "b", "c", None][i % 4] for i in range(40)]
+CODES = np.arange(40) % 4
+COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5, "product.raw": -0.1, "residual.self": 0.2}
 seeds = st.integers(0, 10_000)
 
 
-def test_the_equation_by_hand():
-    table = ComponentTable({"token": np.array([[3.0], [5.0]])}, {"joint.pair": np.array([10.0, 20.0])})
-    moments = {
-        "token": ComponentMoments(np.array([4.0]), np.array([2.0])),
-        "joint.pair": ComponentMoments(np.array([10.0]), np.array([5.0])),
+def protocol(**changes):
+    settings = {"name": "p", "match": {"token": 1.0, "input": -0.3, "pooled": 0.5}, "negative": 0.5}
+    return ScoringProtocol(**(settings | changes))
+
+
+def plain_subsets(n=6):
+    (block,) = parse_family("bernoulli:0.4").draw(n, n_rows=40, seed=5, purpose="evaluation")
+    return block.weights_BN
+
+
+def slow_effects(source, chosen, target):
+    """sum over kernels of weight x standardised relevance of every row, standardised again; (N,) and (N, E)."""
+    kernels = {
+        kernel: counted(source.arrays[f"relevance_{kernel}"][:, source.unit_columns(target)], chosen)
+        for kernel in chosen.match
     }
-    got = combine(table, moments, match_weights={"token": 1.0}, omega={"joint.pair": -0.25})
-    assert got.utility_BE.tolist() == [[-0.5], [0.5 - 0.25 * 2]]
-    assert got.parts["joint.pair"].tolist() == [[0.0], [-0.5]]
+    task, unit = 0.0, 0.0
+    for kernel, weight in chosen.match.items():
+        a_NE = kernels[kernel]
+        unit = unit + weight * (a_NE - a_NE.mean(axis=0)) / a_NE.std(axis=0)
+        if chosen.standardize.task == "mean_of_standardised":
+            a_NE = a_NE / a_NE.std(axis=0)
+        a_N = a_NE.mean(axis=1)
+        task = task + weight * (a_N - a_N.mean()) / a_N.std()
+    return task / task.std(), unit / unit.std(axis=0)
 
 
-def test_kernels_are_summed_as_z_scores():
-    table = ComponentTable({"token": np.array([[1.0]]), "pooled": np.array([[100.0]])}, {})
-    moments = {
-        "token": ComponentMoments(np.zeros(1), np.ones(1)),
-        "pooled": ComponentMoments(np.zeros(1), np.array([50.0])),
-    }
-    assert combine(table, moments, match_weights={"token": 1, "pooled": 1}, omega={}).utility_BE.tolist() == [[3.0]]
+@pytest.mark.parametrize("task", ["mean_relevance", "mean_of_standardised"])
+def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(task):
+    source, chosen = FakeSource(), protocol(standardize={"task": task})
+    predictor = Predictor.of(source, chosen, per_unit=True)
+    weights = plain_subsets() * 2.0
+    weights.data *= np.random.default_rng(0).random(weights.nnz)
+    sums = predictor.sums(weights)
+    change_BT, change_BE = predictor.change_of(sums), predictor.unit_change(weights, sums)
+    first = 0
+    for t, target in enumerate(source.targets):
+        task_N, unit_NE = slow_effects(source, chosen, target)
+        np.testing.assert_allclose(predictor.effect_NT[:, t], task_N, atol=1e-5)
+        mean = weights.toarray() / weights.sum(axis=1)[:, None]
+        np.testing.assert_allclose(change_BT[:, t], mean @ task_N, atol=1e-5)
+        np.testing.assert_allclose(change_BE[:, first : first + unit_NE.shape[1]], mean @ unit_NE, atol=1e-5)
+        first += unit_NE.shape[1]
+    assert (predictor.unit, predictor.additive) == (EFFECT_SIZE, True)
 
 
-def test_components_without_variance_are_dropped_and_named():
-    moments = {
-        "token": ComponentMoments(np.zeros(1), np.ones(1)),
-        "joint.self": ComponentMoments(np.ones(1), np.zeros(1)),
-    }
-    table = ComponentTable({"token": np.array([[2.0]])}, {"joint.self": np.array([7.0])})
-    assert dropped(moments) == ("joint.self",)
-    assert combine(table, moments, match_weights={"token": 1.0}, omega={"joint.self": -9.0}).utility_BE == 2.0
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+@pytest.mark.parametrize("weighting", ["count", "mean"])
+@pytest.mark.parametrize("task", ["mean_relevance", "mean_of_standardised"])
+def test_with_geometry_the_level_is_the_sum_of_z_scores_over_the_family(side, weighting, task):
+    """With a mixture family, whose moments are all sampled; for plain subsets."""
+    source = FakeSource(columns={"topic": TOPICS})
+    calibration = {"family": "mixture:topic", "n_subsets": 12}
+    options = {"side": side, "weighting": weighting, "standardize": {"task": task}}
+    chosen = protocol(components=COMPONENTS, calibration=calibration, **options)
+    predictor = Predictor.of(source, chosen, per_unit=True)
+    weights = plain_subsets()
+    labels = LabelColumn.of(TOPICS)
+    drawn = parse_family("mixture:topic").draw(12, n_rows=40, labels=labels, seed=0, purpose="calibration")
+    family_BN = np.concatenate([block.weights_BN.toarray() for block in drawn])
+    sums = predictor.sums(weights)
+    task_BT = predictor.whole_T + predictor.change_of(sums)
+    unit_BE = predictor.whole_E + predictor.unit_change(weights, sums)
+    first = 0
+    for t, target in enumerate(source.targets):
+        want_B, want_BE = slow_levels(source, chosen, weights.toarray(), family_BN, target)
+        np.testing.assert_allclose(task_BT[:, t], want_B, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(unit_BE[:, first : first + want_BE.shape[1]], want_BE, rtol=1e-4, atol=1e-4)
+        first += want_BE.shape[1]
+    assert predictor.unit == "standard deviations over mixture:topic, 12 subsets, seed 0"
+
+
+def slow_levels(source, chosen, weights_BN, family_BN, target):
+    """V-hat of the task and of its units, (B,) and (B, E): every equation written out."""
+
+    def table(rows):
+        tables = [slow_components(source, chosen, weights, target, chosen.match) for weights in rows]
+        return [t[0] for t in tables], [t[1] for t in tables]
+
+    (a, k), (a_family, k_family) = table(weights_BN), table(family_BN)
+    task, unit = 0.0, 0.0
+    for kernel, weight in chosen.match.items():
+        value, sample = (np.array([x[kernel] for x in part]) for part in (a, a_family))
+        unit = unit + weight * (value - sample.mean(axis=0)) / sample.std(axis=0)
+        if chosen.standardize.task == "mean_of_standardised":
+            value, sample = value / sample.std(axis=0), sample / sample.std(axis=0)
+        value, sample = value.mean(axis=1), sample.mean(axis=1)
+        task = task + weight * (value - sample.mean()) / sample.std()
+    for name, omega in chosen.components.items():
+        value, sample = (np.array([x[name] for x in part]) for part in (k, k_family))
+        z = omega * (value - sample.mean()) / sample.std()
+        task, unit = task + z, unit + z[:, None]
+    return task, unit
+
+
+# ------------------------------------------------------------------------------------------------ the scale
+
+
+@pytest.mark.parametrize("components", [{}, COMPONENTS])
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+@pytest.mark.parametrize("weighting", ["count", "mean"])
+def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, weighting):
+    chosen = protocol(components=components, side=side, weighting=weighting)
+    predictor = Predictor.of(FakeSource(), chosen, per_unit=True, components=True)
+    everything = csr_array(np.ones((1, 40)))
+    sums = predictor.sums(everything)
+    np.testing.assert_allclose(predictor.change_of(sums), 0.0, atol=2e-5)
+    np.testing.assert_allclose(predictor.change_of(predictor.whole()), 0.0, atol=1e-9)
+    np.testing.assert_allclose(predictor.unit_change(everything, sums), 0.0, atol=2e-5)
+    weights = plain_subsets()
+    sums = predictor.sums(weights)
+    parts = sum(predictor.kernel_parts(weights, sums.mass).values()) + predictor.geometry_change(sums)[:, None]
+    np.testing.assert_allclose(parts, predictor.change_of(sums), atol=1e-5)
+
+
+@given(seed=seeds, share=st.floats(0.05, 0.95))
+@settings(max_examples=30, deadline=None)
+def test_a_slice_is_explained_by_its_mean_effect(seed, share):
+    """Dropping a share p of the rows with the mean effect m changes -p / (1 - p) m; doubling it p / (1 + p) m."""
+    predictor = Predictor.of(FakeSource(), default_protocol())
+    rows = np.random.default_rng(seed).choice(40, max(1, round(share * 40)), replace=False)
+    weights_BN = np.ones((2, 40))
+    weights_BN[0, rows], weights_BN[1, rows] = 0.0, 2.0
+    p, m_T = len(rows) / 40, predictor.effect_NT[rows].mean(axis=0)
+    change_BT = predictor.change(csr_array(weights_BN))
+    np.testing.assert_allclose(change_BT[0], -p / (1 - p) * m_T, atol=1e-5)
+    np.testing.assert_allclose(change_BT[1], p / (1 + p) * m_T, atol=1e-5)
+
+
+def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
+    source, larger = FakeSource(), FakeSource()
+    for name in ("relevance_token", "relevance_input"):
+        larger.arrays[name] = source.arrays[name] * 1e3
+    effects = [Predictor.of(one, default_protocol()).effect_NT for one in (source, larger)]
+    np.testing.assert_allclose(effects[0], effects[1], atol=1e-4)
+    np.testing.assert_allclose(effects[0].mean(axis=0), 0.0, atol=1e-6)
+    np.testing.assert_allclose(effects[0].std(axis=0), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("weighting", ["count", "mean"])
+def test_additive_retained_is_a_constant_minus_omitted(weighting):
+    """What the rows kept and the rows left out say of a plain subset: the same for sums, with shares for means."""
+    source, weights = FakeSource(), plain_subsets()
+    kept, left = (
+        Predictor.of(source, protocol(side=side, weighting=weighting)).change(weights)
+        for side in ("retained", "omitted")
+    )
+    share_B = weights.sum(axis=1) / 40
+    ratio_B = np.ones(6) if weighting == "count" else (1 - share_B) / share_B
+    np.testing.assert_allclose(kept, ratio_B[:, None] * left, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_rows", [1, 13, 40])
+@pytest.mark.parametrize("held_bytes", [0, 1 << 20])
+def test_neither_blocks_of_rows_nor_holding_them_matter(block_rows, held_bytes, monkeypatch):
+    chosen, weights = protocol(components=COMPONENTS), plain_subsets()
+
+    def predicted(source):
+        predictor = Predictor.of(source, chosen, per_unit=True)
+        sums = predictor.sums(weights)
+        return predictor.change_of(sums), predictor.unit_change(weights, sums)
+
+    want = predicted(FakeSource())
+    monkeypatch.setattr("grasp.predict.row_sums.HELD_BYTES", held_bytes)
+    for one, other in zip(want, predicted(FakeSource(block_rows=block_rows)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_the_additive_road_reads_no_sketch_and_relevance_once():
+    source = FakeSource()
+    predictor = Predictor.of(source, default_protocol())
+    for _ in range(3):
+        predictor.change(plain_subsets())
+    assert source.passes == {name: int(name in ("relevance_token", "relevance_input")) for name in source.arrays}
+
+
+@pytest.mark.parametrize("components", [{}, COMPONENTS])
+def test_shares_of_slices_are_weights_of_their_rows(components):
+    predictor = Predictor.of(FakeSource(), protocol(components=components))
+    share_BG = np.random.default_rng(0).random((5, 4)) * 2
+    by_slice = predictor.change(SliceShares(share_BG, CODES))
+    np.testing.assert_allclose(by_slice, predictor.change(csr_array(share_BG[:, CODES])), atol=1e-5)
+    slices = predictor.slice_sums(CODES, 4)
+    dropped = predictor.change_of(slices.from_whole(predictor.whole(), -1.0))
+    np.testing.assert_allclose(dropped, predictor.change(SliceShares(1.0 - np.eye(4), CODES)), atol=1e-5)
+    doubled = predictor.change_of(slices.from_whole(predictor.whole(), 1.0))
+    np.testing.assert_allclose(doubled, predictor.change(SliceShares(1.0 + np.eye(4), CODES)), atol=1e-5)
+
+
+def test_what_does_not_vary_contributes_nothing_and_is_named():
+    source = FakeSource()
+    source.arrays["hidden_sketch"][:] = np.array([1.0, 0, 0, 0])  # every row alike: K_self is a constant
+    source.arrays["relevance_input"][:] = 2.0
+    chosen = protocol(components={"hidden.self": -5.0}, match={"token": 1.0, "input": 1.0}, weighting="count")
+    predictor = Predictor.of(source, chosen)
+    alone = Predictor.of(source, protocol(match={"token": 1.0}))
+    assert predictor.dropped == ("input", "hidden.self")
+    assert Predictor.of(source, protocol(match={"token": 1.0, "input": 1.0})).dropped == ("input",)
+    both = Predictor.of(source, protocol(match={"token": 1.0, "input": 1.0}))
+    np.testing.assert_allclose(both.effect_NT, alone.effect_NT, atol=1e-6)
+
+
+def test_refusals():
+    with pytest.raises(ProtocolError, match=r"targets: got \['sci'\], the artifact has \['sciq', 'boolq'\]"):
+        Predictor.of(FakeSource(), protocol(), ["sci"])
+    with pytest.raises(ProtocolError, match="requires 'all', the artifact was built with 'tail:32'"):
+        Predictor.of(FakeSource(), protocol(requires={"pooling": "all"}))
+    with pytest.raises((ArtifactError, KeyError), match="topic"):
+        Predictor.of(FakeSource(), protocol(components=COMPONENTS, calibration={"family": "mixture:topic"}))
+
+
+# -------------------------------------------------------------------------------------- marginal gains, worlds
 
 
 @settings(max_examples=25, deadline=None)
@@ -64,70 +250,49 @@ def test_marginal_gain_is_the_difference_of_two_subsets(seed, weighting):
     sums, corpus, mass = summed(rows, sketch_ND)
     a_BE = subset_relevance(rows @ relevance_NE, relevance_NE.sum(axis=0), mass, "retained", weighting)
     k = sums.geometry(mass, corpus, "retained", weighting)
-    omega = {f"hidden.{kind}": w for kind, w in [("raw", -0.3), ("self", 0.2), ("pair", 0.1), ("cent", -0.7)]}
-    moments = {name: ComponentMoments(np.zeros(1), np.full(1, 2.0)) for name in omega}
-    moments["token"] = ComponentMoments(np.zeros(2), np.array([1.0, 3.0]))
-
-    def value(a, geometry_):
-        table = ComponentTable({"token": a}, {name: geometry_[name.split(".")[1]] for name in omega})
-        return combine(table, moments, match_weights={"token": 1.0}, omega=omega)
-
-    whole = value(a_BE, k).utility_BE
     state, _, one = summed(mask[None], sketch_ND)
-    with_row = value(
-        marginal_relevance(mask @ relevance_NE, one, relevance_NE[candidates], weighting),
-        marginal_geometry(state, one, corpus, sketch_ND[candidates], weighting),
+    np.testing.assert_allclose(
+        marginal_relevance(mask @ relevance_NE, one, relevance_NE[candidates], weighting), a_BE[1:], atol=1e-9
     )
-    a_one = subset_relevance((mask @ relevance_NE)[None], relevance_NE.sum(axis=0), one, "retained", weighting)
-    without = value(a_one, state.geometry(one, corpus, "retained", weighting))
-    np.testing.assert_allclose(marginal_gain(with_row, without), whole[1:] - whole[0], atol=1e-9)
+    with_row = marginal_geometry(state, one, corpus, sketch_ND[candidates], weighting)
+    for kind in ("raw", "self", "pair", "cent"):
+        np.testing.assert_allclose(with_row[kind], k[kind][1:], atol=1e-9)
 
 
-class QuadraticWorld:
+class QuadraticWorld(FakeSource):
     """U(S) = <g, x_S> - lambda ||x_S||^2 with x_S the sum of the rows' updates: known, and not additive."""
 
-    def __init__(self, seed=0, n_rows=60, width=6, *, redundancy=3.0):
+    penalty = 0.02
+
+    @classmethod
+    def made(cls, seed=0, n_rows=60, width=6, *, redundancy=3.0):
         rng = np.random.default_rng(seed)
         centre_GD = rng.standard_normal((4, width)) * redundancy
-        self.update_ND = centre_GD[rng.integers(0, 4, n_rows)] + rng.standard_normal((n_rows, width))
-        self.gradient_D = rng.standard_normal(width)
-        self.penalty = 0.02
-
-    @property
-    def relevance_N(self):
-        return self.update_ND @ self.gradient_D
+        update_ND = centre_GD[rng.integers(0, 4, n_rows)] + rng.standard_normal((n_rows, width))
+        gradient_D = rng.standard_normal(width)
+        arrays = {"relevance_token": (update_ND @ gradient_D)[:, None], "product_sketch": update_ND}
+        arrays = {name: array.astype("f4") for name, array in arrays.items()}
+        return cls(n_rows=n_rows, arrays=arrays, unit_targets=("t",))
 
     def utility(self, weights_BN):
-        total_BD = weights_BN @ self.update_ND
-        return total_BD @ self.gradient_D - self.penalty * (total_BD**2).sum(axis=1)
+        total_BD = weights_BN @ self.arrays["product_sketch"].astype(float)
+        return weights_BN @ self.arrays["relevance_token"][:, 0] - self.penalty * (total_BD**2).sum(axis=1)
 
 
-def components(world, blocks):
-    for block in blocks:
-        raw_B = geometry(block.weights_BN, world.update_ND, world.update_ND.mean(axis=0)).raw_B
-        yield block, ComponentTable({"token": (block.weights_BN @ world.relevance_N)[:, None]}, {"joint.raw": raw_B})
-
-
-def calibrated(world, family):
-    sampled = MomentsAccumulator()
-    for _, table in components(world, family.draw(200, n_rows=60, seed=0, purpose="calibration")):
-        sampled.add({**table.relevance, **table.geometry})
-    return sampled.moments()
-
-
-@pytest.mark.parametrize("family", ["uniform:0.5", "bernoulli:0.3"])
-def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(family):
-    world, family = QuadraticWorld(), parse_family(family)
-    moments = calibrated(world, family)
+@pytest.mark.parametrize("spelling", ["uniform:0.5", "bernoulli:0.3"])
+def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(spelling):
+    world, family = QuadraticWorld.made(), parse_family(spelling)
+    options = {"name": "p", "match": {"token": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
+    trial = Predictor.of(world, ScoringProtocol(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A
-    omega = -world.penalty * float(moments["joint.raw"].std_E[0] / moments["token"].std_E[0])
-    truth, full, additive = [], [], []
-    for block, table in components(world, family.draw(128, n_rows=60, seed=0, purpose="evaluation")):
-        truth.extend(world.utility(block.weights_BN))
-        full.extend(combine(table, moments, match_weights={"token": 1}, omega={"joint.raw": omega}).utility_BE[:, 0])
-        additive.extend(combine(table, moments, match_weights={"token": 1}, omega={}).utility_BE[:, 0])
-    assert spearmanr(full, truth).statistic == pytest.approx(1.0, abs=1e-12)
-    assert spearmanr(additive, truth).statistic < 0.9
+    sigma_a = trial.task.effects.sd_C[0] ** -1 * world.arrays["relevance_token"].astype(float).std()
+    omega = -world.penalty * float(trial.geometry.moments["product.raw"].std_E[0]) / sigma_a
+    full = Predictor.of(world, ScoringProtocol(**options, components={"product.raw": omega}))
+    additive = Predictor.of(world, ScoringProtocol(**options))
+    (block,) = family.draw(128, n_rows=60, seed=0, purpose="evaluation")
+    truth_B = world.utility(block.weights_BN)
+    assert spearmanr(full.change(block.weights)[:, 0], truth_B).statistic == pytest.approx(1.0, abs=1e-4)
+    assert spearmanr(additive.change(block.weights)[:, 0], truth_B).statistic < 0.9
 
 
 def test_null_world_stays_in_its_band():
@@ -137,8 +302,12 @@ def test_null_world_stays_in_its_band():
     for seed in range(20):
         rng = np.random.default_rng(seed)
         relevance_N, truth_N = rng.standard_normal((2, 300))
+        world = FakeSource(
+            n_rows=300, arrays={"relevance_token": relevance_N[:, None].astype("f4")}, unit_targets=("t",)
+        )
         (block,) = family.draw(200, n_rows=300, seed=seed, purpose="null")
-        rhos.append(spearmanr(block.weights_BN @ relevance_N, block.weights_BN @ truth_N).statistic)
+        change_B = Predictor.of(world, default_protocol()).change(block.weights)[:, 0]
+        rhos.append(spearmanr(change_B, block.weights_BN @ truth_N).statistic)
     # predicted and true sums share their subsets, so single worlds scatter as the rows' own correlation does
     assert max(abs(rho) for rho in rhos) < 3.5 * np.sqrt(1 / 199 + 1 / 299)
     assert abs(np.mean(rhos)) < 3.5 * np.sqrt((1 / 199 + 1 / 299) / 20)

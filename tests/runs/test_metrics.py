@@ -10,6 +10,7 @@ from scipy import stats
 
 from grasp.errors import ShapeError
 from grasp.runs import metrics as m
+from grasp.seeds import bootstrap_weights
 
 
 def scipy_rho(x, y):
@@ -50,7 +51,7 @@ def test_a_resample_is_the_rho_of_the_subsets_it_drew(columns, seed):
 def test_rho_does_not_depend_on_the_blocks(monkeypatch):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, 20, 7))
-    weights = m.bootstrap_weights(20, resamples=31)
+    weights = bootstrap_weights(20, resamples=31)
     whole = m.rank_correlations([x, y, x], [(0, 1), (1, 2)], weights)
     monkeypatch.setattr(m, "_BLOCK_NUMBERS", 1_300)
     np.testing.assert_allclose(m.rank_correlations([x, y, x], [(0, 1), (1, 2)], weights), whole, atol=1e-6)
@@ -60,7 +61,7 @@ def test_unequal_shapes_are_refused_with_both():
     with pytest.raises(ShapeError, match=r"\(3, 2\), \(4, 2\)"):
         m.spearman(np.zeros((4, 2)), np.zeros((3, 2)))
     with pytest.raises(ShapeError, match=r"sciq: predictions \(4, 2\) do not fit utilities \(4, 1, 3\)"):
-        m.target_metrics("sciq", np.zeros((4, 2)), np.zeros((4, 1, 3)), m.bootstrap_weights(4, resamples=2))
+        m.target_metrics("sciq", np.zeros((4, 2)), np.zeros((4, 1, 3)), bootstrap_weights(4, resamples=2))
 
 
 @given(tied_columns())
@@ -79,25 +80,25 @@ def test_pairwise_accuracy_counts_pairs(columns):
 def test_resampled_pairwise_accuracy_is_that_of_the_subsets_drawn():
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(2, 9))
-    weights = m.bootstrap_weights(9, resamples=6)
+    weights = bootstrap_weights(9, resamples=6)
     for row, got in zip(weights, m.pairwise_accuracy(x, y, weights), strict=True):
         drawn = np.repeat(np.arange(9), row.astype(int))
         assert got == pytest.approx(m.pairwise_accuracy(x[drawn], y[drawn], np.ones((1, 9)))[0])
 
 
 def test_bootstrap_weights_are_draws_with_replacement_and_named():
-    weights = m.bootstrap_weights(40, resamples=500, seed=3)
+    weights = bootstrap_weights(40, resamples=500, seed=3)
     assert (weights.sum(axis=1) == 40).all()
     np.testing.assert_allclose(weights.mean(axis=0), 1, atol=0.2)
-    np.testing.assert_array_equal(weights, m.bootstrap_weights(40, resamples=500, seed=3))
-    assert (weights != m.bootstrap_weights(40, resamples=500, seed=4)).any()
+    np.testing.assert_array_equal(weights, bootstrap_weights(40, resamples=500, seed=3))
+    assert (weights != bootstrap_weights(40, resamples=500, seed=4)).any()
 
 
 def test_intervals_cover_the_truth_of_a_planted_world():
     """Bivariate normal: Spearman = 6/pi asin(r/2), pairwise accuracy = 1/2 + asin(r)/pi."""
     rng, r, worlds = np.random.default_rng(7), 0.6, 150
     rho, accuracy = 6 / np.pi * np.arcsin(r / 2), 0.5 + np.arcsin(r) / np.pi
-    weights = m.bootstrap_weights(64, resamples=300)
+    weights = bootstrap_weights(64, resamples=300)
     hits = np.zeros(2)
     for _ in range(worlds):
         x = rng.normal(size=64)
@@ -115,7 +116,7 @@ def test_intervals_cover_the_truth_of_a_planted_world():
 def test_interval_of_the_positive_fraction_covers_its_expectation():
     rng, worlds = np.random.default_rng(8), 60
     strength = np.linspace(-0.1, 0.5, 40)
-    weights = m.bootstrap_weights(48, resamples=200)
+    weights = bootstrap_weights(48, resamples=200)
     got = []
     for _ in range(worlds):
         shared = rng.normal(size=(48, 1))
@@ -142,7 +143,7 @@ def test_the_truth_scores_at_its_ceiling_on_task_and_units():
     rng = np.random.default_rng(5)
     truth = rng.normal(size=(200, 1)) + 0.5 * rng.normal(size=(200, 30))
     realized = truth[:, None] + rng.normal(size=(200, 2, 30)) + 0.5 * rng.normal(size=(200, 2, 1))
-    got = m.target_metrics("t", truth, realized, m.bootstrap_weights(200, resamples=50))
+    got = m.target_metrics("t", truth, realized, bootstrap_weights(200, resamples=50))
     assert got.task_rho.value == pytest.approx(got.ceilings.task_rho.value, abs=0.04)
     assert got.mean_lds.value == pytest.approx(got.ceilings.mean_lds.value, abs=0.04)
     assert got.ceilings.task_rho.low < got.ceilings.task_rho.value < got.ceilings.task_rho.high
@@ -150,9 +151,7 @@ def test_the_truth_scores_at_its_ceiling_on_task_and_units():
 
 def test_one_seed_has_no_ceiling_and_no_spread():
     rng = np.random.default_rng(2)
-    got = m.target_metrics(
-        "t", rng.normal(size=(9, 2)), rng.normal(size=(9, 1, 2)), m.bootstrap_weights(9, resamples=9)
-    )
+    got = m.target_metrics("t", rng.normal(size=(9, 2)), rng.normal(size=(9, 1, 2)), bootstrap_weights(9, resamples=9))
     assert got.ceilings.task_rho == m.Estimate.undefined(m.ONE_SEED)
     assert got.over_seeds["task_rho"].sd is None
     assert got.over_seeds["task_rho"].mean == pytest.approx(got.task_rho.value)
@@ -161,7 +160,7 @@ def test_one_seed_has_no_ceiling_and_no_spread():
 def test_seeds_that_contradict_each_other_have_no_ceiling():
     x = np.arange(10.0)
     realized = np.stack([x, -x + 0.1 * x**2], axis=1)[:, :, None]
-    ceilings = m.noise_ceilings(realized, m.bootstrap_weights(10, resamples=20))
+    ceilings = m.noise_ceilings(realized, bootstrap_weights(10, resamples=20))
     assert ceilings.task_rho.value is None
     assert "do not agree" in ceilings.task_rho.reason
 
@@ -169,7 +168,7 @@ def test_seeds_that_contradict_each_other_have_no_ceiling():
 def test_spread_over_seeds_holds_masks_and_predictions_fixed():
     rng = np.random.default_rng(3)
     predicted, realized = rng.normal(size=(12, 4)), rng.normal(size=(12, 3, 4))
-    got = m.target_metrics("t", predicted, realized, m.bootstrap_weights(12, resamples=5)).over_seeds["task_rho"]
+    got = m.target_metrics("t", predicted, realized, bootstrap_weights(12, resamples=5)).over_seeds["task_rho"]
     each = [scipy_rho(predicted.mean(1), realized[:, s].mean(1)) for s in range(3)]
     assert (got.mean, got.sd, got.n_seeds) == (
         pytest.approx(np.mean(each)),
@@ -180,7 +179,7 @@ def test_spread_over_seeds_holds_masks_and_predictions_fixed():
 
 def test_constant_predictions_are_undefined_and_say_so():
     rng = np.random.default_rng(4)
-    got = m.target_metrics("t", np.ones((8, 3)), rng.normal(size=(8, 2, 3)), m.bootstrap_weights(8, resamples=9))
+    got = m.target_metrics("t", np.ones((8, 3)), rng.normal(size=(8, 2, 3)), bootstrap_weights(8, resamples=9))
     for estimate in (got.task_rho, got.pairwise):
         assert estimate == m.Estimate(None, reason="predictions are constant")
     assert got.mean_lds == m.Estimate(None, reason="no unit has a defined rho")
@@ -193,7 +192,7 @@ def test_constant_units_are_counted_and_left_out():
     rng = np.random.default_rng(6)
     predicted, realized = rng.normal(size=(10, 4)), rng.normal(size=(10, 2, 4))
     predicted[:, 1], realized[:, :, 2] = 3.0, -1.5
-    got = m.target_metrics("t", predicted, realized, m.bootstrap_weights(10, resamples=9))
+    got = m.target_metrics("t", predicted, realized, bootstrap_weights(10, resamples=9))
     assert got.undefined_units == {"predictions are constant": 1, "utilities are constant": 1}
     np.testing.assert_array_equal(np.isnan(got.rho_E), [False, True, True, False])
     assert got.mean_lds.value == pytest.approx(np.mean(got.rho_E[[0, 3]]))
@@ -201,7 +200,7 @@ def test_constant_units_are_counted_and_left_out():
 
 
 def test_two_subsets_are_too_few():
-    got = m.target_metrics("t", np.eye(2), np.eye(2)[:, None], m.bootstrap_weights(2, resamples=4))
+    got = m.target_metrics("t", np.eye(2), np.eye(2)[:, None], bootstrap_weights(2, resamples=4))
     assert got.task_rho.reason == got.ceilings.task_rho.reason.replace(m.ONE_SEED, m.TOO_FEW_SUBSETS)
     assert got.undefined_units == {m.TOO_FEW_SUBSETS: 2}
 
@@ -210,7 +209,7 @@ def test_a_task_prediction_of_its_own_moves_task_metrics_only():
     rng = np.random.default_rng(9)
     predicted, realized = rng.normal(size=(20, 3)), rng.normal(size=(20, 2, 3))
     own = realized.mean(axis=(1, 2))
-    weights = m.bootstrap_weights(20, resamples=9)
+    weights = bootstrap_weights(20, resamples=9)
     plain = m.target_metrics("t", predicted, realized, weights)
     got = m.target_metrics("t", predicted, realized, weights, task_predicted_B=own)
     assert got.task_rho.value == pytest.approx(1) == got.pairwise.value
@@ -234,7 +233,7 @@ def test_average_over_targets_resamples_them_together():
     rng = np.random.default_rng(11)
     predicted, realized = rng.normal(size=(30, 5)), rng.normal(size=(30, 2, 5))
     realized += predicted[:, None]
-    row = m.target_metrics("a", predicted, realized, m.bootstrap_weights(30, resamples=200))
+    row = m.target_metrics("a", predicted, realized, bootstrap_weights(30, resamples=200))
     both = m.average_over_targets([row, row], "task_rho")
     assert (both.value, both.low, both.high) == pytest.approx((row.task_rho.value, row.task_rho.low, row.task_rho.high))
     assert m.average_ceilings([row, row], "task_rho").value == pytest.approx(row.ceilings.task_rho.value)

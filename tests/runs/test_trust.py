@@ -1,34 +1,24 @@
-"""Intervals cover what they claim in a planted world, warn beyond what was covered, and refuse what is held out."""
+"""Intervals cover what they claim, and are nothing at the corpus; they widen with the distance."""
 
-import math
+import functools
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.sparse import csr_array
+from scipy import stats
 
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
-from grasp.predict.predictions import predict_with
+from grasp.predict.intervals import Intervals, NatsLine, Reach, distances, measures, relative
+from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_tables import slice_table
-from grasp.predict.scorer import CalibrationFamily, Scorer
 from grasp.predict.slices import LabelTable
-from grasp.runs.trust import (
-    Reach,
-    Trust,
-    UtilityLine,
-    Watcher,
-    sketches_for,
-    slice_intervals,
-    slice_warnings,
-    with_intervals,
-)
+from grasp.predict.verb import predict
+from grasp.runs.trust import fit_intervals
+from tests.predict.source import FakeSource
 from tests.runs.environments import write_artifact, write_environment
 
-PROTOCOL = ScoringProtocol(name="p", components={"hidden.raw": -0.2}, calibration={"family": "mixture:topic"})
+PROTOCOL = ScoringProtocol(name="p")
 SLOPE = {"sciq": 0.02, "boolq": 0.005}
 
 
@@ -37,15 +27,12 @@ def artifact(tmp_path_factory):
     return write_artifact(tmp_path_factory.mktemp("trust") / "art")
 
 
-def bind(artifact, protocol=PROTOCOL, **fields) -> Scorer:
-    labels = LabelTable(artifact.rows_path).column("topic")
-    family = CalibrationFamily(parse_family("mixture:topic"), 32, 0, labels)
-    halves = sketches_for(artifact.array_names)
-    return Scorer.prepare(artifact, protocol, calibration=family, halves=halves, **fields)
+def bind(artifact, protocol=PROTOCOL, **fields) -> Predictor:
+    return Predictor.of(artifact, protocol, sketches=measures(artifact.array_names), **fields)
 
 
 @pytest.fixture(scope="module")
-def scorer(artifact) -> Scorer:
+def predictor(artifact) -> Predictor:
     return bind(artifact)
 
 
@@ -55,230 +42,154 @@ def draw(artifact, n, purpose="evaluation", spec="mixture:topic", seed=3):
     return list(family.draw(n, n_rows=artifact.n_rows, labels=labels, seed=seed, purpose=purpose))
 
 
-def predictions(artifact, scorer, blocks) -> np.ndarray:
-    return np.concatenate([scorer.score_tasks(scorer.sums(block.weights_BN))[1].utility_BE for block in blocks])
+def changes(predictor, blocks) -> np.ndarray:
+    return np.concatenate([predictor.change(block.weights) for block in blocks])
 
 
 @pytest.fixture(scope="module")
-def environment(artifact, scorer, tmp_path_factory):
-    """U = -3 + slope V + noise."""
-    value_BT = predictions(artifact, scorer, draw(artifact, 40))
-    noise = 0.01 * np.random.default_rng(1).standard_normal((40, 2))
+def environment(artifact, predictor, tmp_path_factory):
+    """U = -3 + slope x change + noise."""
+    change_BT = changes(predictor, draw(artifact, 40))
+    noise = 0.002 * np.random.default_rng(1).standard_normal((40, 2))
     column = {"sciq": 0, "boolq": 1}
 
     def utility(b, seed, target):
-        return -3.0 + SLOPE[target] * value_BT[b, column[target]] + noise[b, seed]
+        return -3.0 + SLOPE[target] * change_BT[b, column[target]] + noise[b, seed]
 
     return write_environment(tmp_path_factory.mktemp("trust") / "env", artifact, utility)
 
 
 @pytest.fixture(scope="module")
-def trust(artifact, scorer, environment) -> Trust:
-    return Trust.of(scorer, artifact, environment)
+def intervals(artifact, predictor, environment) -> Intervals:
+    return fit_intervals(predictor, artifact, environment)
 
 
-def test_the_line_is_that_of_least_squares_with_each_subset_left_out():
+def test_the_line_is_least_squares_and_the_interval_that_of_its_docstring():
     rng = np.random.default_rng(0)
     v_B, u_B = rng.standard_normal(20), rng.standard_normal(20)
-    line = UtilityLine.fit("sciq", v_B, u_B)
-    assert [line.slope, line.intercept] == pytest.approx(np.polyfit(v_B, u_B, 1))
-    for b in range(20):
-        slope, intercept = np.polyfit(np.delete(v_B, b), np.delete(u_B, b), 1)
-        assert (line.slope_B[b], line.intercept_B[b]) == pytest.approx((slope, intercept))
-        assert line.residual_B[b] == pytest.approx(u_B[b] - slope * v_B[b] - intercept)
+    line = NatsLine.fit("sciq", v_B, u_B, np.ones(20), coverage=0.9)
+    fit = stats.linregress(v_B, u_B)
+    assert line.slope == pytest.approx(fit.slope)
+    t = stats.t.ppf(0.95, 18)
+    assert line.half(np.array([1.0]), np.zeros(1))[0] == pytest.approx(t * fit.stderr)  # the error of the slope alone
+    rest_B = u_B - fit.intercept - fit.slope * v_B
+    assert line.half(np.zeros(1), np.ones(1))[0] == pytest.approx(t * np.sqrt(rest_B @ rest_B / 18))
 
 
-def test_the_interval_is_the_jackknife_plus_written_out():
-    rng = np.random.default_rng(1)
-    line = UtilityLine.fit("sciq", rng.standard_normal(30), rng.standard_normal(30), coverage=0.8)
-    found = line.at(np.array([0.7]))
-    ends = [line.intercept_B + 0.7 * line.slope_B + sign * np.abs(line.residual_B) for sign in (-1, 1)]
-    rank = math.ceil(0.8 * 31)
-    assert found.low[0] == sorted(ends[0])[30 - rank]
-    assert found.high[0] == sorted(ends[1])[rank - 1]
-    assert found.low[0] < found.expected[0] < found.high[0]
+@pytest.mark.parametrize("question", ["uniform:0.95", "uniform:0.5", "uniform:0.1", "groups:topic"])
+def test_intervals_cover_as_often_as_they_say(question):
+    """Worlds in which every row has an error of its own: what the prediction misses grows with the distance."""
+    codes = [["a", "b", "c", "d"][i % 4] for i in range(200)]
+    hits, rng = [], np.random.default_rng(2)
+    predictor = Predictor.of(wide_world(), ScoringProtocol(name="p", match={"token": 1.0}))
+    runs = next(parse_family("mixture:topic").draw(40, n_rows=200, labels=codes, seed=1, purpose="runs"))
+    asked = next(parse_family(question).draw(30, n_rows=200, labels=codes, seed=2, purpose="asked"))
+    sums, new = predictor.sums(runs.weights), predictor.sums(asked.weights)
+    change_B, new_BT = predictor.change_of(sums)[:, 0], predictor.change_of(new)
+    known = distances(predictor, sums)
+    reach = {name: Reach(float(d.mean()), float(d.max())) for name, d in known.items()}
+    for _ in range(200):
+        truth_N = 0.5 * predictor.effect_NT[:, 0] + rng.laplace(size=200)
+        realized = [
+            weights.toarray() @ truth_N / weights.sum(axis=1) for weights in (runs.weights_BN, asked.weights_BN)
+        ]
+        line = NatsLine.fit("t", change_B, realized[0] - 3.0, relative(known, reach), coverage=0.9)
+        found = Intervals("", {"t": line}, reach, ()).of(predictor, new, new_BT)
+        true_B = realized[1] - truth_N.mean()
+        hits.append(((found.low_BT[:, 0] <= true_B) & (true_B <= found.high_BT[:, 0])).mean())
+    assert 0.85 <= np.mean(hits) <= 0.99
 
 
-@pytest.mark.parametrize("coverage", [0.8, 0.9])
-def test_intervals_cover_as_often_as_they_say(coverage):
-    """New subsets from the same world, noise that is not normal; 300 worlds of 40 subsets."""
-    rng = np.random.default_rng(2)
-    hits, change_hits = [], []
-    for _ in range(300):
-        v_B = rng.standard_normal(60)
-        u_B = 0.5 * v_B + rng.laplace(size=60)
-        line = UtilityLine.fit("sciq", v_B[:40], u_B[:40], coverage)
-        found = line.at(v_B[40:])
-        hits.append(((found.low <= u_B[40:]) & (u_B[40:] <= found.high)).mean())
-        change = line.change(v_B[40:50] - v_B[50:])
-        true = u_B[40:50] - u_B[50:]
-        change_hits.append(((change.low <= true) & (true <= change.high)).mean())
-    assert np.mean(hits) == pytest.approx(coverage, abs=0.03)
-    assert np.mean(change_hits) == pytest.approx(coverage, abs=0.03)
+def wide_world() -> FakeSource:
+    relevance_N = np.random.default_rng(7).standard_normal((200, 1)).astype("f4")
+    return FakeSource(n_rows=200, arrays={"relevance_token": relevance_N}, unit_targets=("t",))
 
 
-def test_intervals_cover_new_subsets_of_a_planted_artifact(artifact, scorer, trust):
-    fresh = draw(artifact, 400, purpose="fresh")
-    value_BT = predictions(artifact, scorer, fresh)
-    rng = np.random.default_rng(5)
-    for t, target in enumerate(("sciq", "boolq")):
-        realized_B = -3.0 + SLOPE[target] * value_BT[:, t] + 0.01 * rng.standard_normal((400, 2)).mean(axis=1)
-        found = trust.lines[target].at(value_BT[:, t])
-        covered = ((found.low <= realized_B) & (realized_B <= found.high)).mean()
-        assert 0.82 <= covered <= 0.98
-        assert trust.lines[target].slope == pytest.approx(SLOPE[target], rel=0.35)
+def test_the_corpus_is_certain_and_intervals_widen_with_the_distance(artifact, predictor, intervals):
+    found = intervals.of(predictor, predictor.whole(), np.zeros((1, 2)))
+    np.testing.assert_allclose([found.low_BT, found.high_BT], 0.0, atol=1e-9)
+    width = []
+    for share in (0.95, 0.5, 0.1):
+        (block,) = draw(artifact, 50, purpose="fresh", spec=f"uniform:{share}")
+        sums = predictor.sums(block.weights)
+        table = intervals.of(predictor, sums, predictor.change_of(sums))
+        width.append((table.high_BT - table.low_BT).mean())
+    assert width[0] < width[1] < width[2]
 
 
-def test_predictions_get_the_columns(artifact, scorer, trust):
-    both = bind(artifact, per_unit=True)
-    plain = predict_with(both, artifact, draw(artifact, 5, purpose="fresh")).read()
-    table = with_intervals(predict_with(both, artifact, draw(artifact, 5, purpose="fresh")), trust)
-    found = table.read()
-    assert found.column_names == [*plain.column_names, "expected", "low", "high"]
-    assert found.select(plain.column_names).equals(plain)
-    assert (
-        "90% intervals for a model retrained as in env (recipe tiny, mean of 2 seeds)"
-        in table.metadata["grasp.unit.expected"]
+def test_ordinary_moves_are_no_warning_and_far_ones_are(artifact, predictor, environment, tmp_path):
+    runs = functools.partial(fit_intervals, artifact=artifact, environment=environment)
+    ordinary = predict(artifact, family="uniform:0.95", count=50, protocol=PROTOCOL, runs=runs)
+    assert not [note for note in ordinary.notes if note.startswith("outside")]
+    ids = next(artifact.row_batches(["row_id"])).column(0).to_pylist()
+    far = predict(artifact, subsets={"one row": ids[:1]}, protocol=PROTOCOL, runs=runs)
+    (note,) = [note for note in far.notes if note.startswith("outside")]
+    assert re.match(
+        r"outside of what the runs covered, so the interval is wider: one row \(\d+\.\d times as far from the corpus "
+        "as any run",
+        note,
     )
-    for line in found.to_pylist():
-        if line["unit_id"] is None:
-            own = trust.lines[line["target"]].at(np.array([line["utility"]]))
-            assert (line["expected"], line["low"], line["high"]) == (own.expected[0], own.low[0], own.high[0])
-        else:
-            assert line["expected"] is line["low"] is line["high"] is None
+    many = predict(artifact, subsets={f"s{i}": ids[i : i + 1] for i in range(5)}, protocol=PROTOCOL, runs=runs)
+    assert [note for note in many.notes if note.endswith("and 2 more")]
 
 
-def test_slices_get_the_change_if_they_are_dropped(artifact, trust):
-    labels = LabelTable(artifact.rows_path).column("topic")
-    table = slice_intervals(slice_table(artifact, PROTOCOL, labels, calibration=bind_family(labels)), trust)
-    for line in table.to_pylist():
-        own = trust.lines[line["target"]].change(np.array([line["if_dropped"]]))
-        assert line["dropped_expected"] == pytest.approx(own.expected[0])
-        assert line["dropped_low"] < line["dropped_expected"] < line["dropped_high"]
-
-
-def bind_family(labels) -> CalibrationFamily:
-    return CalibrationFamily(parse_family("mixture:topic"), 32, 0, labels)
-
-
-def test_a_change_of_nothing_is_expected_to_change_nothing(trust):
-    found = trust.lines["sciq"].change(np.zeros(1))
-    assert found.expected[0] == 0
-    assert found.low[0] == -found.high[0]
-
-
-def test_subsets_beyond_what_was_covered_are_named(artifact, scorer, tmp_path):
-    """The environment knows random halves: neither a tenth of the rows nor one topic alone is like them."""
-    environment = write_environment(
-        tmp_path / "env", artifact, lambda b, seed, _: -3.0 + 0.1 * b + seed, family="uniform:0.5", n_subsets=20
+def test_the_same_columns_in_every_table(artifact, predictor, intervals, environment):
+    runs = functools.partial(fit_intervals, artifact=artifact, environment=environment)
+    topic = next(artifact.row_batches(["topic"])).column(0)[0].as_py()
+    dropped = predict(artifact, drop=f"topic = '{topic}'", protocol=PROTOCOL, runs=runs).to_pandas()
+    by = predict(artifact, by="topic", protocol=PROTOCOL, runs=runs).to_pandas().set_index(["value", "target"])
+    for _, line in dropped.iterrows():
+        same = by.loc[(topic, line["target"])]
+        assert line["change"] == pytest.approx(same["if_dropped"], abs=1e-6)
+        for name in ("expected", "low", "high"):
+            assert line[name] == pytest.approx(same[name], abs=1e-7)
+        assert line["low"] <= line["expected"] <= line["high"]
+        assert line["expected"] == pytest.approx(intervals.lines[line["target"]].slope * line["change"], rel=1e-5)
+    assert intervals.title == (
+        "expected, low, high: change in nats a token with its 90% interval, for a model retrained as in env (recipe "
+        "tiny, mean of 2 seeds)"
     )
-    trust = Trust.of(scorer, artifact, environment)
-    assert (trust.reach.least, trust.reach.most) == (0.5, 0.5)
-    labels = LabelTable(artifact.rows_path).column("topic")
-    one_topic = labels.codes_N == 0
-    tenth = np.zeros(120, dtype=bool)
-    tenth[::10] = True
-    half = np.arange(120) % 2 == 0
-    masks = np.array([one_topic, tenth, half], dtype=float)
-    block = SubsetBlock(("topic", "tenth", "half"), csr_array(masks))
-    words = trust.beyond(scorer, scorer.sums(block.weights_BN))
-    share = one_topic.mean()
-    assert words[0].startswith(f"keeps {share:.1%} of the rows, the environment's subsets 50.0% to 50.0%; its mean ")
-    assert "hidden" in words[0].split(";")[1]
-    assert words[0].split(";")[1].endswith("times as far from the corpus as any of them")
-    assert words[1].startswith("keeps 10.0% of the rows")
-    assert words[2] == ""
-    assert trust.beyond(scorer, scorer.sums(block.weights_BN), sized=False)[2] == ""
-    watcher = Watcher(trust, scorer)
-    predict_with(scorer, artifact, [block], watch=watcher).read()
-    assert watcher.n_outside == 2
-    assert watcher.warnings[0].startswith("outside of what env covered: topic: keeps ")
+    assert intervals.lines["sciq"].slope == pytest.approx(SLOPE["sciq"], rel=0.35)
 
 
-def test_many_subsets_beyond_are_counted(artifact, scorer, trust):
-    watcher = Watcher(trust, scorer)
-    predict_with(scorer, artifact, draw(artifact, 9, spec="uniform:0.01"), watch=watcher).read()
-    assert watcher.n_outside == 9
-    assert len(watcher.warnings) == 4
-    assert watcher.warnings[-1] == "... and 6 more subsets"
+def test_units_have_no_interval(artifact, environment):
+    runs = functools.partial(fit_intervals, artifact=artifact, environment=environment)
+    table = predict(artifact, family="uniform:0.5", count=2, units=True, protocol=PROTOCOL, runs=runs).to_pandas()
+    assert table["expected"].notna().tolist() == table["unit_id"].isna().tolist()
 
 
-def test_reach_is_the_range_of_the_family():
-    predicted = {name: np.array([-4.12, 4.58]) for name in "abcde"}
-    reach = Reach.of(np.array([0.2, 0.6]), {"hidden": np.array([1.0, 4.0])}, predicted)
-    assert reach.beyond(0.2, {"hidden": 4.0}, {"a": 4.58, "b": -4.12}) == ""
-    assert reach.beyond(None, {"hidden": 16.0}, {}) == (
-        "its mean hidden sketch is 2.0 times as far from the corpus as any of them"
-    )
-    assert (
-        reach.beyond(0.61, {"hidden": 0.0}, {"a": 6.715})
-        == "keeps 61.0% of the rows, the environment's subsets 20.0% to 60.0%; "
-        "a is predicted +6.7, the environment's subsets -4.1 to +4.6"
-    )
-    assert reach.beyond(None, {"hidden": 0.0}, dict.fromkeys("abcde", -5.0)).endswith("; and 2 more targets")
-
-
-def test_predictions_beyond_those_of_the_environment_are_named(artifact, scorer, trust):
-    """The best mixture of the rows that the environment's subsets are of: no size and no geometry is beyond them."""
-    low, high = trust.reach.predicted["sciq"]
-    blocks = draw(artifact, 40)
-    values = predictions(artifact, scorer, blocks)[:, 0]
-    assert (low, high) == (values.min(), values.max())
-    narrow = replace(trust, reach=replace(trust.reach, predicted={"sciq": (low, high - 1e-3), "boolq": (-99, 99)}))
-    warned = [words for block in blocks for words in narrow.beyond(scorer, scorer.sums(block.weights))]
-    assert [b for b, words in enumerate(warned) if words] == [int(values.argmax())]
-    assert re.fullmatch(
-        r"sciq is predicted [+-][\d.]+, the environment's subsets [+-][\d.]+ to [+-][\d.]+", max(warned)
-    )
-    labels = LabelTable(artifact.rows_path).column("topic")
-    table = slice_table(artifact, PROTOCOL, labels, calibration=bind_family(labels))
-    assert (
-        slice_warnings(table, replace(trust, reach=replace(trust.reach, predicted={"sciq": (-99, 99)})), scorer) == ()
-    )
-    nothing = replace(trust, reach=replace(trust.reach, predicted={"sciq": (-99, -98)}))
-    found = slice_warnings(table, nothing, scorer)
-    values = [line for line in table.to_pylist() if line["target"] == "sciq"]
-    whole = scorer.score_tasks(scorer.whole())[1].utility_BE[0, 0]
-    first = values[0]
-    assert found[0].startswith(f"outside of what env covered: without {first['value']}: sciq is predicted ")
-    assert float(found[0].split(" is predicted ")[1].split(",")[0]) == pytest.approx(
-        whole + first["if_dropped"], abs=0.06
-    )
-    assert len(found) == min(len(values), 3) + (len(values) > 3)
-
-
-def test_what_is_held_out_is_refused(artifact, scorer, tmp_path):
+def test_what_is_held_out_is_refused(artifact, predictor, tmp_path):
     held = write_environment(tmp_path / "held", artifact, lambda b, s, _: 0.1 * b, role="held-out")
     with pytest.raises(ProtocolLeakError, match="held: is held out; intervals are fitted on development environments"):
-        Trust.of(scorer, artifact, held)
+        fit_intervals(predictor, artifact, held)
     partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
-    found = Trust.of(scorer, artifact, partly)
+    found = fit_intervals(predictor, artifact, partly)
     assert list(found.lines) == ["sciq"]
     assert "no interval for boolq: no development target of partly" in found.notes
     with pytest.raises(ProtocolLeakError, match=r"\['boolq'\], which are held out"):
-        Trust.of(bind(artifact, targets=["boolq"]), artifact, partly)
+        fit_intervals(bind(artifact, targets=["boolq"]), artifact, partly)
 
 
-def test_too_few_subsets_give_no_interval(artifact, scorer, tmp_path):
-    few = write_environment(tmp_path / "few", artifact, lambda b, s, _: 0.1 * b, n_subsets=8)
-    with pytest.raises(EnvironmentDataError, match="got 8 subsets, expected at least 9 for a coverage of 90%"):
-        Trust.of(scorer, artifact, few)
-    with pytest.raises(EnvironmentDataError, match="predictions of all subsets are the same; no line fits"):
-        UtilityLine.fit("sciq", np.ones(20), np.arange(20.0))
+def test_too_few_subsets_give_no_interval(artifact, predictor, tmp_path):
+    few = write_environment(tmp_path / "few", artifact, lambda b, s, _: 0.1 * b, n_subsets=4)
+    with pytest.raises(EnvironmentDataError, match="got 4 runs, expected at least 5; retrain on more subsets"):
+        fit_intervals(predictor, artifact, few)
+    with pytest.raises(EnvironmentDataError, match="predictions of all runs are the same; no line fits"):
+        NatsLine.fit("sciq", np.ones(20), np.arange(20.0), np.ones(20))
 
 
 def test_what_else_should_be_known_is_noted(artifact, environment, tmp_path):
     selected = PROTOCOL.model_copy(update={"selected_on": ("env/sciq", "other/sciq")})
-    notes = Trust.of(bind(artifact, selected), artifact, environment).notes
+    notes = fit_intervals(bind(artifact, selected), artifact, environment).notes
     assert notes == ("the protocol was selected on env: its intervals are somewhat too narrow",)
-    value_BT = predictions(artifact, bind(artifact), draw(artifact, 40))
+    value_BT = changes(bind(artifact), draw(artifact, 40))
     order = {b: float(value_BT[b, 0]) for b in range(40)}
     down = write_environment(tmp_path / "falls", artifact, lambda b, s, _: -order[b])
-    notes = Trust.of(bind(artifact, targets=["sciq"]), artifact, down).notes
+    notes = fit_intervals(bind(artifact, targets=["sciq"]), artifact, down).notes
     assert notes == ("sciq: realized utility does not rise with the prediction in falls: trust the interval alone",)
 
 
 def test_an_environment_of_other_targets_is_refused(tmp_path, environment):
     other = write_artifact(tmp_path / "art", targets={"loss_on": "all"})
     with pytest.raises(EnvironmentDataError, match="with loss_on 'all'; none is common to both"):
-        Trust.of(bind(other), other, environment)
+        fit_intervals(bind(other), other, environment)

@@ -20,11 +20,11 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.models.unit_loss import evaluate_units
+from grasp.predict.geometry import Weighting
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
 from grasp.runs.contract import Account, Scores, Seconds
 from grasp.runs.material import Material
-from grasp.runs.predictions import Weighting
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain import resolved_device
 from grasp.runs.stacked import train_stacked

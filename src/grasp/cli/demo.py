@@ -61,7 +61,7 @@ def demo(
 
 
 def _slices(artifact: "Artifact") -> None:
-    from grasp.cli.predict import print_slices
+    from grasp.cli.printed import print_slices
     from grasp.predict.families import parse_family
     from grasp.predict.protocol import default_protocol
     from grasp.predict.row_tables import row_tokens, slice_table

@@ -9,7 +9,7 @@ import typer
 from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
 from grasp.cli.options import beside, chosen_protocol
-from grasp.cli.predict import nats, number, print_protocol, print_trust
+from grasp.cli.printed import nats, number, print_protocol, print_trust
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.text import plain
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grasp.artifact.reader import Artifact
     from grasp.choose.mixture import MixRequest, Mixture
     from grasp.predict.slices import LabelTable
-    from grasp.runs.trust import Verdict
+    from grasp.runs.old_trust import Verdict
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -71,7 +71,7 @@ def mix(
     from grasp.predict.slices import LabelTable
     from grasp.predict.source import checked_targets
     from grasp.predict.subset_tables import RowIndex
-    from grasp.runs.trust import scorer_and_trust
+    from grasp.runs.old_trust import scorer_and_trust
 
     artifact = Artifact.open(path)
     read = {"--protocol reads": protocol, "is the environment": environment}

@@ -6,84 +6,129 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from grasp.cli.app import command
-from grasp.cli.console import show
-from grasp.cli.options import names, published_methods
+from grasp.cli.app import MORE, command
+from grasp.cli.console import tell
+from grasp.cli.options import Art, ProtocolFile, Quiet, ResultFile, names, published_methods
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
+from grasp.text import plain
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from grasp.artifact.reader import Artifact
     from grasp.runs.configured import ConfiguredMethod
-    from grasp.runs.method_rows import MethodRows
 
+TOP = 10
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
 Examples:
   grasp score art --target sciq --top 20
+  grasp score art --target sciq --where "topic = 'Games'" --bottom 20
+  grasp score art --target sciq --out rows.parquet
   grasp score art --target sciq --method bm25
 """
 
 
 @command(EXAMPLES)
 def score(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
-    target: str = typer.Option(..., "--target", help="Target whose units the rows are scored for."),
-    top: int = typer.Option(0, "--top", min=0, help="Show so many of the most helpful rows; 10 if nothing is asked."),
-    bottom: int = typer.Option(0, "--bottom", min=0, help="Show so many of the most harmful rows."),
-    match: str | None = typer.Option(None, "--match", help="token, input or pooled; token where the artifact has it."),
+    art: Art,
+    target: str = typer.Option(..., "--target", metavar="NAME", help="Target that the rows are ranked for."),
+    top: int = typer.Option(
+        0, "--top", min=0, metavar="N", help=f"So many of the most helpful rows. Default: {TOP}, or all with --out."
+    ),
+    bottom: int = typer.Option(0, "--bottom", min=0, metavar="N", help="So many of the most harmful rows."),
+    where: str | None = typer.Option(
+        None, "--where", metavar="EXPR", help="Only rows for which it is true, e.g. \"topic = 'Games'\"."
+    ),
+    min_tokens: int = typer.Option(
+        0, "--min-tokens", min=0, metavar="N", help="Pass over shorter rows: their relevance is noisy."
+    ),
+    labels: str | None = typer.Option(
+        None, "--labels", metavar="NAMES", help="Label columns to show, separated by commas. Default: the first two."
+    ),
+    out: ResultFile = None,
+    protocol: ProtocolFile = None,
+    unit: str | None = typer.Option(
+        None, "--unit", metavar="ID", help="Rank for one unit of the target.", rich_help_panel=MORE
+    ),
+    match: str | None = typer.Option(
+        None, "--match", help="Rank by one kernel: token, input or pooled.", rich_help_panel=MORE
+    ),
     method: str | None = typer.Option(
-        None, "--method", help="Rank by a published method instead of relevance; see grasp methods."
+        None, "--method", help="Rank by a published method; see grasp methods.", rich_help_panel=MORE
     ),
     method_settings: Path | None = typer.Option(
-        None, "--method-settings", help="YAML of settings by method, or by a label of your own; see grasp methods."
+        None, "--method-settings", metavar="FILE", help="YAML of settings of the method.", rich_help_panel=MORE
     ),
     checkpoints: list[Path] = typer.Option(
-        [], "--checkpoints", help="Checkpoint, or directory of a training run; none: beside the model. Repeatable."
+        [],
+        "--checkpoints",
+        metavar="DIR",
+        help="Checkpoint, or training run, for a method that looks at several. Default: beside the model. Repeatable.",
+        rich_help_panel=MORE,
     ),
     environment: Path | None = typer.Option(
-        None, "--environment", help="Retrained subsets, for a method that is made from them."
+        None,
+        "--environment",
+        metavar="DIR",
+        help="Retrained subsets, for a method that is made from them.",
+        rich_help_panel=MORE,
     ),
-    cache: Path | None = typer.Option(None, "--cache", help="Where a method's scores are kept; none: in the artifact."),
-    min_tokens: int = typer.Option(0, "--min-tokens", min=0, help="Pass over shorter rows: their relevance is noisy."),
-    labels: str | None = typer.Option(None, "--labels", help="Label columns to show, separated by commas."),
-    out: Path | None = typer.Option(None, "--out", help="Parquet of the rows shown; of all rows if none are asked."),
-    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
+    cache: Path | None = typer.Option(
+        None,
+        "--cache",
+        metavar="DIR",
+        help="Where a method's scores are kept. Default: in the artifact.",
+        rich_help_panel=MORE,
+    ),
+    quiet: Quiet = False,
 ) -> None:
-    """Show rows by relevance, or by a method's score.
+    """Which rows teach a target most, and which least?
 
-    Positive means that training on the row should lower the loss of the target's units.
+    A row's effect is its relevance as the protocol counts it: above 0 it helps more than the corpus does on average.
     """
     given = {"--environment": environment, "--checkpoints": checkpoints}
-    asked = _method(method, match, given | {"--method-settings": method_settings, "--cache": cache}, method_settings)
+    no_method = given | {"--method-settings": method_settings, "--cache": cache}
+    asked = _method(method, {"--match": match, "--unit": unit}, no_method, method_settings)
     from grasp.artifact.reader import Artifact
-    from grasp.predict.source import checked_targets
+    from grasp.predict.ranking import score as ranked
+    from grasp.predict.row_arrays import checked_targets
 
-    artifact = Artifact.open(path)
-    check_outputs({"--out": out}, artifact.reads | {"is the environment": environment, "is a checkpoint": checkpoints})
+    artifact = Artifact.open(art)
+    read = {"is the environment": environment, "is a checkpoint": checkpoints, "--protocol reads": protocol}
+    check_outputs({"--out": out}, artifact.reads | read)
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is
     checked_targets(artifact, [target], "--target")
-    columns = _columns(artifact, names(labels))
-    source = artifact if asked is None else _scored(artifact, asked, environment, checkpoints, cache, quiet)
-    kernel = match if asked is None else asked.label
-    if not top and not bottom and out is None:
-        top = 10
-    parts = [(k, worst) for k, worst in ((top, False), (bottom, True)) if k]
-    for k, worst in parts:
-        _show(source, target, k, worst, kernel, min_tokens, columns)
-    if out is not None:
-        from grasp.predict.row_tables import write_ranking
-
-        lines = write_ranking(
-            source, target, out, parts or [(source.n_rows, False)], kernel=kernel, min_tokens=min_tokens
-        )
-        print(f"{out}: {lines:,} rows")
+    values_N = None if asked is None else _scored(artifact, asked, target, environment, checkpoints, cache, quiet)
+    streamed = out if out is not None and out.suffix == ".parquet" else None
+    result = ranked(
+        artifact,
+        target,
+        protocol=protocol,
+        match=match,
+        unit=unit,
+        top=top or (None if out is not None and not bottom else 0 if bottom else TOP),
+        bottom=bottom,
+        where=where,
+        min_tokens=min_tokens,
+        labels=names(labels),
+        values_N=values_N,
+        by="effect" if asked is None else asked.label,
+        out=streamed,
+    )
+    if streamed is None:
+        tell(result, out)
+        return
+    for line in (result.headline, *result.notes, f"{out}: {result.lines:,} rows"):
+        print(plain(line))
 
 
 def _method(
-    name: str | None, match: str | None, given: Mapping[str, Any], method_settings: Path | None
+    name: str | None, ours: Mapping[str, Any], given: Mapping[str, Any], method_settings: Path | None
 ) -> "ConfiguredMethod | None":
     """The method that rows are ranked by; none: relevance.
 
@@ -93,8 +138,9 @@ def _method(
     if name is None:
         published_methods(None, None, given, "--method")
         return None
-    if match is not None:
-        raise SettingsError("--match: no meaning with --method; leave one of them out")
+    for flag, value in ours.items():
+        if value is not None:
+            raise SettingsError(f"{flag}: no meaning with --method; leave one of them out")
     from grasp.runs.configured import GRASP
 
     if name == GRASP:
@@ -109,56 +155,17 @@ def _method(
 def _scored(
     artifact: "Artifact",
     asked: "ConfiguredMethod",
+    target: str,
     environment: Path | None,
     checkpoints: list[Path],
     cache: Path | None,
     quiet: bool,
-) -> "MethodRows":
-    """The rows under a method's scores."""
+) -> "NDArray[np.float64]":
+    """What the method gives every row."""
     from grasp.runs.environment import Environment
-    from grasp.runs.method_rows import method_rows
+    from grasp.runs.method_rows import method_rows, method_values
 
     known = None if environment is None else Environment.open(environment)
     with Watch(quiet=quiet) as watch:
-        return method_rows(artifact, asked, environment=known, checkpoints=checkpoints, cache=cache, progress=watch)
-
-
-def _show(
-    source: "Artifact | MethodRows",
-    target: str,
-    k: int,
-    worst: bool,
-    kernel: str | None,
-    min_tokens: int,
-    columns: list[str],
-) -> None:
-    """Print the best, or worst, rows with some columns of the row table and their text."""
-    from grasp.predict.row_tables import ranked_rows
-    from grasp.runs.method_rows import MethodRows
-
-    artifact, by = (source.artifact, source.label) if isinstance(source, MethodRows) else (source, "relevance")
-    table = ranked_rows(source, target, k, bottom=worst, kernel=kernel, min_tokens=min_tokens)
-    if not table.num_rows:
-        raise SettingsError(f"--min-tokens: got {min_tokens}, no row of {artifact.where} is as long")
-    show(
-        f"most {'harmful' if worst else 'helpful'} rows for {target}, by {by}",
-        ("rank", by, "row_id", *columns, "text"),
-        [
-            (i, f"{row['relevance']:+.4g}", row["row_id"], *(row.get(name) for name in columns), row["snippet"])
-            for i, row in enumerate(table.to_pylist(), 1)
-        ],
-        left=0,
-    )
-
-
-def _columns(artifact: "Artifact", asked: list[str] | None) -> list[str]:
-    """Columns of the row table to show: those asked for, else the first two labels."""
-    from grasp.predict.slices import LabelTable
-
-    if asked is None:
-        return list(artifact.manifest.details.get("labels", []))[:2]
-    known = LabelTable(artifact.rows_path).columns
-    unknown = [name for name in asked if name not in known]
-    if unknown:
-        raise SettingsError(f"--labels: got {', '.join(unknown)}; the artifact has {', '.join(known)}")
-    return asked
+        rows = method_rows(artifact, asked, environment=known, checkpoints=checkpoints, cache=cache, progress=watch)
+    return method_values(rows, target)

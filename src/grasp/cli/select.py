@@ -9,7 +9,7 @@ import typer
 from grasp.cli.app import command
 from grasp.cli.console import MOST_LINES, show
 from grasp.cli.options import beside, chosen_protocol
-from grasp.cli.predict import nats, number, print_protocol, print_trust
+from grasp.cli.printed import nats, number, print_protocol, print_trust
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grasp.choose.select import Request, RowSelection
     from grasp.predict.scorer import Scorer
     from grasp.predict.slices import LabelTable
-    from grasp.runs.trust import Verdict
+    from grasp.runs.old_trust import Verdict
 
 PLACES = 8  # of the curve that are printed
 # \b keeps the lines of the epilog as they are.
@@ -88,7 +88,7 @@ def select(
     from grasp.predict.predictions import describe
     from grasp.predict.slices import LabelTable
     from grasp.predict.source import checked_targets
-    from grasp.runs.trust import scorer_and_trust
+    from grasp.runs.old_trust import scorer_and_trust
 
     rule, kind = checked_rule(documents), None if form is None else checked_format(form)
     artifact = Artifact.open(path)

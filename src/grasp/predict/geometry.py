@@ -86,6 +86,11 @@ class SubsetMass:
         """Masses of a block of subsets."""
         return cls(*weight_sums(weights), weights.shape[1])
 
+    @classmethod
+    def whole(cls, n_rows: int) -> Self:
+        """Of the corpus, as a block of one subset."""
+        return cls(np.array([float(n_rows)]), np.zeros(1), n_rows)
+
     def factor(self, side: Side, weighting: Weighting) -> F64:
         """(B,) what raw weights are multiplied by: 1 for `count`, 1 / sum |w| for `mean`; 0 for an empty side."""
         mass_B = self.retained_B if side == "retained" else self.omitted_B

@@ -16,7 +16,7 @@ from scipy.sparse import csr_array
 from grasp.errors import SubsetError
 from grasp.predict.conditions import equals, none_of
 from grasp.predict.labels import Label, LabelColumn
-from grasp.predict.row_tables import RowSource
+from grasp.predict.row_arrays import RowArrays
 from grasp.predict.weights import SliceShares
 from grasp.text import different
 
@@ -50,9 +50,18 @@ class LabelSlices:
         return np.array([one.rows for one in self.slices], dtype=np.int64)
 
     @property
+    def tokens_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
+        """Tokens of each slice."""
+        return np.array([one.tokens for one in self.slices], dtype=np.int64)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.slices)
+
+    @property
     def column(self) -> LabelColumn:
         """The label with a value a slice."""
-        return LabelColumn(self.label, tuple(one.name for one in self.slices), self.codes_N)
+        return LabelColumn(self.label, self.names, self.codes_N)
 
     def indicators(self) -> csr_array:
         """(G, N), 1 where a row is in the slice."""
@@ -99,7 +108,7 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     return LabelSlices(column.name, tuple(slices), codes_N, len(grouped))
 
 
-def sensible_labels(source: RowSource, *, most: int = MOST_SLICES) -> tuple[str, ...]:
+def sensible_labels(source: RowArrays, *, most: int = MOST_SLICES) -> tuple[str, ...]:
     """Label columns that cut the corpus into 2 to `most` slices: text if there is any, else whole numbers and flags.
 
     Reads each column no further than it takes to see that it has more values.
@@ -115,7 +124,7 @@ def sensible_labels(source: RowSource, *, most: int = MOST_SLICES) -> tuple[str,
     return ()
 
 
-def _n_values(source: RowSource, name: str, most: int) -> int:
+def _n_values(source: RowArrays, name: str, most: int) -> int:
     """Different values, counted up to one more than `most`."""
     seen: set[Label] = set()
     batches: Iterator[pa.RecordBatch] = source.row_batches([name])

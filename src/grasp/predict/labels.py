@@ -1,10 +1,11 @@
 """One label column, factorised: a short list of values and a code per row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.text import different
@@ -28,6 +29,17 @@ class LabelColumn:
         code_of: dict[Label, int] = {}
         codes_N = np.fromiter((code_of.setdefault(label, len(code_of)) for label in labels), np.int32, len(labels))
         return cls(name, tuple(code_of), codes_N)
+
+    @classmethod
+    def of_batches(cls, name: str, batches: Iterable[pa.Array]) -> "LabelColumn":
+        """Factorise a column of a table that arrives in batches."""
+        code_of: dict[Label, int] = {}
+        parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+        for batch in batches:
+            encoded = batch.dictionary_encode(null_encoding="encode")
+            codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
+            parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
+        return cls(name, tuple(code_of), np.concatenate(parts))
 
     @property
     def n_rows(self) -> int:

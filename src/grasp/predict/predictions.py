@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from grasp.errors import ShapeError
 from grasp.files import written_aside
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.predictor import ComponentTable, Prediction
+from grasp.predict.combine import ComponentTable, Prediction
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.scorer import CalibrationFamily, Scorer, SubsetSums
 from grasp.predict.source import F64, FeatureSource

@@ -1,97 +1,328 @@
-"""From standardised components to predicted utility. Shape letters: B subsets, E units (or targets), n rows."""
+"""The one predictor: relevance once, added up over a subset.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+    effect_i    the row's relevance to the target, kernels added, mean 0 and standard deviation 1 over the rows
+    change(S)   sum_i w_i effect_i / sum_i w_i
+
+is all of it for a protocol without geometry that scores the retained rows by their mean. The change is against the
+whole corpus: 0 is the corpus, positive is better. Its unit, *effect size*, does not depend on the question, and a
+slice's mean effect explains its rank: dropping a share p of the rows with the mean effect m changes -p / (1 - p) m.
+
+The other choices of a protocol are the same algebra. With s(S) = A of eq:grasp-subset-relevance for its side and
+weighting, change(S) = gain (s(S) - s(corpus)). `count` adds rows up instead of averaging them, so there the relevance
+counts from its own zero (`offset`), and the sum is divided by the rows of the corpus, which keeps the unit. Geometry
+adds its terms, and the standard deviations of its family are the unit then (`geometry_terms`).
+Source: eq:component-predictor, eq:grasp-subset-relevance, eq:method-additive.
+Shape letters: B subsets, N rows, E units, T targets, G slices.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
-from grasp.predict.geometry import Geometry, SketchSums, SketchTotals, SubsetMass, Weighting
+from grasp.predict.geometry import SketchSums, SubsetMass, halves_needed, subset_relevance
+from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, family_moments
+from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.relevance import Effects, Kernel, UnitSelection
+from grasp.predict.row_arrays import F32, F64, RowArrays, checked_targets
+from grasp.predict.sketches import Sketch
 from grasp.predict.standardize import ComponentMoments
+from grasp.predict.weights import Weights, squared, weight_sums
 
-F64 = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class ComponentTable:
-    """Components of B subsets in natural units, side and weighting applied.
-
-    Attributes:
-        relevance: A of every kernel, (B, E); for a task its units are averaged, for units each has its own.
-        geometry: K by name, e.g. `joint.pair`, (B,).
-    """
-
-    relevance: Mapping[str, F64]
-    geometry: Mapping[str, F64]
+EFFECT_SIZE = "effect size"
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted utility, (B, E), in standard deviations of A over the calibration family, and what it is made of."""
+class SubsetSums:
+    """Sums over the retained rows of B subsets with raw weights: all that a prediction depends on."""
 
-    utility_BE: F64
-    parts: Mapping[str, F64]  # omega_c z(K_c) (B, 1) and weight z(A) (B, E), by name; they add up to the utility
+    mass: SubsetMass
+    square_B: F64  # sum of w_i^2
+    effect_BT: F64
+    sketch: Mapping[str, SketchSums]
+
+    def from_whole(self, corpus: "SubsetSums", step: float) -> "SubsetSums":
+        """The corpus with the weight of the rows of each subset changed by `step`: -1 drops them, +1 doubles them.
+
+        Weights are 1 + step there, so squared norms change by (1 + step)^2 - 1. For subsets with weights 0 and 1.
+        """
+        size_B, n_rows = self.mass.retained_B, self.mass.n_rows
+        square_step = (1.0 + step) ** 2 - 1.0
+        return SubsetSums(
+            SubsetMass(n_rows + step * size_B, abs(step) * size_B, n_rows),
+            n_rows + square_step * size_B,
+            corpus.effect_BT + step * self.effect_BT,
+            {
+                half: SketchSums(
+                    corpus.sketch[half].total_BD + step * part.total_BD,
+                    corpus.sketch[half].norm_B + step * part.norm_B,
+                    corpus.sketch[half].square_norm_B + square_step * part.norm_B,
+                )
+                for half, part in self.sketch.items()
+            },
+        )
 
 
-def combine(
-    table: ComponentTable,
-    moments: Mapping[str, ComponentMoments],
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Tasks or units: what is added up over rows, C columns."""
+
+    effects: Effects
+    shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
+    means: Mapping[str, F64]  # by kernel: over the rows, as it is counted
+    origin_C: F64  # slope times the mean of A over the calibration family; 0 without geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """A protocol bound to an artifact. Made by `of`, which reads each relevance matrix once, and twice for units."""
+
+    protocol: ScoringProtocol
+    units: UnitSelection
+    n_rows: int
+    task: Level
+    unit_level: Level | None
+    geometry: GeometryTerms | None
+    sketches: Mapping[str, Sketch]
+    unit: str  # what a change is measured in
+    kernel_dropped: tuple[str, ...]
+    unit_scales: Mapping[str, F64 | float]  # by kernel: what units are multiplied by before a task takes their mean
+    task_kernels: Mapping[str, Kernel] = field(repr=False)  # empty unless asked for
+
+    @classmethod
+    def of(
+        cls,
+        artifact: RowArrays,
+        protocol: ScoringProtocol | None = None,
+        targets: Sequence[str] | None = None,
+        *,
+        per_unit: bool = False,
+        sketches: Sequence[str] = (),
+        components: bool = False,
+        units: UnitSelection | None = None,
+    ) -> Self:
+        """Bind a protocol to an artifact.
+
+        Args:
+            protocol: None: the one that ships.
+            targets: None: all.
+            per_unit: prepare for `unit_change`.
+            sketches: halves wanted besides those of the protocol's geometry.
+            components: keep the kernels apart, for `kernel_parts`.
+            units: other columns than all units of the targets.
+        Raises:
+            ProtocolError: the artifact does not fit the protocol, or has no such target.
+        """
+        chosen = default_protocol() if protocol is None else protocol
+        fitted = chosen.fitted(artifact.array_names, artifact.feature_settings)
+        selected = units or UnitSelection.of(artifact, checked_targets(artifact, targets))
+        wanted = sorted({*halves_needed(fitted.components), *sketches})
+        held = {half: Sketch.of(artifact, half) for half in wanted}
+        family = CalibrationFamily.of(fitted.calibration, artifact) if fitted.components else None
+        first = fitted.standardize.task == "mean_of_standardised"
+        names = kernel_weights(fitted)
+        spreads = _spreads(fitted, family, artifact.n_rows)
+        unit_kernels: dict[str, Kernel] = {}
+        if per_unit or first:
+            unit_kernels = {one: Kernel.of_units(artifact, one, selected, fitted.negative) for one in names}
+        unit_spread = spreads(unit_kernels)
+        scales: dict[str, F64 | float] = {one: unit_spread[one].inverse_E if first else 1.0 for one in names}
+        kernels = {one: Kernel.of_tasks(artifact, one, selected, fitted.negative, scales[one]) for one in names}
+        spread = spreads(kernels)
+        geometry = None if family is None else GeometryTerms.of(artifact, fitted, held, family)
+        return cls(
+            protocol=fitted,
+            units=selected,
+            n_rows=artifact.n_rows,
+            task=_level(names, kernels, spread, hold=True, standardised=family is not None),
+            unit_level=_level(names, unit_kernels, unit_spread, hold=False, standardised=family is not None)
+            if per_unit
+            else None,
+            geometry=geometry,
+            sketches=held,
+            unit=EFFECT_SIZE if family is None else f"standard deviations over {family}",
+            kernel_dropped=tuple(name for name, one in spread.items() if not one.varies_E.any()),
+            unit_scales=scales,
+            task_kernels=kernels if components else {},
+        )
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return self.units.targets
+
+    @property
+    def additive(self) -> bool:
+        """Whether the protocol has no geometry."""
+        return self.geometry is None
+
+    @property
+    def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
+        """The additive part of every row: mean 0, standard deviation 1 over the rows of the artifact."""
+        held_NT = self.task.effects.held.held_NC
+        assert held_NT is not None
+        return held_NT
+
+    @property
+    def gain_T(self) -> F64:  # noqa: N802 - a shape suffix
+        """What a difference of A, made of effects, is multiplied by to be a change."""
+        return self.gain_of(self.task)
+
+    @property
+    def offset_T(self) -> F64:  # noqa: N802 - a shape suffix
+        """What is added to every effect before rows are summed: under `count` their zero is that of the relevance."""
+        return self.offset_of(self.task)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Kernels and components that do not vary, and hence contribute nothing."""
+        return (*self.kernel_dropped, *(() if self.geometry is None else self.geometry.dropped))
+
+    # ------------------------------------------------------------------------------------------ prediction
+
+    def sums(self, weights: Weights) -> SubsetSums:
+        """Sums of one block of subsets."""
+        sketch = {half: sketch.sums(weights) for half, sketch in self.sketches.items()}
+        square_B = weight_sums(squared(weights))[0]
+        return SubsetSums(SubsetMass.of(weights), square_B, self.task.effects.held.sums(weights), sketch)
+
+    def whole(self) -> SubsetSums:
+        """The corpus itself, as a block of one subset."""
+        sketch = {half: sketch.totals.whole() for half, sketch in self.sketches.items()}
+        mass = SubsetMass.whole(self.n_rows)
+        return SubsetSums(mass, mass.retained_B, np.zeros((1, len(self.targets))), sketch)
+
+    def slice_sums(self, codes_N: NDArray[np.integer], n_slices: int) -> SubsetSums:
+        """Sums of every slice, B = G."""
+        return self.sums(indicators(codes_N, n_slices))
+
+    def change_of(self, sums: SubsetSums) -> F64:
+        """Predicted change of utility against the whole corpus, (B, T); positive is better."""
+        change_BT = self._additive(self.task, sums.effect_BT, sums.mass)
+        return change_BT + self.geometry_change(sums)[:, None]
+
+    def change(self, weights: Weights) -> F64:
+        """The same for subsets given by their weights."""
+        return self.change_of(self.sums(weights))
+
+    def unit_change(self, weights: Weights, sums: SubsetSums) -> F64:
+        """The same for every unit, by its own relevance, (B, E).
+
+        Args:
+            sums: of the same subsets.
+        """
+        assert self.unit_level is not None
+        change_BE = self._additive(self.unit_level, self.unit_level.effects.held.sums(weights), sums.mass)
+        return change_BE + self.geometry_change(sums)[:, None]
+
+    def geometry_change(self, sums: SubsetSums) -> F64:
+        """What geometry adds to a change, the same for every target, (B,)."""
+        if self.geometry is None:
+            return np.zeros(len(sums.mass.retained_B))
+        return np.asarray(sum(self.geometry.parts(sums.sketch, sums.mass).values()))
+
+    def kernel_parts(self, weights: Weights, mass: SubsetMass) -> dict[str, F64]:
+        """What each kernel adds to a change, (B, T); they add up to its additive part."""
+        parts: dict[str, F64] = {}
+        for name, kernel in self.task_kernels.items():
+            share_T, mean_T = self.task.shares[name], self.task.means[name]
+            sum_BT = share_T * (kernel.held.sums(weights) - np.outer(mass.retained_B, mean_T))
+            offset_T = share_T * mean_T if self.protocol.weighting == "count" else np.zeros_like(share_T)
+            parts[name] = self.gain_T * self._relative(sum_BT, offset_T, mass)
+        return parts
+
+    # --------------------------------------------------------------------------------------------- level
+
+    @property
+    def whole_T(self) -> F64:  # noqa: N802 - a shape suffix
+        """Level of the corpus, (T,): what its own prediction is, before a change is taken."""
+        return self._whole(self.task)
+
+    @property
+    def whole_E(self) -> F64:  # noqa: N802 - a shape suffix
+        """The same for units."""
+        assert self.unit_level is not None
+        return self._whole(self.unit_level)
+
+    # -------------------------------------------------------------------------------------------- algebra
+
+    def relative(self, sum_BC: F64, total_C: F64, mass: SubsetMass) -> F64:
+        """A of subsets minus A of the corpus, (B, C), for the protocol's side and weighting."""
+        side, weighting = self.protocol.side, self.protocol.weighting
+        whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(mass.n_rows), side, weighting)
+        return np.asarray(subset_relevance(sum_BC, total_C, mass, side, weighting) - whole_1C)
+
+    def _relative(self, sum_BC: F64, offset_C: F64, mass: SubsetMass) -> F64:
+        """The same from sums of values that add up to 0 over the corpus, an offset being added to each."""
+        return self.relative(sum_BC + np.outer(mass.retained_B, offset_C), self.n_rows * offset_C, mass)
+
+    def _additive(self, level: Level, sum_BC: F64, mass: SubsetMass) -> F64:
+        return self.gain_of(level) * self._relative(sum_BC, self.offset_of(level), mass)
+
+    def gain_of(self, level: Level) -> F64:
+        """`gain_T`, or the same of units."""
+        if self.geometry is not None:
+            return level.effects.sd_C
+        return np.full(len(level.effects.sd_C), 1.0 / self.n_rows if self.protocol.weighting == "count" else 1.0)
+
+    def offset_of(self, level: Level) -> F64:
+        """`offset_T`, or the same of units."""
+        if self.protocol.weighting == "mean":
+            return np.zeros(len(level.effects.sd_C))
+        return level.effects.mean_C * level.effects.inverse_C
+
+    def _whole(self, level: Level) -> F64:
+        """A of the corpus is that of its mean row, N times under `count`.
+
+        On the omitted side `mean` has no value for nothing: that of a random part stands in, which changes nothing.
+        """
+        omitted, counts = self.protocol.side == "omitted", self.protocol.weighting == "count"
+        sign = (0.0 if counts else -1.0) if omitted else 1.0
+        if self.geometry is None:
+            return np.asarray(sign * level.effects.mean_C * level.effects.inverse_C)
+        times = sign * self.n_rows if counts else sign
+        bend = sum(self.protocol.components[name] * value for name, value in self.geometry.whole().items())
+        return np.asarray(times * level.effects.mean_C - level.origin_C + bend)
+
+
+def indicators(codes_N: NDArray[np.integer], n_slices: int) -> csr_array:
+    """(G, N), 1 where a row is in the slice."""
+    order = np.argsort(codes_N, kind="stable")
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(codes_N, minlength=n_slices))])
+    return csr_array((np.ones(len(order)), order, indptr), shape=(n_slices, len(order)))
+
+
+def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
+    """Kernels of a fitted protocol and their weights."""
+    assert isinstance(protocol.match, dict)
+    return {str(kernel): weight for kernel, weight in protocol.match.items()}
+
+
+def _spreads(
+    protocol: ScoringProtocol, family: CalibrationFamily | None, n_rows: int
+) -> Callable[[Mapping[str, Kernel]], Mapping[str, ComponentMoments]]:
+    """What brings kernels to one scale: their spread over the rows, or, with geometry, that of A over the family."""
+    if family is None:
+        return lambda kernels: {name: kernel.spread for name, kernel in kernels.items()}
+    return lambda kernels: family_moments(protocol, kernels, {}, family, n_rows) if kernels else {}
+
+
+def _level(
+    weights: Mapping[str, float],
+    kernels: Mapping[str, Kernel],
+    spread: Mapping[str, ComponentMoments],
     *,
-    match_weights: Mapping[str, float],
-    omega: Mapping[str, float],
-) -> Prediction:
-    """V-hat = sum_m weight_m z(A_m) + sum_c omega_c z(K_c); a penalty is a negative omega.
-
-    Components that do not vary over the calibration family contribute 0; `dropped` lists them.
-    Source: eq:component-predictor. Deviation: several relevance kernels may be summed as z-scores.
-    """
-    parts = {name: weight * moments[name].z(table.relevance[name]) for name, weight in match_weights.items()}
-    parts |= {name: weight * moments[name].z(table.geometry[name][:, None]) for name, weight in omega.items()}
-    return Prediction(np.asarray(sum(parts.values())), parts)
-
-
-def dropped(moments: Mapping[str, ComponentMoments]) -> tuple[str, ...]:
-    """Components without variance over the calibration family: for a vector of units, without any."""
-    return tuple(name for name, item in moments.items() if not item.varies_E.any())
-
-
-def additive(relevance_NE: NDArray[Any], weights_BN: Any) -> F64:
-    """sum_{i in S} w_i a_ie, (B, E). Source: eq:additive-utility, eq:method-additive, eq:prelim-additive."""
-    return np.asarray(weights_BN @ np.asarray(relevance_NE, dtype=np.float64))
-
-
-def interaction_surrogate(relevance_B: F64, raw_B: F64, *, step: float, penalty: float) -> F64:
-    """eta A(T) - lambda K_raw(T), (B,). Source: eq:ideal-interaction-surrogate, eq:sketched-surrogate."""
-    return np.asarray(step * relevance_B - penalty * raw_B)
-
-
-def marginal_geometry(
-    sums: SketchSums, mass: SubsetMass, corpus: SketchTotals, sketch_nD: NDArray[Any], weighting: Weighting
-) -> Geometry:
-    """Geometry of S + {k} for n candidate rows k of weight 1, (n,) each; S is one subset, retained side.
-
-    ||t + phi||^2 = ||t||^2 + 2 <t, phi> + ||phi||^2, so a candidate costs O(D).
-    """
-    sketch_nD = np.asarray(sketch_nD, dtype=np.float64)
-    total_D, weight = sums.total_BD[0], float(mass.retained_B[0])
-    norm_n = np.einsum("nd,nd->n", sketch_nD, sketch_nD)
-    factor = 1.0 if weighting == "count" else 1.0 / (weight + 1.0)
-    raw_n = total_D @ total_D + 2.0 * (sketch_nD @ total_D) + norm_n
-    self_n = sums.square_norm_B[0] + norm_n
-    shift_D = total_D - weight * corpus.mean_D
-    centred_nD = sketch_nD - corpus.mean_D
-    cent_n = shift_D @ shift_D + 2.0 * (centred_nD @ shift_D) + np.einsum("nd,nd->n", centred_nD, centred_nD)
-    raw_n, self_n, cent_n = (factor**2 * part for part in (raw_n, self_n, cent_n))
-    return Geometry(raw_B=raw_n, self_B=self_n, pair_B=raw_n - self_n, cent_B=cent_n)
-
-
-def marginal_relevance(sum_E: F64, mass: SubsetMass, relevance_nE: NDArray[Any], weighting: Weighting) -> F64:
-    """A_e of S + {k} for n candidate rows k of weight 1, (n, E); S is one subset, retained side."""
-    factor = 1.0 if weighting == "count" else 1.0 / (float(mass.retained_B[0]) + 1.0)
-    return np.asarray(factor * (sum_E + np.asarray(relevance_nE, dtype=np.float64)))
-
-
-def marginal_gain(with_row: Prediction, without: Prediction) -> F64:
-    """V-hat(S + {k}) - V-hat(S), (n, E). Source: eq:discrete-second-difference is its difference once more."""
-    return np.asarray(with_row.utility_BE - without.utility_BE)
+    hold: bool,
+    standardised: bool,
+) -> Level:
+    slopes = {name: weight * spread[name].inverse_E for name, weight in weights.items()}
+    effects = Effects.of(kernels, slopes, hold=hold)
+    origin = [slopes[name] * spread[name].mean_E for name in weights] if standardised else []
+    return Level(
+        effects=effects,
+        shares={name: slope_C * effects.inverse_C for name, slope_C in slopes.items()},
+        means={name: kernels[name].rows.mean_E for name in weights},
+        origin_C=np.sum(origin, axis=0) if origin else np.zeros(len(effects.sd_C)),
+    )

@@ -12,6 +12,7 @@ from typing import Self, get_args
 import numpy as np
 
 from grasp.predict.blocks import SubsetBlock
+from grasp.predict.combine import ComponentTable, Prediction, combine, dropped
 from grasp.predict.families import Family
 from grasp.predict.geometry import (
     Geometry,
@@ -25,7 +26,6 @@ from grasp.predict.geometry import (
 )
 from grasp.predict.held import Kernel, Sketch, UnitSelection, pair_sums
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictor import ComponentTable, Prediction, combine, dropped
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import F64, FeatureSource, checked_targets

@@ -20,9 +20,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
+from grasp.predict.conditions import identifier
 from grasp.predict.labels import Label, LabelColumn
+from grasp.text import plain
 
 BATCH = 1 << 16
+SHOWN = 5  # values in a message, each so long at most
+LONGEST = 60
 MAX_LENGTH = 20_000
 OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
 
@@ -126,6 +130,38 @@ class LabelTable:
                 start += batch.num_rows
         return Selection(mask_N, n_null)
 
+    def matching(self, expression: str) -> Selection:
+        """`selection`, for questions: a condition that tells no rows apart is a mistake.
+
+        Raises:
+            SubsetError: it matches no row, or every row: how columns are spelled, and which values there are.
+        """
+        selection = self.selection(expression)
+        matched = int(selection.mask_N.sum())
+        if 0 < matched < self.n_rows:
+            return selection
+        with _locked_connection() as db:
+            names = self._columns_of(_checked(db, expression, self.columns), expression)
+        how_many = "every row" if matched else "no row"
+        raise SubsetError(f"expression {expression!r}: matches {how_many}; {self._hint(names)}")
+
+    def _hint(self, names: list[str]) -> str:
+        """What there is to ask for."""
+        if not names:
+            spelled = ", ".join(identifier(name) for name in self.columns)
+            return (
+                "it names no column: 'single quotes' are for values, \"double quotes\" for a column with blanks, as in "
+                f"\"doc type\" = 'FAQs'; the columns are {spelled}"
+            )
+        return "; ".join(self._values_of(name) for name in names)
+
+    def _values_of(self, name: str) -> str:
+        column = self.column(name)
+        order = np.argsort(-column.counts, kind="stable")[:SHOWN]
+        shown = ", ".join(f"{_literal(column.values[code])} ({column.counts[code]:,} rows)" for code in order)
+        more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
+        return f"{identifier(name)} has {shown}{more}"
+
     def column(self, name: str, where: str = "label") -> LabelColumn:
         """One label column, factorised: 4 bytes a row.
 
@@ -135,13 +171,7 @@ class LabelTable:
             SubsetError: no such column.
         """
         self._known(name, where)
-        code_of: dict[Label, int] = {}
-        parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
-        for batch in self._batches([name]):
-            encoded = batch.column(0).dictionary_encode(null_encoding="encode")
-            codes = [code_of.setdefault(value, len(code_of)) for value in encoded.dictionary.to_pylist()]
-            parts.append(np.asarray(codes, np.int32)[encoded.indices.to_numpy()])
-        return LabelColumn(name, tuple(code_of), np.concatenate(parts))
+        return LabelColumn.of_batches(name, (batch.column(0) for batch in self._batches([name])))
 
     def values(self, column: str) -> Mapping[Label, NDArray[np.int64]]:
         """Row indices of each value of a label; rows without it stand under `None`."""
@@ -183,6 +213,13 @@ class LabelTable:
         kind = _evaluate(db, expression, query, empty).schema.types[0]
         if kind != pa.bool_():
             raise SubsetError(f"expression {expression!r}: gives {kind}, expected a condition that is true or false")
+
+
+def _literal(value: Label) -> str:
+    """A value as a message shows it."""
+    if value is None:
+        return "NULL"
+    return "'" + plain(value)[:LONGEST] + "'" if isinstance(value, str) else str(value)
 
 
 def _locked_connection() -> duckdb.DuckDBPyConnection:

@@ -72,21 +72,25 @@ class RowIndex:
 
 
 def read_subsets(
-    path: Path | str, row_index_of: RowIndex, block: int = 256, *, side: Side = "retained"
+    source: Path | str | pa.Table, row_index_of: RowIndex, block: int = 256, *, side: Side = "retained"
 ) -> Iterator[SubsetBlock]:
-    """Read a long-form Parquet of subsets in blocks, subsets in order of first appearance.
+    """Read a long table of subsets in blocks, subsets in order of first appearance.
 
     Args:
+        source: Parquet file, or the table itself.
         side: what the table names. The rows of an `omitted` table are taken out of the corpus; what is
             left is the subset, and weights make no sense there.
     Raises:
         SubsetError: not Parquet, missing columns, no lines, unknown rows, a row twice in one subset, a subset
             without rows, weights not finite, negative, or of sum 0. The message names subset and rows.
     """
-    has_weight = _check_columns(Path(path))
+    table = source if isinstance(source, pa.Table) else Path(source)
+    has_weight = _check_columns(table)
     if side == "omitted" and has_weight:
-        raise SubsetError(f"{path}: names omitted rows with a column 'weight'; omitted rows have none, drop the column")
-    return in_blocks(_subsets(Path(path), row_index_of, has_weight, side), row_index_of.n_rows, block)
+        raise SubsetError(
+            f"{_where(table)}: names omitted rows with a column 'weight'; omitted rows have none, drop the column"
+        )
+    return in_blocks(_subsets(table, row_index_of, has_weight, side), row_index_of.n_rows, block)
 
 
 def write_subsets(
@@ -108,46 +112,66 @@ def write_subsets(
             writer.write_table(pa.table(columns, schema=schema))
 
 
-def _check_columns(path: Path) -> bool:
+def _where(source: Path | pa.Table) -> str:
+    """What a message names."""
+    return "subsets" if isinstance(source, pa.Table) else str(source)
+
+
+def _check_columns(source: Path | pa.Table) -> bool:
     """Whether the table has weights; refuses what is not a table of subsets."""
-    try:
-        with pq.ParquetFile(path) as file:
-            names = list(file.schema_arrow.names)
-    except FileNotFoundError as err:
-        raise SubsetError(f"{path}: no such file; expected Parquet with columns subset_id, row_id[, weight]") from err
-    except (pa.ArrowException, OSError) as err:
-        raise SubsetError(f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}") from err
+    where, names = _where(source), _names(source)
     missing = [name for name in ("subset_id", "row_id") if name not in names]
     if missing:
-        raise SubsetError(f"{path}: has columns {names}, lacks {missing}; expected subset_id, row_id[, weight]")
+        raise SubsetError(f"{where}: has columns {names}, lacks {missing}; expected subset_id, row_id[, weight]")
     close = difflib.get_close_matches("weight", [name for name in names if name not in ("subset_id", "row_id")], 1)
     if close and close[0] != "weight":
-        raise SubsetError(f"{path}: column {close[0]!r} looks like weights; rename it to 'weight' or drop it")
+        raise SubsetError(f"{where}: column {close[0]!r} looks like weights; rename it to 'weight' or drop it")
     return "weight" in names
 
 
-def _entries(path: Path, has_weight: bool) -> Iterator[pa.RecordBatch]:
+def _names(source: Path | pa.Table) -> list[str]:
+    if isinstance(source, pa.Table):
+        return list(source.column_names)
+    try:
+        with pq.ParquetFile(source) as file:
+            return list(file.schema_arrow.names)
+    except FileNotFoundError as err:
+        raise SubsetError(f"{source}: no such file; expected Parquet with columns subset_id, row_id[, weight]") from err
+    except (pa.ArrowException, OSError) as err:
+        raise SubsetError(f"{source}: cannot be read as Parquet: {' '.join(str(err).split())}") from err
+
+
+def _batches(source: Path | pa.Table, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    if isinstance(source, pa.Table):
+        yield from source.select(columns).to_batches(max_chunksize=BATCH)
+        return
+    with pq.ParquetFile(source) as file:
+        yield from file.iter_batches(batch_size=BATCH, columns=columns)
+
+
+def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBatch]:
     columns = ["subset_id", "row_id"] + (["weight"] if has_weight else [])
     start = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=BATCH, columns=columns):
-                n = batch.num_rows
-                weight = batch.column("weight").cast(pa.float64()) if has_weight else pa.array(np.ones(n))
-                arrays = [batch.column(name).cast(pa.string()) for name in ("subset_id", "row_id")]
-                entry = pa.array(np.arange(start, start + n), pa.int64())
-                yield pa.record_batch([*arrays, weight, entry], schema=ENTRY_SCHEMA)
-                start += n
+        for batch in _batches(source, columns):
+            n = batch.num_rows
+            weight = batch.column("weight").cast(pa.float64()) if has_weight else pa.array(np.ones(n))
+            arrays = [batch.column(name).cast(pa.string()) for name in ("subset_id", "row_id")]
+            entry = pa.array(np.arange(start, start + n), pa.int64())
+            yield pa.record_batch([*arrays, weight, entry], schema=ENTRY_SCHEMA)
+            start += n
     except (pa.ArrowException, OSError) as err:
-        raise SubsetError(f"{path}: cannot be read as subsets: {' '.join(str(err).split())}") from err
+        raise SubsetError(f"{_where(source)}: cannot be read as subsets: {' '.join(str(err).split())}") from err
 
 
-def _subsets(path: Path, index: RowIndex, has_weight: bool, side: Side) -> Iterator[WeightedRows | MissingRows]:
+def _subsets(
+    source: Path | pa.Table, index: RowIndex, has_weight: bool, side: Side
+) -> Iterator[WeightedRows | MissingRows]:
     with tempfile.TemporaryDirectory(prefix="grasp-subsets-") as spill, duckdb.connect(":memory:") as db:
         db.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
         db.execute(f"SET temp_directory = '{spill}'")
-        _join(db, path, index, has_weight)
-        _check_lines(db, path)
+        _join(db, source, index, has_weight)
+        _check_lines(db, _where(source))
         for item in _in_order(db):
             if side == "retained":
                 yield WeightedRows(item.subset_id, item.row_index, item.weights if has_weight else None)
@@ -155,9 +179,9 @@ def _subsets(path: Path, index: RowIndex, has_weight: bool, side: Side) -> Itera
                 yield MissingRows(item.subset_id, item.row_index)
 
 
-def _join(db: duckdb.DuckDBPyConnection, path: Path, index: RowIndex, has_weight: bool) -> None:
+def _join(db: duckdb.DuckDBPyConnection, source: Path | pa.Table, index: RowIndex, has_weight: bool) -> None:
     """Make the tables `line` (one a named row; row_index NULL if unknown) and `subset` (one a subset)."""
-    _fill(db, "entry", ENTRY_SCHEMA, _entries(path, has_weight))
+    _fill(db, "entry", ENTRY_SCHEMA, _entries(source, has_weight))
     _fill(db, "name", ID_SCHEMA, index.batches())
     db.execute(
         "CREATE TABLE line AS SELECT e.subset_id, e.row_id, n.row_index, e.weight, e.entry "
@@ -181,13 +205,13 @@ def _fill(db: duckdb.DuckDBPyConnection, table: str, schema: pa.Schema, batches:
     db.unregister("batch")
 
 
-def _check_lines(db: duckdb.DuckDBPyConnection, path: Path) -> None:
+def _check_lines(db: duckdb.DuckDBPyConnection, where: str) -> None:
     """Every mistake of the table in one message."""
     problems = [text for check in (_unnamed, _unknown, _repeated, _bad_weights) if (text := check(db))]
     if not db.execute("SELECT count(*) FROM subset").fetchall()[0][0]:
         problems.append("has no lines; expected at least one subset with one row")
     if problems:
-        raise SubsetError(f"{path}: " + "; ".join(problems))
+        raise SubsetError(f"{where}: " + "; ".join(problems))
 
 
 def _unnamed(db: duckdb.DuckDBPyConnection) -> str | None:

@@ -18,7 +18,7 @@ from grasp.predict.label_slices import LabelSlices
 from grasp.predict.scorer import Scorer
 from grasp.predict.slice_model import SliceModel
 from grasp.predict.source import F64, FeatureSource, relevance_blocks
-from grasp.runs.metrics import bootstrap_weights
+from grasp.seeds import bootstrap_weights
 
 RESAMPLES = 1_000
 TAILS = (0.025, 0.975)

@@ -31,7 +31,7 @@ from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.agreement import Agreement, agreement
 from grasp.runs.environment import Environment
-from grasp.runs.trust import Trust, UtilityLine, sketches_for
+from grasp.runs.old_trust import Trust, UtilityLine, sketches_for
 from grasp.settings import read_yaml, yaml_text
 
 ROWS_SHOWN = 8

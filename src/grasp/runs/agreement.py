@@ -11,7 +11,7 @@ import numpy as np
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.source import F64
+from grasp.predict.row_arrays import F64
 from grasp.runs.development import Scored
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_info import Role

@@ -14,7 +14,7 @@ from grasp.files import written_aside
 from grasp.predict.blocks import Side
 from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.predict.protocol import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
-from grasp.predict.source import FeatureSource
+from grasp.predict.row_arrays import RowArrays
 from grasp.runs.controls import Control
 from grasp.settings import Settings, describe, read_yaml
 
@@ -85,7 +85,7 @@ class Candidate:
         )
 
 
-def candidate_of(protocol: ScoringProtocol, source: FeatureSource) -> Candidate:
+def candidate_of(protocol: ScoringProtocol, source: RowArrays) -> Candidate:
     """A protocol as a candidate, bound to an artifact.
 
     Raises:

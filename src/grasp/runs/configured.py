@@ -13,9 +13,9 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.errors import SettingsError
 from grasp.extras import require
+from grasp.predict.geometry import Weighting
 from grasp.runs.contract import Method, SubsetMethod
 from grasp.runs.plugins import entry_of, methods
-from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, describe
 
 GRASP = "grasp"  # may be named among the methods; its own predictions are always there

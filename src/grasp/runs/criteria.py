@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import ProtocolError
-from grasp.predict.source import F64
+from grasp.predict.row_arrays import F64
 from grasp.runs.candidates import Candidate, Criterion
 from grasp.runs.development import Development
 from grasp.runs.environment import Utilities
-from grasp.runs.metrics import bootstrap_weights, mean_defined, rank_correlations
+from grasp.runs.metrics import mean_defined, rank_correlations
 from grasp.runs.parts import Parts
-from grasp.seeds import stream
+from grasp.seeds import bootstrap_weights, stream
 
 COLUMNS_AT_ONCE = 2_048
 

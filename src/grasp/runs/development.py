@@ -8,11 +8,9 @@ from typing import Any
 from grasp.artifact.reader import Artifact
 from grasp.errors import ProtocolError, ProtocolLeakError
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.families import parse_family
-from grasp.predict.protocol import Requirements, ScoringProtocol
-from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
+from grasp.predict.row_arrays import RowArrays
 from grasp.predict.slices import LabelTable
-from grasp.predict.source import FeatureSource
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import Binding, Candidate, candidate_of
 from grasp.runs.environment import Environment
@@ -28,10 +26,10 @@ class Scored:
     """An artifact beside an environment: what predictions for its subsets are made of. Says nothing of roles."""
 
     environment: Environment
-    source: FeatureSource
+    source: RowArrays
     renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
-    calibration: CalibrationFamily
+    calibration: Calibration  # by which geometry is standardised here
     fingerprints: Mapping[str, str]
 
     @classmethod
@@ -47,17 +45,17 @@ class Scored:
             EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
         """
         common = artifact_targets(environment, artifact)
-        label_table = LabelTable(artifact.rows_path)
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
-        family = parse_family(spec)
-        labels = label_table.column(family.label) if family.label is not None else None
+        calibration = Calibration(family=spec, n_subsets=calibration_subsets, seed=seed)
+        label = calibration.parsed.label
+        labels = LabelTable(artifact.rows_path).column(label) if label is not None else None
         blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
         return cls(
             environment=environment,
             source=artifact,
             renamed={own: name for name, own in common.items()},
             blocks=blocks,
-            calibration=CalibrationFamily(family, calibration_subsets, seed, labels),
+            calibration=calibration,
             fingerprints=dict(artifact.manifest.fingerprints),
         )
 

@@ -18,11 +18,11 @@ from grasp.runs.metrics import (
     TargetMetrics,
     average_ceilings,
     average_over_targets,
-    bootstrap_weights,
     noise_ceilings,
     target_metrics,
 )
 from grasp.runs.predictions import Cost, Predictions, Standing
+from grasp.seeds import bootstrap_weights
 from grasp.targets.units import Unit, UnitSet
 
 AVERAGE = "average"

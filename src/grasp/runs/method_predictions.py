@@ -11,10 +11,11 @@ import numpy as np
 
 from grasp.errors import SettingsError
 from grasp.predict.blocks import Side, SubsetBlock
+from grasp.predict.geometry import Weighting
 from grasp.runs.configured import ConfiguredMethod
 from grasp.runs.contract import Account, MethodScores, RowMethod, SubsetMethod
 from grasp.runs.material import Material
-from grasp.runs.predictions import Cost, Predictions, RowScores, Standing, Weighting
+from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
 
 CACHE = "baselines"  # inside the artifact
 ANY = ("", "any")  # the one column of scores that do not depend on the unit

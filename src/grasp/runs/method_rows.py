@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
 from grasp.extract.progress import Progress, Silent
-from grasp.predict.source import F32, Blocks
+from grasp.predict.row_arrays import F32, Blocks
 from grasp.runs.configured import ConfiguredMethod
 from grasp.runs.contract import MethodScores
 from grasp.runs.development import Scored
@@ -23,7 +23,7 @@ from grasp.runs.methods import retrained
 
 @dataclass(frozen=True, slots=True)
 class MethodRows:
-    """The rows of an artifact under the scores of a method: a `RowSource` whose one kernel is the method."""
+    """The rows of an artifact under the scores of a method: `RowArrays` whose one kernel is the method."""
 
     artifact: Artifact
     label: str
@@ -94,3 +94,9 @@ def method_rows(
         known = retrained(scored, environment.utilities().of(*scored.renamed.values()))
     material = Material(artifact, checkpoint_places=tuple(checkpoints), retrained=known, progress=progress or Silent())
     return MethodRows(artifact, configured.label, scores(configured, material, cache))
+
+
+def method_values(rows: MethodRows, target: str) -> NDArray[np.float64]:
+    """Score of every row for a target, the mean over its units, (N,)."""
+    blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(target))
+    return np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])

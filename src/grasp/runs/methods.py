@@ -255,7 +255,7 @@ def _oracle(text: str, scored: Scored, labels: LabelTable, utilities: Utilities)
     kind, _, sees = text.partition(":")
     if kind not in ORACLES:
         raise SettingsError(f"oracle: got {text!r}, expected {' or '.join(ORACLES)}, alone or with :masks or :LABEL")
-    sees = sees or scored.calibration.family.label or MASKS
+    sees = sees or scored.calibration.parsed.label or MASKS
     if sees == MASKS:
         return ORACLES[kind](mask_features(scored.blocks), utilities)
     return ORACLES[kind](fraction_features(scored.blocks, labels.column(sees)), utilities)

@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import ShapeError
-from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 
@@ -170,14 +169,6 @@ def _rank_products(ranks: list[NDArray[Any]], root_RB: NDArray[Any], pairs: Sequ
 def spearman(x_BE: F64, y_BE: F64) -> F64:
     """Spearman's rho of every column, (E,); nan where a column is constant."""
     return rank_correlations([x_BE, y_BE], [(0, 1)], np.ones((1, len(x_BE))))[0, :, 0]
-
-
-def bootstrap_weights(n_subsets: int, *, resamples: int = RESAMPLES, seed: int = 0) -> NDArray[np.float32]:
-    """(R, B): how often each subset is drawn in each resample; a function of (seed, B, R) alone."""
-    draws = stream(seed, "fidelity", "bootstrap", n_subsets).integers(0, n_subsets, size=(resamples, n_subsets))
-    weights_RB = np.zeros((resamples, n_subsets), dtype=np.float32)
-    np.add.at(weights_RB, (np.arange(resamples)[:, None], draws), 1)
-    return weights_RB
 
 
 def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:

@@ -1,4 +1,4 @@
-"""Standardised components of an environment's subsets, once; every candidate is a weighted sum of them.
+"""Components of the predictor for an environment's subsets, once; every candidate is a weighted sum of them.
 
 Shape letters: B subsets, E units, T targets, N rows, D sketch width.
 """
@@ -15,10 +15,12 @@ from scipy.sparse import csr_array
 from grasp.errors import ProtocolError
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import SubsetMass, Weighting, halves_needed
-from grasp.predict.protocol import Match
-from grasp.predict.scorer import CalibrationFamily, Scorer
-from grasp.predict.source import F64, Blocks, FeatureSource
-from grasp.predict.standardize import MomentsAccumulator
+from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import Calibration, Match
+from grasp.predict.row_arrays import F64, Blocks, RowArrays
+from grasp.predict.sketches import Sketch
+from grasp.predict.standardize import MomentsAccumulator, RowMoments, has_closed_form, relevance_moments
 from grasp.runs.candidates import Binding, Candidate
 from grasp.runs.controls import EXACT_ROWS, ShuffledPairs, row_permutation
 from grasp.runs.predictions import Predictions
@@ -28,23 +30,29 @@ SHUFFLED = "shuffled "  # before the name of a component that comes from shuffle
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """z-scores of every kernel and component, by name: (B, T) or (B, 1) for tasks, (B, E) or (B, 1) for units."""
+    """Components by name, ready to be added: (B, T) or (B, 1) for tasks, (B, E) or (B, 1) for units.
+
+    A kernel stands under its name as the change of a predictor of this kernel alone, in effect sizes. Candidates with
+    geometry are sums of z-scores: there it counts by its standard deviation over the calibration family.
+    """
 
     subset_ids: tuple[str, ...]
     targets: tuple[str, ...]
     units: tuple[tuple[str, str], ...]
     task: Mapping[str, F64]
     unit: Mapping[str, F64]  # empty unless units were asked for
+    task_std: Mapping[str, F64]  # by kernel, of the change over the family; empty where no candidate has geometry
+    unit_std: Mapping[str, F64]
 
     def tasks_of(self, candidate: Candidate) -> F64:
-        """Predicted utility of every target, (B, T). Source: eq:component-predictor."""
+        """Predicted utility of every target, (B, T), but for a constant. Source: eq:component-predictor."""
         shape = (len(self.subset_ids), len(self.targets))
-        return np.array(np.broadcast_to(_weighted(self.task, candidate), shape))
+        return np.array(np.broadcast_to(_weighted(self.task, self.task_std, candidate), shape))
 
     def units_of(self, candidate: Candidate) -> F64:
         """Predicted utility of every unit, (B, E); units were asked for."""
         shape = (len(self.subset_ids), len(self.units))
-        return np.array(np.broadcast_to(_weighted(self.unit, candidate), shape))
+        return np.array(np.broadcast_to(_weighted(self.unit, self.unit_std, candidate), shape))
 
     def predictions(self, candidate: Candidate, method: str, renamed: Mapping[str, str]) -> Predictions:
         """Predictions of targets and, where they were asked for, of units.
@@ -63,10 +71,13 @@ class Parts:
         )
 
 
-def _weighted(parts: Mapping[str, F64], candidate: Candidate) -> F64:
+def _weighted(parts: Mapping[str, F64], std: Mapping[str, F64], candidate: Candidate) -> F64:
     total: F64 = np.zeros((1, 1))
     for kernel, weight in candidate.match:
-        total = total + weight * parts[kernel]
+        scale_C = std[kernel] if candidate.omega else 1.0
+        total = total + weight * np.divide(
+            parts[kernel], scale_C, out=np.zeros_like(parts[kernel]), where=np.asarray(scale_C) > 0
+        )
     for name, omega in candidate.omega:
         total = total + omega * parts[_part_name(name, shuffled=candidate.shuffled)]
     return total
@@ -81,10 +92,10 @@ def _part_name(component: str, *, shuffled: bool) -> str:
 class PartsSource:
     """Makes the parts of one artifact for the subsets of one environment, and keeps the shuffles it made."""
 
-    source: FeatureSource
+    source: RowArrays
     targets: tuple[str, ...]  # the artifact's names
     blocks: tuple[SubsetBlock, ...]
-    calibration: CalibrationFamily
+    calibration: Calibration
     seed: int = 0  # of the shuffles
 
     def parts(self, binding: Binding, candidates: Sequence[Candidate], *, per_unit: bool = False) -> Parts:
@@ -93,39 +104,82 @@ class PartsSource:
         Raises:
             ProtocolError: the artifact lacks a kernel or a sketch, or no kernel at all.
         """
-        kernels = self._kernels(candidates)
+        kernels = list(dict.fromkeys(kernel for c in candidates for kernel, _ in c.match))
         components = list(dict.fromkeys(name for c in candidates for name, _ in c.omega))
-        protocol = binding.protocol(kernels, components)
-        scorer = Scorer.prepare(
-            self.source, protocol, targets=self.targets, per_unit=per_unit, calibration=self.calibration
-        )
-        task: list[Mapping[str, F64]] = []
-        unit: list[Mapping[str, F64]] = []
-        for block in self.blocks:
-            sums = scorer.sums(block.weights)
-            task.append(scorer.score_tasks(sums)[1].parts)
-            if per_unit:
-                unit.append(scorer.score_units(sums)[1].parts)
-        moved = self._shuffled(binding, candidates)
+        task: dict[str, F64] = {}
+        unit: dict[str, F64] = {}
+        task_std: dict[str, F64] = {}
+        unit_std: dict[str, F64] = {}
+        for kernel in kernels:
+            predictor = self._bound(binding, kernel, [], per_unit=per_unit)
+            task[kernel], unit[kernel] = self._changes(predictor, self.blocks)
+            if components:
+                task_std[kernel], unit_std[kernel] = self._spread(predictor)
+        geometry = self._geometry(binding, components) | self._shuffled(binding, candidates)
         unit_ids = self.source.units.column("unit_id").to_pylist()
-        names = [(target, unit_ids[e]) for target in self.targets for e in self.source.unit_columns(target)]
         return Parts(
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
             targets=self.targets,
-            units=tuple(names),
-            task=_joined(task) | moved,
-            unit=_joined(unit) | moved if per_unit else {},
+            units=tuple((target, unit_ids[e]) for target in self.targets for e in self.source.unit_columns(target)),
+            task=task | geometry,
+            unit=unit | geometry if per_unit else {},
+            task_std=task_std,
+            unit_std=unit_std,
         )
 
-    def _kernels(self, candidates: Sequence[Candidate]) -> list[Match]:
-        kernels: list[Match] = list(dict.fromkeys(kernel for c in candidates for kernel, _ in c.match))
-        if kernels:
-            return kernels
+    def _bound(self, binding: Binding, kernel: Match, components: Sequence[str], *, per_unit: bool) -> Predictor:
+        protocol = binding.protocol([kernel], components).model_copy(update={"calibration": self.calibration})
+        return Predictor.of(self.source, protocol, self.targets, per_unit=per_unit)
+
+    def _changes(self, predictor: Predictor, blocks: Sequence[SubsetBlock]) -> tuple[F64, F64]:
+        """Of tasks and, where the predictor has them, of units."""
+        sums = [predictor.sums(block.weights) for block in blocks]
+        task_BT = np.concatenate([predictor.change_of(one) for one in sums])
+        if predictor.unit_level is None:
+            return task_BT, np.empty((len(task_BT), 0))
+        pairs = zip(blocks, sums, strict=True)
+        return task_BT, np.concatenate([predictor.unit_change(block.weights, one) for block, one in pairs])
+
+    def _spread(self, predictor: Predictor) -> tuple[F64, F64]:
+        """Standard deviation of changes over the family, of tasks and of units; 0 where they do not vary."""
+        levels = [level for level in (predictor.task, predictor.unit_level) if level is not None]
+        if has_closed_form(self._family.family):
+            side, weighting = predictor.protocol.side, predictor.protocol.weighting
+            found = []
+            for level in levels:
+                scatter_C = np.where(level.effects.sd_C > 0, float(predictor.n_rows), 0.0)
+                rows = RowMoments(predictor.n_rows, predictor.offset_of(level), scatter_C)
+                known = relevance_moments(rows, self._family.family, side, weighting)
+                found.append(predictor.gain_of(level) * known.std_E * known.varies_E)
+        else:
+            sampled = MomentsAccumulator()
+            for block in self._family.blocks(self.source.n_rows):
+                sampled.add(dict(zip("tu", self._changes(predictor, [block]), strict=True)))
+            found = [known.std_E * known.varies_E for known in sampled.moments().values()]
+        return found[0], found[-1]
+
+    def _geometry(self, binding: Binding, components: Sequence[str]) -> dict[str, F64]:
+        """z-scores of geometric components over the family, (B, 1)."""
+        if not components:
+            return {}
+        protocol = binding.protocol([self._any_kernel()], components)
+        fitted = protocol.fitted(self.source.array_names, self.source.feature_settings)
+        sketches = {half: Sketch.of(self.source, half) for half in halves_needed(fitted.components)}
+        terms = GeometryTerms.of(self.source, fitted, sketches, self._family)
+        z = [
+            terms.z(
+                {half: sketch.sums(block.weights) for half, sketch in sketches.items()}, SubsetMass.of(block.weights)
+            )
+            for block in self.blocks
+        ]
+        return {name: np.concatenate([part[name] for part in z])[:, None] for name in components}
+
+    def _any_kernel(self) -> Match:
         every: tuple[Match, ...] = get_args(Match)
         served = [kernel for kernel in every if f"relevance_{kernel}" in self.source.array_names]
         if not served:
             raise ProtocolError("the artifact has no relevance, build it with features.match: both")
-        return served[:1]
+        return served[0]
 
     def _shuffled(self, binding: Binding, candidates: Sequence[Candidate]) -> dict[str, F64]:
         """z-scores of K_pair, and of K_raw = K_self + K_pair, with the pairs of every half shuffled; (B, 1)."""
@@ -134,7 +188,7 @@ class PartsSource:
             return {}
         halves = sorted({name.split(".")[0] for name in names})
         moments = MomentsAccumulator()
-        for block in self.calibration.blocks(self.source.n_rows):
+        for block in self._family.blocks(self.source.n_rows):
             moments.add(self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting))
         known = moments.moments()
         own = [self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting) for block in self.blocks]
@@ -156,6 +210,10 @@ class PartsSource:
             out[f"{half}.pair"] = pair_B
             out[f"{half}.raw"] = pair_B + own_BN**2 @ norm_N
         return out
+
+    @cached_property
+    def _family(self) -> CalibrationFamily:
+        return CalibrationFamily.of(self.calibration, self.source)
 
     def _pairs(self, half: str) -> ShuffledPairs | None:
         if self.source.n_rows > EXACT_ROWS:
@@ -180,7 +238,7 @@ class PartsSource:
 class _Sketches:
     """Sketches in memory, (N, D) float64, by half; joint is hidden beside residual."""
 
-    def __init__(self, source: FeatureSource) -> None:
+    def __init__(self, source: RowArrays) -> None:
         self._source = source
         self._held: dict[str, F64] = {}
 
@@ -201,10 +259,3 @@ def _permuted_pair(weights_BN: F64, sketch_ND: F64, order_N: NDArray[np.int64]) 
     total_BD = weights_BN @ moved_ND
     own_B = weights_BN**2 @ np.einsum("nd,nd->n", moved_ND, moved_ND)
     return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - own_B)
-
-
-def _joined(parts: Sequence[Mapping[str, F64]]) -> dict[str, F64]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
-
-
-__all__ = ["SHUFFLED", "Parts", "PartsSource"]

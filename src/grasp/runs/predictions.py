@@ -21,16 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import Side, SubsetBlock
-from grasp.predict.counted import counted
+from grasp.predict.geometry import BlockSums, SubsetMass, Weighting, subset_relevance
+from grasp.predict.relevance import counted
 from grasp.predict.subset_tables import RowIndex
 
 F64 = NDArray[np.float64]
 Unit = tuple[str, str]
-Weighting = Literal["count", "mean"]
 # predictor: knew no utility that it is judged by; oracle-selected: its configuration was chosen on them; supervised
 # oracle: it was fitted on other subsets of the same environment. What is not a predictor is kept apart.
 Standing = Literal["predictor", "oracle-selected", "supervised oracle"]
@@ -117,26 +116,26 @@ class RowScores:
         """
         held = list(subsets)
         ids = tuple(name for block in held for name in block.subset_ids)
-        weights_BN = _stacked(held, self.n_rows, self.method)
-        if side == "omitted":
-            weights_BN.data[:] = 1.0  # whether a row is retained; what is left of the corpus is omitted
-        size_B = np.asarray(weights_BN.sum(axis=1), dtype=np.float64)
-        retained_BE = np.zeros((len(ids), len(self.columns)))
-        corpus_E = np.zeros(len(self.columns))
-        weights_NB = weights_BN.T.tocsr()
+        wrong = [block.n_rows for block in held if block.n_rows != self.n_rows]
+        if wrong or not held:
+            found = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
+            raise EnvironmentDataError(f"{self.method}: scores {self.n_rows} rows, {found}")
+        sums = [BlockSums(block.weights) for block in held]
+        sum_BE = [np.zeros((len(block.subset_ids), len(self.columns))) for block in held]
+        total_E = np.zeros(len(self.columns))
         for start, scores_NE in self.blocks:
             self._check_block(start, scores_NE)
             wide_NE = counted(scores_NE.astype(np.float64), negative)
-            retained_BE += weights_NB[start : start + len(scores_NE)].T @ wide_NE
-            corpus_E += wide_NE.sum(axis=0)
-        total_BE = retained_BE
-        if side == "omitted":
-            total_BE, size_B = retained_BE - corpus_E, self.n_rows - size_B
-            if (size_B == 0).any():
-                raise EnvironmentDataError(
-                    f"{self.method}: subset {ids[int(np.argmin(size_B))]!r} retains every row; nothing is omitted"
-                )
-        return _split(self.method, ids, self.columns, total_BE / size_B[:, None] if weighting == "mean" else total_BE)
+            for place, one in enumerate(sums):
+                sum_BE[place] += one.product(start, wide_NE)
+            total_E += wide_NE.sum(axis=0)
+        masses = [SubsetMass.of(block.weights) for block in held]
+        empty = np.flatnonzero(np.concatenate([mass.omitted_B for mass in masses]) == 0)
+        if side == "omitted" and empty.size:
+            raise EnvironmentDataError(f"{self.method}: subset {ids[empty[0]]!r} retains every row; nothing is omitted")
+        pairs = zip(sum_BE, masses, strict=True)
+        values = [subset_relevance(part_BE, total_E, mass, side, weighting) for part_BE, mass in pairs]
+        return _split(self.method, ids, self.columns, np.concatenate(values))
 
     def _check_block(self, start: int, scores_NE: NDArray[Any]) -> None:
         bad = np.argwhere(~np.isfinite(scores_NE))
@@ -259,18 +258,6 @@ class _Blocks:
     def __iter__(self) -> Iterator[tuple[int, NDArray[Any]]]:
         for start in range(0, len(self.array), ROWS_AT_ONCE):
             yield start, np.asarray(self.array[start : start + ROWS_AT_ONCE])
-
-
-def _stacked(blocks: Sequence[SubsetBlock], n_rows: int, method: str) -> csr_array:
-    """One matrix of the weights of all blocks."""
-    wrong = [block.n_rows for block in blocks if block.n_rows != n_rows]
-    if wrong or not blocks:
-        found = f"the subsets are drawn from {wrong[0]}" if wrong else "there are no subsets"
-        raise EnvironmentDataError(f"{method}: scores {n_rows} rows, {found}")
-    matrices = [block.weights_BN for block in blocks]
-    indptr = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(matrix.indptr) for matrix in matrices]))])
-    data = np.concatenate([matrix.data for matrix in matrices])
-    return csr_array((data, np.concatenate([m.indices for m in matrices]), indptr), shape=(len(indptr) - 1, n_rows))
 
 
 def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64) -> Predictions:

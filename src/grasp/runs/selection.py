@@ -25,7 +25,7 @@ import grasp
 from grasp.errors import ProtocolError
 from grasp.files import write_whole
 from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
-from grasp.predict.source import F64
+from grasp.predict.row_arrays import F64
 from grasp.runs.candidates import Candidate, ProtocolFamily
 from grasp.runs.criteria import agreement, standard_errors
 from grasp.runs.development import DEFAULT_CALIBRATION, Development
@@ -157,7 +157,7 @@ def freeze(
         for field in Requirements.model_fields
         if several and f"{field}=" in candidate.variant
     }
-    specs = {str(one.variants[candidate.variant].calibration.family) for one in developments}
+    specs = {one.variants[candidate.variant].calibration.family for one in developments}
     spec = family.frozen_calibration
     if spec == "same":
         spec = specs.pop() if len(specs) == 1 else DEFAULT_CALIBRATION

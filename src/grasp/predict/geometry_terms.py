@@ -1,0 +1,189 @@
+"""What a protocol with geometry adds to the sum of relevance, and the family that brings both to one scale.
+
+    V(S) = sum_m weight_m z(A_m(S)) + sum_c omega_c z(K_c(S))
+
+z takes mean and standard deviation over the protocol's own calibration family, never over the subsets that are scored.
+The road of an additive protocol does not pass this module.
+Source: eq:component-predictor. Deviation: several relevance kernels may be summed as z-scores.
+Shape letters: B subsets, C columns (targets or units), D sketch width.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self, get_args
+
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.families import Family
+from grasp.predict.geometry import (
+    JOINT,
+    Geometry,
+    Half,
+    Kind,
+    QuadraticWeights,
+    SketchSums,
+    SubsetMass,
+    direct_sum,
+    halves_needed,
+    subset_relevance,
+)
+from grasp.predict.labels import LabelColumn
+from grasp.predict.protocol import Calibration, ScoringProtocol
+from grasp.predict.relevance import Kernel
+from grasp.predict.row_arrays import F64, RowArrays, label_column
+from grasp.predict.sketches import Sketch, pair_sums
+from grasp.predict.standardize import (
+    ComponentMoments,
+    MomentsAccumulator,
+    PairSums,
+    has_closed_form,
+    pair_moments,
+    relevance_moments,
+    self_moments,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationFamily:
+    """The family that standardises; its stream is named `calibration`, apart from every evaluation family."""
+
+    family: Family
+    n_subsets: int
+    seed: int
+    labels: LabelColumn | None
+
+    @classmethod
+    def of(cls, calibration: Calibration, artifact: RowArrays) -> Self:
+        """The family of a protocol, with the labels of the artifact's rows where it draws by one."""
+        family = calibration.parsed
+        labels = None if family.label is None else label_column(artifact, family.label)
+        return cls(family, calibration.n_subsets, calibration.seed, labels)
+
+    def blocks(self, n_rows: int) -> Iterator[SubsetBlock]:
+        """Draw it."""
+        return self.family.draw(
+            self.n_subsets, n_rows=n_rows, labels=self.labels, seed=self.seed, purpose="calibration"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.n_subsets} subsets, seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class GeometryTerms:
+    """sum_c omega_c z(K_c), bound to an artifact."""
+
+    protocol: ScoringProtocol
+    sketches: Mapping[str, Sketch]
+    moments: Mapping[str, ComponentMoments]  # of every K_c over the family
+
+    @classmethod
+    def of(
+        cls, artifact: RowArrays, protocol: ScoringProtocol, sketches: Mapping[str, Sketch], family: CalibrationFamily
+    ) -> Self:
+        """Moments of every component of the protocol.
+
+        Raises:
+            SubsetError: the family needs labels that the artifact does not have.
+        """
+        return cls(protocol, sketches, family_moments(protocol, {}, sketches, family, artifact.n_rows))
+
+    def values(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
+        """K_c in natural units, (B,), for the protocol's side and weighting."""
+        return _geometry(self.protocol, self.sketches, sums, mass)
+
+    def z(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
+        """z(K_c), (B,)."""
+        return {name: self.moments[name].z(value_B) for name, value_B in self.values(sums, mass).items()}
+
+    def parts(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
+        """omega_c (K_c(S) - K_c(corpus)) / sd, (B,): what each component adds to a change."""
+        whole = self.whole()
+        return {name: self.protocol.components[name] * (z_B - whole[name]) for name, z_B in self.z(sums, mass).items()}
+
+    def whole(self) -> dict[str, float]:
+        """z(K_c) of the corpus."""
+        n_rows = next(iter(self.sketches.values())).totals.n_rows
+        sums = {half: sketch.totals.whole() for half, sketch in self.sketches.items()}
+        return {name: float(z_1[0]) for name, z_1 in self.z(sums, SubsetMass.whole(n_rows)).items()}
+
+    @property
+    def halves(self) -> dict[str, QuadraticWeights]:
+        """Weights of K_raw, K_self and K_cent of every sketch in V; those of `joint` count for both of its halves."""
+        halves: dict[str, QuadraticWeights] = {}
+        for name, omega in self.protocol.components.items():
+            slope = omega * float(self.moments[name].inverse_E[0])
+            half, kind = name.split(".")
+            for one in JOINT if half == "joint" else (half,):
+                halves[one] = halves.get(one, QuadraticWeights()).plus(kind, slope)
+        return {half: weights for half, weights in halves.items() if weights != QuadraticWeights()}
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Components that do not vary over the family, and hence contribute nothing."""
+        return tuple(name for name, item in self.moments.items() if not item.varies_E.any())
+
+
+def family_moments(
+    protocol: ScoringProtocol,
+    kernels: Mapping[str, Kernel],
+    sketches: Mapping[str, Sketch],
+    family: CalibrationFamily,
+    n_rows: int,
+) -> dict[str, ComponentMoments]:
+    """Moments of A by kernel, and of the geometry of `sketches`; drawn only where no closed form covers them."""
+    exact = _closed_forms(protocol, kernels, sketches, family.family)
+    wanted = {*kernels, *(name for name, (half, _) in _named(protocol).items() if sketches)}
+    if exact.keys() >= wanted:
+        return exact
+    sampled = MomentsAccumulator()
+    for weights in (block.weights for block in family.blocks(n_rows)):
+        mass = SubsetMass.of(weights)
+        values = {
+            name: subset_relevance(
+                kernel.held.sums(weights), kernel.rows.total_E, mass, protocol.side, protocol.weighting
+            )
+            for name, kernel in kernels.items()
+        }
+        sums = {half: sketch.sums(weights) for half, sketch in sketches.items()}
+        sampled.add(values | _geometry(protocol, sketches, sums, mass))
+    return sampled.moments() | exact
+
+
+def _geometry(
+    protocol: ScoringProtocol, sketches: Mapping[str, Sketch], sums: Mapping[str, SketchSums], mass: SubsetMass
+) -> dict[str, F64]:
+    """Components of B subsets in natural units. Source: eq:ia-components."""
+    halves: dict[str, Geometry] = {
+        half: sums[half].geometry(mass, sketches[half].totals, protocol.side, protocol.weighting)
+        for half in halves_needed(protocol.components)
+        if half in sketches
+    }
+    if {"hidden", "residual"} <= halves.keys():
+        halves["joint"] = direct_sum(halves["hidden"], halves["residual"])
+    return {name: halves[half][kind] for name, (half, kind) in _named(protocol).items() if half in halves}
+
+
+def _closed_forms(
+    protocol: ScoringProtocol, kernels: Mapping[str, Kernel], sketches: Mapping[str, Sketch], family: Family
+) -> dict[str, ComponentMoments]:
+    if not has_closed_form(family):
+        return {}
+    side, weighting = protocol.side, protocol.weighting
+    exact = {name: relevance_moments(kernel.rows, family, side, weighting) for name, kernel in kernels.items()}
+    pairs: dict[str, PairSums] = {}
+    for name, (half, kind) in _named(protocol).items():
+        if kind == "self" and half in sketches:
+            exact[name] = self_moments(sketches[half].norms, family, side, weighting)
+        elif sketches:
+            if half not in pairs:
+                pairs[half] = pair_sums([sketches[one] for one in halves_needed({name: 1.0})])
+            exact[name] = pair_moments(pairs[half], kind, family, side, weighting)
+    return exact
+
+
+def _named(protocol: ScoringProtocol) -> dict[str, tuple[Half, Kind]]:
+    """`joint.pair` as ("joint", "pair"); the names were checked when the protocol was read."""
+    halves: dict[str, Half] = {str(half): half for half in get_args(Half)}
+    kinds: dict[str, Kind] = {str(kind): kind for kind in get_args(Kind)}
+    parts = ((name, name.split(".")) for name in protocol.components)
+    return {name: (halves[half], kinds[kind]) for name, (half, kind) in parts}

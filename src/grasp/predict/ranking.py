@@ -1,0 +1,191 @@
+"""Which rows teach a target most? The verb `score`: rows in the order that `select` takes them.
+
+A row's effect is its relevance to the target as the protocol counts it, mean 0 and standard deviation 1 over the rows:
+above 0 it helps more than the corpus does on average. Ordered once, whatever is asked.
+Shape letters: N rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import ProtocolError, SettingsError
+from grasp.files import written_aside
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.relevance import UnitSelection
+from grasp.predict.row_arrays import F32, F64, RowArrays, checked_targets, row_tokens
+from grasp.predict.slices import LabelTable
+from grasp.predict.tables import provenance
+from grasp.predict.verb import as_protocol
+from grasp.results import Result
+
+ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
+PRINTED = 100
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RankedRows(Result):
+    """Rows in order, with their labels and the beginning of their text."""
+
+    by: str = "effect"  # what they are ordered by
+    shown: tuple[str, ...] = ()  # columns that are printed, in this order
+    lines: int = 0  # rows in all; `table` has none where they were written to a file
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        rows = self.table.slice(0, PRINTED).to_pylist()
+        names = ["text" if name == "snippet" else name for name in self.shown]
+        return names, [[_cell(row[name]) for name in self.shown] for row in rows]
+
+    def _below(self) -> Sequence[str]:
+        more = len(self) - PRINTED
+        return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
+
+
+def score(
+    artifact: Artifact,
+    target: str,
+    *,
+    protocol: ScoringProtocol | Path | str | None = None,
+    match: str | None = None,
+    unit: str | None = None,
+    top: int | None = None,
+    bottom: int = 0,
+    where: str | None = None,
+    min_tokens: int = 0,
+    labels: Sequence[str] | None = None,
+    values_N: F64 | None = None,
+    by: str = "effect",
+    out: Path | None = None,
+) -> RankedRows:
+    """Rows by what they teach a target: the most helpful, the most harmful, or both.
+
+    Args:
+        protocol: None: the one that ships.
+        match: token, input or pooled: rank by one kernel.
+        unit: unit_id: rank for one unit of the target.
+        top, bottom: how many; neither: all rows, best first.
+        where: label expression: rank these rows only.
+        min_tokens: pass over shorter rows: their relevance is noisy.
+        labels: label columns that are shown; None: the first two.
+        values_N: rank by these numbers of a published method.
+        by: their name.
+        out: Parquet file that the rows are written to, in bounded memory; the result then shows the first.
+    Raises:
+        ProtocolError: no such target, unit or kernel.
+        SettingsError: no such label, or no row that is as long.
+    """
+    known = LabelTable(artifact.rows_path)
+    shown = _label_columns(artifact, known, labels)
+    values, said = row_values(artifact, target, protocol=protocol, match=match, unit=unit, values_N=values_N, by=by)
+    among_N = _among(artifact, known, where, min_tokens)
+    order = ranked(values, among_N=among_N)
+    count = (0 if bottom else len(order)) if top is None else top
+    chosen = np.concatenate([order[:count], ranked(-values, among_N=among_N)[:bottom]])
+    kinds = [(min(count, len(order)), "helpful"), (min(bottom, len(order)), "harmful")]
+    asked = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n)
+    if top is None and not bottom:
+        asked = "all"
+    if out is not None:
+        write_rows(artifact, values, chosen, out, by)
+    return RankedRows(
+        _rows(artifact, chosen if out is None else chosen[:0], values, by),
+        f"{asked} of {len(order):,} rows for {target}, by {by}",
+        said,
+        by=by,
+        shown=(by, "row_id", *shown, "snippet"),
+        lines=len(chosen),
+    )
+
+
+def row_values(
+    artifact: RowArrays,
+    target: str,
+    *,
+    protocol: ScoringProtocol | Path | str | None = None,
+    match: str | None = None,
+    unit: str | None = None,
+    values_N: F64 | None = None,
+    by: str = "effect",
+) -> tuple[F32 | F64, tuple[str, ...]]:
+    """The number that every row is ordered by, (N,), and a line on where it comes from."""
+    checked_targets(artifact, [target], "target")
+    if values_N is not None:
+        return values_N, (f"{by}: score of the method, in its own unit",)
+    chosen = as_protocol(protocol)
+    if match is not None:
+        chosen = ScoringProtocol.model_validate(
+            chosen.model_dump() | {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
+        )
+    additive = chosen.model_copy(update={"components": {}})
+    predictor = Predictor.of(artifact, additive, [target], units=_one_unit(artifact, target, unit))
+    return predictor.effect_NT[:, 0], (provenance(predictor),)
+
+
+def ranked(values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    """Row indices, highest value first; equal ones in corpus order."""
+    rows = np.arange(len(values_N)) if among_N is None else np.flatnonzero(among_N)
+    return rows[np.argsort(-values_N[rows], kind="stable")]
+
+
+def write_rows(
+    artifact: RowArrays, values_N: NDArray[np.floating[Any]], order: NDArray[np.int64], path: Path, by: str
+) -> None:
+    """Rows in order as Parquet, some at a time; the file appears only when whole."""
+    schema = _rows(artifact, order[:0], values_N, by).schema
+    with written_aside(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+        for start in range(0, len(order), ROWS_AT_ONCE):
+            writer.write_table(_rows(artifact, order[start : start + ROWS_AT_ONCE], values_N, by).cast(schema))
+
+
+def _among(artifact: Artifact, labels: LabelTable, where: str | None, min_tokens: int) -> NDArray[np.bool_] | None:
+    among_N = None if where is None else labels.matching(where).mask_N
+    if min_tokens:
+        long_N = row_tokens(artifact) >= min_tokens
+        among_N = long_N if among_N is None else among_N & long_N
+    if among_N is not None and not among_N.any():
+        raise SettingsError(f"min_tokens: got {min_tokens}, no row of {artifact.where} is as long")
+    return among_N
+
+
+def _rows(artifact: RowArrays, row_index: NDArray[np.int64], values_N: NDArray[np.floating[Any]], by: str) -> pa.Table:
+    """Chosen rows of the row table, in the order given, with what they are ordered by."""
+    table = artifact.rows(row_index)
+    kept = [name for name in table.column_names if name not in ("row_index", by)]
+    values = pa.array(np.asarray(values_N[row_index], dtype=np.float64))
+    return table.select(kept).append_column(by, values)
+
+
+def _one_unit(artifact: RowArrays, target: str, unit: str | None) -> UnitSelection | None:
+    if unit is None:
+        return None
+    columns = artifact.unit_columns(target)
+    names = artifact.units.column("unit_id").to_pylist()
+    found = [int(e) for e in columns if names[e] == unit]
+    if not found:
+        some = ", ".join(names[e] for e in columns[:3])
+        raise ProtocolError(f"unit: {target} has no unit {unit!r}; it has {len(columns):,}, e.g. {some}")
+    return UnitSelection((target,), np.array(found[:1]), np.ones(1, dtype=np.int64))
+
+
+def _label_columns(artifact: Artifact, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
+    """Columns of the row table to show: those asked for, else the first two labels."""
+    if labels is None:
+        return list(artifact.manifest.details.get("labels", []))[:2]
+    unknown = [name for name in labels if name not in known.columns]
+    if unknown:
+        raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
+    return list(labels)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.4g}" if isinstance(value, float) else str(value)

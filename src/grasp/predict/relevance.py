@@ -1,0 +1,161 @@
+"""Relevance of every row to every target: kernels counted, standardised and added, once.
+
+For a kernel m and a row i, a task's a_im is the mean over its units of the counted relevance (`mean_relevance`), or of
+each unit's divided by its own spread first (`mean_of_standardised`).
+Shape letters: N rows, n rows of a block, E units, T targets, C columns (either).
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.errors import ProtocolError
+from grasp.predict.row_arrays import F64, Blocks, RowArrays
+from grasp.predict.row_sums import RowSums
+from grasp.predict.standardize import ComponentMoments, RowMoments
+
+Floats = TypeVar("Floats", bound=np.floating[Any])
+
+
+def counted(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
+    """Relevance, with what is negative multiplied by `negative`, between 0 and 1.
+
+    Source: ours; a sum over rows of eq:grasp-score counts both alike, which is negative = 1.
+    """
+    if negative == 1.0:
+        return relevance_NE
+    zero, factor = relevance_NE.dtype.type(0.0), relevance_NE.dtype.type(negative)
+    less_NE = relevance_NE * factor if negative else zero  # 0 times infinity is no number
+    return np.where(relevance_NE < zero, less_NE, relevance_NE)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSelection:
+    """Units of the chosen targets: their columns in the artifact, target by target."""
+
+    targets: tuple[str, ...]
+    columns_E: NDArray[np.int64]
+    counts_T: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, artifact: RowArrays, targets: Sequence[str]) -> Self:
+        """All units of the targets.
+
+        Raises:
+            ProtocolError: a target without units: nothing can be predicted for it.
+        """
+        columns = [artifact.unit_columns(target) for target in targets]
+        empty = [target for target, part in zip(targets, columns, strict=True) if not len(part)]
+        if empty:
+            raise ProtocolError(f"targets: {', '.join(empty)}: has no units, expected one at least; leave it out")
+        return cls(tuple(targets), np.concatenate(columns), np.array([len(part) for part in columns]))
+
+    def mean_per_task(self, values_nE: NDArray[Any]) -> F64:
+        """(n, T) mean over the units of each task, float64."""
+        starts = np.concatenate([[0], np.cumsum(self.counts_T)[:-1]])
+        sums_nT = np.add.reduceat(np.asarray(values_nE, dtype=np.float64), starts, axis=1)
+        return np.asarray(sums_nT / self.counts_T)
+
+    def of_task(self, values_T: F64) -> F64:
+        """(E,) the value of each unit's task."""
+        return np.repeat(values_T, self.counts_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel as a protocol counts it, a column a task or a unit."""
+
+    rows: RowMoments  # over the corpus
+    held: RowSums
+
+    @classmethod
+    def of_units(cls, artifact: RowArrays, kernel: str, units: UnitSelection, negative: float) -> Self:
+        """Every unit a column; one pass for the moments, and one to hold the matrix where it fits."""
+        blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
+        return cls(_moments(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
+
+    @classmethod
+    def of_tasks(
+        cls, artifact: RowArrays, kernel: str, units: UnitSelection, negative: float, inverse_E: F64 | float
+    ) -> Self:
+        """Every task a column; one pass, always held: 4 bytes a row and task.
+
+        Args:
+            inverse_E: what each unit is multiplied by before the mean over units.
+        """
+        task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
+
+        def reduced() -> Iterator[tuple[int, F64]]:
+            for start, block in relevance_blocks(artifact, kernel, units.columns_E, negative):
+                part_nT = units.mean_per_task(block * inverse_E)
+                task_NT[start : start + len(block)] = part_nT
+                yield start, part_nT
+
+        return cls(_moments(reduced()), RowSums.over(task_NT))
+
+    @property
+    def spread(self) -> ComponentMoments:
+        """Mean and standard deviation over the rows."""
+        return ComponentMoments(self.rows.mean_E, np.sqrt(self.rows.scatter_E / self.rows.n_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """sum_m slope_m a_m of every row, brought to mean 0 and standard deviation 1 over the rows of the artifact."""
+
+    held: RowSums  # of the standardised values, (N, C)
+    mean_C: F64  # before that
+    sd_C: F64
+
+    @property
+    def inverse_C(self) -> F64:  # noqa: N802 - a shape suffix
+        """1 / sd; 0 where the sum does not vary."""
+        return ComponentMoments(self.mean_C, self.sd_C).inverse_E
+
+    @classmethod
+    def of(cls, kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], *, hold: bool) -> Self:
+        """Add kernels up, block by block; twice, since the spread of the sum is known only then.
+
+        Args:
+            hold: keep the result in memory whatever its size.
+        """
+
+        def added() -> Iterator[tuple[int, F64]]:
+            readers = [kernels[name].held.blocks() for name in slopes]
+            for parts in zip(*readers, strict=True):
+                yield (
+                    parts[0][0],
+                    sum(
+                        (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True)),
+                        np.zeros(parts[0][1].shape[1]),
+                    ),
+                )
+
+        rows = _moments(added())
+        sd_C = np.sqrt(rows.scatter_E / rows.n_rows)
+        inverse_C = ComponentMoments(rows.mean_E, sd_C).inverse_E
+
+        def standardised() -> Blocks:
+            for start, block in added():
+                yield start, ((block - rows.mean_E) * inverse_C).astype(np.float32)
+
+        if not hold:
+            return cls(RowSums(standardised, rows.n_rows, len(sd_C)), rows.mean_E, sd_C)
+        held_NC = np.empty((rows.n_rows, len(sd_C)), dtype=np.float32)
+        for start, block in standardised():
+            held_NC[start : start + len(block)] = block
+        return cls(RowSums.over(held_NC), rows.mean_E, sd_C)
+
+
+def relevance_blocks(artifact: RowArrays, kernel: str, columns: NDArray[np.int64], negative: float = 1.0) -> Blocks:
+    """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
+    for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns):
+        yield start, counted(block, negative)
+
+
+def _moments(blocks: Iterable[tuple[int, NDArray[Any]]]) -> RowMoments:
+    return functools.reduce(RowMoments.merge, (RowMoments.of(block) for _, block in blocks))

@@ -1,0 +1,335 @@
+"""What happens to a target if a part of the corpus is kept, dropped or re-weighted? The verb `predict`.
+
+Every question becomes subsets with weights, every subset a change against the whole corpus, by one predictor.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import Artifact
+from grasp.errors import SettingsError
+from grasp.predict.blocks import SubsetBlock, one_subset
+from grasp.predict.families import parse_family
+from grasp.predict.intervals import FitIntervals, Intervals, measures
+from grasp.predict.label_slices import LabelSlices, label_slices
+from grasp.predict.predictor import EFFECT_SIZE, Predictor
+from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.row_arrays import checked_targets, row_tokens
+from grasp.predict.slice_effects import DROPPED, SliceEffects, dropped_intervals, slice_effects
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.tables import NATS, Outside, prediction_table, provenance
+from grasp.results import Result
+from grasp.text import text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN = 30  # lines of one target
+FOUR_DIGITS = frozenset(NATS)  # realized utilities differ little
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction(Result):
+    """Changes of subsets or slices against the whole corpus.
+
+    Attributes:
+        unit: what `change` (or `if_dropped`, `if_doubled`) is measured in.
+        lines: how many there are; `table` holds the first of them where they were written to a file.
+    """
+
+    unit: str = EFFECT_SIZE
+    lines: int = 0
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        names = list(self.table.column_names)
+        rows = self.table.slice(0, SHOWN).to_pylist()
+        return names, [[_cell(name, row[name]) for name in names] for row in rows]
+
+    def _below(self) -> Sequence[str]:
+        more = self.lines - min(SHOWN, len(self.table))
+        return [*([f"... and {more:,} more lines"] if more > 0 else []), *self.notes]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SlicePrediction(Prediction):
+    """What each value of a label is worth, most useful first for every target."""
+
+    label: str = ""
+
+    def __repr__(self) -> str:
+        """A table a target; of many values the most and the least useful."""
+        return "\n".join([self.headline, *self._tables(), *self.notes])
+
+    def _tables(self) -> Iterator[str]:
+        names = [name for name in self.table.column_names if name != "target"]
+        lines = self.table.to_pylist()
+        for target in dict.fromkeys(line["target"] for line in lines):
+            of_target = [line for line in lines if line["target"] == target]
+            shown = of_target if len(of_target) <= SHOWN else of_target[: SHOWN // 2] + of_target[-(SHOWN // 2) :]
+            headings = [self.label if name == "value" else name.replace("_", " ") for name in names]
+            cells = [[_cell(name, line[name]) for name in names] for line in shown]
+            yield text_table(f"{target}: what each {self.label} is worth", headings, cells)
+            if len(shown) < len(of_target):
+                yield f"... and {len(of_target) - len(shown):,} more values between these halves"
+
+
+def predict(
+    artifact: Artifact,
+    *,
+    drop: str | None = None,
+    keep: str | None = None,
+    weight: Mapping[str, float] | None = None,
+    by: str | None = None,
+    subsets: "Path | str | pa.Table | pd.DataFrame | Mapping[str, Sequence[str]] | None" = None,
+    omitted: bool = False,
+    family: str | None = None,
+    count: int = 100,
+    seed: int = 0,
+    targets: Sequence[str] | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    runs: FitIntervals | None = None,
+    components: bool = False,
+    units: bool = False,
+    out: Path | None = None,
+) -> Prediction:
+    """Predict what a part of the corpus does to the targets: the change against the whole corpus, positive is better.
+
+    Args:
+        drop: rows that are left out, e.g. "topic = 'Games'".
+        keep: rows that are kept, the others being left out.
+        weight: expression -> weight of its rows, 1 for others; where a row is in several, their product.
+        by: label; what dropping, and doubling, each of its values does.
+        subsets: Parquet file or table of subset_id, row_id[, weight], or name -> row_ids.
+        omitted: the subsets name what is left out.
+        family: draw `count` subsets, e.g. uniform:0.5.
+        targets: None: all.
+        protocol: None: the one that ships.
+        runs: fits intervals in nats a token to retrained subsets.
+        components: the level, and what each part of the prediction adds.
+        units: a line for every unit as well.
+        out: Parquet file that the lines are written to while they are made; the result then shows the first.
+    Raises:
+        SettingsError: not one question, or one that leaves no row.
+        SubsetError: an expression that is no condition, or tells no rows apart; subsets of other rows.
+        ProtocolError: the artifact does not fit the protocol, or has no such target.
+    """
+    asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
+    idle = {"omitted": omitted and subsets is None, "units": units and by is not None}
+    _one_question(asked, idle | {"components": components and by is not None})
+    checked_targets(artifact, targets)
+    labels = LabelTable(artifact.rows_path)
+    chosen = as_protocol(protocol)
+    sketches = measures(artifact.array_names) if runs is not None or by is not None else ()
+    if by is not None:
+        labels.column(by, "by")  # or it says what there is
+        predictor = Predictor.of(artifact, chosen, targets, sketches=sketches)
+        slices = label_slices(labels.column(by), row_tokens(artifact))
+        return _by(artifact, predictor, slices, labels, None if runs is None else runs(predictor), out)
+    blocks, headline = _blocks(artifact, labels, drop, keep, weight, subsets, omitted, family, count, seed)
+    predictor = Predictor.of(artifact, chosen, targets, per_unit=units, components=components, sketches=sketches)
+    intervals, outside = None if runs is None else runs(predictor), Outside()
+    table = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
+    lines = None if out is None else table.write(out)
+    held = table.read() if lines is None else table.schema.empty_table()
+    return Prediction(
+        held,
+        headline,
+        (*outside.notes, *notes(predictor, intervals)),
+        unit=predictor.unit,
+        lines=len(held) if lines is None else lines,
+    )
+
+
+def as_protocol(protocol: ScoringProtocol | Path | str | None) -> ScoringProtocol:
+    """A protocol, its file, or the one that ships."""
+    if protocol is None:
+        return default_protocol()
+    return protocol if isinstance(protocol, ScoringProtocol) else load_protocol(protocol)
+
+
+def notes(predictor: Predictor, intervals: Intervals | None = None) -> tuple[str, ...]:
+    """What should be known of the numbers, and one line of where they come from."""
+    found = [] if intervals is None else [*intervals.notes, intervals.title]
+    if predictor.dropped:
+        found.append(f"left out, since it does not vary: {', '.join(predictor.dropped)}")
+    return (*found, provenance(predictor))
+
+
+def share(rows: int, of: int) -> str:
+    """`900 of 9,468 rows (9.5 %)`."""
+    return f"{rows:,} of {of:,} rows ({100 * rows / of:.1f} %)"
+
+
+# ----------------------------------------------------------------------------------------------- questions
+
+
+def _one_question(asked: Mapping[str, object], idle: Mapping[str, bool]) -> None:
+    """See that one thing is asked, and that nothing is given that says nothing of it."""
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) != 1:
+        got = ", ".join(given) or "nothing to predict"
+        raise SettingsError(f"predict: got {got}, expected one of {', '.join(asked)}")
+    if any(idle.values()):
+        useless = ", ".join(name for name, value in idle.items() if value)
+        raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
+
+
+def _blocks(
+    artifact: Artifact,
+    labels: LabelTable,
+    drop: str | None,
+    keep: str | None,
+    weight: Mapping[str, float] | None,
+    subsets: Any,
+    omitted: bool,
+    family: str | None,
+    count: int,
+    seed: int,
+) -> tuple[Iterable[SubsetBlock], str]:
+    """The subsets asked for, and what they are in one sentence."""
+    if subsets is not None:
+        index = RowIndex.from_parquet(artifact.rows_path)
+        source = subsets if isinstance(subsets, Path | str) else _subset_table(subsets)
+        return read_subsets(source, index, side="omitted" if omitted else "retained"), ""
+    if family is not None:
+        drawn = parse_family(family)
+        column = None if drawn.label is None else labels.column(drawn.label, "family")
+        blocks = drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="drawn")
+        return blocks, f"{count:,} subsets drawn from {drawn}"
+    if weight:
+        return _weighted(labels, weight)
+    expression = drop if drop is not None else keep
+    assert expression is not None
+    selection = labels.matching(expression)
+    matched = share(int(selection.mask_N.sum()), labels.n_rows)
+    unlabelled = (
+        f"; {selection.n_null:,} rows have no label there and count as not selected" if selection.n_null else ""
+    )
+    verb, mask_N = ("drop", ~selection.mask_N) if drop is not None else ("keep", selection.mask_N)
+    return [one_subset(f"{verb} {expression}", mask_N)], f"{verb}s {matched}{unlabelled}"
+
+
+def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:
+    weight_N, changed_N = np.ones(labels.n_rows), np.zeros(labels.n_rows, dtype=np.bool_)
+    for expression, value in weight.items():
+        if not 0 <= value < np.inf:
+            raise SettingsError(f"weight: got {value} for {expression!r}, expected a number of 0 or more")
+        mask_N = labels.matching(expression).mask_N
+        weight_N[mask_N] *= value
+        changed_N |= mask_N
+    kept_N = weight_N > 0
+    if not kept_N.any():
+        raise SettingsError(f"weight: leaves none of {labels.n_rows:,} rows, expected at least one above 0")
+    dropped = int((~kept_N).sum())
+    said = f"gives {share(int(changed_N.sum()), labels.n_rows)} another weight"
+    said += f", drops {dropped:,} of them" if dropped else ""
+    return [one_subset("weighted", kept_N, weight_N[kept_N])], said
+
+
+def _subset_table(subsets: Any) -> pa.Table:
+    """A table, a DataFrame, or name -> row_ids, as subset_id, row_id[, weight]."""
+    if isinstance(subsets, pa.Table):
+        return subsets
+    if isinstance(subsets, Mapping):
+        lists = {str(name): [str(row_id) for row_id in row_ids] for name, row_ids in subsets.items()}
+        empty = [name for name, row_ids in lists.items() if not row_ids]
+        if empty:
+            raise SettingsError(f"subsets: {', '.join(empty)}: names no rows; a subset has one at least")
+        names = [name for name, row_ids in lists.items() for _ in row_ids]
+        row_ids = [row_id for row_ids in lists.values() for row_id in row_ids]
+        return pa.table({"subset_id": pa.array(names, pa.string()), "row_id": pa.array(row_ids, pa.string())})
+    return pa.Table.from_pandas(subsets, preserve_index=False)
+
+
+# --------------------------------------------------------------------------------------------------- slices
+
+
+def _by(
+    artifact: Artifact,
+    predictor: Predictor,
+    slices: LabelSlices,
+    labels: LabelTable,
+    intervals: Intervals | None,
+    out: Path | None,
+) -> SlicePrediction:
+    """Every value of a label; a file has room for all of them, a screen for the largest."""
+    grouped = slices.n_grouped
+    if out is not None and grouped:
+        column = labels.column(slices.label)
+        slices = label_slices(column, row_tokens(artifact), most=len(column.values))
+    effects = slice_effects(predictor, slices.codes_N, len(slices.names))
+    bounds = None
+    if not (out is not None and grouped):
+        bounds = dropped_intervals(artifact, predictor, effects, slices.codes_N)
+    table, outside = slice_table(predictor, slices, effects, bounds, intervals)
+    said = [f"{grouped:,} of the values are small and share one slice"] if grouped and out is None else []
+    said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]
+    said += ["low, high: 95 % interval of if dropped over other units of the target"] if bounds is not None else []
+    result = SlicePrediction(
+        table,
+        f"what dropping, or doubling, each {slices.label} does",
+        (*said, *outside, *notes(predictor, intervals)),
+        unit=predictor.unit,
+        lines=len(table),
+        label=slices.label,
+    )
+    if out is None:
+        return result
+    result.write(out)
+    return replace(result, table=table.slice(0, 0))
+
+
+def slice_table(
+    predictor: Predictor,
+    slices: LabelSlices,
+    effects: SliceEffects,
+    bounds: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
+    intervals: Intervals | None,
+) -> tuple[pa.Table, tuple[str, ...]]:
+    """One line a value and target, the most useful first for each target, and what lies beyond the runs.
+
+    Columns: value, target, rows, tokens, effect, if_dropped[, if_dropped_low, if_dropped_high], if_doubled
+    [, redundancy][, expected, low, high: of dropping it, in nats a token].
+    """
+    n_targets = len(predictor.targets)
+    numbers: dict[str, NDArray[np.float64]] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
+    if bounds is not None:
+        numbers |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
+    numbers["if_doubled"] = effects.doubled_GT
+    if effects.redundancy_G is not None:
+        numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], n_targets, axis=1)
+    outside = Outside()
+    if intervals is not None:
+        without = effects.sums.from_whole(predictor.whole(), DROPPED)
+        nats = intervals.of(predictor, without, effects.dropped_GT)
+        numbers |= dict(zip(NATS, (nats.expected_BT, nats.low_BT, nats.high_BT), strict=True))
+        outside.add([f"without {name}" for name in slices.names], nats.outside)
+    g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
+    order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))
+    columns: dict[str, pa.Array] = {
+        "value": pa.array([slices.names[place] for place in g[order]], pa.string()),
+        "target": pa.array([predictor.targets[place] for place in t[order]], pa.string()),
+        "rows": pa.array(slices.rows_G[g[order]], pa.int64()),
+        "tokens": pa.array(slices.tokens_G[g[order]], pa.int64()),
+    }
+    columns |= {
+        name: pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
+        for name, value_GT in numbers.items()
+    }
+    metadata = {"grasp.protocol": predictor.protocol.name, "grasp.provenance": provenance(predictor)}
+    return pa.table(columns, metadata=metadata), outside.notes
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:+z.4f}" if name in FOUR_DIGITS else f"{value:+z.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

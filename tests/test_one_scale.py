@@ -1,0 +1,105 @@
+"""The same question asked in every way has one answer: flags, tables, Python, the page's coefficients, the rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.artifact.reader import Artifact
+from grasp.predict.label_slices import label_slices
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import ScoringProtocol, default_protocol, save_protocol
+from grasp.predict.ranking import score
+from grasp.predict.row_arrays import row_tokens
+from grasp.predict.slice_formula import SliceFormula
+from grasp.predict.slices import LabelTable
+from grasp.predict.verb import predict
+from grasp.predict.weights import SliceShares
+from grasp.settings import write_yaml
+from tests.cli.grasp_command import succeed
+from tests.extract.world import world
+
+GEOMETRY = ScoringProtocol(
+    name="geometry",
+    match={"token": 1.0, "pooled": 0.5},
+    components={"joint.pair": -0.25, "hidden.cent": 0.2, "residual.self": -0.1},
+)
+
+
+@pytest.fixture(scope="module")
+def art(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("scale")
+    write_yaml(world(place).model_dump(mode="json"), place / "settings.yaml")
+    succeed("build", "--config", place / "settings.yaml", "--out", place / "art")
+    return place / "art"
+
+
+@pytest.mark.parametrize("protocol", [default_protocol(), GEOMETRY], ids=["default", "geometry"])
+def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, protocol):
+    artifact = Artifact.open(art)
+    save_protocol(protocol, tmp_path / "p.yaml")
+    rows = pq.read_table(art / "rows.parquet")
+    kept_N = np.array(rows["topic"].to_pylist()) != "life"
+    kept_ids = rows["row_id"].filter(pa.array(kept_N)).to_pylist()
+    pq.write_table(pa.table({"subset_id": ["s"] * len(kept_ids), "row_id": kept_ids}), tmp_path / "kept.parquet")
+    gone = rows["row_id"].filter(pa.array(~kept_N)).to_pylist()
+
+    def by_command(*flags) -> float:
+        out = tmp_path / "out.parquet"
+        succeed("predict", art, *flags, "--protocol", tmp_path / "p.yaml", "--out", out)
+        return pq.read_table(out)["change"].to_pylist()[0]
+
+    def in_python(**question) -> float:
+        return predict(artifact, protocol=protocol, **question).to_pandas()["change"][0]
+
+    answers = {
+        "--drop": by_command("--drop", "topic = 'life'"),
+        "--keep": by_command("--keep", "topic != 'life'"),
+        "--weight": by_command("--weight", "topic = 'life': 0"),
+        "--subsets": by_command("--subsets", tmp_path / "kept.parquet"),
+        "drop": in_python(drop="topic = 'life'"),
+        "weight": in_python(weight={"topic = 'life'": 0.0}),
+        "row ids": in_python(subsets={"kept": kept_ids}),
+        "omitted row ids": in_python(subsets={"gone": gone}, omitted=True),
+        "DataFrame": in_python(subsets=pq.read_table(tmp_path / "kept.parquet").to_pandas()),
+    }
+    by = predict(artifact, by="topic", protocol=protocol).to_pandas().set_index("value")
+    answers["by"] = by["if_dropped"]["life"]
+    answers |= from_coefficients(artifact, protocol)
+    if not protocol.components:
+        ranked = score(artifact, "facts", protocol=protocol).to_pandas().set_index("row_id")["effect"]
+        answers["mean of what score shows"] = ranked[kept_ids].mean()
+        share = (~kept_N).mean()
+        answers["share and mean effect"] = -share / (1 - share) * by["effect"]["life"]
+    reference = answers["--drop"]
+    assert abs(reference) > 0.01
+    assert answers == pytest.approx(dict.fromkeys(answers, reference), abs=2e-6)
+
+
+def from_coefficients(artifact, protocol) -> dict[str, float]:
+    """The formula of the page, written out."""
+    slices = label_slices(LabelTable(artifact.rows_path).column("topic"), row_tokens(artifact))
+    predictor = Predictor.of(artifact, protocol)
+    formula = SliceFormula.of(predictor, predictor.slice_sums(slices.codes_N, len(slices.names)))
+    f_G = np.array([float(name != "life") for name in slices.names])
+    mass = f_G @ formula.rows_G
+    change = f_G @ formula.relevance_GT[:, 0] / mass - formula.corpus_T[0]
+    v_G = f_G - mass / formula.rows_G.sum()
+    for half, weights in formula.quadratic.items():
+        gram_GG = formula.gram_GG[half]
+        own = weights.own * (f_G**2 @ formula.norm_G[half])
+        change += (weights.raw * f_G @ gram_GG @ f_G + own + weights.cent * v_G @ gram_GG @ v_G) / mass**2
+    shares = SliceShares(f_G[None], slices.codes_N)
+    return {"coefficients": change, "shares of slices": predictor.change(shares)[0, 0]}
+
+
+def test_many_subsets_are_asked_at_once(art):
+    artifact = Artifact.open(art)
+    ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
+    subsets = {"first": ids[:10], "rest": ids[10:]}
+    together = predict(artifact, subsets=subsets).to_pandas().set_index("subset_id")["change"]
+    for name, row_ids in subsets.items():
+        assert predict(artifact, subsets={name: row_ids}).to_pandas()["change"][0] == pytest.approx(together[name])
+    assert 10 * together["first"] + (len(ids) - 10) * together["rest"] == pytest.approx(0.0, abs=1e-5)
