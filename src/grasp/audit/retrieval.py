@@ -28,6 +28,7 @@ from grasp.predict.source import F32, FeatureSource
 from grasp.results import Result
 from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.runs.method_rows import method_rows
+from grasp.runs.metrics import Estimate, interval
 from grasp.seeds import bootstrap_weights
 from grasp.settings import read_yaml
 
