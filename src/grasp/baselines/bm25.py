@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
+from unicodedata import category, normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,11 @@ from grasp.runs.material import Material
 from grasp.settings import Settings
 from grasp.targets.units import Unit
 
-WORD = re.compile(r"[A-Za-z0-9_]{2,}")  # of [A-Za-z0-9_]+ those of two characters and more
+# Two characters and more, in any alphabet, with the vowel signs and accents that \w leaves out. Where words are written
+# without spaces between them (Han, kana, Thai, Lao, Khmer, Burmese) every pair of neighbouring characters is one.
+MARKS = "".join(map(re.escape, filter(lambda c: category(c).startswith("M"), map(chr, range(0x300, 0x10000)))))
+WORD = re.compile(f"[\\w{MARKS}]{{2,}}")
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
 STOP_WORDS = frozenset(
     WORD.findall(
         "about above after again against all also am an and any are aren as at be because been before being below "
@@ -60,7 +65,9 @@ class Bm25Settings(Settings):
 
 
 class Bm25(BlockMethod[Bm25Settings]):
-    """Okapi BM25 of every row for every unit's text, by bm25s.
+    """Words that row and unit share, weighed by rarity.
+
+    Okapi BM25 of every row for every unit's text, by bm25s.
 
     Source: Robertson et al. 1994, in the variants of Kamphuis et al. 2020; settings of the paper's appendix.
     Deviation: rows are decoded from their tokens, so a word that the end of a row cuts counts as what is left of it;
@@ -69,6 +76,7 @@ class Bm25(BlockMethod[Bm25Settings]):
     """
 
     settings_type = Bm25Settings
+    version = 2  # words of every alphabet
     looks_at = frozenset({"tokens"})
     needs_modules: ClassVar[Mapping[str, str]] = {"bm25s": "baselines"}
     dtype = "float16"
@@ -113,8 +121,20 @@ class Bm25(BlockMethod[Bm25Settings]):
 
 
 def words(text: str) -> list[str]:
-    """Words of a text as rows and queries are cut: lower case, two characters and more, no stop or question words."""
-    return [word for word in WORD.findall(text.lower()) if word not in STOP_WORDS and word not in QUESTION_WORDS]
+    """Words of a text as rows and queries are cut: lower case, two characters and more, no stop or question words.
+
+    Letters are composed first (NFC), so that both ways to write an accent are one word.
+    """
+    found: list[str] = []
+    for run in WORD.findall(normalize("NFC", text.lower())):
+        found += [run] if run.isascii() else _cut(run)
+    return [word for word in found if word not in STOP_WORDS and word not in QUESTION_WORDS]
+
+
+def _cut(run: str) -> list[str]:
+    """Letters of several alphabets: pairs where there are no spaces, whole words elsewhere."""
+    pairs = [part[i : i + 2] for part in UNSPACED.findall(run) for i in range(max(1, len(part) - 1))]
+    return pairs + WORD.findall(UNSPACED.sub(" ", run))
 
 
 def query_text(unit: Unit, which: Literal["both", "prompt", "completion"]) -> str:
@@ -210,6 +230,6 @@ def _refuse_empty(queries: Sequence[list[str]], units: Sequence[Unit], which: st
     if not any(queries):
         raise TargetError(
             f"bm25: none of the {len(units)} units has a word to search for, e.g. {units[0].unit_id!r} of "
-            f"{units[0].target}: expected words of two or more of A-Z, a-z, 0-9 and _ that are no stop words; its "
+            f"{units[0].target}: expected words of two letters or more that are no stop words; its "
             f"setting query is {which!r}, try 'both'"
         )

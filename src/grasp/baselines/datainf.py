@@ -70,7 +70,9 @@ class DataInfSettings(LayerSettings):
 
 
 class DataInf(BlockMethod[DataInfSettings]):
-    """Influence with the inverse Fisher matrix of each layer replaced by the mean of rank-one inverses.
+    """Influence by a closed form, layer by layer (adapted).
+
+    Influence with the inverse Fisher matrix of each layer replaced by the mean of rank-one inverses.
 
     Source: Kwon et al. 2024, equation 5. Deviation: layers of the model itself instead of LoRA's; Fisher rows are a
     sample of the corpus.

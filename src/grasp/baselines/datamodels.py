@@ -39,7 +39,9 @@ class DatamodelsSettings(Settings):
 
 
 class Datamodels(SubsetMethod[DatamodelsSettings]):
-    """Cross-validated linear datamodels of every unit, and of every task's mean.
+    """Linear functions of the subset fitted on retraining: an oracle.
+
+    Cross-validated linear datamodels of every unit, and of every task's mean.
 
     Source: Ilyas et al. 2022 (arXiv 2202.00622). Deviation: they fit on hundreds of thousands of subsets and predict
     fresh ones; here every subset of the environment is predicted out of fold from the others, so it is an oracle for

@@ -17,7 +17,9 @@ class GradCosSettings(LayerSettings):
 
 
 class GradCos(CosineMethod[GradCosSettings]):
-    """Cosine of whole gradients at the last checkpoint, by the factorised form.
+    """Exact cosine of whole gradients at the last checkpoint.
+
+    Cosine of whole gradients at the last checkpoint, by the factorised form.
 
     Source: none, it is what first order says of one step. Deviation: none.
     """

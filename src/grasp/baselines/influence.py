@@ -80,7 +80,9 @@ class InfluenceSettings(LayerSettings):
 
 
 class Influence(BlockMethod[InfluenceSettings]):
-    """Inverse Fisher matrix times the unit's gradient, times the gradient of the row.
+    """Inverse Fisher matrix by K-FAC or EK-FAC: last layer or all.
+
+    Inverse Fisher matrix times the unit's gradient, times the gradient of the row.
 
     Source: Koh and Liang 2017; Grosse et al. 2023 for K-FAC and EK-FAC in language models. Deviation: embeddings and
     heads may be covered, the output side of a wide head by a diagonal factor; norms by their full Fisher matrix.

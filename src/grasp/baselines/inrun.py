@@ -79,7 +79,9 @@ class InRunSettings(Settings):
 
 
 class InRun(BlockMethod[InRunSettings]):
-    """In-Run Data Shapley (Wang et al. 2025), first and second order, of one epoch over a prefix of the corpus.
+    """Shapley values of each training step's batch, added up over one replay.
+
+    In-Run Data Shapley (Wang et al. 2025), first and second order, of one epoch over a prefix of the corpus.
 
     Each batch is a game: its rows' Shapley values in the change of a validation loss, to first or second order in the
     learning rate (see `grasp.baselines.replay`). A row's score is its value in the step that it was in.

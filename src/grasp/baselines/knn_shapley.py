@@ -113,7 +113,9 @@ class KnnShapleySettings(Settings):
 
 
 class KnnShapley(BlockMethod[KnnShapleySettings]):
-    """Shapley values of positions in a nearest-neighbour language model, added up over each row.
+    """Who is near a unit's hidden states and has its next token.
+
+    Shapley values of positions in a nearest-neighbour language model, added up over each row.
 
     A row of text has no label, so the game of the source is played one level below: training points are the rows'
     positions, each with its final hidden state and the token that comes next; test points are the supervised

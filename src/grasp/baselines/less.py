@@ -44,7 +44,9 @@ class LessSettings(WeightedSettings):
 
 
 class Less(CosineMethod[LessSettings]):
-    """Cosine of a unit's gradient with the step that Adam would take on the row, summed over checkpoints.
+    """Gradients of units against Adam's steps on rows, normalised (adapted).
+
+    Cosine of a unit's gradient with the step that Adam would take on the row, summed over checkpoints.
 
     Source: Xia et al. 2024, section 3; adapted: all of the model's training, no LoRA, the paper's appendix.
     Deviation: weights are divided by their sum; moments are those of the whole run, not of a warm-up.

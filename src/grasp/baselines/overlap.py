@@ -28,13 +28,16 @@ class OverlapSettings(Settings):
 
 
 class Overlap(BlockMethod[OverlapSettings]):
-    """Share of a unit's distinct words that the row has.
+    """Share of the unit's words that the row has.
+
+    Share of a unit's distinct words that the row has.
 
     Source: the paper's retrieval table, which names "query overlap" and defines it nowhere; the share is ours. Words
     are cut as those of bm25: no stop words, rows decoded from their tokens.
     """
 
     settings_type = OverlapSettings
+    version = 2  # words of every alphabet
     looks_at = frozenset({"tokens"})
     dtype = "float16"
 

@@ -65,7 +65,9 @@ class RetrainingShapleySettings(Settings):
 
 
 class RetrainingShapley(BlockMethod[RetrainingShapleySettings]):
-    """Shapley values over utilities of retraining with the environment's recipe.
+    """Shapley values of rows or groups by retraining on coalitions.
+
+    Shapley values over utilities of retraining with the environment's recipe.
 
     Positive: adding the row, or its group, lowers the unit's loss. The value of a group is shared equally by its rows,
     so that the sum over a subset's rows is the subset's predicted utility over that of an untrained model.

@@ -16,7 +16,9 @@ class TracInSettings(WeightedSettings):
 
 
 class TracIn(CosineMethod[TracInSettings]):
-    """Learning-rate-weighted inner products of the gradients of row and unit at checkpoints of the training.
+    """Cosines of gradients, over checkpoints by learning rate.
+
+    Learning-rate-weighted inner products of the gradients of row and unit at checkpoints of the training.
 
     Source: Pruthi et al. 2020 (TracInCP); normalised, on one block and the final norm, projected: the paper's appendix.
     Deviation: weights are divided by their sum; the gradient of a row is that of its mean loss a token.

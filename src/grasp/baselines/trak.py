@@ -47,7 +47,9 @@ class TrakSettings(ProjectedSettings):
 
 
 class Trak(BlockMethod[TrakSettings]):
-    """After-kernel of the model linearised at each checkpoint, in a random projection.
+    """A Newton step in a random projection, over an ensemble of checkpoints.
+
+    After-kernel of the model linearised at each checkpoint, in a random projection.
 
     Source: Park et al. 2023, equations 12 to 17. Deviation: TRAK is stated for one label an example; here output and
     1 - p are means over a sequence's labels, and layers, checkpoints and width are the paper's, not all parameters of

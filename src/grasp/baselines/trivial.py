@@ -33,7 +33,10 @@ class _Column(RowScorer):
 
 
 class Random(BlockMethod[NoSettings]):
-    """A standard normal number a row, from the seed alone."""
+    """A random number a row: what no information gives.
+
+    Standard normal, from the seed alone.
+    """
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
         del work, part
@@ -67,7 +70,10 @@ class LossSettings(Settings):
 
 
 class Loss(BlockMethod[LossSettings]):
-    """Mean loss of the reference model on the row, which the artifact has."""
+    """Loss of the reference model on the row: low first, as perplexity filters do.
+
+    Mean loss of the reference model on the row, which the artifact has.
+    """
 
     settings_type = LossSettings
     looks_at = frozenset({"model"})
