@@ -322,7 +322,9 @@ class RetrainSettings(Settings):
     )
     family: str = Field("mixture:topic", description="uniform:F, bernoulli:Q, mixture:LABEL or groups:LABEL.")
     subsets: str | None = Field(None, description="Parquet of subset_id, row_id instead of a family.")
-    n_subsets: int = Field(64, ge=1, description="Subsets drawn from the family.")
+    n_subsets: int = Field(
+        24, ge=1, description="Subsets drawn from the family. More may be added later: the first ones stay."
+    )
     family_seed: int = Field(0, ge=0, description="Seed of the draw of subsets.")
     seeds: tuple[int, ...] = Field((0, 1), min_length=1, description="Training seeds; seed 0 is the reference model.")
     role: Literal["dev", "held-out"] = Field("dev", description="Whether protocols may be selected on it.")

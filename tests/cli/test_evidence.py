@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -136,8 +137,14 @@ def lines_of(out: str) -> dict[str, list[str]]:
 
 def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained, tmp_path):
     env, outcome = trained
-    first, build, then = outcome.lines
-    assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows: facts (6 units)"
+    first, heading, line, build, then, evidence = outcome.lines
+    assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows"
+    assert cells(heading) == ["target", "units", "utility", "sd over subsets"]
+    realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
+    assert cells(line) == ["facts", "6", f"{realized_B.mean():+.3f}", f"{realized_B.std(ddof=1):+.4f}"]
+    assert evidence.startswith(
+        "for grasp calibrate: 8 subsets are too few to choose by; 21 carry its short list of 12, "
+    )
     assert outcome.err.splitlines()[-1].startswith("runs: 18 runs in ")
     arguments = shlex.split(build.removeprefix("next: grasp "))
     assert (arguments[0], arguments[-1]) == ("build", "art")
@@ -145,6 +152,16 @@ def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained,
     arguments = shlex.split(then.removeprefix("then: grasp "))
     assert arguments[:2] == ["evaluate", "art"]
     assert "token additive" in succeed("evaluate", tmp_path / "art", *arguments[2:]).out
+
+
+def test_what_it_will_cost_is_said_before_the_first_run_and_nothing_where_nothing_is_left(trained, settings):
+    env, outcome = trained
+    told = outcome.err
+    cost = r"18 runs of 4 steps; one step was timed: \d+ seconds? a run, \d+ seconds? for all; stop at any time"
+    assert re.search(cost, " ".join(told.split()))
+    assert told.index("one step was timed") < told.index("runs: 18 runs in ")
+    assert "for grasp calibrate: 8 subsets" in told
+    assert "was timed" not in succeed(*retrain(settings, env)).err
 
 
 def test_flags_reach_the_settings_and_lengths_are_those_of_the_recipe(settings, tmp_path):
@@ -378,7 +395,13 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
     out = tmp_path / "art"
     succeed("build", "--config", art / "run.yaml", *change, "--out", out)
     message = {"corpus": "corpus fingerprint", "units": "units of facts have fingerprint"}[what]
-    assert message in refused("evaluate", out, "--environment", env)
+    said = refused("evaluate", out, "--environment", env)
+    assert message in said
+    if what == "corpus":  # with the command that gives the right one
+        arguments = shlex.split(said.split(": grasp ")[1])
+        assert arguments[0] == "build"
+        succeed(*arguments[:-1], tmp_path / "right", "--set", "model.threads=1")
+        succeed("evaluate", tmp_path / "right", "--environment", env)
     assert message in refused("calibrate", out, "--environment", env, "--out", tmp_path / "p.yaml")
     if what == "corpus":
         both = refused("calibrate", art, out, "--environment", env, "--out", tmp_path / "p.yaml")
@@ -418,13 +441,15 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
         *("--family", tmp_path / "family.yaml", "--out", out),
     ).out
     lines = text.splitlines()
-    assert lines[0] == "15 protocols on one/facts, two/facts"
-    assert cells(lines[3])[3] == "retained | mean | pooled | -1 joint.pair | mean_relevance"
+    best = "retained | mean | pooled | -1 joint.pair | mean_relevance"
+    assert lines[0] == f"protocol chosen: {best}, selected on one/facts, two/facts"
+    assert cells(lines[2])[0] == best
     provenance = tmp_path / "chosen.provenance.json"
-    assert lines[-1] == f"{out}: protocol chosen, selected on one/facts, two/facts; how it was chosen: {provenance}"
+    assert "15 protocols on one/facts, two/facts; bound = mean task_rho - " in text
+    assert lines[-1] == f"{out}: written; how it was chosen: {provenance}"
     record = json.loads(provenance.read_text())
-    assert cells(lines[3])[:2] == [f"{record['best'][0]['lcb']:+.3f}", f"{record['best'][0]['mean']:+.3f}"]
-    bounds = [float(cells(line)[0]) for line in lines[3:13]]
+    assert cells(lines[2])[1:3] == [f"{record['best'][0]['lcb']:+.3f}", f"{record['best'][0]['mean']:+.3f}"]
+    bounds = [float(cells(line)[1]) for line in lines[2:12]]
     assert bounds == sorted(bounds, reverse=True)
     (json.loads if suffix == "json" else yaml.safe_load)(out.read_text())
     protocol = load_protocol(out)
@@ -439,6 +464,22 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     assert both["default (mine.yaml)"][3:] == lines_of(evaluated)["chosen"][3:]
     assert both["default"] == lines_of(evaluated)["default"]
     assert float(lines_of(evaluated)["chosen"][3].split()[0]) > 0.95
+    assert lines_of(evaluated)["chosen"][1] == "facts (in sample)"
+    assert lines_of(evaluated)["default"][1] == "facts"
+    elsewhere = shutil.copytree(places[0], tmp_path / "elsewhere")
+    result = tmp_path / "r.json"
+    out_of_sample = succeed("evaluate", art, "--environment", elsewhere, "--protocol", out, "--json", result).out
+    assert lines_of(out_of_sample)["chosen"][1] == "facts"
+    assert not any(line["in_sample"] for line in json.loads(result.read_text())["results"])
+
+
+def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path):
+    other = shutil.copytree(env, tmp_path / "other")
+    out = tmp_path / "p.yaml"
+    text = succeed("calibrate", art, "--environment", env, "--environment", other, "--out", out, "--resamples", 20).out
+    assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
+    assert load_protocol(out).components == {}
+    assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 
 def test_fewer_than_two_results_held_out_ones_and_constant_ones_are_refused(art, env, own_env, tmp_path):

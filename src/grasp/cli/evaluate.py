@@ -5,19 +5,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import command
-from grasp.cli.options import asked_names, names, published_methods
+from grasp.cli.app import MORE, command
+from grasp.cli.options import TargetNames, asked_names, names, published_methods
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import STREAMS, Reads, check_outputs, write_whole
 from grasp.text import printable
 
 if TYPE_CHECKING:
-    from grasp.artifact.reader import Artifact
-    from grasp.predict.protocol import ScoringProtocol
-    from grasp.runs.candidates import Candidate
     from grasp.runs.configured import ConfiguredMethod
-    from grasp.runs.environment import Environment
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -33,35 +29,70 @@ Examples:
 @command(EXAMPLES)
 def evaluate(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
-    environment: Path = typer.Option(..., "--environment", help="Directory of retrained subsets; see grasp retrain."),
-    protocol: Path | None = typer.Option(None, "--protocol", help="Protocol file, compared beside the one that ships."),
-    targets: str | None = typer.Option(None, "--targets", help="Targets, separated by commas; none: all in common."),
-    controls: bool = typer.Option(False, "--controls", help="The paper's controls and ablations as well."),
-    development: list[Path] = typer.Option(
-        [], "--development", help="Environment that the controls' weights are selected on; repeatable."
+    environment: Path = typer.Option(
+        ..., "--environment", metavar="DIR", help="Directory of retrained subsets; see grasp retrain."
     ),
-    family: Path | None = typer.Option(None, "--family", help="Protocols that the controls restrict."),
+    protocol: Path | None = typer.Option(
+        None, "--protocol", metavar="FILE", help="Protocol file, compared beside the one that ships."
+    ),
+    targets: TargetNames = None,
     methods: str | None = typer.Option(
-        None, "--methods", help="Published methods, separated by commas; see grasp methods."
+        None, "--methods", metavar="NAMES", help="Published methods, separated by commas; see grasp methods."
+    ),
+    predictions: list[Path] = typer.Option(
+        [],
+        "--predictions",
+        metavar="FILE",
+        help="Parquet or .npy of utilities by subset, or of scores by row; repeatable.",
+    ),
+    csv_file: Path | None = typer.Option(None, "--csv", metavar="FILE", help="A line a method and target, as CSV."),
+    json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Everything, as JSON."),
+    partial: bool = typer.Option(False, "--partial", help="Use what an unfinished environment has."),
+    controls: bool = typer.Option(
+        False, "--controls", help="The paper's controls and ablations as well.", rich_help_panel=MORE
+    ),
+    development: list[Path] = typer.Option(
+        [],
+        "--development",
+        metavar="DIR",
+        help="Environment that the controls' weights are selected on; repeatable.",
+        rich_help_panel=MORE,
+    ),
+    family: Path | None = typer.Option(
+        None, "--family", metavar="FILE", help="Protocols that the controls restrict.", rich_help_panel=MORE
     ),
     method_settings: Path | None = typer.Option(
-        None, "--method-settings", help="YAML of settings by method, or by a label of your own; see grasp methods."
+        None,
+        "--method-settings",
+        metavar="FILE",
+        help="YAML of settings by method, or by a label of your own; see grasp methods.",
+        rich_help_panel=MORE,
     ),
     checkpoints: list[Path] = typer.Option(
-        [], "--checkpoints", help="Checkpoint, or directory of a training run; none: beside the model. Repeatable."
+        [],
+        "--checkpoints",
+        metavar="DIR",
+        help="Checkpoint, or directory of a training run; repeatable. Default: beside the model.",
+        rich_help_panel=MORE,
     ),
-    cache: Path | None = typer.Option(None, "--cache", help="Where methods' scores are kept; none: in the artifact."),
-    predictions: list[Path] = typer.Option(
-        [], "--predictions", help="Parquet or .npy of utilities by subset, or of scores by row; repeatable."
+    cache: Path | None = typer.Option(
+        None,
+        "--cache",
+        metavar="DIR",
+        help="Where methods' scores are kept. Default: in the artifact.",
+        rich_help_panel=MORE,
     ),
     oracle: list[str] = typer.Option(
-        [], "--oracle", help="ridge or lasso, fitted on the retrained subsets; :masks or :LABEL says on what."
+        [],
+        "--oracle",
+        metavar="NAME",
+        help="ridge or lasso, fitted on the retrained subsets; :masks or :LABEL says on what.",
+        rich_help_panel=MORE,
     ),
-    partial: bool = typer.Option(False, "--partial", help="Use what an unfinished environment has."),
-    resamples: int = typer.Option(1_000, "--resamples", min=10, help="Bootstrap resamples of the subsets."),
-    json_file: Path | None = typer.Option(None, "--json", help="Everything, as JSON."),
-    csv_file: Path | None = typer.Option(None, "--csv", help="A line a method and target, as CSV."),
-    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
+    resamples: int = typer.Option(
+        1_000, "--resamples", min=10, metavar="N", help="Bootstrap resamples of the subsets.", rich_help_panel=MORE
+    ),
+    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar.", rich_help_panel=MORE),
 ) -> None:
     """Compare predictions with retraining, method by method.
 
@@ -72,10 +103,10 @@ def evaluate(
         raise SettingsError("evaluate: --development and --family have no meaning without --controls; leave them out")
     published = _methods(methods, method_settings, checkpoints, cache)
     from grasp.artifact.reader import Artifact
-    from grasp.runs.environment import Environment
-    from grasp.runs.methods import Asked, compare
+    from grasp.runs.verbs import evaluate as compare
+    from grasp.runs.verbs import open_runs
 
-    artifact, found = Artifact.open(path), Environment.open(environment)
+    artifact, runs = Artifact.open(path), open_runs(environment)
     read: dict[str, Reads] = {
         "is the environment": environment,
         "--development reads": development,
@@ -84,23 +115,28 @@ def evaluate(
     read |= {"--protocol reads": protocol, "--family reads": family, "--method-settings reads": method_settings}
     read |= {"is a checkpoint": checkpoints}
     check_outputs({"--json": json_file, "--csv": csv_file}, artifact.reads | read, streamed=("--json", "--csv"))
-    protocols = _protocols(protocol)
-    restricted, notes = _controls(artifact, found, development, family, resamples) if controls else ({}, [])
     with Watch(quiet=quiet) as watch:
-        asked = Asked(
-            protocols=protocols,
-            controls=restricted,
-            files=predictions,
-            oracles=oracle,
-            notes=[*(f"protocol {name}: {one.provenance}" for name, one in protocols.items()), *notes],
+        result = compare(
+            artifact,
+            runs,
+            protocol=protocol,
+            targets=names(targets),
             methods=published,
+            controls=controls,
+            development=[open_runs(place) for place in development],
+            family=family,
+            predictions=predictions,
+            oracles=oracle,
             checkpoints=checkpoints,
             cache=cache,
+            partial=partial,
+            resamples=resamples,
             progress=watch,
         )
-        report = compare(artifact, found, asked, targets=names(targets), partial=partial, resamples=resamples)
+    report = result.report
+    assert report is not None
     if not {json_file, csv_file} & {*STREAMS}:
-        print(printable(report.table()), end="")
+        print(report.table(), end="")
     for file, text in ((json_file, report.to_json), (csv_file, report.to_csv)):
         if file in STREAMS:
             print(printable(text()), end="")
@@ -121,39 +157,3 @@ def _methods(
     if checkpoints and not any("checkpoints" in one.method.looks_at for one in found):
         raise SettingsError("--checkpoints: no meaning with these methods, none of which looks at any; leave it out")
     return found
-
-
-def _protocols(path: Path | None) -> "dict[str, ScoringProtocol]":
-    """The protocol that ships and, beside it, the one of a file; two of one name are told apart by the file's."""
-    from grasp.predict.protocol import default_protocol, load_protocol
-
-    shipped = default_protocol()
-    if path is None:
-        return {shipped.name: shipped}
-    chosen = load_protocol(path)
-    name = chosen.name if chosen.name != shipped.name else f"{chosen.name} ({path.name})"
-    return {shipped.name: shipped, name: chosen}
-
-
-def _controls(
-    artifact: "Artifact", environment: "Environment", development: list[Path], family: Path | None, resamples: int
-) -> "tuple[dict[str, Candidate], list[str]]":
-    """Controls with weights selected on development environments; none given: on the evaluated one, if it is one."""
-    from grasp.runs.candidates import default_family, load_family
-    from grasp.runs.environment import Environment
-    from grasp.runs.methods import control_methods, developments_of
-
-    if not development and environment.role != "dev":
-        raise SettingsError(
-            f"--controls: {environment.path} is held out, so no weights may be selected on it; name a development "
-            "environment with --development"
-        )
-    full = default_family() if family is None else load_family(family)
-    developments = developments_of(
-        [artifact],
-        [Environment.open(path) for path in development] or [environment],
-        calibration_subsets=full.calibration_subsets,
-    )
-    chosen, notes = control_methods(full, developments, resamples=resamples)
-    own = not development
-    return chosen, notes + ["the controls were selected on the results shown: they look better than they are"] * own

@@ -1,59 +1,93 @@
 """grasp retrain"""
 
-import json
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from grasp.cli.app import command
-from grasp.cli.options import cluster, merged, names, require
+from grasp.cli.app import MORE, command
+from grasp.cli.console import tell
+from grasp.cli.options import Quiet, cluster, merged, names, require
 from grasp.cli.progress import Watch
-from grasp.settings import RetrainSettings, Settings, retrain_settings
-
-if TYPE_CHECKING:
-    from grasp.runs.environment import Environment
+from grasp.settings import retrain_settings
 
 REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
 Examples:
-  grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic -B 64 --seeds 2 --out env
-  grasp retrain --out env --resume
+  grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env
+  grasp retrain --out env --resume -B 64
   grasp retrain --out env --resume --engine ray --workers 16 --address auto
 """
 
 
 @command(EXAMPLES)
 def retrain(
-    out: Path = typer.Option(..., "--out", help="Directory of the environment; several processes may share it."),
-    corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL(.gz/.zst), a directory, or a URL."),
-    targets: str | None = typer.Option(None, "--targets", help="Tasks or JSONL files, separated by commas."),
-    recipe: str | None = typer.Option(None, "--recipe", help="Training recipe: tiny, small or paper-50m."),
-    family: str | None = typer.Option(None, "--family", help="Draw uniform:F, bernoulli:Q, mixture:L or groups:L."),
-    count: int | None = typer.Option(None, "-B", min=1, help="Subsets drawn from the family."),
-    seeds: int | None = typer.Option(None, "--seeds", min=1, help="Training seeds a subset: 0, 1, ..."),
-    role: str | None = typer.Option(None, "--role", help="dev: protocols may be selected on it; or held-out."),
-    config: Path | None = typer.Option(None, "--config", help="YAML file of settings; a run.yaml replays a run."),
-    assign: list[str] = typer.Option([], "--set", help="One setting, e.g. --set overrides.steps=500; repeatable."),
-    workers: int | None = typer.Option(
-        None, "--workers", min=1, help="Processes that fill it; none: one, or on a cluster one for each GPU, or core."
+    out: Path = typer.Option(
+        ..., "--out", metavar="DIR", help="Directory of the environment; several processes may share it."
     ),
-    stack: int | None = typer.Option(None, "--stack", min=1, help="Models that a worker trains as one program."),
-    engine: str = typer.Option(
-        "local", "--engine", help="local: processes here; ray: of a Ray cluster whose nodes all reach --out."
+    corpus: str | None = typer.Option(
+        None, "--corpus", metavar="PATH", help="Parquet, JSONL(.gz/.zst), a directory, or a URL."
     ),
-    address: str | None = typer.Option(
-        None, "--address", help="Ray cluster, e.g. auto or head:6379; none: one is started on this machine."
+    targets: str | None = typer.Option(
+        None, "--targets", metavar="NAMES", help="Tasks or JSONL files, separated by commas."
+    ),
+    recipe: str | None = typer.Option(
+        None, "--recipe", metavar="NAME", help="Model and training: tiny, small or paper-50m. Default: tiny."
+    ),
+    family: str | None = typer.Option(
+        None, "--family", metavar="FAMILY", help="How subsets are drawn. Default: mixture:topic."
+    ),
+    count: int | None = typer.Option(
+        None, "-B", min=1, metavar="N", help="Subsets. Default: 24. More may be added to the same --out later."
+    ),
+    seeds: int | None = typer.Option(
+        None, "--seeds", min=1, metavar="N", help="Trainings of each subset; two or more show the noise. Default: 2."
+    ),
+    role: str | None = typer.Option(
+        None, "--role", metavar="ROLE", help="dev: protocols may be chosen on it. held-out: only judged. Default: dev."
     ),
     resume: bool = typer.Option(False, "--resume", help="Go on with the settings of the run.yaml that is there."),
-    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
+    config: Path | None = typer.Option(
+        None, "--config", metavar="FILE", help="YAML of settings; a run.yaml replays a run.", rich_help_panel=MORE
+    ),
+    assign: list[str] = typer.Option(
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="One setting, e.g. --set overrides.steps=500; repeatable.",
+        rich_help_panel=MORE,
+    ),
+    workers: int | None = typer.Option(
+        None,
+        "--workers",
+        min=1,
+        metavar="N",
+        help="Processes that train. Default: one; on a cluster, one for each GPU or core.",
+        rich_help_panel=MORE,
+    ),
+    stack: int | None = typer.Option(
+        None, "--stack", min=1, metavar="N", help="Models that a worker trains as one program.", rich_help_panel=MORE
+    ),
+    engine: str = typer.Option(
+        "local",
+        "--engine",
+        metavar="NAME",
+        help="local: processes here; ray: of a Ray cluster whose nodes all reach --out.",
+        rich_help_panel=MORE,
+    ),
+    address: str | None = typer.Option(
+        None,
+        "--address",
+        metavar="HOST:PORT",
+        help="Ray cluster, or auto. Default: one is started on this machine.",
+        rich_help_panel=MORE,
+    ),
+    quiet: Quiet = False,
 ) -> None:
     """Train a model on each of many subsets, and score it.
 
-    Gives the utilities that predictions are tested against, and the reference models of the whole corpus. What is
-    finished is never trained again: the same command, or --resume, goes on after a kill.
+    Says first what it will cost. What is finished is never trained again: the same command, or --resume, goes on after
+    a kill, and adds subsets or seeds.
     """
     flags = {
         "corpus.path": corpus,
@@ -72,32 +106,10 @@ def retrain(
     data = merged(config, assign, flags)
     require(data, REQUIRED, f"retrain --resume: there is no {replay}" if resume and config is None else "retrain")
     settings = retrain_settings(data)
-    from grasp.runs.retrain import fitted_lengths
-    from grasp.runs.retrain import retrain as run
+    from grasp.runs.retrain import retrain as train
+    from grasp.runs.verbs import retraining
 
-    settings = fitted_lengths(settings)
     spec = cluster(engine, settings.workers, address, settings.threads)
     with Watch(quiet=quiet) as watch:
-        environment = run(settings, out, watch.runs, cluster=spec)
-    _print_done(environment, settings)
-
-
-def _print_done(environment: "Environment", settings: RetrainSettings) -> None:
-    info, out = environment.info, environment.path
-    per_target = ", ".join(f"{name} ({len(target.unit_ids)} units)" for name, target in info.targets.items())
-    print(
-        f"{out}: {info.role}, recipe {info.recipe}, {len(info.subset_ids)} subsets x {len(info.seeds)} seeds of "
-        f"{info.n_rows:,} rows: {per_target}"
-    )
-    build = ["--model", str(out / info.checkpoint), "--corpus", settings.corpus.path]
-    build += ["--targets", ",".join(settings.targets.names)] if settings.targets.names else []
-    build += [*_changed("corpus", settings.corpus), *_changed("targets", settings.targets), "--out", "art"]
-    print(f"next: grasp build {shlex.join(build)}")
-    print(f"then: grasp evaluate art --environment {shlex.quote(str(out))}")
-
-
-def _changed(group: str, settings: Settings) -> list[str]:
-    """What a build must be told for the same rows and units, beside path and names."""
-    data, fields = settings.model_dump(mode="json"), type(settings).model_fields
-    other = [name for name in data if name not in ("path", "names") and getattr(settings, name) != fields[name].default]
-    return [part for name in other for part in ("--set", f"{group}.{name}={json.dumps(data[name])}")]
+        environment = train(settings, out, watch.runs, cluster=spec)
+    tell(retraining(environment))

@@ -165,6 +165,13 @@ class ProtocolFamily(Settings):
         served = tuple(candidate for candidate in listed if needed_arrays(candidate) <= set(array_names))
         return served, len(listed) - len(served)
 
+    @property
+    def size(self) -> int:
+        """Protocols in it, were every array there."""
+        arrays = [f"relevance_{kernel}" for kernel in get_args(Match)] + [f"{half}_sketch" for half in get_args(Half)]
+        served, missing = self.members(arrays)
+        return len(served) + missing
+
     def restricted(self, control: Control) -> "ProtocolFamily":
         """The family of a control: what it leaves of every set of components, each set once."""
         sets = dict.fromkeys(control.components(names) for names in self.components)

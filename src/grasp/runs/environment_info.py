@@ -1,12 +1,15 @@
 """environment.json: what was trained on what, and what may change when an environment is gone on with."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_jsonable_python
 
 from grasp.errors import EnvironmentDataError
-from grasp.settings import describe
+from grasp.settings import CorpusSettings, Settings, TargetSettings, describe
 
 Role = Literal["dev", "held-out"]
 
@@ -56,6 +59,28 @@ class EnvironmentInfo(Record):
     masks_checksum: str = Field(description="Over subset ids, row positions and weights, in order.")
     reference: bool = Field(True, description="Whether the whole corpus is trained on as well, once a seed.")
     made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
+
+    def build_command(self, path: Path, out: str = "art") -> str | None:
+        """The `grasp build` that gives an artifact of the same rows and units; None: it is not known how they came.
+
+        Args:
+            path: directory of the environment.
+        """
+        corpus, targets = (self.made_by.get(group) for group in ("corpus", "targets"))
+        if not isinstance(corpus, dict) or not isinstance(targets, dict) or not self.reference:
+            return None
+        words = ["--model", str(path / self.checkpoint), "--corpus", str(corpus["path"])]
+        words += ["--targets", ",".join(targets["names"])] if targets.get("names") else []
+        words += [*_changed("corpus", corpus, CorpusSettings), *_changed("targets", targets, TargetSettings)]
+        return f"grasp build {shlex.join([*words, '--out', out])}"
+
+
+def _changed(group: str, given: dict[str, Any], kind: type[Settings]) -> list[str]:
+    """What a build must be told beside path and names: settings that are not the default."""
+    fields = {name: field for name, field in kind.model_fields.items() if name not in ("path", "names")}
+    plain = {name: to_jsonable_python(field.get_default(call_default_factory=True)) for name, field in fields.items()}
+    other = [name for name in given if name in plain and given[name] != plain[name]]
+    return [part for name in other for part in ("--set", f"{group}.{name}={json.dumps(given[name])}")]
 
 
 def check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, checksums: list[str]) -> None:

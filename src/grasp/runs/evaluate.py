@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from grasp.seeds import bootstrap_weights
 from grasp.targets.units import Unit, UnitSet
 
 AVERAGE = "average"
+IN_SAMPLE = "in sample"
 APART: dict[Standing, str] = {
     "oracle-selected": "oracle-selected: configured on the utilities they are judged by, so no match for the others",
     "supervised oracle": "supervised oracles: fitted on other subsets of this environment, so a ceiling and no match",
@@ -49,6 +50,7 @@ class MethodResult:
     targets: tuple[TargetMetrics, ...]
     standing: Standing = "predictor"
     cost: Cost | None = None
+    in_sample: bool = False  # chosen on this environment: its figures are better than they would be elsewhere
 
     def average(self, metric: str) -> Estimate:
         """Mean over targets of a metric, or of `task_ceiling` and `lds_ceiling`."""
@@ -143,14 +145,15 @@ class EvaluationReport:
     def _lines(self, result: MethodResult, with_cost: bool) -> list[list[str]]:
         """Cells of one method: a line a target, and the mean over targets where there are several."""
         cost = list(_cost_cells(result.cost)) if with_cost else []
+        seen = f" ({IN_SAMPLE})" if result.in_sample else ""
         lines = []
         for row in result.targets:
-            name = row.target + (" (held-out)" if self.roles[row.target] == "held-out" else "")
+            name = row.target + (" (held-out)" if self.roles[row.target] == "held-out" else "") + seen
             cells = [_cell(metric, estimate_of(row, metric)) for metric in HEADINGS]
             lines.append([result.method, name, str(row.n_units), *cells, *cost])
         if len(result.targets) > 1:
             cells = [_cell(metric, result.average(metric)) for metric in HEADINGS]
-            lines.append([result.method, AVERAGE, str(sum(r.n_units for r in result.targets)), *cells, *cost])
+            lines.append([result.method, AVERAGE + seen, str(sum(r.n_units for r in result.targets)), *cells, *cost])
         return lines
 
     def _notes(self) -> list[str]:
@@ -177,6 +180,7 @@ def evaluate(
     resamples: int = RESAMPLES,
     seed: int = 0,
     notes: Sequence[str] = (),
+    in_sample: Collection[str] = (),
 ) -> EvaluationReport:
     """Compare predictions with the utilities of an environment.
 
@@ -187,6 +191,7 @@ def evaluate(
         partial: of an unfinished environment use the subsets that are there.
         seed: of the resamples.
         notes: how the methods came about, kept in the report.
+        in_sample: methods that were chosen on this environment.
     Raises:
         EnvironmentDataError: utilities or predictions are incomplete or not finite; the message names which.
     """
@@ -216,7 +221,8 @@ def evaluate(
         resamples=resamples,
         roles={name: environment.role_of(name) for name in names},
         methods=tuple(
-            MethodResult(p.method, tuple(metrics(p, name) for name in names), p.standing, p.cost) for p in predictions
+            MethodResult(p.method, tuple(metrics(p, name) for name in names), p.standing, p.cost, p.method in in_sample)
+            for p in predictions
         ),
         notes=tuple(notes),
     )
@@ -244,7 +250,11 @@ def artifact_targets(environment: Environment, artifact: Artifact) -> dict[str, 
         EnvironmentDataError: corpora differ, units of a target differ, or no target is common to both.
     """
     where = str(artifact.path)
-    environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
+    try:
+        environment.check_corpus(artifact.manifest.fingerprints.get("corpus", "none"), where)
+    except EnvironmentDataError as err:
+        command = environment.info.build_command(environment.path)
+        raise EnvironmentDataError(f"{err}" + (f": {command}" if command else "")) from err
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
     lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
     common: dict[str, str] = {}
@@ -283,6 +293,7 @@ def _about(result: MethodResult) -> dict[str, Any]:
     cost = result.cost
     return {
         "standing": result.standing,
+        "in_sample": result.in_sample,
         "feature_floats": None if cost is None else cost.features,
         "score_floats": None if cost is None else cost.scores,
         "build_wall_seconds": None if cost is None else cost.wall_seconds,

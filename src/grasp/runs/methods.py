@@ -44,6 +44,7 @@ class Asked:
 
     protocols: Mapping[str, ScoringProtocol]
     controls: Mapping[str, Candidate] | None = None
+    controls_in_sample: bool = False  # their weights were selected on the environment that is evaluated
     files: Sequence[Path] = ()
     oracles: Sequence[str] = ()  # ridge or lasso, with `:masks` or `:LABEL` for what the oracle sees
     notes: Sequence[str] = ()  # how the methods came about
@@ -51,6 +52,14 @@ class Asked:
     checkpoints: Sequence[Path] = ()  # for those that look at several; none: those beside the reference model
     cache: Path | None = None  # where their scores are kept; None: inside the artifact
     progress: Progress = Silent()  # noqa: RUF009 - it has no state
+
+    def in_sample(self, environment: Environment) -> set[str]:
+        """Protocols and controls that were chosen on the environment that they are judged on."""
+        mark = f"{environment.name}/"
+        chosen = {
+            name for name, one in self.protocols.items() if any(text.startswith(mark) for text in one.selected_on or ())
+        }
+        return chosen | (set(self.controls or {}) if self.controls_in_sample else set())
 
 
 def compare(
@@ -93,6 +102,7 @@ def compare(
         partial=partial,
         resamples=resamples,
         notes=[*asked.notes, *notes],
+        in_sample=asked.in_sample(environment),
     )
     left_out = [name for name in environment.targets if name not in common]
     if targets is None and left_out:

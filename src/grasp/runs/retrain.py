@@ -40,6 +40,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.environment import ALL_SUFFIX, Environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
+from grasp.runs.evidence import evidence
 from grasp.runs.finished_runs import FULL, Run
 from grasp.runs.leases import held
 from grasp.runs.recipe import TrainingRecipe, named_recipe, train
@@ -58,13 +59,51 @@ POLL_SECONDS = 2.0
 class RetrainStatus:
     """What is known while an environment fills."""
 
-    stage: str  # "rows", "tokenizer", "runs"
+    stage: str  # "rows", "tokenizer", "cost", "runs"
     done: int = 0  # runs with a result
     total: int = 0
     running: tuple[str, ...] = ()  # of this worker
     step: int = 0
     steps: int = 0
     seconds_left: float | None = None  # from the runs that ended since this call began
+    cost: "Cost | None" = None  # told once, before the first run
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What is left to train, from one optimizer step that was timed."""
+
+    runs: int  # without a result yet
+    steps: int  # of each
+    seconds_a_step: float  # of one model
+    workers: int
+    subsets: int  # of the environment, with those that have results
+
+    @property
+    def seconds_a_run(self) -> float:
+        """Without the scoring of the units, which is a forward pass."""
+        return self.steps * self.seconds_a_step
+
+    @property
+    def seconds(self) -> float:
+        """Of all runs, shared out."""
+        return self.runs * self.seconds_a_run / self.workers
+
+    def __str__(self) -> str:
+        share = "" if self.workers == 1 else f" with {self.workers} workers"
+        return (
+            f"{self.runs:,} runs of {self.steps:,} steps; one step was timed: {span(self.seconds_a_run)} a run, "
+            f"{span(self.seconds)} for all{share}; stop at any time, the same command goes on\n{evidence(self.subsets)}"
+        )
+
+
+def span(seconds: float) -> str:
+    """A length of time in words, to two figures."""
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.{1 if seconds < 9.95 * size else 0}f} {unit}"
+    whole = max(1, round(seconds))
+    return f"{whole} second{'s' * (whole > 1)}"
 
 
 Progress = Callable[[RetrainStatus], None]
@@ -88,6 +127,8 @@ def retrain(
     report = progress or _silent
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, report)
+    if progress is not None and cluster is None and environment.pending():
+        progress(RetrainStatus("cost", cost=cost_of(settings, environment)))
     if cluster is not None:
         _fill_on_cluster(settings, environment, cluster, report)
     elif settings.workers in (None, 1):
@@ -114,6 +155,25 @@ def prepare(settings: RetrainSettings, out: Path, progress: Progress) -> Environ
         environment = Environment.create(out, _info(settings, recipe, store, targets), blocks, rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
     return environment
+
+
+def cost_of(settings: RetrainSettings, environment: Environment) -> Cost:
+    """Train one step more than one, and time the last: the first pays for what comes only once."""
+    worker = Worker(settings, environment)
+    recipe = worker.recipe.model_copy(update={"steps": 2, "warmup_steps": 0})
+    ends: list[float] = []
+
+    def step_done(_: int) -> None:
+        if torch.device(worker.device).type == "cuda":
+            torch.cuda.synchronize()  # a step is queued, not done
+        ends.append(time.perf_counter())
+
+    seeds = list(range(settings.stack))
+    nothing_dropped = [None] * settings.stack
+    train_stacked(recipe, worker.store, seeds=seeds, retained=nothing_dropped, device=worker.device, progress=step_done)
+    seconds = (ends[1] - ends[0]) / settings.stack
+    subsets = len(environment.info.subset_ids)
+    return Cost(len(environment.pending()), worker.recipe.steps, seconds, settings.workers or 1, subsets)
 
 
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
@@ -275,7 +335,7 @@ def row_index(store: RowStore) -> RowIndex:
     """Names of the rows of a store."""
     return RowIndex(
         store.n_rows,
-        lambda: (store.shard(k).table.column("row_id").combine_chunks() for k in range(store.n_shards)),
+        lambda: (store.table(k).column("row_id").combine_chunks() for k in range(store.n_shards)),
     )
 
 
@@ -363,7 +423,7 @@ def _labels(label: str | None, store: RowStore) -> LabelColumn | None:
         return None
     if label not in store.label_columns:
         raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {list(store.label_columns)}")
-    values = [store.shard(k).table.column(label).to_pylist() for k in range(store.n_shards)]
+    values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
     return LabelColumn.of(list(chain.from_iterable(values)), label)
 
 
