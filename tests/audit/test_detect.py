@@ -169,7 +169,7 @@ def marked(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("part", "row row-4 has no value"), ("minus", "row row-5 has -1"), ("nan", "row row-6 has nan")],
+    [("part", "row row-4 has no value"), ("minus", "row row-5 has -1"), ("nan", "row row-6 has no value")],
 )
 def test_a_truth_is_true_or_false_in_every_row(marked, name, said):
     with pytest.raises(SettingsError, match=f"truth {name}: {said}, expected true or false, or 1 or 0, in every row"):

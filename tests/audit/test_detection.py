@@ -44,6 +44,14 @@ def test_cuts_by_hand():
     assert (perfect.auroc, perfect.average_precision, perfect.at_k.recall) == (1.0, 1.0, 0.5)
 
 
+def test_the_interval_of_the_auroc_covers_it():
+    draw = np.random.default_rng(9)
+    planted = np.arange(300) < 40
+    true = 0.7602  # of two normal scores one deviation apart: the normal law at 1 / sqrt(2)
+    found = [measure(draw.normal(size=300) + planted, planted) for _ in range(300)]
+    assert 0.91 <= np.mean([one.auroc_low <= true <= one.auroc_high for one in found]) <= 0.98
+
+
 @pytest.mark.parametrize("planted", [np.zeros(5, bool), np.ones(5, bool)])
 def test_a_truth_without_both_sorts_is_remean_ranks(planted):
     with pytest.raises(SettingsError, match=f"truth: {planted.sum()} of 5 rows are planted, expected some and not all"):
