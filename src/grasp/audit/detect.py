@@ -35,7 +35,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.predict.slices import LabelTable
 from grasp.predict.source import Blocks
 from grasp.results import Result
-from grasp.runs.configured import ConfiguredMethod
+from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import MethodRows, method_rows
 
 F64 = NDArray[np.float64]
@@ -121,7 +121,7 @@ def detect(
     neighbours: int | None = None,
     false_positives: float = FALSE_POSITIVES,
     match: str | None = None,
-    against: Sequence[ConfiguredMethod] = (),
+    against: Sequence[str] = (),
     cache: Path | None = None,
     top: int = LISTED,
     progress: Progress | None = None,
@@ -141,7 +141,7 @@ def detect(
         neighbours: nearest rows whose labels are compared; None: 10.
         false_positives: share of right rows that the threshold may flag.
         match: relevance kernel; None: token where it is built.
-        against: published methods to compare `contamination` with; `cache` keeps their scores (None: the artifact).
+        against: published methods, by name, to compare `contamination` with; `cache` keeps their scores (None: the artifact).
         top: rows in `shown`.
     Raises:
         ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
@@ -172,7 +172,8 @@ def detect(
         )
     progress, copies = progress or Silent(), exact_copies(artifact, target)
     if contamination:
-        others = [method_rows(artifact, one, cache=cache, progress=progress) for one in against]
+        methods = configured_methods(against, where="against") if against else ()
+        others = [method_rows(artifact, one, cache=cache, progress=progress) for one in methods]
         scored = _leaks(artifact, target, match, copies, others, progress)
     else:
         scored = _wrong_rows(artifact, target, match, copies, label, neighbours or NEIGHBOURS, progress)

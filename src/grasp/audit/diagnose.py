@@ -21,15 +21,18 @@ from grasp.audit.check import Check, check, missing
 from grasp.audit.kernels import Kernels
 from grasp.audit.sample import (
     HOW_TO_KEEP,
-    Rerun,
     SampleFeatures,
     environment_subsets,
+    features_alone,
     random_halves,
+    reopened,
     sample_features,
     sample_rows,
 )
 from grasp.audit.sketched import NAMES, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
+from grasp.extract.forward import forward_shard
+from grasp.extract.reopen import Origin
 from grasp.files import write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.results import Result
@@ -148,13 +151,13 @@ class _Subject:
     artifact: Artifact
     index: NDArray[np.int64]
     weight_BN: F64
-    rerun: Rerun | GraspError
+    origin: Origin | GraspError
     features: SampleFeatures | GraspError
 
     @classmethod
     def of(cls, artifact: Artifact, index: NDArray[np.int64], weight_BN: F64) -> "_Subject":
-        rerun = _or_error(lambda: Rerun.of(artifact))
-        return cls(artifact, index, weight_BN, rerun, _or_error(lambda: sample_features(artifact, index, rerun)))
+        origin = _or_error(lambda: reopened(artifact))
+        return cls(artifact, index, weight_BN, origin, _or_error(lambda: sample_features(artifact, index, origin)))
 
     def array(self, name: str) -> F64:
         return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)
@@ -338,16 +341,17 @@ def _kernels(subject: _Subject) -> Check:
 
 def _batches(subject: _Subject) -> Check:
     healthy = "rounding of the model's dtype: at most 1e-4 in float32"
-    if isinstance(subject.rerun, GraspError):
-        return missing("batch invariance", healthy, str(subject.rerun))
+    if isinstance(subject.origin, GraspError):
+        return missing("batch invariance", healthy, str(subject.origin))
     index = subject.index[:: max(1, len(subject.index) // ALONE_ROWS)][:ALONE_ROWS]
-    together = subject.rerun.features(index)
-    hidden_NH, residual_NV = subject.rerun.alone(index)
-    spread = float(np.abs(hidden_NH - hidden_NH.mean(axis=0)).mean()) or 1.0
-    hidden = float(np.abs(hidden_NH - together.hidden_NH).max()) / spread
-    residual = float(abs(residual_NV - together.residual_NV).max())
+    rows, model = subject.origin.rows.rows(index), subject.origin.model
+    together = forward_shard(model, rows, subject.origin.settings.features, None).pooled
+    alone = features_alone(subject.origin, index)
+    spread = float(np.abs(alone.hidden_NH - alone.hidden_NH.mean(axis=0)).mean()) or 1.0
+    hidden = float(np.abs(alone.hidden_NH - together.hidden_NH).max()) / spread
+    residual = float(abs(alone.residual_NV - together.residual_NV).max())
     worst = max(hidden, residual)
-    kind = str(subject.rerun.model.dtype).removeprefix("torch.")
+    kind = str(model.dtype).removeprefix("torch.")
     allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
     return check(
         "batch invariance",

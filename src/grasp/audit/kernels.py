@@ -13,15 +13,13 @@ from scipy.sparse import csr_array, diags_array
 
 from grasp.artifact.reader import Artifact
 from grasp.audit import measures
-from grasp.audit.sample import PositionFeatures, SampleFeatures
+from grasp.audit.sample import SampleFeatures
 from grasp.extract.finish import PooledKernel, whiten
 from grasp.extract.moments import unspool_moments
 from grasp.features.moments import Moments
 from grasp.features.pooling import PooledFeatures
 from grasp.features.product_sketch import ProductSketch
-from grasp.features.residuals import SparseResidual
 from grasp.features.whitening import Whitener
-from grasp.models.causal_lm import BATCH_ROWS
 from grasp.settings import FeatureSettings
 
 F64 = NDArray[np.float64]
@@ -59,14 +57,14 @@ class Kernels:
         settings = FeatureSettings.model_validate(artifact.feature_settings)
         pooled = unspool_moments(artifact.moments, "pooled.")
         token = unspool_moments(artifact.moments, "token.") if "token.count" in artifact.moments else pooled
-        whitener, at = _whitener(pooled, settings), features.positions
+        whitener = _whitener(pooled, settings)
         return cls(
             settings,
             features,
             pooled,
             token,
             *measures.gram(whiten(whitener, features.hidden_NH), _scaled(whitener, features.residual_NV)),
-            None if at is None else _of_positions(_whitener(token, settings), features, at),
+            _of_positions(_whitener(token, settings), features),
         )
 
     @property
@@ -95,18 +93,12 @@ class Kernels:
         return np.asarray(found[f"{half}_sketch"], dtype=np.float64)
 
     def _product_sketch(self, width: int) -> F64:
-        at = self.features.positions
+        at, cpu = self.features.positions, torch.device("cpu")
         assert at is not None
-        whitener = _whitener(self.token, self.settings)
-        sketch = ProductSketch.prepare(whitener, width, self.settings.seed, torch.device("cpu"))
-        n_rows = len(self.features.row_index)
-        out_ND = np.empty((n_rows, width))
-        for first in range(0, n_rows, BATCH_ROWS):
-            stop = min(first + BATCH_ROWS, n_rows)
-            low, high = np.searchsorted(at.row_P, [first, stop])
-            hidden, row = torch.from_numpy(at.hidden_PH[low:high]), torch.from_numpy(at.row_P[low:high] - first)
-            out_ND[first:stop] = sketch.apply(hidden, _padded(at.residual_PV[low:high]), row, stop - first).numpy()
-        return out_ND
+        sketch = ProductSketch.prepare(_whitener(self.token, self.settings), width, self.settings.seed, cpu)
+        batches = at.batches(len(self.features.row_index), cpu)
+        parts = [sketch.apply(one.hidden_PH, one.residual, one.row_P, one.n_rows).double() for one in batches]
+        return np.asarray(torch.cat(parts).numpy())
 
 
 def _whitener(moments: Moments, settings: FeatureSettings) -> Whitener:
@@ -117,26 +109,20 @@ def _scaled(whitener: Whitener, residual_NV: csr_array) -> csr_array:
     return csr_array(residual_NV.astype(np.float64) @ diags_array(np.sqrt(whitener.precondition_V)))
 
 
-def _of_positions(whitener: Whitener, features: SampleFeatures, at: PositionFeatures) -> PositionKernels:
-    hidden_PH, residual_PV = whiten(whitener, at.hidden_PH), _scaled(whitener, at.residual_PV)
-    n_rows = len(features.row_index)
-    product_NN = measures.position_gram(hidden_PH, residual_PV, at.row_P, n_rows)
+def _of_positions(whitener: Whitener, features: SampleFeatures) -> PositionKernels | None:
+    at, n_rows = features.positions, len(features.row_index)
+    if at is None:
+        return None
+    hidden_PH = whiten(whitener, at.hidden_PH.astype(np.float32))
+    residual_PV, row_P = _scaled(whitener, features.residual_PV), at.row_P.astype(np.int64)
+    product_NN = measures.position_gram(hidden_PH, residual_PV, row_P, n_rows)
     offset_H = whitener.mean_H @ whitener.map_HH
-    mean_NP = measures.row_means(at.row_P, n_rows)
+    mean_NP = measures.row_means(row_P, n_rows)
     kept = whiten(whitener, features.hidden_NH), _scaled(whitener, features.residual_NV)
     same = mean_NP @ hidden_PH, csr_array(mean_NP @ residual_PV)
     return PositionKernels(
         product_NN=product_NN,
-        gradient_NN=measures.uncentred_gram(product_NN, offset_H, hidden_PH, residual_PV, at.row_P),
-        kept_share=measures.rank_one_share(hidden_PH, residual_PV, at.row_P, *kept),
-        same_share=measures.rank_one_share(hidden_PH, residual_PV, at.row_P, *same),
+        gradient_NN=measures.uncentred_gram(product_NN, offset_H, hidden_PH, residual_PV, row_P),
+        kept_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *kept),
+        same_share=measures.rank_one_share(hidden_PH, residual_PV, row_P, *same),
     )
-
-
-def _padded(residual_PV: csr_array) -> SparseResidual:
-    """As many entries at every position, those that are not there 0."""
-    count_P = np.diff(residual_PV.indptr)
-    there_PK = np.arange(max(1, count_P.max(initial=0))) < count_P[:, None]
-    index_PK, value_PK = np.zeros(there_PK.shape, np.int64), np.zeros(there_PK.shape, np.float32)
-    index_PK[there_PK], value_PK[there_PK] = residual_PV.indices, residual_PV.data
-    return SparseResidual(torch.from_numpy(index_PK), torch.from_numpy(value_PK), torch.zeros(len(count_P)))

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import show
-from grasp.cli.options import Art, Quiet, ResultFile, asked_names, published_methods
+from grasp.cli.options import Art, Quiet, ResultFile, asked_names
 from grasp.cli.progress import Watch
 from grasp.files import check_outputs
 
@@ -82,15 +83,10 @@ def detect(
     Mislabelled, poisoned or misleading rows teach little of what a trusted target asks, and look like rows with
     another label.
     """
-    from grasp.artifact.reader import Artifact
-    from grasp.audit.detect import detect as find
-
-    artifact = Artifact.open(art)
-    check_outputs({"--out": out}, artifact.reads)
-    methods = published_methods(asked_names("--against", against), None, {}, "--against")
+    artifact = grasp.open(art)
+    check_outputs({"--out": out}, artifact.files.reads)
     with Watch(quiet=quiet) as watch:
-        found = find(
-            artifact,
+        found = artifact.detect(
             target,
             contamination=contamination,
             label=label,
@@ -100,7 +96,7 @@ def detect(
             neighbours=neighbours,
             false_positives=false_positives,
             match=match,
-            against=methods,
+            against=asked_names("--against", against) or (),
             cache=cache,
             top=top,
             progress=watch,

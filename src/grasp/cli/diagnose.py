@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, ProtocolFile
 from grasp.files import check_outputs
@@ -36,23 +37,10 @@ def diagnose(
     Every line says what a healthy value is, and what to change when it is not. Features that were not kept are computed
     again with the model, where it is still there.
     """
-    from grasp.artifact.reader import Artifact
-    from grasp.audit.diagnose import diagnose as examine
-    from grasp.predict.protocol import load_protocol
-    from grasp.runs.environment import Environment
-
-    artifact = Artifact.open(art)
-    check_outputs(
-        {"--json": json_file}, artifact.reads | {"--protocol reads": protocol, "is the environment": environment}
-    )
-    found = examine(
-        artifact,
-        rows=rows,
-        subsets=subsets,
-        seed=seed,
-        environment=None if environment is None else Environment.open(environment),
-        protocol=None if protocol is None else load_protocol(protocol),
-    )
+    artifact = grasp.open(art)
+    read = {"--protocol reads": protocol, "is the environment": environment}
+    check_outputs({"--json": json_file}, artifact.files.reads | read)
+    found = artifact.diagnose(rows=rows, subsets=subsets, seed=seed, runs=environment, protocol=protocol)
     print(found)
     if json_file is not None:
         found.write_json(json_file)

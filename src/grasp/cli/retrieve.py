@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, Quiet, asked_names, distinct_names, names
 from grasp.cli.progress import Watch
@@ -75,20 +76,16 @@ def retrieve(
     Recall among the best k rows by that of chance: 1 is what chance finds. With intervals over queries, and against the
     first of the methods.
     """
-    from grasp.artifact.reader import Artifact
-    from grasp.audit.retrieval import retrieve as run
-
     places = _numbers(k)
     labels = () if by is None else distinct_names("--by", by) or ()
     if by is not None and not labels:
         raise SettingsError(f"--by: got {by!r}, expected labels, e.g. topic or topic,format")
-    artifact = Artifact.open(art)
+    artifact = grasp.open(art)
     check_outputs(
-        {"--out": out}, artifact.reads | {"--queries reads": queries, "--method-settings reads": method_settings}
+        {"--out": out}, artifact.files.reads | {"--queries reads": queries, "--method-settings reads": method_settings}
     )
     with Watch(quiet=quiet) as watch:
-        found = run(
-            artifact,
+        found = artifact.retrieve(
             queries=queries,
             by=labels,
             target=target,

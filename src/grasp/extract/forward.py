@@ -253,7 +253,8 @@ def forward_shard(
     advance: Advance = ignore,
 ) -> ShardForward:
     """Run the model over one shard, a batch of like lengths at a time, and put the results back in row order."""
-    specs = (settings.pooling,) if kernel is None else (settings.pooling, settings.token_positions)
+    with_positions = kernel is not None or keep_positions
+    specs = (settings.pooling, settings.token_positions) if with_positions else (settings.pooling,)
     names = rows.table.column("row_id")
     order, pooled, token, positions = [], [], [], []
     loss_N = np.empty(len(rows), dtype=np.float32)
@@ -262,9 +263,10 @@ def forward_shard(
         order.append(index)
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
         pooled.append(pool(*batch.take(0), len(index), model.vocab_size))
-        if kernel is not None:
+        if with_positions:
             at_positions = PositionBatch.of(batch, len(index))
-            token.append(kernel.apply(at_positions))
+            if kernel is not None:
+                token.append(kernel.apply(at_positions))
             if keep_positions:
                 positions.append(_positions(at_positions, index))
         advance(len(index), rows.tokens_of(index))
