@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
 from grasp.artifact.reader import Artifact
-from grasp.audit.detect import detect, method_scores
+from grasp.audit.detect import detect, unit_scores
 from grasp.audit.detection import auroc
 from grasp.corpus.store import RowStore
 from grasp.extract.local import build
@@ -106,7 +106,7 @@ def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str], *, w
     (asked,) = configured_methods(["bm25"])
     bm25 = method_rows(artifact, asked)
     blocks = bm25.array_blocks(bm25.array_names[0], columns=bm25.unit_columns(ANSWER))
-    out["BM25"] = method_scores(bm25, ANSWER).largest_N
+    out["BM25"] = unit_scores(bm25, ANSWER).largest_N
     out["BM25 (as it is)"] = np.concatenate([block.max(axis=1) for _, block in blocks])
     out["13-gram overlap"] = gram_overlap(texts, units, whole=whole)
     return out

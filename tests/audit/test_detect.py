@@ -281,6 +281,18 @@ def test_flags_that_chance_explains_are_no_suspects(leaked, marked):
         assert all(len(sentence.split()) < 25 for sentence in result.headline.split(". "))
 
 
+def test_a_result_shows_the_first_rows_and_holds_them_all(marked):
+    found = detect(marked, "facts", top=3)
+    lines = repr(found).splitlines()
+    assert lines[0] == found.headline
+    assert [line.split()[3] for line in lines[2:5]] == found.table["row_id"].to_pylist()[:3]
+    assert lines[5] == found.notes[0]
+    assert "<td>row-" in found._repr_html_()
+    frame = found.to_pandas()
+    assert len(frame) == 40
+    assert frame["relevance"].is_monotonic_decreasing
+
+
 def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
     base = world(tmp_path)
     lines = [{"row_id": f"row-{i}", "text": "The same words again.", "topic": "x"} for i in range(12)]

@@ -96,6 +96,11 @@ def test_everything_is_measured_and_every_line_says_what_is_healthy(of_plain):
         assert bool(finding.advice) == (finding.verdict != "healthy")
     assert named["batch invariance"].verdict == "healthy"
     assert named["ranking stability"].verdict == "not measured"
+    rows = of_plain.to_arrow().to_pylist()
+    assert [(row["check"], row["verdict"]) for row in rows] == [(one.name, one.verdict) for one in of_plain.checks]
+    numbers = {row["check"]: row["number"] for row in rows}
+    assert numbers["residual beyond top-k"] == named["residual beyond top-k"].numbers["share"]
+    assert numbers["ranking stability"] is None
     assert {f.verdict for f in of_plain.checks if f.name not in ("ranking stability",)} <= {"healthy", "look"}
 
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import grasp
 from grasp.artifact.reader import Artifact
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import TOPICS
@@ -66,6 +67,18 @@ def test_rows_that_an_expression_selects(art, tmp_path):
     succeed("retrieve", art, *asked, "--quiet")
     for line in pq.read_table(out).to_pylist():
         assert line["lift"] == pytest.approx(lift(art, line["unit_id"], "sky", 4))
+
+
+def test_in_python_it_says_the_same(art, queries):
+    found = grasp.open(art).retrieve(queries=queries, by=["topic"], k=[5], methods=["token", "pooled"])
+    frame = found.to_pandas()
+    assert set(frame["score"]) == {"token", "pooled"}
+    (token, pooled) = found.recalls
+    assert token.mean.value == pytest.approx(frame[frame["score"] == "token"]["lift"].mean())
+    assert token.against is None
+    assert pooled.against.value == pytest.approx(pooled.mean.value - token.mean.value)
+    shown = succeed("retrieve", art, "--queries", queries, "--by", "topic", "--k", "5", "--methods", "token,pooled")
+    assert repr(found) in shown.out
 
 
 def test_units_of_one_value_are_one_query_by_their_mean(art, queries, tmp_path):

@@ -5,7 +5,7 @@ Shape letters: N rows, E units.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import RELEVANCE, Artifact
+from grasp.artifact.reader import Artifact
 from grasp.audit.copies import Copies, exact_copies
 from grasp.audit.detection import (
     Agreement,
@@ -32,8 +32,8 @@ from grasp.audit.neighbours import disagreement
 from grasp.corpus.image_store import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
+from grasp.predict.row_tables import kernel_array
 from grasp.predict.slices import LabelTable
-from grasp.predict.source import Blocks
 from grasp.results import Result
 from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import MethodRows, method_rows
@@ -45,7 +45,6 @@ NEIGHBOURS = 10
 FALSE_POSITIVES = 0.01
 LISTED = 10
 LEAST_ROWS = 10  # fewer have no distribution to speak of
-KERNELS = ("token", "pooled", "input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,8 @@ def detect(
         neighbours: nearest rows whose labels are compared; None: 10.
         false_positives: share of right rows that the threshold may flag.
         match: relevance kernel; None: token where it is built.
-        against: published methods, by name, to compare `contamination` with; `cache` keeps their scores (None: the artifact).
+        against: published methods, by name, to compare `contamination` with.
+        cache: where their scores are kept; None: in the artifact.
         top: rows in `shown`.
     Raises:
         ArtifactError: no such target, column or kernel; a trusted unit that is itself a row (all listed).
@@ -151,25 +151,7 @@ def detect(
     """
     if not contamination and label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
         label = CLASS_LABEL
-    _refuse(
-        {
-            "label: no meaning with contamination": contamination and label is not None,
-            "neighbours: no meaning with contamination": contamination and neighbours is not None,
-            "neighbours: no meaning without a label": label is None and neighbours is not None,
-            "against: no meaning without contamination; rank by a method with `grasp score`": against
-            and not contamination,
-            "cache: no meaning without against": cache is not None and not against,
-            "k: no meaning without truth or against": k is not None and truth is None and not against,
-        }
-    )
-    for name, value in (("neighbours", neighbours), ("k", k)):
-        if value is not None and value < 1:
-            raise SettingsError(f"{name}: got {value}, expected at least 1")
-    if artifact.n_rows < LEAST_ROWS:
-        raise SettingsError(
-            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
-            "against the others; build it on more, or read them"
-        )
+    _check(artifact, contamination, label, truth, k, neighbours, against, cache)
     progress, copies = progress or Silent(), exact_copies(artifact, target)
     if contamination:
         methods = configured_methods(against, where="against") if against else ()
@@ -182,11 +164,36 @@ def detect(
     return _result(artifact, target, scored, cut, truth_N, k, label, top)
 
 
-def _refuse(mistakes: Mapping[str, object]) -> None:
-    """Refuse arguments that would have no effect."""
-    for mistake, is_made in mistakes.items():
-        if is_made:
-            raise SettingsError(f"{mistake}; leave it out")
+def _check(
+    artifact: Artifact,
+    contamination: bool,
+    label: str | None,
+    truth: str | None,
+    k: int | None,
+    neighbours: int | None,
+    against: Sequence[str],
+    cache: Path | None,
+) -> None:
+    """Refuse what would have no effect, numbers out of range, and too few rows."""
+    idle = {
+        "label: no meaning with contamination": contamination and label is not None,
+        "neighbours: no meaning with contamination": contamination and neighbours is not None,
+        "neighbours: no meaning without a label": label is None and neighbours is not None,
+        "against: no meaning without contamination; see `grasp score --method`": bool(against) and not contamination,
+        "cache: no meaning without against": cache is not None and not against,
+        "k: no meaning without truth or against": k is not None and truth is None and not against,
+    }
+    if mistake := next((mistake for mistake, is_made in idle.items() if is_made), None):
+        raise SettingsError(f"{mistake}; leave it out")
+    if neighbours is not None and neighbours < 1:
+        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1")
+    if k is not None and not 1 <= k <= artifact.n_rows:
+        raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
+    if artifact.n_rows < LEAST_ROWS:
+        raise SettingsError(
+            f"{artifact.where}: has {artifact.n_rows} rows, expected at least {LEAST_ROWS}: of fewer none stands out "
+            "against the others; build it on more, or read them"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- scores
@@ -243,7 +250,7 @@ def _leaks(
     others: Sequence[MethodRows],
     progress: Progress,
 ) -> _Scored:
-    scores = {rows.label: method_scores(rows, target, progress).largest_N for rows in others}
+    scores = {rows.label: unit_scores(rows, target, progress=progress).largest_N for rows in others}
     found = unit_scores(artifact, target, match, progress)
     scores["contamination"] = found.largest_N
     copied_N = copies.best(artifact.n_rows)
@@ -264,46 +271,37 @@ class UnitScores:
 
 
 def unit_scores(
-    artifact: Artifact, target: str, match: str | None = None, progress: Progress | None = None
+    rows: Artifact | MethodRows, target: str, match: str | None = None, progress: Progress | None = None
 ) -> UnitScores:
-    """Relevance of all rows to the units of a target; `match` None: the first kernel that was built."""
-    built = [kernel for kernel in KERNELS if RELEVANCE[kernel] in artifact.array_names]
-    name, columns = artifact.relevance_name(match or built[0]), artifact.unit_columns(target)
-    return _over_units(
-        lambda: artifact.array_blocks(name, columns=columns), artifact.n_rows, f"relevance to {target}", progress
-    )
+    """Relevance of all rows to the units of a target, or scores of a published method.
 
+    Two passes over blocks: moments of every unit (Chan et al. 1983), then its standardised scores. Memory: one block.
 
-def _over_units(blocks: Callable[[], Blocks], n_rows: int, stage: str, progress: Progress | None) -> UnitScores:
-    """Two passes over blocks of (n, E): moments of every unit, then its standardised scores. Memory: one block."""
-    progress = progress or Silent()
-    progress.stage(stage, rows=2 * n_rows, tokens=None)
-    count, mean_E, square_E = 0, np.zeros(1), np.zeros(1)
-    for _, block in blocks():
-        wide_NE = block.astype(np.float64)
-        size, shift_E = len(wide_NE), wide_NE.mean(axis=0) - mean_E
-        square_E = square_E + ((wide_NE - wide_NE.mean(axis=0)) ** 2).sum(axis=0)
-        square_E = square_E + shift_E**2 * (count * size / (count + size))  # Chan et al. 1983
+    Args:
+        match: kernel of an artifact; None: the one that ranks.
+    """
+    name = rows.array_names[0] if isinstance(rows, MethodRows) else kernel_array(rows)
+    if match is not None and isinstance(rows, Artifact):
+        name = rows.relevance_name(match)
+    columns, n_rows, progress = rows.unit_columns(target), rows.n_rows, progress or Silent()
+    progress.stage(name.replace("_", " "), rows=2 * n_rows, tokens=None)
+    count, mean_E, square_E = 0, np.zeros(len(columns)), np.zeros(len(columns))
+    for _, block in rows.array_blocks(name, columns=columns):
+        size, block_E = len(block), block.mean(axis=0, dtype=np.float64)
+        shift_E = block_E - mean_E
+        square_E += ((block - block_E) ** 2).sum(axis=0) + shift_E**2 * (count * size / (count + size))
         count += size
-        mean_E = mean_E + shift_E * (size / count)
+        mean_E += shift_E * (size / count)
         progress.advance(size, 0)
     spread_E = np.sqrt(square_E / n_rows)
     scale_E = 1.0 / np.where(spread_E > 1e-12 * np.abs(mean_E), spread_E, np.inf)  # a constant's rounding is no spread
     found = UnitScores(np.empty(n_rows), np.empty(n_rows), np.empty(n_rows, dtype=np.int64))
-    for start, block in blocks():
-        score_NE = (block - mean_E) * scale_E
-        here = slice(start, start + len(block))
+    for start, block in rows.array_blocks(name, columns=columns):
+        score_NE, here = (block - mean_E) * scale_E, slice(start, start + len(block))
         found.mean_N[here], found.largest_N[here] = score_NE.mean(axis=1), score_NE.max(axis=1)
         found.unit_N[here] = score_NE.argmax(axis=1)
         progress.advance(len(block), 0)
     return found
-
-
-def method_scores(rows: MethodRows, target: str, progress: Progress | None = None) -> UnitScores:
-    """Scores of a published method for the units of a target, brought together as relevance is."""
-    name, columns = rows.array_names[0], rows.unit_columns(target)
-    blocks = lambda: rows.array_blocks(name, columns=columns)  # noqa: E731
-    return _over_units(blocks, rows.n_rows, f"{rows.label} for {target}", progress)
 
 
 # ------------------------------------------------------------------------------------- threshold and result
