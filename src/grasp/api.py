@@ -9,10 +9,10 @@ by their row_id. Nothing here computes: each verb is one function of the room th
 inside the verbs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grasp.text import plain, size_text, text_table
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from grasp.extract.progress import Progress
     from grasp.predict.protocol import ScoringProtocol
     from grasp.results import Result
-    from grasp.runs.configured import ConfiguredMethod
     from grasp.runs.environment import Environment
 
     Place = Path | str
@@ -123,7 +122,7 @@ class Artifact:
         neighbours: int | None = None,
         false_positives: float = 0.01,
         match: str | None = None,
-        against: "Sequence[ConfiguredMethod]" = (),
+        against: Sequence[str] = (),
         cache: "Place | None" = None,
         top: int = 10,
         progress: "Progress | None" = None,
@@ -184,7 +183,14 @@ class Artifact:
     # ---------------------------------------------------------------------------- how far to trust it
 
     def diagnose(
-        self, *, rows: int = 256, subsets: int = 64, seed: int = 0, runs: "Runs" = None, protocol: "Protocol" = None
+        self,
+        *,
+        rows: int = 256,
+        subsets: int = 64,
+        seed: int = 0,
+        runs: "Runs" = None,
+        protocol: "Protocol" = None,
+        own: Mapping[str, Any] | None = None,
     ) -> "Diagnosis":
         """Check the approximations of the artifact on a sample of its own rows."""
         from grasp.audit.diagnose import diagnose
@@ -197,6 +203,7 @@ class Artifact:
             seed=seed,
             environment=_runs(runs),
             protocol=load_protocol(Path(protocol)) if isinstance(protocol, Path | str) else protocol,
+            own=own,
         )
 
     def report(

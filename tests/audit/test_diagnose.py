@@ -322,7 +322,10 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
 def test_an_image_classifier_is_diagnosed_alike(tmp_path):
     art = Artifact.open(build(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
-    named = by_name(diagnose(art, rows=30, subsets=10))
+    kept_out = by_name(diagnose(art, rows=30, subsets=10))["batch invariance"]
+    assert "code is run only if you ask for it yourself" in kept_out.advice
+    own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
+    named = by_name(diagnose(art, rows=30, subsets=10, own=own))
     assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position an image
     assert named["product sketch"].numbers["pooled_ranks"] == pytest.approx(named["product sketch"].numbers["ranks"])
     assert named["residual beyond top-k"].numbers["share"] == pytest.approx(0.0, abs=1e-6)

@@ -73,6 +73,7 @@ SURFACE = {
         "--protocol",
         "--rows",
         "--subsets",
+        "--set",
         "--seed",
     ],
     "evaluate": [

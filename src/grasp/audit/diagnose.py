@@ -5,11 +5,11 @@ Shape letters: N rows of the sample, B subsets, D sketch width.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -111,6 +111,7 @@ def diagnose(
     seed: int = 0,
     environment: Environment | None = None,
     protocol: ScoringProtocol | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Measure everything that the artifact, its model and an environment allow, on a sample of rows and subsets.
 
@@ -119,6 +120,7 @@ def diagnose(
         subsets: that K is compared on: of the environment, as far as they are in the sample, else halves of the sample.
         environment: also for the stability of the ranking of its subsets.
         protocol: what selects, and what predicts in the environment.
+        own: settings of the user: code that the artifact was built with is run only if they name it as well.
     Raises:
         SettingsError: fewer than 8 rows or 3 subsets.
         GraspError: the environment does not belong to the artifact.
@@ -133,7 +135,7 @@ def diagnose(
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
         compared = f"subsets of {environment.name} as far as they are among them"
-    subject = _Subject.of(artifact, index, weight_BN)
+    subject = _Subject.of(artifact, index, weight_BN, own)
     chosen = protocol or default_protocol()
     checks = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
     if environment is None:
@@ -155,8 +157,10 @@ class _Subject:
     features: SampleFeatures | GraspError
 
     @classmethod
-    def of(cls, artifact: Artifact, index: NDArray[np.int64], weight_BN: F64) -> "_Subject":
-        origin = _or_error(lambda: reopened(artifact))
+    def of(
+        cls, artifact: Artifact, index: NDArray[np.int64], weight_BN: F64, own: Mapping[str, Any] | None
+    ) -> "_Subject":
+        origin = _or_error(lambda: reopened(artifact, own))
         return cls(artifact, index, weight_BN, origin, _or_error(lambda: sample_features(artifact, index, origin)))
 
     def array(self, name: str) -> F64:

@@ -3,11 +3,11 @@
 Shape letters: N rows of the sample, P their positions, H hidden width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from huggingface_hub import try_to_load_from_cache
@@ -58,13 +58,13 @@ class SampleFeatures:
         return found
 
 
-def reopened(artifact: Artifact) -> Origin:
+def reopened(artifact: Artifact, own: Mapping[str, Any] | None = None) -> Origin:
     """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub.
 
     Raises:
         GraspError: one of them is not there, or not what the artifact was built from.
     """
-    origin = Origin(artifact)
+    origin = Origin(artifact, own)
     _ = origin.rows
     name = origin.settings.model.path
     cached = REPOSITORY.fullmatch(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)

@@ -6,7 +6,7 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Art, ProtocolFile
+from grasp.cli.options import Art, ProtocolFile, merged
 from grasp.files import check_outputs
 
 EXAMPLES = """\b
@@ -30,6 +30,13 @@ def diagnose(
     subsets: int = typer.Option(
         64, "--subsets", metavar="N", help="Subsets whose sketches are compared.", rich_help_panel=MORE
     ),
+    assignments: list[str] = typer.Option(
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="Code of the artifact that may be run; repeatable.",
+        rich_help_panel=MORE,
+    ),
     seed: int = typer.Option(0, "--seed", min=0, metavar="N", help="Seed of the draw of rows.", rich_help_panel=MORE),
 ) -> None:
     """Check the approximations of an artifact on its own rows.
@@ -40,7 +47,9 @@ def diagnose(
     artifact = grasp.open(art)
     read = {"--protocol reads": protocol, "is the environment": environment}
     check_outputs({"--json": json_file}, artifact.files.reads | read)
-    found = artifact.diagnose(rows=rows, subsets=subsets, seed=seed, runs=environment, protocol=protocol)
+    found = artifact.diagnose(
+        rows=rows, subsets=subsets, seed=seed, runs=environment, protocol=protocol, own=merged(None, assignments, {})
+    )
     print(found)
     if json_file is not None:
         found.write_json(json_file)
