@@ -81,17 +81,19 @@ def compare(
     ]
 
 
-def noise(environment: Environment) -> dict[str, Any]:
-    """How far two seeds agree over the subsets that have both: mean over units of the rank correlation; its square root
-    is the ceiling of mean LDS for one seed.
+def noise(environment: Environment, utilities: Utilities) -> dict[str, Any]:
+    """How far two seeds agree over the subsets that have both: mean over units of the rank correlation, and the ceiling
+    of mean LDS for as many seeds as `utilities` has (Spearman-Brown).
     """
-    both = environment.utilities(seeds=environment.info.seeds[:2], partial=True).values_BSE
-    if len(both) < MIN_PAIRS:
-        return {"subsets_with_two_seeds": len(both), "seed_correlation": None, "ceiling": None}
-    rho_E = rank_correlations([both[:, 0], both[:, 1]], [(0, 1)], np.ones((1, len(both))))[0, :, 0]
-    mean = float(np.nanmean(rho_E))
-    ceiling = round(mean**0.5, 4) if mean > 0 else None
-    return {"subsets_with_two_seeds": len(both), "seed_correlation": round(mean, 4), "ceiling": ceiling}
+    both = environment.utilities(seeds=environment.info.seeds[:2], partial=True).of(*dict.fromkeys(utilities.targets))
+    if len(both.subset_ids) < MIN_PAIRS:
+        return {"subsets_with_two_seeds": len(both.subset_ids), "seed_correlation": None, "ceiling": None}
+    first_BE, second_BE = both.values_BSE[:, 0], both.values_BSE[:, 1]
+    one_1B = np.ones((1, len(both.subset_ids)))
+    mean = float(np.nanmean(rank_correlations([first_BE, second_BE], [(0, 1)], one_1B)))
+    seeds = len(utilities.seeds)
+    ceiling = round((seeds * mean / (1 + (seeds - 1) * mean)) ** 0.5, 4) if mean > 0 else None
+    return {"subsets_with_two_seeds": len(both.subset_ids), "seed_correlation": round(mean, 4), "ceiling": ceiling}
 
 
 def _interval(value_R: F64, low: float, high: float) -> list[float]:

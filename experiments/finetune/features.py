@@ -29,7 +29,7 @@ class Features:
     hidden_PH: F32  # after the final norm, as the head sees it
     delta_PH: F32  # W^T (p - onehot(label)), with all of p
     index_PK: NDArray[np.int32]
-    value_PK: F32  # p - onehot(label) on its 64 largest coordinates and the label
+    value_PK: F32  # p - onehot(label) on its 64 largest coordinates and the label; K = 0 where they are not asked for
     loss_P: F32
     token_P: NDArray[np.int32]  # the input token
     label_P: NDArray[np.int32]  # the next token
@@ -65,23 +65,33 @@ class Features:
 
 @torch.inference_mode()
 def features_of(
-    model: LlamaForCausalLM, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int] | NDArray[np.int64]
+    model: LlamaForCausalLM,
+    sequences: Sequence[NDArray[np.int32]],
+    firsts: Sequence[int] | NDArray[np.int64],
+    *,
+    residuals: bool = True,
+    bfloat16: bool = True,
 ) -> Features:
-    """One forward pass, products in bfloat16, and the head at the positions with loss; sequences in the order given."""
+    """One forward pass, and the head at the positions with loss; sequences in the order given.
+
+    Args:
+        residuals: keep sparse residuals, which only the token and the pooled kernel read.
+        bfloat16: products in it; states, softmax and what is kept are float32.
+    """
     model.eval()
     parts: list[tuple[NDArray[np.generic], ...]] = []
     mean_NH = np.zeros((len(sequences), model.config.hidden_size), dtype=np.float32)
     for index_B in length_batches([len(ids) for ids in sequences], BATCH_TOKENS):
         rows = [sequences[int(i)] for i in index_B]
         ids_BL, labels_BL = padded(rows, [int(firsts[int(i)]) for i in index_B])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
             hidden_BLH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state.float()
         for b, i in enumerate(index_B):
             mean_NH[i] = hidden_BLH[b, : len(rows[b])].mean(dim=0).numpy()
         has_loss_BL = labels_BL[:, 1:] >= 0
         owner_P = index_B[has_loss_BL.nonzero()[:, 0].numpy()]
         at_loss = (hidden_BLH[:, :-1], ids_BL[:, :-1], labels_BL[:, 1:])
-        parts.append((*_at(model, *(values[has_loss_BL] for values in at_loss)), owner_P))
+        parts.append((*_at(model, *(values[has_loss_BL] for values in at_loss), residuals, bfloat16), owner_P))
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.argsort(joined[-1], kind="stable")
     hidden, delta, index, value, loss, token, label, owner = (column[order] for column in joined)
@@ -89,20 +99,26 @@ def features_of(
 
 
 def _at(
-    model: LlamaForCausalLM, hidden_PH: torch.Tensor, token_P: torch.Tensor, label_P: torch.Tensor
+    model: LlamaForCausalLM,
+    hidden_PH: torch.Tensor,
+    token_P: torch.Tensor,
+    label_P: torch.Tensor,
+    residuals: bool,
+    bfloat16: bool,
 ) -> tuple[NDArray[np.generic], ...]:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
         logits_PV = model.lm_head(hidden_PH).float()
-    sparse = sparse_residual(logits_PV, label_P, TOP_K)
+    sparse = sparse_residual(logits_PV, label_P, TOP_K if residuals else 0)
+    kept = slice(None) if residuals else slice(0)
     residual_PV = torch.softmax(logits_PV, dim=1)
     residual_PV[torch.arange(len(label_P)), label_P] -= 1.0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
         delta_PH = (residual_PV @ model.lm_head.weight).float()
     return (
         hidden_PH.numpy(),
         delta_PH.numpy(),
-        sparse.index_PK.numpy().astype(np.int32),
-        sparse.value_PK.numpy(),
+        sparse.index_PK[:, kept].numpy().astype(np.int32),
+        sparse.value_PK[:, kept].numpy(),
         sparse.loss_P.numpy(),
         token_P.numpy().astype(np.int32),
         label_P.numpy().astype(np.int32),

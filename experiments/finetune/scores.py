@@ -29,12 +29,11 @@ from grasp.features.whitening import Whitener, preconditioner, whitening_map
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-VOCABULARY = 49_152
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
 POOLED = 32
 KERNEL_LM_WIDTH = 0.265  # of the median distance; 3 in the whitened units of a model of width 64
 KERNEL_LM_PRIOR = 0.1
-BLOCK = 512
+BLOCK_ELEMENTS = 1 << 26  # of positions of units by positions of rows
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,18 @@ class Sides:
 
     rows: Features
     units: Features
+    vocabulary: int
 
     @cached_property
     def moments(self) -> Moments:
         """Of hidden states and residuals, over all positions of the rows."""
-        return _moments(self.rows.hidden_PH, self.rows.index_PK, self.rows.value_PK)
+        return _moments(self.rows.hidden_PH, self.rows.index_PK, self.rows.value_PK, self.vocabulary)
 
     @cached_property
     def input_moments(self) -> Moments:
         """Of d and one-hot input tokens."""
         one_P1 = np.ones((len(self.rows.token_P), 1), dtype=np.float32)
-        return _moments(self.rows.delta_PH, self.rows.token_P[:, None], one_P1)
+        return _moments(self.rows.delta_PH, self.rows.token_P[:, None], one_P1, self.vocabulary)
 
     def hidden_map(self, ridge: float | None) -> F64:
         return self._map(self.moments.covariance_HH, ridge)
@@ -109,8 +109,8 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON) -
 
 def pooled_kernel(sides: Sides) -> F64:
     """The paper's: means over the last 32 positions with loss, whitened by moments of these means."""
-    rows, units = (_pooled(side) for side in (sides.rows, sides.units))
-    accumulator = MomentAccumulator(rows.hidden_NH.shape[1], VOCABULARY)
+    rows, units = (_pooled(side, sides.vocabulary) for side in (sides.rows, sides.units))
+    accumulator = MomentAccumulator(rows.hidden_NH.shape[1], sides.vocabulary)
     accumulator.add(rows.hidden_NH, rows.residual_NV.indices, rows.residual_NV.data)
     whitener = Whitener.fit(accumulator.moments(), tau=TAU, alpha=ALPHA, epsilon=EPSILON)
     row_NH, unit_EH = ((side.hidden_NH - whitener.mean_H) @ whitener.map_HH for side in (rows, units))
@@ -119,12 +119,12 @@ def pooled_kernel(sides: Sides) -> F64:
     )
 
 
-def _pooled(side: Features) -> PooledFeatures:
+def _pooled(side: Features, vocabulary: int) -> PooledFeatures:
     last_N = np.cumsum(side.count_N)
     tail = np.flatnonzero(last_N[side.owner_P] - np.arange(len(side.owner_P)) <= POOLED)
     chosen = torch.from_numpy(tail)
     owner_P = torch.from_numpy(side.owner_P[tail])
-    return pool(torch.from_numpy(side.hidden_PH[tail]), side.residual.at(chosen), owner_P, side.n, VOCABULARY)
+    return pool(torch.from_numpy(side.hidden_PH[tail]), side.residual.at(chosen), owner_P, side.n, vocabulary)
 
 
 def input_kernel(
@@ -132,7 +132,7 @@ def input_kernel(
 ) -> F64:
     """The input kernel: equal input tokens, their d whitened; weighed by 1 / (frequency + eps) or not at all."""
     moments = sides.input_moments
-    weight_V = preconditioner(moments.gamma_V, alpha, EPSILON) if by_frequency else np.ones(VOCABULARY)
+    weight_V = preconditioner(moments.gamma_V, alpha, EPSILON) if by_frequency else np.ones(sides.vocabulary)
     whitener = Whitener(np.zeros(len(moments.mean_H)), sides.delta_map(delta_ridge), weight_V)
     rows, units = sides.rows, sides.units
     targets = prepare_targets(
@@ -179,12 +179,13 @@ def kernel_lm(sides: Sides, ridge: float | None = TAU, width: float = KERNEL_LM_
     row_square_P = (row_PH**2).sum(axis=1)
     near_SN, same_SN = (np.zeros((len(unit_SH), rows.n)) for _ in range(2))
     tau = 0.0
-    for start in range(0, len(unit_SH), BLOCK):
-        part = slice(start, start + BLOCK)
+    block = max(1, BLOCK_ELEMENTS // len(row_PH))
+    edges = np.flatnonzero(np.diff(rows.owner_P, prepend=-1))
+    for start in range(0, len(unit_SH), block):
+        part = slice(start, start + block)
         square_SP = (unit_SH[part] ** 2).sum(axis=1)[:, None] + row_square_P - 2.0 * unit_SH[part] @ row_PH.T
         tau = tau or width * float(np.sqrt(np.median(square_SP)))
         kernel_SP = np.exp(-np.maximum(square_SP, 0.0) / (2.0 * tau**2))
-        edges = np.flatnonzero(np.diff(rows.owner_P, prepend=-1))
         near_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
         kernel_SP *= units.label_P[part][:, None] == rows.label_P
         same_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
@@ -236,8 +237,8 @@ def _linearised(units: Features, same_SN: F64, near_SN: F64) -> F64:
 # ------------------------------------------------------------------------------------------------- inside
 
 
-def _moments(dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> Moments:
-    accumulator = MomentAccumulator(dense_PH.shape[1], VOCABULARY)
+def _moments(dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32, vocabulary: int) -> Moments:
+    accumulator = MomentAccumulator(dense_PH.shape[1], vocabulary)
     for start in range(0, len(dense_PH), 4096):
         part = slice(start, start + 4096)
         accumulator.add(dense_PH[part], index_PK[part], value_PK[part])

@@ -1,0 +1,148 @@
+"""Where scores are compared with retraining: the two environments of the pretrained model, and a from-scratch one.
+
+The from-scratch one is `cc-topic`: 0.36 M parameters, 10,482 pages, 64 subsets with two seeds, and of its targets the
+two that things may be chosen on. It needs its reference model, rows and artifact (experiments/lds_main/run.sh has them).
+
+Shape letters: N rows, E units, B subsets.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import bm25s
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from experiments.finetune.features import Features, features_of
+from experiments.finetune.scores import Sides, input_kernel, pooled_kernel, token_kernel
+from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings, write_corpora
+from experiments.finetune.training import load_model, prepare_model
+from grasp.artifact.reader import Artifact
+from grasp.baselines.bm25 import words
+from grasp.corpus import RowStore
+from grasp.models.tokenizer import HfTokenizer
+from grasp.runs.environment import Environment, Utilities
+from grasp.runs.retrain import row_index
+from grasp.settings import TargetSettings
+from grasp.targets import Unit, load_units
+
+F64 = NDArray[np.float64]
+Rows = list[NDArray[np.int32]]
+MATRICES = ("token", "input", "pooled")  # what a build computes
+
+
+@dataclass(frozen=True)
+class World:
+    """Rows and units with their features, the runs that there are, and what a build computes."""
+
+    name: str
+    environment: Environment
+    sides: Sides
+    built: dict[str, Callable[[], F64]]
+    texts: tuple[str, ...]
+    units: tuple[Unit, ...]
+    utilities: Utilities
+    share_BN: F64  # of each subset that has a run; adds up to 1
+    scores: Path  # where they are kept
+
+    def bm25(self) -> F64:
+        """Of the rows' text for prompt and completion, k1 1.2, b .75, (N, E)."""
+        known = {word: k for k, word in enumerate(sorted({word for text in self.texts for word in words(text)}))}
+        index = bm25s.BM25(k1=1.2, b=0.75)
+        index.index(([[known[word] for word in words(text)] for text in self.texts], known), show_progress=False)
+        queries = [[known[w] for w in words(unit.prompt + unit.completion) if w in known] for unit in self.units]
+        none_N = np.zeros(len(self.texts))
+        return np.stack([index.get_scores(query) if query else none_N for query in queries], axis=1).astype(np.float64)
+
+
+def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
+    """One of the two environments of the pretrained model; its first seed."""
+    prepare_model(work / "model")
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    write_corpora(data, work, tokenizer)
+    model = load_model(work / "model")
+    reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
+    corpus = open_corpus(name, work, reader)
+    units = load_units(target_settings(name, work))
+    tokens = units.tokenize(reader, LENGTH)
+    rows = _features(work / f"{name}-rows.npz", model, corpus.rows, corpus.first_N)
+    asked = _features(work / f"{name}-units.npz", model, [t.input_ids for t in tokens], [t.first for t in tokens])
+    sides = Sides(rows, asked, model.config.vocab_size)
+    environment = Environment.open(environments / name)
+    utilities = environment.utilities(seeds=(0,), partial=True)
+    return World(
+        name,
+        environment,
+        sides,
+        {
+            "token": lambda: token_kernel(sides),
+            "input": lambda: input_kernel(sides),
+            "pooled": lambda: pooled_kernel(sides),
+        },
+        tuple(reader.decode([row.tolist() for row in corpus.rows])),
+        units.units,
+        utilities,
+        _shares(environment, corpus.store, utilities),
+        work / f"{name}-scores",
+    )
+
+
+def from_scratch(work: Path, environment_path: Path) -> World:
+    """cc-topic, on the targets that things may be chosen on; `work` has `reference`, `tokens` and `artifact`."""
+    environment = Environment.open(environment_path)
+    store = RowStore.open(work / "tokens")
+    artifact = Artifact.open(work / "artifact")
+    environment.check_corpus(store.fingerprint, str(work / "tokens"))
+    dev = [target for target in artifact.targets if environment.role_of(target) == "dev"]
+    settings = TargetSettings.model_validate(artifact.manifest.settings["targets"]).model_copy(update={"names": dev})
+    units = load_units(settings)
+    model = LlamaForCausalLM.from_pretrained(work / "reference")
+    tokenizer = AutoTokenizer.from_pretrained(work / "reference")
+    reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
+    rows = [
+        ids for k in range(store.n_shards) for shard in [store.shard(k)] for ids in map(shard.ids, range(len(shard)))
+    ]
+    tokens = units.tokenize(reader, settings.max_length)
+    sides = Sides(
+        _features(work / "rows.npz", model, rows, np.ones(len(rows), np.int64), large=False),
+        _features(work / "units.npz", model, [t.input_ids for t in tokens], [t.first for t in tokens], large=False),
+        model.config.vocab_size,
+    )
+    columns = np.concatenate([artifact.unit_columns(target) for target in dev])
+    utilities = environment.utilities().of(*dev)
+    assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
+    return World(
+        environment.name,
+        environment,
+        sides,
+        {kernel: lambda kernel=kernel: _array(artifact, kernel, columns) for kernel in MATRICES},
+        tuple(reader.decode([row.tolist() for row in rows])),
+        units.units,
+        utilities,
+        _shares(environment, store, utilities),
+        work / "scores",
+    )
+
+
+def _array(artifact: Artifact, kernel: str, columns: NDArray[np.int64]) -> F64:
+    blocks = artifact.array_blocks(artifact.relevance_name(kernel), columns=columns)
+    return np.concatenate([block for _, block in blocks]).astype(np.float64)
+
+
+def _features(
+    path: Path, model: LlamaForCausalLM, ids: Rows, first_N: Sequence[int] | NDArray[np.int64], *, large: bool = True
+) -> Features:
+    """Kept on disk. A small model is read in float32, and its sparse residuals are those of its artifact."""
+    if not path.exists():
+        features_of(model, ids, first_N, residuals=large, bfloat16=large).save(path)
+    return Features.load(path)
+
+
+def _shares(environment: Environment, store: RowStore, utilities: Utilities) -> F64:
+    blocks = list(environment.subset_blocks(row_index(store)))
+    ids = [subset for block in blocks for subset in block.subset_ids]
+    weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])
+    weight_BN = weight_BN[[ids.index(subset) for subset in utilities.subset_ids]]
+    return np.asarray(weight_BN / weight_BN.sum(axis=1, keepdims=True))
