@@ -108,7 +108,7 @@ def _at(
 ) -> tuple[NDArray[np.generic], ...]:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
         logits_PV = model.lm_head(hidden_PH).float()
-    sparse = sparse_residual(logits_PV, label_P, TOP_K if residuals else 0)
+    sparse = sparse_residual(logits_PV, label_P, TOP_K if residuals else 1)
     kept = slice(None) if residuals else slice(0)
     residual_PV = torch.softmax(logits_PV, dim=1)
     residual_PV[torch.arange(len(label_P)), label_P] -= 1.0

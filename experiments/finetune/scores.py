@@ -228,9 +228,9 @@ def _contexts(side: Features, order: int) -> list[tuple[int, ...]]:
 def _linearised(units: Features, same_SN: F64, near_SN: F64) -> F64:
     """First order in a row's counts of log[(sum A + lambda p B) / (sum B + lambda B)], mean over a unit's positions."""
     prior_S = np.exp(-units.loss_P.astype(np.float64))
-    near_S = near_SN.mean(axis=1) + 1e-9
-    label_S = same_SN.mean(axis=1) + KERNEL_LM_PRIOR * prior_S * near_S + 1e-9
-    score_SN = same_SN / label_S[:, None] - near_SN / ((1.0 + KERNEL_LM_PRIOR) * near_S)[:, None]
+    near_S = near_SN.mean(axis=1)
+    label_S = same_SN.mean(axis=1) + KERNEL_LM_PRIOR * prior_S * near_S
+    score_SN = _ratio(same_SN, label_S) - _ratio(near_SN, (1.0 + KERNEL_LM_PRIOR) * near_S)
     return _mean_of_units(units, score_SN).T
 
 
@@ -278,6 +278,11 @@ def _means(sides: Sides, *, supervised: bool) -> tuple[F64, F64]:
 
 def _directions(values_NH: F64) -> F64:
     return np.asarray(values_NH / np.linalg.norm(values_NH, axis=1, keepdims=True))
+
+
+def _ratio(part_SN: F64, whole_S: F64) -> F64:
+    """Zero where there is nothing near at all."""
+    return np.divide(part_SN, whole_S[:, None], out=np.zeros_like(part_SN), where=whole_S[:, None] > 0)
 
 
 def _mean_of_units(units: Features, values_SN: F64) -> F64:

@@ -1,7 +1,7 @@
 """Where scores are compared with retraining: the two environments of the pretrained model, and a from-scratch one.
 
 The from-scratch one is `cc-topic`: 0.36 M parameters, 10,482 pages, 64 subsets with two seeds, and of its targets the
-two that things may be chosen on. It needs its reference model, rows and artifact (experiments/lds_main/run.sh has them).
+two that things may be chosen on. It needs their reference model, rows and artifact (experiments/lds_main/run.sh).
 
 Shape letters: N rows, E units, B subsets.
 """

@@ -4,6 +4,16 @@ import numpy as np
 import pytest
 
 from experiments.finetune.evaluate import Method
+from experiments.finetune.features import Features
+from experiments.finetune.scores import (
+    KERNEL_LM_PRIOR,
+    Sides,
+    delta_kernel,
+    hidden_cosine,
+    input_kernel,
+    kernel_lm,
+    ngram_lm,
+)
 from experiments.finetune.setting import SUBSET_ROWS, draw_subsets, group_of, row_order
 from experiments.finetune.training import BATCH_ROWS, STEPS, batches, learning_rate_at, padded
 from grasp.predict.labels import LabelColumn
@@ -78,3 +88,104 @@ def test_negative_scores_can_count_less():
     units_BE, _ = Method((kernel,), negative=0.25).predict(share, ["a"])
     expected = np.array([-1.0, 0.0, 2.0])
     assert units_BE[:, 0] == pytest.approx((expected - expected.mean()) / expected.std())
+
+
+HIDDEN, VOCABULARY, LENGTHS = 6, 11, ((5, 3, 4), (2, 4))
+
+
+def features(lengths: tuple[int, ...], seed: int) -> Features:
+    generator = np.random.default_rng(seed)
+    owner_P = np.repeat(np.arange(len(lengths)), lengths)
+    n = len(owner_P)
+    return Features(
+        hidden_PH=generator.normal(size=(n, HIDDEN)).astype(np.float32),
+        delta_PH=generator.normal(size=(n, HIDDEN)).astype(np.float32),
+        index_PK=np.tile(np.arange(3, dtype=np.int32), (n, 1)),
+        value_PK=generator.normal(size=(n, 3)).astype(np.float32),
+        loss_P=generator.random(n).astype(np.float32),
+        token_P=generator.integers(0, 3, size=n).astype(np.int32),
+        label_P=generator.integers(0, 3, size=n).astype(np.int32),
+        owner_P=owner_P,
+        mean_NH=generator.normal(size=(len(lengths), HIDDEN)).astype(np.float32),
+    )
+
+
+@pytest.fixture
+def sides() -> Sides:
+    return Sides(features(LENGTHS[0], 0), features(LENGTHS[1], 1), VOCABULARY)
+
+
+def pairs(sides: Sides, value):
+    """Mean over pairs of positions, by row and unit."""
+    out = np.zeros((sides.rows.n, sides.units.n))
+    for i in range(sides.rows.n):
+        for e in range(sides.units.n):
+            of_row, of_unit = np.flatnonzero(sides.rows.owner_P == i), np.flatnonzero(sides.units.owner_P == e)
+            out[i, e] = np.mean([[value(t, s) for s in of_unit] for t in of_row])
+    return out
+
+
+def test_a_delta_kernel_is_a_sum_over_pairs_of_positions(sides):
+    mean_H = sides.moments.mean_H
+    for ridges in ((None, None), (0.01, 1.0)):
+        hidden_HH, delta_HH = sides.hidden_map(ridges[0]), sides.delta_map(ridges[1])
+
+        def value(t, s, hidden_HH=hidden_HH, delta_HH=delta_HH):
+            rows, units = sides.rows, sides.units
+            hidden = (hidden_HH @ (rows.hidden_PH[t] - mean_H)) @ (hidden_HH @ (units.hidden_PH[s] - mean_H))
+            return hidden * ((delta_HH @ rows.delta_PH[t]) @ (delta_HH @ units.delta_PH[s]))
+
+        assert delta_kernel(sides, *ridges) == pytest.approx(pairs(sides, value), rel=1e-3, abs=1e-4)
+
+
+def test_an_input_kernel_sums_over_equal_input_tokens(sides):
+    def value(t, s):
+        same = sides.rows.token_P[t] == sides.units.token_P[s]
+        return same * float(sides.rows.delta_PH[t] @ sides.units.delta_PH[s])
+
+    found = input_kernel(sides, None, by_frequency=False)
+    assert found == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)
+
+
+def test_hidden_states_are_compared_after_their_mean_is_taken_away(sides):
+    centred = sides.rows.mean_NH - sides.rows.mean_NH.mean(axis=0)
+    unit = sides.units.mean_NH[1] - sides.rows.mean_NH.mean(axis=0)
+    expected = centred[2] @ unit / np.linalg.norm(centred[2]) / np.linalg.norm(unit)
+    assert hidden_cosine(sides)[2, 1] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_kernel_language_model_is_its_exact_form_to_first_order(sides):
+    """Leaving a little of a row out changes log[(A + lambda p B0) / (B + lambda B0)] by its score."""
+    rows, units = sides.rows, sides.units
+    map_HH = sides.hidden_map(0.01)
+    row_PH, unit_SH = rows.hidden_PH @ map_HH, units.hidden_PH @ map_HH
+    square_SP = ((unit_SH[:, None] - row_PH[None]) ** 2).sum(axis=2)
+    tau = 0.265 * np.sqrt(np.median(square_SP))
+    near_SP = np.exp(-square_SP / (2 * tau**2))
+    same_SP = near_SP * (units.label_P[:, None] == rows.label_P)
+    weight_N = np.ones(rows.n)
+
+    def utility(weight_N):
+        weight_P = weight_N[rows.owner_P]
+        near_S, base_S = near_SP @ weight_P, near_SP.sum(axis=1)
+        prior_S = np.exp(-units.loss_P)
+        value_S = np.log(
+            (same_SP @ weight_P + KERNEL_LM_PRIOR * prior_S * base_S) / (near_S + KERNEL_LM_PRIOR * base_S)
+        )
+        return np.array([value_S[units.owner_P == e].mean() for e in range(units.n)])
+
+    step = 1e-5
+    for i in range(rows.n):
+        change_E = (utility(weight_N + step * (np.arange(rows.n) == i)) - utility(weight_N)) / step
+        # per row of the mean corpus, in whose units scores are
+        assert kernel_lm(sides)[i] == pytest.approx(change_E * rows.n, rel=1e-2, abs=1e-3)
+
+
+def test_an_ngram_that_a_row_alone_has_speaks_for_it(sides):
+    rows, units = sides.rows, sides.units
+    rows.token_P[:], rows.label_P[:] = 5, 6
+    units.token_P[:], units.label_P[:] = 7, 8
+    rows.token_P[rows.owner_P == 1], rows.label_P[rows.owner_P == 1] = 7, 8
+    score_NE = ngram_lm(sides)
+    assert (score_NE[1] > 0).all()
+    assert (score_NE[[0, 2]] < score_NE[1]).all()
