@@ -45,9 +45,16 @@ from grasp.targets.units import LossOn
 
 HERE = Path(__file__).parent
 SUBSETS = 24
-HEAD_START = 12  # runs of documents before the first of instructions
 SEEDS = (0, 1)
 ROLES = {"documents": "dev", "instructions": "held-out"}
+STAGES: tuple[tuple[Name, int, int, int], ...] = (  # environment, seed, first and last subset
+    ("documents", 0, 0, 20),
+    ("documents", 1, 0, 6),  # for the noise between seeds
+    ("instructions", 0, 0, SUBSETS),
+    ("documents", 0, 20, SUBSETS),
+    ("documents", 1, 6, SUBSETS),
+    ("instructions", 1, 0, SUBSETS),
+)
 COMPLETION: LossOn = "completion"
 
 
@@ -98,18 +105,14 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
 
 
 def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
-    """All runs in the order in which they are made: 12 of documents, then both in turn; then the second seed."""
-    first = {name: [run for run in world.environment.runs() if run.seed == 0] for name, world in worlds.items()}
-    later = {name: [run for run in world.environment.runs() if run.seed != 0] for name, world in worlds.items()}
-    return [
+    """All runs in the order in which they are made: what says most for its time first."""
+    ordered = [
         (name, run)
-        for runs in (first, later)
-        for _, _, name, run in sorted(
-            (k if name == "documents" else HEAD_START + k, name, name, run)
-            for name, of_world in runs.items()
-            for k, run in enumerate(of_world)
-        )
+        for name, seed, first, last in STAGES
+        for run in [run for run in worlds[name].environment.runs() if run.seed == seed][first:last]
     ]
+    assert len(ordered) == sum(len(world.environment.runs()) for world in worlds.values())
+    return ordered
 
 
 def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> None:
