@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from grasp.predict.counted import counted
 from grasp.runs.environment import Environment, Utilities
-from grasp.runs.metrics import bootstrap_weights, rank_correlations
+from grasp.runs.metrics import rank_correlations
+from grasp.seeds import bootstrap_weights
 
 F64 = NDArray[np.float64]
 RESAMPLES = 1_000

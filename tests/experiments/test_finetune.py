@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from experiments.finetune.compare import SUMS, methods_of
 from experiments.finetune.evaluate import Method
 from experiments.finetune.features import Features
 from experiments.finetune.scores import (
@@ -88,6 +89,14 @@ def test_negative_scores_can_count_less():
     units_BE, _ = Method((kernel,), negative=0.25).predict(share, ["a"])
     expected = np.array([-1.0, 0.0, 2.0])
     assert units_BE[:, 0] == pytest.approx((expected - expected.mean()) / expected.std())
+
+
+def test_what_ships_comes_first_and_every_sum_stands_in_both_forms():
+    kernel_of = {name: np.ones((2, 1)) for parts in SUMS.values() for name in parts}
+    methods = methods_of(kernel_of)
+    assert next(iter(methods)) == "ships"
+    assert {method.negative for method in methods.values()} == {0.25, 1.0}
+    assert len(methods) == 2 * (len(kernel_of) + len(SUMS))
 
 
 HIDDEN, VOCABULARY, LENGTHS = 6, 11, ((5, 3, 4), (2, 4))
