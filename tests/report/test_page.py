@@ -10,12 +10,13 @@ import sys
 from html.parser import HTMLParser
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from plotly.offline import get_plotlyjs
 
 from grasp.artifact.reader import Artifact
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.row_tables import slice_table
+from grasp.predict.verb import predict
 from grasp.report.findings import MIN_TOKENS, Question, findings
 from grasp.report.page import render
 from grasp.settings import write_yaml
@@ -141,26 +142,25 @@ def test_a_hundred_slices_and_ten_targets_stay_under_6_mb(tmp_path):
 
 def test_numbers_are_those_of_the_command(place, parsed):
     artifact = Artifact.open(place / "art")
-    lines = succeed("predict", artifact.path, "--by", "topic", "--protocol", place / "protocol.yaml").out
-    for line in lines.splitlines():
-        if line.startswith("games"):
-            assert line.split()[-3].replace("-", "\N{MINUS SIGN}") in parsed.text
+    asked = ["predict", artifact.path, "--by", "topic", "--protocol", place / "protocol.yaml"]
+    succeed(*asked, "--out", place / "by.parquet")
+    for line in pq.read_table(place / "by.parquet").to_pylist():
+        if line["value"] == "games":
+            shown = f"{line['if_dropped']:+.3f}".replace("-", "\N{MINUS SIGN}")
+            assert shown in parsed.text
     assert "mixture:topic, 32 subsets, seed 0" in parsed.text
 
 
 def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     found = findings(artifact, default_protocol(), Question(by=("topic",)))
-    label = found.labels[0]
-    from grasp.predict.slices import LabelTable  # noqa: PLC0415
-    from grasp.report.findings import _calibration  # noqa: PLC0415
-
-    table = LabelTable(artifact.rows_path)
-    calibration = _calibration(default_protocol(), "topic", table, Question())
-    lines = slice_table(artifact, default_protocol(), table.column("topic"), calibration=calibration).to_pylist()
-    for line in lines:
-        g = [one.name for one in label.slices.slices].index(line["value"])
-        assert label.effects.dropped_GT[g, found.targets.index(line["target"])] == pytest.approx(line["if_dropped"])
+    (label,) = found.labels
+    for line in predict(artifact, by="topic").table.to_pylist():
+        g, t = label.slices.names.index(line["value"]), found.targets.index(line["target"])
+        assert label.effects.dropped_GT[g, t] == pytest.approx(line["if_dropped"])
+        assert (label.low_GT[g, t], label.high_GT[g, t]) == pytest.approx(
+            (line["if_dropped_low"], line["if_dropped_high"])
+        )
 
 
 def test_everything_that_was_given_is_shown(parsed):
@@ -272,7 +272,7 @@ def test_what_is_not_there_is_named(place, tmp_path, flags, message):
 
 def test_a_directory_is_no_file_for_a_report(place, tmp_path):
     assert refused("report", place / "art", "--out", tmp_path) == (
-        f"--out: got {tmp_path}, which is a directory; expected the name of a file"
+        f"out: got {tmp_path}, which is a directory; expected the name of a file"
     )
 
 

@@ -21,7 +21,7 @@ from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import UnitSelection
-from grasp.predict.row_arrays import F32, F64, RowArrays, checked_targets, row_tokens
+from grasp.predict.row_arrays import RowArrays, checked_targets, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.tables import provenance
 from grasp.predict.verb import as_protocol
@@ -61,7 +61,7 @@ def score(
     where: str | None = None,
     min_tokens: int = 0,
     labels: Sequence[str] | None = None,
-    values_N: F64 | None = None,
+    values_N: NDArray[np.floating[Any]] | None = None,
     by: str = "effect",
     out: Path | None = None,
 ) -> RankedRows:
@@ -112,9 +112,9 @@ def row_values(
     protocol: ScoringProtocol | Path | str | None = None,
     match: str | None = None,
     unit: str | None = None,
-    values_N: F64 | None = None,
+    values_N: NDArray[np.floating[Any]] | None = None,
     by: str = "effect",
-) -> tuple[F32 | F64, tuple[str, ...]]:
+) -> tuple[NDArray[np.floating[Any]], tuple[str, ...]]:
     """The number that every row is ordered by, (N,), and a line on where it comes from."""
     checked_targets(artifact, [target], "target")
     if values_N is not None:

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import ProtocolError
+from grasp.predict.geometry import BlockSums
 from grasp.predict.row_arrays import F64, Blocks, RowArrays
 from grasp.predict.row_sums import RowSums
 from grasp.predict.standardize import ComponentMoments, RowMoments
+from grasp.predict.weights import Weights
 
 Floats = TypeVar("Floats", bound=np.floating[Any])
 
@@ -155,6 +157,20 @@ def relevance_blocks(artifact: RowArrays, kernel: str, columns: NDArray[np.int64
     """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
     for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns):
         yield start, counted(block, negative)
+
+
+def relevance_sums(artifact: RowArrays, kernel: str, units: UnitSelection, weights: Sequence[Weights]) -> list[F64]:
+    """Sums of relevance as it is, whatever a protocol makes of it: (B, T) for each block of subsets; one pass.
+
+    A task's relevance is the mean over its units.
+    """
+    sums = [BlockSums(one) for one in weights]
+    out = [np.zeros((one.shape[0], len(units.targets))) for one in weights]
+    for start, block in relevance_blocks(artifact, kernel, units.columns_E):
+        mean_nT = units.mean_per_task(block)
+        for place, one in enumerate(sums):
+            out[place] += one.product(start, mean_nT)
+    return out
 
 
 def _moments(blocks: Iterable[tuple[int, NDArray[Any]]]) -> RowMoments:

@@ -52,7 +52,7 @@ def overview(label: LabelFindings, targets: Sequence[str]) -> Figure:
 
 def effects(label: LabelFindings, t: int) -> Figure:
     """Slices by what one target loses without them, with intervals, the most helpful on top."""
-    dropped, low, high = (label.effects.dropped_GT[:, t], label.effects.low_GT[:, t], label.effects.high_GT[:, t])
+    dropped, low, high = (label.effects.dropped_GT[:, t], label.low_GT[:, t], label.high_GT[:, t])
     order_G = np.argsort(-dropped, kind="stable")
     if len(order_G) > 2 * SIDES_SHOWN:
         order_G = np.concatenate([order_G[:SIDES_SHOWN], order_G[-SIDES_SHOWN:]])

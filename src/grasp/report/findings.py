@@ -10,34 +10,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import Artifact
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_mixture, read_selection
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.families import parse_family
+from grasp.predict.intervals import Intervals, measures
 from grasp.predict.label_slices import LabelSlices, label_slices, sensible_labels
-from grasp.predict.predictions import describe
+from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_tables import ranked_rows, row_tokens
-from grasp.predict.scorer import CalibrationFamily, Scorer
-from grasp.predict.slice_model import SliceModel
+from grasp.predict.ranking import score
+from grasp.predict.row_arrays import F64, checked_targets, row_tokens
+from grasp.predict.slice_effects import SliceEffects, dropped_intervals, slice_effects
+from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
-from grasp.predict.source import F64, checked_targets
-from grasp.report.effects import SliceEffects, slice_effects
+from grasp.predict.tables import provenance
 from grasp.report.interactions import Interactions, interactions
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.agreement import Agreement, agreement
 from grasp.runs.environment import Environment
-from grasp.runs.old_trust import Trust, UtilityLine, sketches_for
+from grasp.runs.trust import fit_intervals
 from grasp.settings import read_yaml, yaml_text
 
 ROWS_SHOWN = 8
 MIN_TOKENS = 32  # relevance is a mean over a row's positions: very short rows lie far out
-GRID_PLACES = 121
-GRID_REACH = 2.0  # the grid goes so many times as far as the largest change of a single slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,51 +59,15 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredBy:
-    """How numbers were made."""
-
-    protocol: str
-    provenance: str
-    calibration: str
-    match: str
-    negative: str
-    components: str
-    dropped: str
-
-
-@dataclass(frozen=True, slots=True)
-class NatsLine:
-    """Change of realized utility that goes with a change of the prediction, on a grid that is read by interpolation."""
-
-    change_P: F64
-    expected_P: F64
-    low_P: F64
-    high_P: F64
-
-
-@dataclass(frozen=True, slots=True)
-class NatsIntervals:
-    """Intervals in nats a token, as one environment shows them, and what it covered."""
-
-    title: str
-    lines: Mapping[str, NatsLine]  # by target
-    least_share: float
-    most_share: float
-    distance: Mapping[str, float]  # squared, by sketch
-    predicted: Mapping[str, tuple[float, float]]  # the lowest and the highest utility of its subsets, by target
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LabelFindings:
     """One label: its slices, what they are worth, how they interact, and all that is needed to play with them."""
 
     slices: LabelSlices
     effects: SliceEffects
-    model: SliceModel
-    scored_by: ScoredBy
+    low_GT: F64  # 95 % interval of what dropping a slice changes, over units; nan where a target has a single unit
+    high_GT: F64
+    formula: SliceFormula
     interactions: Interactions | Missing
-    nats: NatsIntervals | Missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +75,7 @@ class ShownRow:
     """One row of the corpus with its text."""
 
     row_id: str
-    relevance: float
+    effect: float
     tokens: int
     labels: tuple[tuple[str, str], ...]
     text: str
@@ -163,8 +123,10 @@ class Findings:
     question: Question = field(repr=False)
     artifact_path: str
     targets: tuple[str, ...]
-    kernel: str
+    unit: str  # of every change
+    scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
+    nats: Intervals | Missing
     no_labels: Missing | None
     rows: tuple[TargetRows, ...]
     no_text: Missing | None
@@ -193,16 +155,20 @@ def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) 
     names = tuple(question.by) or sensible_labels(artifact)
     table = LabelTable(artifact.rows_path)
     retraining = _retraining(artifact, protocol, targets, question)
+    predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(table.column(name, "--by"), tokens_N) for name in names]
-    labels = [_label(artifact, protocol, one, table, targets, question) for one in columns]
-    rows = tuple(_target_rows(artifact, target, names) for target in targets)
+    labels = [_label(artifact, predictor, one) for one in columns]
+    least = MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0
+    rows = tuple(_target_rows(artifact, predictor, target, names, least) for target in targets)
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
         question=question,
         artifact_path=artifact.where,
         targets=targets,
-        kernel=artifact_kernel(artifact),
+        unit=predictor.unit,
+        scored_by=provenance(predictor),
         labels=tuple(labels),
+        nats=_nats(predictor, artifact, question),
         no_labels=None if labels else NO_LABELS,
         rows=rows,
         no_text=None if any(row.text for one in rows for row in (*one.top, *one.bottom)) else NO_TEXT,
@@ -246,11 +212,6 @@ NO_INTERACTION = Missing(
 )
 
 
-def artifact_kernel(artifact: Artifact) -> str:
-    """The kernel that single rows are ranked by."""
-    return "token" if "relevance_token" in artifact.array_names else "pooled"
-
-
 # ----------------------------------------------------------------------------------------- what was built
 
 
@@ -282,91 +243,41 @@ def _built(artifact: Artifact, targets: Sequence[str], n_tokens: int) -> Built:
 # ------------------------------------------------------------------------------------------------ labels
 
 
-def _label(
-    artifact: Artifact,
-    protocol: ScoringProtocol,
-    slices: LabelSlices,
-    table: LabelTable,
-    targets: Sequence[str],
-    question: Question,
-) -> LabelFindings:
-    halves = sketches_for(artifact.array_names)
-    scorer = Scorer.prepare(
-        artifact,
-        protocol,
-        targets=targets,
-        per_unit=protocol.standardize.task == "mean_of_standardised",
-        calibration=_calibration(protocol, slices.label, table, question),
-        halves=halves,
-    )
-    model = SliceModel.of(scorer, slices)
-    said = describe(scorer)
-    return LabelFindings(
-        slices=slices,
-        effects=slice_effects(artifact, scorer, model, slices),
-        model=model,
-        scored_by=ScoredBy(*(said[f"grasp.{name}"] for name in _SAID)),
-        interactions=interactions(model) or NO_INTERACTION,
-        nats=_nats(scorer, artifact, model, question),
-    )
+def _label(artifact: Artifact, predictor: Predictor, slices: LabelSlices) -> LabelFindings:
+    effects = slice_effects(predictor, slices.codes_N, len(slices.names))
+    low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices.codes_N)
+    formula = SliceFormula.of(predictor, effects.sums)
+    return LabelFindings(slices, effects, low_GT, high_GT, formula, interactions(formula) or NO_INTERACTION)
 
 
-_SAID = ("protocol", "provenance", "calibration", "match", "negative", "components", "dropped")
-
-
-def _calibration(protocol: ScoringProtocol, label: str, table: LabelTable, question: Question) -> CalibrationFamily:
-    """As `grasp predict --by`: a protocol that was given says itself what standardises."""
-    if question.protocol_path is not None:
-        return CalibrationFamily.of(protocol, table)
-    own = protocol.calibration
-    return CalibrationFamily(parse_family(f"mixture:{label}"), own.n_subsets, own.seed, table.column(label))
-
-
-def _nats(scorer: Scorer, artifact: Artifact, model: SliceModel, question: Question) -> NatsIntervals | Missing:
+def _nats(predictor: Predictor, artifact: Artifact, question: Question) -> Intervals | Missing:
     """Intervals, where the environment allows for them: a development one, finished, with enough subsets."""
     if question.environment is None:
         return NO_ENVIRONMENT
     if question.partial and question.environment.pending():
         return Missing("No intervals in nats: the environment is unfinished.", "They come with its last run.")
     try:
-        trust = Trust.of(scorer, artifact, question.environment)
+        return fit_intervals(predictor, artifact, question.environment)
     except (ProtocolLeakError, EnvironmentDataError) as err:
         return Missing(f"No intervals in nats: {err}.", "A finished development environment gives them.")
-    single = np.abs(model.changes(np.concatenate([1.0 - np.eye(len(model.rows_G)), np.eye(len(model.rows_G))])))
-    reach = GRID_REACH * float(single.max())
-    return NatsIntervals(
-        title=trust.title,
-        lines={target: _grid(line, reach) for target, line in trust.lines.items()},
-        least_share=trust.reach.least,
-        most_share=trust.reach.most,
-        distance=dict(trust.reach.distance),
-        predicted=dict(trust.reach.predicted),
-        notes=trust.notes,
-    )
-
-
-def _grid(line: UtilityLine, reach: float) -> NatsLine:
-    """Dense where changes are small: places are cubes."""
-    change_P = reach * np.linspace(-1.0, 1.0, GRID_PLACES) ** 3
-    found = line.change(change_P)
-    return NatsLine(change_P, found.expected, found.low, found.high)
 
 
 # -------------------------------------------------------------------------------------------------- rows
 
 
-def _target_rows(artifact: Artifact, target: str, labels: Sequence[str]) -> TargetRows:
-    least = MIN_TOKENS if bool((row_tokens(artifact) >= MIN_TOKENS).any()) else 0
-    top, bottom = (
-        ranked_rows(artifact, target, ROWS_SHOWN, bottom=bottom, min_tokens=least).to_pylist()
-        for bottom in (False, True)
-    )
-    return TargetRows(target, *(tuple(_shown(row, labels) for row in rows) for rows in (top, bottom)))
+def _target_rows(
+    artifact: Artifact, predictor: Predictor, target: str, labels: Sequence[str], least: int
+) -> TargetRows:
+    effect_N = predictor.effect_NT[:, predictor.targets.index(target)]
+    ranked = score(artifact, target, values_N=effect_N, top=ROWS_SHOWN, bottom=ROWS_SHOWN, min_tokens=least)
+    rows = [_shown(row, labels) for row in ranked.table.to_pylist()]
+    half = len(rows) // 2
+    return TargetRows(target, tuple(rows[:half]), tuple(rows[half:]))
 
 
 def _shown(row: Mapping[str, Any], labels: Sequence[str]) -> ShownRow:
     named = tuple((name, str(row[name])) for name in labels if row[name] is not None)
-    return ShownRow(row["row_id"], row["relevance"], row["n_tokens"], named, row["snippet"] or "")
+    return ShownRow(row["row_id"], row["effect"], row["n_tokens"], named, row["snippet"] or "")
 
 
 # -------------------------------------------------------------------------------------------- retraining

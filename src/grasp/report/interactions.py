@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from grasp.predict.slice_model import SliceModel
-from grasp.predict.source import F64
+from grasp.predict.row_arrays import F64
+from grasp.predict.slice_formula import SliceFormula
 
 PAIRS_SHOWN = 6
 HALVES = ("joint", "product", "hidden", "residual")
@@ -42,12 +42,12 @@ class Interactions:
     completing: tuple[Pair, ...]
 
 
-def interactions(model: SliceModel) -> Interactions | None:
-    """Interactions by the joint sketch, else by the one that the model has; None where it has none."""
-    half = next((half for half in HALVES if half in model.gram_GG), None)
+def interactions(formula: SliceFormula) -> Interactions | None:
+    """Interactions by the joint sketch, else by the one that there is; None where it has none."""
+    half = next((half for half in HALVES if half in formula.gram_GG), None)
     if half is None:
         return None
-    cosine_GG = model.cosines(half, centred=True)
+    cosine_GG = formula.cosines(half)
     pairs = _pairs(cosine_GG)
     return Interactions(
         half=half,

@@ -19,7 +19,7 @@ from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.files import written_aside
 from grasp.report import figures as draw
-from grasp.report.findings import MIN_TOKENS, Findings, LabelFindings, Missing, Retraining, ScoredBy
+from grasp.report.findings import MIN_TOKENS, Findings, LabelFindings, Missing, Retraining
 from grasp.report.interactions import Interactions, Pair
 from grasp.report.suspects import suspects_view
 from grasp.report.texts import interval, number, signed
@@ -181,18 +181,17 @@ def _commands(found: Findings) -> list[str]:
         where = shlex.quote(str(environment.path))
         lines += [f"grasp retrain --config environment-run.yaml --out {where}"]
         lines += [f"grasp evaluate {art} --environment {where}"]
-    lines += [f"grasp predict {art} --by {shlex.quote(label.model.label)}" for label in found.labels]
+    lines += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in found.labels]
     return [*lines, found.question.command] if found.question.command else lines
 
 
 def _trust_notes(found: Findings) -> list[str]:
     """What must be said before anything else."""
     notes: list[str] = []
-    for label in found.labels:
-        if isinstance(label.nats, Missing):
-            notes += [label.nats.reason] if found.question.environment is not None else []
-        else:
-            notes += label.nats.notes
+    if not isinstance(found.nats, Missing):
+        notes += found.nats.notes
+    elif found.question.environment is not None and found.labels:
+        notes.append(found.nats.reason)
     return [plain(note) for note in dict.fromkeys(notes)]
 
 
@@ -205,26 +204,14 @@ def _label(place: int, label: LabelFindings, found: Findings, plots: dict[str, d
     for t in range(len(found.targets)):
         plots[f"effects-{place}-{t}"] = draw.effects(label, t)
     view: View = {
-        "title": plain(label.model.label, 40),
+        "title": plain(label.slices.label, 40),
         "count": len(names),
         "shown": min(len(names), 2 * draw.SIDES_SHOWN),
         "grouped": label.slices.n_grouped and f"{label.slices.n_grouped:,}",
         "last": names[-1],
-        "scored": {"calibration": plain(label.scored_by.calibration), "text": plain(_scored(label.scored_by))},
         "tables": [_effect_lines(label, names, t) for t in range(len(found.targets))],
     }
     return view | _interactions(place, label, names, plots)
-
-
-def _scored(by: ScoredBy) -> str:
-    parts = [f"protocol {by.protocol} ({by.provenance}), relevance {by.match}"]
-    if by.negative != "1":
-        parts.append(f"negative relevance times {by.negative}")
-    parts.append(f"geometry {by.components}" if by.components != "{}" else "no geometry")
-    parts.append(f"in standard deviations over {by.calibration}")
-    if by.dropped:
-        parts.append(f"left out, since it does not vary: {by.dropped}")
-    return "; ".join(parts)
 
 
 def _kind(low: float, high: float) -> str:
@@ -239,11 +226,11 @@ def _effect_lines(label: LabelFindings, names: Sequence[str], t: int) -> list[Vi
             "name": names[g],
             "rows": f"{label.slices.slices[g].rows:,}",
             "tokens": f"{label.slices.slices[g].tokens:,}",
-            "relevance": signed(float(effects.relevance_GT[g, t])),
+            "effect": signed(float(effects.effect_GT[g, t])),
             "dropped": signed(float(effects.dropped_GT[g, t])),
-            "interval": interval(float(effects.low_GT[g, t]), float(effects.high_GT[g, t])),
+            "interval": interval(float(label.low_GT[g, t]), float(label.high_GT[g, t])),
             "doubled": signed(float(effects.doubled_GT[g, t])),
-            "kind": _kind(float(effects.low_GT[g, t]), float(effects.high_GT[g, t])),
+            "kind": _kind(float(label.low_GT[g, t]), float(label.high_GT[g, t])),
         }
         for g in np.argsort(effects.dropped_GT[:, t], kind="stable").tolist()
     ]
@@ -271,7 +258,7 @@ def _card(found: Findings, t: int, target: str) -> View:
     """One target in a few lines: of the first label."""
     label = found.labels[0]
     effects, names = label.effects, different([one.name for one in label.slices.slices], LONGEST_CELL)
-    dropped, low, high = effects.dropped_GT[:, t], effects.low_GT[:, t], effects.high_GT[:, t]
+    dropped, low, high = effects.dropped_GT[:, t], label.low_GT[:, t], label.high_GT[:, t]
 
     def line(g: int) -> View:
         return {"name": names[g], "change": signed(dropped[g]), "interval": interval(low[g], high[g])}
@@ -279,7 +266,7 @@ def _card(found: Findings, t: int, target: str) -> View:
     best, worst = int(np.argmin(dropped)), int(np.argmax(dropped))
     card: View = {
         "target": target,
-        "label": plain(label.model.label, 40),
+        "label": plain(label.slices.label, 40),
         "best": line(best) if high[best] < 0 else None,
         "worst": line(worst) if low[worst] > 0 else None,
     }
@@ -347,8 +334,8 @@ def _fidelity(retraining: Retraining, plots: dict[str, draw.Figure]) -> View:
     return {
         "head": plain(
             f"Environment {report.environment} ({retraining.role}): recipe {report.recipe}, {report.family}, "
-            f"{report.n_subsets} subsets, seeds {', '.join(map(str, report.seeds))}. Predictions are standardised by "
-            "the environment's own family."
+            f"{report.n_subsets} subsets, seeds {', '.join(map(str, report.seeds))}. Geometry, if the "
+            "protocol has any, is standardised by the environment's own family."
         ),
         "unfinished": _unfinished(known),
         "protocol": name(known.protocol),

@@ -11,9 +11,9 @@ import numpy as np
 
 from grasp.artifact.reader import Artifact
 from grasp.errors import ArtifactError
-from grasp.predict.held import UnitSelection, relevance_sums
 from grasp.predict.label_slices import LabelSlices
-from grasp.predict.source import F64
+from grasp.predict.relevance import UnitSelection, relevance_sums
+from grasp.predict.row_arrays import F64
 
 
 @dataclass(frozen=True, slots=True)

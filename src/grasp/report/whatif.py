@@ -1,49 +1,49 @@
 """What the page needs to predict by itself: the formula of every label, its slices, and words for a command line."""
 
 import shlex
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from grasp.predict.geometry import QuadraticWeights
-from grasp.report.findings import Findings, LabelFindings, Missing, NatsIntervals
+from grasp.predict.intervals import Intervals
+from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, plain
-
-COVERED = ("hidden", "residual")  # sketches by which it is told whether a subset lies outside of an environment's
 
 
 def payload(found: Findings) -> dict[str, Any]:
     """Plain JSON: one entry a label."""
-    return {"labels": [_label(found, label) for label in found.labels]}
-
-
-def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
-    model, formula = label.model, label.model.formula()
-    nats = None if isinstance(label.nats, Missing) else label.nats
-    halves = [*formula.quadratic, *([half for half in COVERED if half in model.gram_GG] if nats else [])]
-    names = different([one.name for one in label.slices.slices], LONGEST_CELL)
+    nats = None if isinstance(found.nats, Missing) else found.nats
     return {
-        "label": model.label,
-        "title": plain(model.label, 40),
-        "targets": different(model.targets, LONGEST_CELL),
+        "labels": [_label(found, label, nats) for label in found.labels],
+        "nats": None if nats is None else _nats(found, nats),
+    }
+
+
+def _label(found: Findings, label: LabelFindings, nats: Intervals | None) -> dict[str, Any]:
+    formula, slices = label.formula, label.slices
+    halves = [*formula.quadratic, *([half for half in formula.gram_GG if half in nats.reach] if nats else [])]
+    return {
+        "label": slices.label,
+        "title": plain(slices.label, 40),
+        "targets": different(found.targets, LONGEST_CELL),
         "slices": [
             {"name": name, "expression": one.expression, "rows": one.rows, "tokens": one.tokens}
-            for name, one in zip(names, label.slices.slices, strict=True)
+            for name, one in zip(different(slices.names, LONGEST_CELL), slices.slices, strict=True)
         ],
         "order": _order(label),
-        "side": model.side,
-        "weighting": model.weighting,
+        "side": formula.side,
+        "weighting": formula.weighting,
         "relevance": formula.relevance_GT.tolist(),
         "taken": formula.taken_T.tolist(),
-        "constant": formula.constant_T.tolist(),
-        "whole": model.whole_T.tolist(),
-        "quadratic": {half: _quadratic(weights) for half, weights in formula.quadratic.items()},
-        "gram": {half: model.gram_GG[half].tolist() for half in dict.fromkeys(halves)},
-        "norm": {half: model.norm_G[half].tolist() for half in dict.fromkeys(halves)},
-        "nats": None if nats is None else _nats(nats, model.targets),
+        "corpus": formula.corpus_T.tolist(),
+        "quadratic": {
+            half: {"raw": weights.raw, "own": weights.own, "cent": weights.cent}
+            for half, weights in formula.quadratic.items()
+        },
+        "gram": {half: formula.gram_GG[half].tolist() for half in dict.fromkeys(halves)},
+        "norm": {half: formula.norm_G[half].tolist() for half in formula.quadratic},
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
-        "after": _after(found, label),
+        "after": _after(found),
     }
 
 
@@ -52,42 +52,31 @@ def _order(label: LabelFindings) -> list[int]:
     return [int(g) for g in np.argsort(label.effects.dropped_GT.mean(axis=1), kind="stable")]
 
 
-def _quadratic(weights: QuadraticWeights) -> dict[str, float]:
-    return {"raw": weights.raw, "own": weights.own, "cent": weights.cent}
-
-
-def _nats(nats: NatsIntervals, targets: Sequence[str]) -> dict[str, Any]:
-    lines: list[Mapping[str, list[float]] | None] = []
-    for target in targets:
-        line = nats.lines.get(target)
-        lines.append(
-            None
-            if line is None
-            else {
-                "change": line.change_P.tolist(),
-                "expected": line.expected_P.tolist(),
-                "low": line.low_P.tolist(),
-                "high": line.high_P.tolist(),
-            }
-        )
+def _nats(found: Findings, nats: Intervals) -> dict[str, Any]:
+    """Coefficients of `grasp.predict.intervals`."""
+    lines = [nats.lines.get(target) for target in found.targets]
     return {
         "title": nats.title,
-        "lines": lines,
-        "least": nats.least_share,
-        "most": nats.most_share,
-        "distance": {half: value for half, value in nats.distance.items() if half in COVERED},
-        "predicted": [nats.predicted.get(target) for target in targets],
+        "lines": [
+            line
+            and {
+                "slope": line.slope,
+                "spread": line.spread,
+                "scatter": line.scatter,
+                "least": line.least,
+                "most": line.most,
+            }
+            for line in lines
+        ],
+        "reach": {name: {"mean": reach.mean, "most": reach.most} for name, reach in nats.reach.items()},
     }
 
 
-def _after(found: Findings, label: LabelFindings) -> str:
+def _after(found: Findings) -> str:
     """Flags that make the command line say what the page says."""
-    question = found.question
-    parts: list[str] = []
+    question, parts = found.question, []
     if question.targets is not None:
         parts += ["--targets", ",".join(found.targets)]
     if question.protocol_path is not None:
         parts += ["--protocol", str(question.protocol_path)]
-    else:
-        parts += ["--calibration", f"mixture:{label.model.label}"]
     return shlex.join(parts)

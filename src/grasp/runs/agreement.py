@@ -27,7 +27,7 @@ class TargetPoints:
     target: str  # the environment's name
     role: Role
     subset_ids: tuple[str, ...]
-    predicted_B: F64  # in standard deviations over the environment's calibration family
+    predicted_B: F64  # change, but for a constant; in effect sizes where the protocol has no geometry
     realized_B: F64  # mean over seeds and units, nats a token; higher is better
     spread_B: F64  # standard deviation over seeds; nan for one seed
 

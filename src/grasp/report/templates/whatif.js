@@ -1,12 +1,13 @@
 "use strict";
-// Predicts, while sliders move, what `grasp predict` says of the same weights. The formula is that of
-// grasp.predict.slice_model.SliceFormula: f weights of the slices, n their rows, u = f or 1 - f by the side.
+// Predicts, while sliders move, what `grasp predict` says of the same weights: the formula of
+// grasp.predict.slice_formula with its coefficients, f weights of the slices, n their rows, u = f or 1 - f by the side.
+// For an additive protocol it is sum_g f_g relevance_g / sum_g f_g n_g. Intervals: grasp.predict.intervals.
 (() => {
   const root = document.getElementById("whatif-app");
   if (!root) return;
-  const { labels } = JSON.parse(document.getElementById("whatif-data").textContent);
+  const { labels, nats } = JSON.parse(document.getElementById("whatif-data").textContent);
   const $ = (id) => document.getElementById(id);
-  const MINUS = "\u2212", WHOLE = 100, NAMED = 3;
+  const MINUS = "\u2212", WHOLE = 100;
 
   // ------------------------------------------------------------------------------------------ prediction
 
@@ -26,7 +27,7 @@
     return u.map((x) => x - shift);
   }
 
-  function utilities(model, f) {
+  function changes(model, f) {
     const c = factor(model, f);
     const u = model.side === "retained" ? f : f.map((x) => 1 - x);
     let geometry = 0;
@@ -37,41 +38,37 @@
     }
     return model.targets.map((_, t) => {
       const relevance = dot(f, model.relevance.map((row) => row[t])) - model.taken[t];
-      return c * relevance + c * c * geometry - model.constant[t];
+      return c * relevance + c * c * geometry - model.corpus[t];
     });
   }
 
   // ------------------------------------------------------------------------------ intervals, what was covered
 
-  function between(grid, values, x) {
-    // linear between the places of the grid, and beyond its ends
-    let k = 1;
-    while (k < grid.length - 1 && grid[k] < x) k += 1;
-    const width = grid[k] - grid[k - 1];
-    const share = width > 0 ? (x - grid[k - 1]) / width : 0;
-    return values[k - 1] + share * (values[k] - values[k - 1]);
+  function distances(model, f) {
+    // squared, from the corpus: of the weights, and of the mean sketches
+    const rows = model.slices.map((slice) => slice.rows), kept = dot(f, rows);
+    const all = rows.reduce((sum, x) => sum + x, 0), found = {};
+    for (const measure of Object.keys(nats.reach)) {
+      if (measure === "weights") found[measure] = all * dot(f.map((x) => x * x), rows) / (kept * kept) - 1;
+      else if (model.gram[measure]) found[measure] = form(centred(model, f), model.gram[measure]) / (kept * kept);
+    }
+    return found;
   }
 
-  function outside(model, f, predicted) {
-    const rows = model.slices.map((slice) => slice.rows), total = rows.reduce((sum, x) => sum + x, 0);
-    const kept = dot(f, rows), share = kept / total, { least, most, distance } = model.nats;
-    const percent = (x) => (100 * x).toFixed(1) + " %", short = (x) => signed(x, Math.abs(x) >= 1 ? 1 : 2);
-    const parts = [], beyond = model.targets.flatMap((name, t) => {
-      const [low, high] = model.nats.predicted[t] ?? [-Infinity, Infinity], v = predicted[t];
-      const slack = 1e-9 * Math.max(Math.abs(low), Math.abs(high));
-      return v < low - slack || v > high + slack
-        ? [`${name} is predicted ${short(v)}, the retrained subsets ${short(low)} to ${short(high)}`] : [];
+  function largest(distance, against) {
+    const ratios = Object.entries(distance).map(([measure, d]) => d / nats.reach[measure][against]);
+    return Math.max(0, ...ratios.filter(Number.isFinite));
+  }
+
+  function outside(model, distance, predicted) {
+    const times = Math.sqrt(largest(distance, "most")), parts = [];
+    if (times > 1 + 1e-6) parts.push(`this is ${times.toFixed(1)} times as far from the corpus as any run`);
+    const beyond = model.targets.filter((_, t) => {
+      const line = nats.lines[t];
+      return line && (predicted[t] < line.least - 1e-9 || predicted[t] > line.most + 1e-9);
     });
-    if (beyond.length > NAMED) beyond.splice(NAMED, Infinity, `and ${beyond.length - NAMED} more targets`);
-    if (share < least - 1e-9 || share > most + 1e-9)
-      parts.push(`it keeps ${percent(share)} of the rows, the retrained subsets ${percent(least)} to ${percent(most)}`);
-    const far = Object.entries(distance).map(([half, reach]) => {
-      const found = form(centred(model, f), model.gram[half]) / (kept * kept);
-      return found > reach * (1 + 1e-9) ? Math.sqrt(found / reach) : 0;
-    });
-    const times = Math.max(0, ...far);
-    if (times) parts.push(`its mean sketch is ${times.toFixed(1)} times as far from the corpus as any of them`);
-    return [...parts, ...beyond].join("; ");
+    if (beyond.length) parts.push(`the predicted change of ${beyond.join(", ")} is larger than that of any run`);
+    return parts.join("; ");
   }
 
   // ---------------------------------------------------------------------------------------- command, link
@@ -86,9 +83,9 @@
     const where = (test) => percent.map((p, g) => (test(p) ? g : -1)).filter((g) => g >= 0);
     const off = where((p) => p === 0), on = where((p) => p === WHOLE);
     let flags;
-    if (off.length === percent.length) return "";
-    if (!off.length && on.length === percent.length) flags = "--keep true";
-    else if (off.length + on.length === percent.length)
+    if (off.length === percent.length) return "# nothing is kept";
+    if (on.length === percent.length) return "# the whole corpus is kept: no change";
+    if (off.length + on.length === percent.length)
       flags = on.length < off.length ? `--keep ${quoted(either(on))}` : `--drop ${quoted(either(off))}`;
     else
       flags = [...new Set(percent)].filter((p) => p !== WHOLE).sort((a, b) => a - b)
@@ -160,11 +157,10 @@
       body.append(element("tr", {},
         element("th", { scope: "row" }, ...breakable(name)),
         element("td", { className: "bar" }, element("span", { className: "gauge" }, element("i"))),
-        element("td", { className: "num" }), element("td", { className: "num wide" })));
+        element("td", { className: "num" })));
     });
-    const nats = $("whatif-nats");
-    nats.textContent = model.nats ? `Below each change: expected change of the realized utility, ${model.nats.title}.` : "";
-    nats.hidden = !model.nats;
+    $("whatif-nats").textContent = nats ? `Below each change: ${nats.title}.` : "";
+    $("whatif-nats").hidden = !nats;
   }
 
   function set(g, percent) {
@@ -189,40 +185,41 @@
       ? `${grouped(kept)} of ${grouped(all("rows"))} rows (${((100 * kept) / all("rows")).toFixed(1)} %), `
         + `${grouped(size("tokens"))} tokens`
       : "Nothing is kept: there is no prediction.";
-    const changes = kept ? utilities(model, f).map((v, t) => v - model.whole[t]) : model.targets.map(() => NaN);
-    results(model, changes);
-    const warning = kept && model.nats && kept < all("rows") ? outside(model, f, changes.map((x, t) => x + model.whole[t])) : "";
+    const predicted = kept ? changes(model, f) : model.targets.map(() => NaN);
+    const distance = kept && nats ? distances(model, f) : null;
+    results(model, predicted, distance);
+    const warning = distance ? outside(model, distance, predicted) : "";
     $("whatif-warning").hidden = !warning;
-    $("whatif-warning").textContent = warning ? `Outside of what was retrained: ${warning}. Trust the numbers less.` : "";
-    $("whatif-command").textContent = command(model, percent) || "# nothing is kept";
-    speak(model, changes, kept / all("rows"));
+    $("whatif-warning").textContent = warning ? `Outside of what the runs covered, so the interval is wider: ${warning}.` : "";
+    $("whatif-command").textContent = command(model, percent);
+    speak(model, predicted, kept / all("rows"));
   }
 
-  function results(model, changes) {
-    const most = Math.max(1, ...changes.filter(Number.isFinite).map(Math.abs));
+  function results(model, predicted, distance) {
+    const most = Math.max(1e-9, ...predicted.filter(Number.isFinite).map(Math.abs));
     [...$("whatif-results").rows].forEach((row, t) => {
-      const [, bar, change, utility] = row.cells, x = changes[t], known = Number.isFinite(x);
+      const [, bar, change] = row.cells, x = predicted[t], known = Number.isFinite(x);
       row.dataset.target = model.targets[t];
       row.dataset.change = known ? x : "";
-      row.dataset.utility = known ? x + model.whole[t] : "";
       const mark = bar.firstChild.firstChild, width = known ? (50 * Math.abs(x)) / most : 0;
       mark.className = x < 0 ? "down" : "";
       mark.style.width = `${width}%`;
       mark.style.left = `${x < 0 ? 50 - width : 50}%`;
       change.textContent = known ? signed(x) : "\u2013";
-      utility.textContent = known ? signed(x + model.whole[t]) : "\u2013";
-      const line = known ? model.nats?.lines[t] : null;
+      const line = distance ? nats.lines[t] : null;
       if (line) {
-        const [e, low, high] = ["expected", "low", "high"].map((name) => signed(between(line.change, line[name], x), 4));
+        const expected = line.slope * x;
+        const half = line.spread * Math.sqrt((x * x) / line.scatter + largest(distance, "mean"));
+        const [e, low, high] = [expected, expected - half, expected + half].map((value) => signed(value, 4));
         change.append(element("span", { className: "nats" }, `${e} [${low}, ${high}] nats`));
       }
     });
   }
 
-  function speak(model, changes, share) {
+  function speak(model, predicted, share) {
     clearTimeout(spoken);
     spoken = setTimeout(() => {
-      const said = model.targets.map((name, t) => `${name} ${Number.isFinite(changes[t]) ? signed(changes[t], 2) : "unknown"}`);
+      const said = model.targets.map((name, t) => `${name} ${Number.isFinite(predicted[t]) ? signed(predicted[t], 2) : "unknown"}`);
       $("whatif-says").textContent = `${Math.round(100 * share)} % kept: ${said.join(", ")}`;
     }, 700);
   }
