@@ -5,9 +5,11 @@ import gzip
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,10 +17,16 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from grasp.artifact.reader import Artifact
+from grasp.predict.intervals import measures
+from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.verb import predict
+from grasp.predict.weights import SliceShares
+from grasp.report import whatif
 from grasp.report.findings import MIN_TOKENS, Question, findings
 from grasp.report.page import render
+from grasp.runs.environment import Environment
+from grasp.runs.trust import fit_intervals
 from grasp.settings import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
@@ -161,6 +169,34 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
         assert (label.low_GT[g, t], label.high_GT[g, t]) == pytest.approx(
             (line["if_dropped_low"], line["if_dropped_high"])
         )
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the script of the page, is not installed")
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+@pytest.mark.parametrize("components", [{}, {"joint.pair": -0.3, "hidden.cent": 0.2, "residual.self": 0.4}])
+def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, components):
+    """Changes and intervals of random weights of slices, to rounding."""
+    artifact, environment = Artifact.open(place / "art"), Environment.open(place / "env")
+    chosen = ScoringProtocol(name="p", side=side, weighting="count", components=components)
+    found = findings(artifact, chosen, Question(by=("topic",), environment=environment))
+    slices = found.labels[0].slices
+    share_BG = np.random.default_rng(0).random((5, len(slices.names))).round(2)
+    script = Path(whatif.__file__).with_name("templates") / "whatif.js"
+    law = "".join(part.split("\n", 1)[1] for part in re.split(r"// -{60,}", script.read_text())[1:3])
+    asked = (
+        "F.map((f) => { const c = changes(model, f), d = distances(model, f); return [c, nats.lines.map((line, t) => "
+    )
+    asked += "line.spread * Math.sqrt(c[t] * c[t] / line.scatter + largest(d, 'mean')))]; })"
+    program = f"const {{ labels, nats }} = {json.dumps(whatif.payload(found))}; const model = labels[0];\n{law}\n"
+    program += f"const F = {json.dumps(share_BG.tolist())}; console.log(JSON.stringify({asked}));"
+    out = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
+    computed = json.loads(out)
+    predictor = Predictor.of(artifact, chosen, sketches=measures(artifact.array_names))
+    sums = predictor.sums(SliceShares(share_BG, slices.codes_N))
+    change_BT = predictor.change_of(sums)
+    np.testing.assert_allclose([line[0] for line in computed], change_BT, atol=1e-9)
+    nats = fit_intervals(predictor, artifact, environment).of(predictor, sums, change_BT)
+    np.testing.assert_allclose([line[1] for line in computed], nats.high_BT - nats.expected_BT, atol=1e-9)
 
 
 def test_everything_that_was_given_is_shown(parsed):

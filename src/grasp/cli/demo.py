@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from grasp.cli.app import app, command
-from grasp.cli.console import show
 from grasp.cli.progress import Watch
 from grasp.text import plain, size_text
 
@@ -61,55 +60,26 @@ def demo(
 
 
 def _slices(artifact: "Artifact") -> None:
-    from grasp.cli.printed import print_slices
-    from grasp.predict.families import parse_family
-    from grasp.predict.protocol import default_protocol
-    from grasp.predict.row_tables import row_tokens, slice_table
-    from grasp.predict.scorer import CalibrationFamily
-    from grasp.predict.slices import LabelTable
+    from grasp.predict.verb import predict
 
-    protocol = default_protocol()
-    labels = LabelTable(artifact.rows_path).column("source")
-    calibration = CalibrationFamily(parse_family("mixture:source"), labels=labels)
-    print(f"What is each source worth? Protocol {protocol.name} ({protocol.provenance}).")
-    print("Changes of utility are in standard deviations over random mixtures of the sources; higher is better.\n")
-    table = slice_table(
-        artifact,
-        protocol,
-        labels,
-        tokens_N=row_tokens(artifact),
-        targets=SHOWN_TARGETS,
-        calibration=calibration,
-    )
-    lines = table.to_pylist()
-    for target in SHOWN_TARGETS:
-        print_slices(target, "source", [line for line in lines if line["target"] == target])
-        print()
+    print("What is each source worth?")
+    print(predict(artifact, by="source", targets=SHOWN_TARGETS), end="\n\n")
 
 
 def _rows(artifact: "Artifact") -> None:
-    from grasp.predict.row_tables import ranked_rows
+    from grasp.predict.ranking import score
 
-    for title, bottom in (("Rows that help SciQ most", False), ("Rows that help SciQ least", True)):
-        rows = ranked_rows(artifact, "sciq", 6, bottom=bottom, min_tokens=32).to_pylist()
-        cells = [(f"{row['relevance']:+.3g}", row["source"], row["snippet"]) for row in rows]
-        show(title, ("relevance", "source", "text"), cells, left=0)
-        print()
+    print(score(artifact, "sciq", top=6, bottom=6, min_tokens=32, labels=["source"]), end="\n\n")
 
 
 def _random_subsets(artifact: "Artifact", path: Path) -> None:
-    from grasp.predict.families import parse_family
-    from grasp.predict.predictions import predict
-    from grasp.predict.protocol import default_protocol
+    from grasp.predict.verb import predict
 
-    blocks = parse_family("uniform:0.1").draw(
-        RANDOM_SUBSETS, n_rows=artifact.n_rows, labels=None, seed=0, purpose="demo"
-    )
     begun = time.monotonic()
-    lines = predict(artifact, default_protocol(), blocks).write(path)
+    lines = predict(artifact, family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
     seconds = time.monotonic() - begun
     print(
-        f"{RANDOM_SUBSETS:,} random subsets of a tenth of the corpus, {lines:,} predicted utilities: "
+        f"{RANDOM_SUBSETS:,} random subsets of a tenth of the corpus, {lines:,} predicted changes: "
         f"{seconds:.1f} s, {RANDOM_SUBSETS / seconds:,.0f} subsets a second (drawing them included)\n"
     )
 
@@ -137,7 +107,7 @@ def _decide(made: "Demo", environment: "Environment | None") -> None:
     trust = () if environment is None else ("--environment", environment.path)
     _run(
         *("select", made.artifact_path, "--budget", BUDGET, "--target", "sciq", "--by", LABEL),
-        *("--calibration", f"mixture:{LABEL}", *trust, "--out", made.kept_path),
+        *(*trust, "--out", made.kept_path),
     )
     _run(
         *("mix", made.artifact_path, "--by", LABEL, "--target", ",".join(TASKS), *MIX_LIMITS),
