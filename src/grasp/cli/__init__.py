@@ -24,10 +24,12 @@ from grasp.cli import select as _select  # noqa: F401
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.errors import GraspError
+from grasp.text import plain
 
 USER_ERROR = 2
 # What the machine refuses, whoever asks: no bug of ours, so it gets a line and no traceback.
-REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSALS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO)
 
 
 def main() -> None:
@@ -40,11 +42,12 @@ def main() -> None:
     except OSError as err:
         if err.errno not in REFUSALS:
             raise
-        _fail(f"{err.filename}: {err.strerror}" if err.filename else str(err))
+        what = f"{err.filename}: {err.strerror}" if err.filename else str(err)
+        more = "; what was finished is kept: make room and run the same command again" if err.errno in FULL else ""
+        _fail(what + more)
 
 
 def _fail(message: str) -> NoReturn:
     """One line, whatever a file name, a label or an expression in the message holds."""
-    line = "".join(ch if ch.isprintable() else " " for ch in message)
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {plain(message)}", file=sys.stderr)
     sys.exit(USER_ERROR)
