@@ -2,19 +2,23 @@
 
 import contextlib
 import io
+import json
 import pydoc
 import subprocess
 import sys
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grasp
 from grasp.cli.app import GROUPS, WORDS
 from tests.cli.conftest import art, root  # noqa: F401  (fixtures)
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import assert_same_arrays, refused, succeed
 
-NAMES = ["Artifact", "Environment", "GraspError", "Result", "__version__", "open", "open_runs"]
+NAMES = ["Artifact", "Environment", "GraspError", "Result", "__version__", "build", "open", "open_runs"]
 
 
 def test_about_a_dozen_names_are_found():
@@ -54,6 +58,25 @@ def test_an_artifact_shows_what_it_holds(art):  # noqa: F811
     assert "<td>facts</td><td>6</td>" in found._repr_html_()
     assert found.info().n_rows == len(found)
     assert found.verify().ok
+
+
+def test_an_artifact_of_objects_in_memory_is_that_of_files(root, art, tmp_path):  # noqa: F811
+    settings = yaml.safe_load((root / "settings.yaml").read_text())
+    for group, name in (("model", "path"), ("corpus", "path"), ("targets", "names")):
+        del settings[group][name]
+    model = AutoModelForCausalLM.from_pretrained(root / "model")
+    tokenizer = AutoTokenizer.from_pretrained(root / "model")
+    corpus = pd.read_json(root / "corpus.jsonl", lines=True)
+    units = [json.loads(line) for line in (root / "facts.jsonl").read_text().splitlines()]
+    was_training = model.training
+    built = grasp.build(model, corpus, units, tmp_path / "art", tokenizer=tokenizer, settings=settings, untrained=True)
+    assert isinstance(built, grasp.Artifact)
+    assert model.training is was_training
+    assert built.targets == grasp.open(art).targets
+    assert_same_arrays(tmp_path / "art", art)
+    assert built.rows.to_arrow() == grasp.open(art).rows.to_arrow()
+    again = grasp.build(model, corpus, units, tmp_path / "art", tokenizer=tokenizer, settings=settings, untrained=True)
+    assert again.path == built.path
 
 
 def test_what_is_not_there_is_said_in_one_line(art, tmp_path):  # noqa: F811

@@ -1,9 +1,9 @@
 """What would a model gain or lose if part of its corpus were kept, dropped or re-weighted?
 
-    art = grasp.open("art")
+    art = grasp.build("ckpt", "corpus.parquet", ["sciq"], out="art")
     art.report("report.html")
 
-`grasp.open` gives an Artifact, whose methods answer questions; `help(grasp.Artifact)` lists them.
+`grasp.build` and `grasp.open` give an Artifact, whose methods answer questions; `help(grasp.Artifact)` lists them.
 """
 
 from importlib import import_module
@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api import Artifact, open, open_runs  # noqa: A004
+    from grasp.api import build, open, open_runs  # noqa: A004
+    from grasp.handle import Artifact
     from grasp.results import Result
     from grasp.runs.environment import Environment
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Artifact": "grasp.api",
+    "Artifact": "grasp.handle",
     "Environment": "grasp.runs.environment",
     "Result": "grasp.results",
+    "build": "grasp.api",
     "open": "grasp.api",
     "open_runs": "grasp.api",
 }
-__all__ = ["Artifact", "Environment", "GraspError", "Result", "__version__", "open", "open_runs"]
+__all__ = ["Artifact", "Environment", "GraspError", "Result", "__version__", "build", "open", "open_runs"]
 
 
 def __getattr__(name: str) -> Any:

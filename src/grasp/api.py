@@ -1,46 +1,83 @@
 """The verbs: what Python users call, and what every command of the command line calls.
 
     import grasp
+    art = grasp.build("ckpt", "corpus.parquet", ["sciq"], out="art")    # or objects in memory
     art = grasp.open("art")                                             # a path or a URL
-    art.report("report.html")
+    art.detect("sciq"), art.diagnose(), art.report("report.html")
 
 A verb gives a result with `.to_pandas()`, `.to_arrow()`, `.write(path)`; printing it shows the answer. Rows are named
-by their row_id. Nothing here computes: each verb is one function of the room that knows how. Heavy modules are imported
-inside the verbs.
+by their row_id.
 """
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grasp.text import plain, size_text, text_table
+from grasp.handle import Artifact
 
 if TYPE_CHECKING:
-    from grasp.artifact.inspection import ArtifactInfo, VerifyReport
-    from grasp.artifact.reader import Artifact as Files
-    from grasp.audit.detect import Suspects
-    from grasp.audit.diagnose import Diagnosis
-    from grasp.audit.retrieval import Retrieval
     from grasp.extract.progress import Progress
-    from grasp.predict.protocol import ScoringProtocol
-    from grasp.results import Result
+    from grasp.handle import Place
     from grasp.runs.environment import Environment
 
-    Place = Path | str
-    Protocol = ScoringProtocol | Path | str | None
-    Runs = Environment | Path | str | None
+
+def build(
+    model: Any = None,
+    corpus: Any = None,
+    targets: Any = None,
+    out: "Place" = "",
+    *,
+    tokenizer: Any = None,
+    split: str | None = None,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    max_length: int | None = None,
+    match: str | None = None,
+    dtype: str | None = None,
+    keep_features: bool | None = None,
+    settings: "Mapping[str, Any] | Place | None" = None,
+    resume: bool = False,
+    untrained: bool = False,
+    progress: "Progress | None" = None,
+) -> "Artifact":
+    """Run the model once over the corpus and write the artifact `out`; what is there already is not done again.
+
+    Args:
+        model: checkpoint (directory or hub name), or a transformers model with its `tokenizer`.
+        corpus: file, directory, URL or hub name; or a DataFrame, an Arrow table, a `datasets.Dataset`.
+        targets: tasks and files of units; or units: dicts of prompt and completion (or question and answer).
+    The other arguments, and errors: see `grasp.extract.build.build`.
+    """
+    from grasp.extract.build import build
+
+    files = build(
+        model,
+        corpus,
+        targets,
+        out,
+        tokenizer=tokenizer,
+        split=split,
+        text_column=text_column,
+        id_column=id_column,
+        max_length=max_length,
+        match=match,
+        dtype=dtype,
+        keep_features=keep_features,
+        settings=settings,
+        resume=resume,
+        untrained=untrained,
+        progress=progress,
+    )
+    return Artifact(files)
 
 
-def open(path: "Place") -> "Artifact":  # noqa: A001 - the word that everybody looks for
+def open(path: "Place") -> Artifact:  # noqa: A001 - the word that everybody looks for
     """Open an artifact: a directory, or a URL whose files are fetched as they are needed.
 
     Raises:
         ArtifactError: nothing there, not finished, or damaged.
     """
-    from grasp.artifact.reader import Artifact as Files
-
-    return Artifact(Files.open(path))
+    return Artifact.open(path)
 
 
 def open_runs(path: "Place") -> "Environment":
@@ -52,205 +89,3 @@ def open_runs(path: "Place") -> "Environment":
     from grasp.runs.environment import Environment
 
     return Environment.open(Path(path))
-
-
-class Artifact:
-    """What one forward pass over a corpus gave: its rows, and what each should teach of every target.
-
-    Made by `grasp.open`. All verbs but `verify` leave it as it is.
-    """
-
-    def __init__(self, files: "Files") -> None:
-        self.files = files
-
-    @property
-    def path(self) -> str:
-        """Directory or URL."""
-        return self.files.where
-
-    @property
-    def targets(self) -> dict[str, int]:
-        """Number of units of every target."""
-        return dict(self.files.manifest.targets)
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Columns of the corpus that rows can be chosen and grouped by."""
-        return tuple(self.files.manifest.details.get("labels", ()))
-
-    @property
-    def rows(self) -> "Result":
-        """All rows in order: row_id, doc_id, n_tokens, loss, labels, and the beginning of their text."""
-        import pyarrow.parquet as pq
-
-        from grasp.results import Result
-
-        table = pq.read_table(self.files.rows_path)
-        return Result(table.drop_columns(["row_index"]), f"{len(self):,} rows of {self.path}")
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return self.files.n_rows
-
-    def __repr__(self) -> str:
-        return "\n".join([plain(self._headline()), text_table("", ("target", "units"), self._target_lines())])
-
-    def _repr_html_(self) -> str:
-        lines = "".join(f"<tr><td>{escape(name)}</td><td>{units}</td></tr>" for name, units in self._target_lines())
-        table = f"<table><thead><tr><th>target</th><th>units</th></tr></thead><tbody>{lines}</tbody></table>"
-        return f"<p><b>{escape(plain(self._headline()))}</b></p>{table}"
-
-    def _headline(self) -> str:
-        size = size_text(sum(entry.bytes for entry in self.files.manifest.files.values()))
-        labels = ", ".join(self.labels) or "none"
-        return f"GRASP artifact {self.path}: {len(self):,} rows, {size}; labels: {labels}"
-
-    def _target_lines(self) -> list[tuple[str, str]]:
-        return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
-
-    # ----------------------------------------------------------------------- what should not be there
-
-    def detect(
-        self,
-        target: str,
-        *,
-        contamination: bool = False,
-        label: str | None = None,
-        truth: str | None = None,
-        clean: str | None = None,
-        k: int | None = None,
-        neighbours: int | None = None,
-        false_positives: float = 0.01,
-        match: str | None = None,
-        against: Sequence[str] = (),
-        cache: "Place | None" = None,
-        top: int = 10,
-        progress: "Progress | None" = None,
-    ) -> "Suspects":
-        """Rows that look wrong to a target you trust, or that leak it; see `grasp.audit.detect.detect`."""
-        from grasp.audit.detect import detect
-
-        return detect(
-            self.files,
-            target,
-            contamination=contamination,
-            label=label,
-            truth=truth,
-            clean=clean,
-            k=k,
-            neighbours=neighbours,
-            false_positives=false_positives,
-            match=match,
-            against=against,
-            cache=None if cache is None else Path(cache),
-            top=top,
-            progress=progress,
-        )
-
-    def retrieve(
-        self,
-        *,
-        queries: "Place | None" = None,
-        by: Sequence[str] = (),
-        target: str | None = None,
-        related: str | None = None,
-        together: bool = False,
-        k: Sequence[int] = (1000,),
-        methods: Sequence[str] = ("grasp", "bm25", "overlap", "grasp+bm25", "grasp+overlap"),
-        fusion: Sequence[str] | None = None,
-        method_settings: "Place | None" = None,
-        cache: "Place | None" = None,
-        progress: "Progress | None" = None,
-    ) -> "Retrieval":
-        """Do the best rows for a unit come from its own domain? See `grasp.audit.retrieval.retrieve`."""
-        from grasp.audit.retrieval import retrieve
-
-        return retrieve(
-            self.files,
-            queries=None if queries is None else Path(queries),
-            by=by,
-            target=target,
-            related=related,
-            together=together,
-            k=k,
-            methods=methods,
-            fusion=fusion,
-            method_settings=None if method_settings is None else Path(method_settings),
-            cache=None if cache is None else Path(cache),
-            progress=progress,
-        )
-
-    # ---------------------------------------------------------------------------- how far to trust it
-
-    def diagnose(
-        self,
-        *,
-        rows: int = 256,
-        subsets: int = 64,
-        seed: int = 0,
-        runs: "Runs" = None,
-        protocol: "Protocol" = None,
-        own: Mapping[str, Any] | None = None,
-    ) -> "Diagnosis":
-        """Check the approximations of the artifact on a sample of its own rows."""
-        from grasp.audit.diagnose import diagnose
-        from grasp.predict.protocol import load_protocol
-
-        return diagnose(
-            self.files,
-            rows=rows,
-            subsets=subsets,
-            seed=seed,
-            environment=_runs(runs),
-            protocol=load_protocol(Path(protocol)) if isinstance(protocol, Path | str) else protocol,
-            own=own,
-        )
-
-    def report(
-        self,
-        out: "Place",
-        *,
-        by: Sequence[str] = (),
-        targets: Sequence[str] | None = None,
-        protocol: "Protocol" = None,
-        runs: "Runs" = None,
-        partial: bool = False,
-        selection: "Place | None" = None,
-        mixture: "Place | None" = None,
-        suspects: "Place | None" = None,
-        previous: "Sequence[Artifact | Place]" = (),
-        command: str | None = None,
-    ) -> Path:
-        """Write one HTML page of all of it, with a live what-if; see `grasp.report.verb.report`."""
-        from grasp.report.verb import report
-
-        return report(
-            self.files,
-            out,
-            by=by,
-            targets=targets,
-            protocol=protocol,
-            runs=_runs(runs),
-            partial=partial,
-            selection=selection,
-            mixture=mixture,
-            suspects=suspects,
-            previous=[(one if isinstance(one, Artifact) else open(one)).files for one in previous],
-            command=command,
-        )
-
-    def info(self) -> "ArtifactInfo":
-        """What is in it: arrays and their sizes, settings, fingerprints, what was left out."""
-        from grasp.artifact.inspection import info
-
-        return info(self.path)
-
-    def verify(self) -> "VerifyReport":
-        """Compare every file with its checksum; `.ok`, or `.problems`."""
-        from grasp.artifact.inspection import verify
-
-        return verify(self.path)
-
-
-def _runs(runs: "Runs") -> "Environment | None":
-    return open_runs(runs) if isinstance(runs, Path | str) else runs

@@ -1,0 +1,240 @@
+"""An artifact in the hand: what it holds, and the verbs that ask it.
+
+Nothing here computes: each verb is one function of the room that knows how. Heavy modules are imported inside verbs.
+"""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from grasp.text import plain, size_text, text_table
+
+if TYPE_CHECKING:
+    from grasp.artifact.inspection import ArtifactInfo, VerifyReport
+    from grasp.artifact.reader import Artifact as Files
+    from grasp.audit.detect import Suspects
+    from grasp.audit.diagnose import Diagnosis
+    from grasp.audit.retrieval import Retrieval
+    from grasp.extract.progress import Progress
+    from grasp.predict.protocol import ScoringProtocol
+    from grasp.results import Result
+    from grasp.runs.environment import Environment
+
+    Place = Path | str
+    Protocol = ScoringProtocol | Path | str | None
+    Runs = Environment | Path | str | None
+
+
+class Artifact:
+    """What one forward pass over a corpus gave: its rows, and what each should teach of every target.
+
+    Made by `grasp.build` or `grasp.open`. All verbs but `verify` leave it as it is.
+    """
+
+    def __init__(self, files: "Files") -> None:
+        self.files = files
+
+    @classmethod
+    def open(cls, path: "Place") -> Self:
+        """Open a directory, or a URL whose files are fetched as they are needed."""
+        from grasp.artifact.reader import Artifact as Files
+
+        return cls(Files.open(path))
+
+    @property
+    def path(self) -> str:
+        """Directory or URL."""
+        return self.files.where
+
+    @property
+    def targets(self) -> dict[str, int]:
+        """Number of units of every target."""
+        return dict(self.files.manifest.targets)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Columns of the corpus that rows can be chosen and grouped by."""
+        return tuple(self.files.manifest.details.get("labels", ()))
+
+    @property
+    def rows(self) -> "Result":
+        """All rows in order: row_id, doc_id, n_tokens, loss, labels, and the beginning of their text."""
+        import pyarrow.parquet as pq
+
+        from grasp.results import Result
+
+        table = pq.read_table(self.files.rows_path)
+        return Result(table.drop_columns(["row_index"]), f"{len(self):,} rows of {self.path}")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.files.n_rows
+
+    def __repr__(self) -> str:
+        return "\n".join([plain(self._headline()), text_table("", ("target", "units"), self._target_lines())])
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<tr><td>{escape(name)}</td><td>{units}</td></tr>" for name, units in self._target_lines())
+        table = f"<table><thead><tr><th>target</th><th>units</th></tr></thead><tbody>{lines}</tbody></table>"
+        return f"<p><b>{escape(plain(self._headline()))}</b></p>{table}"
+
+    def _headline(self) -> str:
+        size = size_text(sum(entry.bytes for entry in self.files.manifest.files.values()))
+        labels = ", ".join(self.labels) or "none"
+        return f"GRASP artifact {self.path}: {len(self):,} rows, {size}; labels: {labels}"
+
+    def _target_lines(self) -> list[tuple[str, str]]:
+        return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
+
+    # ----------------------------------------------------------------------- what should not be there
+
+    def detect(
+        self,
+        target: str,
+        *,
+        contamination: bool = False,
+        label: str | None = None,
+        truth: str | None = None,
+        clean: str | None = None,
+        k: int | None = None,
+        neighbours: int | None = None,
+        false_positives: float = 0.01,
+        match: str | None = None,
+        against: Sequence[str] = (),
+        cache: "Place | None" = None,
+        top: int = 10,
+        progress: "Progress | None" = None,
+    ) -> "Suspects":
+        """Rows that look wrong to a target you trust, or that leak it; see `grasp.audit.detect.detect`."""
+        from grasp.audit.detect import detect
+
+        return detect(
+            self.files,
+            target,
+            contamination=contamination,
+            label=label,
+            truth=truth,
+            clean=clean,
+            k=k,
+            neighbours=neighbours,
+            false_positives=false_positives,
+            match=match,
+            against=against,
+            cache=None if cache is None else Path(cache),
+            top=top,
+            progress=progress,
+        )
+
+    def retrieve(
+        self,
+        *,
+        queries: "Place | None" = None,
+        by: Sequence[str] = (),
+        target: str | None = None,
+        related: str | None = None,
+        together: bool = False,
+        k: Sequence[int] = (1000,),
+        methods: Sequence[str] = ("grasp", "bm25", "overlap", "grasp+bm25", "grasp+overlap"),
+        fusion: Sequence[str] | None = None,
+        method_settings: "Place | None" = None,
+        cache: "Place | None" = None,
+        progress: "Progress | None" = None,
+    ) -> "Retrieval":
+        """Do the best rows for a unit come from its own domain? See `grasp.audit.retrieval.retrieve`."""
+        from grasp.audit.retrieval import retrieve
+
+        return retrieve(
+            self.files,
+            queries=None if queries is None else Path(queries),
+            by=by,
+            target=target,
+            related=related,
+            together=together,
+            k=k,
+            methods=methods,
+            fusion=fusion,
+            method_settings=None if method_settings is None else Path(method_settings),
+            cache=None if cache is None else Path(cache),
+            progress=progress,
+        )
+
+    # ---------------------------------------------------------------------------- how far to trust it
+
+    def diagnose(
+        self,
+        *,
+        rows: int = 256,
+        subsets: int = 64,
+        seed: int = 0,
+        runs: "Runs" = None,
+        protocol: "Protocol" = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> "Diagnosis":
+        """Check the approximations of the artifact on a sample of its own rows."""
+        from grasp.audit.diagnose import diagnose
+        from grasp.predict.protocol import load_protocol
+
+        return diagnose(
+            self.files,
+            rows=rows,
+            subsets=subsets,
+            seed=seed,
+            environment=as_runs(runs),
+            protocol=load_protocol(Path(protocol)) if isinstance(protocol, Path | str) else protocol,
+            own=own,
+        )
+
+    def report(
+        self,
+        out: "Place",
+        *,
+        by: Sequence[str] = (),
+        targets: Sequence[str] | None = None,
+        protocol: "Protocol" = None,
+        runs: "Runs" = None,
+        partial: bool = False,
+        selection: "Place | None" = None,
+        mixture: "Place | None" = None,
+        suspects: "Place | None" = None,
+        previous: "Sequence[Artifact | Place]" = (),
+        command: str | None = None,
+    ) -> Path:
+        """Write one HTML page of all of it, with a live what-if; see `grasp.report.verb.report`."""
+        from grasp.report.verb import report
+
+        return report(
+            self.files,
+            out,
+            by=by,
+            targets=targets,
+            protocol=protocol,
+            runs=as_runs(runs),
+            partial=partial,
+            selection=selection,
+            mixture=mixture,
+            suspects=suspects,
+            previous=[(one if isinstance(one, Artifact) else Artifact.open(one)).files for one in previous],
+            command=command,
+        )
+
+    def info(self) -> "ArtifactInfo":
+        """What is in it: arrays and their sizes, settings, fingerprints, what was left out."""
+        from grasp.artifact.inspection import info
+
+        return info(self.path)
+
+    def verify(self) -> "VerifyReport":
+        """Compare every file with its checksum; `.ok`, or `.problems`."""
+        from grasp.artifact.inspection import verify
+
+        return verify(self.path)
+
+
+def as_runs(runs: "Runs") -> "Environment | None":
+    """Runs, or the directory that holds them."""
+    if not isinstance(runs, Path | str):
+        return runs
+    from grasp.runs.environment import Environment
+
+    return Environment.open(Path(runs))
