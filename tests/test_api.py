@@ -18,7 +18,8 @@ from grasp.cli.app import GROUPS, WORDS
 from tests.cli.conftest import art, root  # noqa: F401  (fixtures)
 from tests.cli.grasp_command import assert_same_arrays, refused, succeed
 
-NAMES = ["Artifact", "Environment", "GraspError", "Result", "__version__", "build", "open", "open_runs"]
+NAMES = ["Artifact", "Environment", "GraspError", "Result", "__version__", "build", "calibrate", "evaluate"]
+NAMES += ["open", "open_runs", "retrain"]
 
 
 def test_about_a_dozen_names_are_found():
@@ -114,3 +115,40 @@ def test_help_groups_every_command_and_explains_its_words():
     assert f"protocol {WORDS['protocol']}" in words
     assert "recipe" not in words
     assert all(len(line) <= 80 for line in page[: page.index("Examples:")].splitlines())
+
+
+# ------------------------------------------------------------------------------------------- the journey
+
+
+def test_rows_by_what_they_teach_are_those_that_the_command_writes(art, tmp_path):  # noqa: F811
+    found = grasp.open(art).score("facts", top=3, bottom=2)
+    succeed("score", art, "--target", "facts", "--top", 3, "--bottom", 2, "--out", tmp_path / "s.parquet")
+    assert found.to_arrow().to_pylist() == pq.read_table(tmp_path / "s.parquet").to_pylist()
+    assert found.to_pandas()["row_id"].iloc[0] in repr(found)
+    assert "row_index" not in found.to_arrow().column_names
+
+
+def test_one_question_in_every_form_has_one_answer(art, tmp_path):  # noqa: F811
+    found, topic = grasp.open(art), "topic = 'sky'"
+    rows = pq.read_table(art / "rows.parquet")
+    rest = [row["row_id"] for row in rows.to_pylist() if row["topic"] != "sky"]
+    frame = pd.DataFrame({"subset_id": "mine", "row_id": rest})
+    answers = [
+        found.predict(drop=topic),
+        found.predict(keep="topic != 'sky'"),
+        found.predict(weight={topic: 0.0}),
+        found.predict(subsets={"mine": rest}),
+        found.predict(subsets=frame),
+    ]
+    changes = [one.to_pandas()["change"].item() for one in answers]
+    assert changes == pytest.approx([changes[0]] * len(changes), rel=1e-9)
+    by_label = found.predict(by="topic").to_pandas().set_index("value")["if_dropped"]["sky"]
+    assert by_label == pytest.approx(changes[0], rel=1e-6)
+    succeed("predict", art, "--drop", topic, "--out", tmp_path / "p.parquet")
+    assert pq.read_table(tmp_path / "p.parquet")["change"].to_pylist() == [changes[0]]
+
+
+def test_suspects_are_those_of_the_command(art, tmp_path):  # noqa: F811
+    found = grasp.open(art).detect("facts", label="topic")
+    succeed("detect", art, "--target", "facts", "--label", "topic", "--out", tmp_path / "d.parquet")
+    assert found.to_arrow().to_pylist() == pq.read_table(tmp_path / "d.parquet").to_pylist()

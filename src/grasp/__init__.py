@@ -1,7 +1,7 @@
 """What would a model gain or lose if part of its corpus were kept, dropped or re-weighted?
 
     art = grasp.build("ckpt", "corpus.parquet", ["sciq"], out="art")
-    art.report("report.html")
+    art.predict(drop="topic = 'Games'")
 
 `grasp.build` and `grasp.open` give an Artifact, whose methods answer questions; `help(grasp.Artifact)` lists them.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api import build, open, open_runs  # noqa: A004
+    from grasp.api import build, calibrate, evaluate, open, open_runs, retrain  # noqa: A004
     from grasp.handle import Artifact
     from grasp.results import Result
     from grasp.runs.environment import Environment
@@ -24,10 +24,25 @@ _HOMES = {
     "Environment": "grasp.runs.environment",
     "Result": "grasp.results",
     "build": "grasp.api",
+    "calibrate": "grasp.api",
+    "evaluate": "grasp.api",
     "open": "grasp.api",
     "open_runs": "grasp.api",
+    "retrain": "grasp.api",
 }
-__all__ = ["Artifact", "Environment", "GraspError", "Result", "__version__", "build", "open", "open_runs"]
+__all__ = [
+    "Artifact",
+    "Environment",
+    "GraspError",
+    "Result",
+    "__version__",
+    "build",
+    "calibrate",
+    "evaluate",
+    "open",
+    "open_runs",
+    "retrain",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ Nothing here computes: each verb is one function of the room that knows how. Hea
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,13 +12,19 @@ from typing import TYPE_CHECKING, Any, Self
 from grasp.text import plain, size_text, text_table
 
 if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import Artifact as Files
     from grasp.audit.detect import Suspects
     from grasp.audit.diagnose import Diagnosis
     from grasp.audit.retrieval import Retrieval
     from grasp.extract.progress import Progress
+    from grasp.predict.intervals import FitIntervals
     from grasp.predict.protocol import ScoringProtocol
+    from grasp.predict.ranking import RankedRows
+    from grasp.predict.verb import Prediction
     from grasp.results import Result
     from grasp.runs.environment import Environment
 
@@ -86,6 +93,80 @@ class Artifact:
 
     def _target_lines(self) -> list[tuple[str, str]]:
         return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
+
+    # ------------------------------------------------------------------------------- what is it worth
+
+    def score(
+        self,
+        target: str,
+        *,
+        top: int | None = None,
+        bottom: int = 0,
+        where: str | None = None,
+        unit: str | None = None,
+        min_tokens: int = 0,
+        match: str | None = None,
+        labels: Sequence[str] | None = None,
+        protocol: "Protocol" = None,
+        out: "Place | None" = None,
+    ) -> "RankedRows":
+        """Rows by what they teach a target, best first. See `grasp.predict.ranking.score`."""
+        from grasp.predict.ranking import score
+
+        return score(
+            self.files,
+            target,
+            top=top,
+            bottom=bottom,
+            where=where,
+            unit=unit,
+            min_tokens=min_tokens,
+            match=match,
+            labels=labels,
+            protocol=protocol,
+            out=None if out is None else Path(out),
+        )
+
+    def predict(
+        self,
+        *,
+        drop: str | None = None,
+        keep: str | None = None,
+        weight: Mapping[str, float] | None = None,
+        by: str | None = None,
+        subsets: "Place | pa.Table | pd.DataFrame | Mapping[str, Sequence[str]] | None" = None,
+        omitted: bool = False,
+        family: str | None = None,
+        count: int = 100,
+        seed: int = 0,
+        targets: Sequence[str] | None = None,
+        protocol: "Protocol" = None,
+        runs: "Runs" = None,
+        components: bool = False,
+        units: bool = False,
+        out: "Place | None" = None,
+    ) -> "Prediction":
+        """What happens to the targets if rows are kept, dropped or re-weighted. See `grasp.predict.verb.predict`."""
+        from grasp.predict.verb import predict
+
+        return predict(
+            self.files,
+            drop=drop,
+            keep=keep,
+            weight=weight,
+            by=by,
+            subsets=subsets,
+            omitted=omitted,
+            family=family,
+            count=count,
+            seed=seed,
+            targets=targets,
+            protocol=protocol,
+            runs=self._intervals(runs),
+            components=components,
+            units=units,
+            out=None if out is None else Path(out),
+        )
 
     # ----------------------------------------------------------------------- what should not be there
 
@@ -173,15 +254,15 @@ class Artifact:
     ) -> "Diagnosis":
         """Check the approximations of the artifact on a sample of its own rows."""
         from grasp.audit.diagnose import diagnose
-        from grasp.predict.protocol import load_protocol
+        from grasp.predict.verb import as_protocol
 
         return diagnose(
             self.files,
             rows=rows,
             subsets=subsets,
             seed=seed,
-            environment=as_runs(runs),
-            protocol=load_protocol(Path(protocol)) if isinstance(protocol, Path | str) else protocol,
+            environment=None if runs is None else as_runs(runs),
+            protocol=None if protocol is None else as_protocol(protocol),
             own=own,
         )
 
@@ -209,7 +290,7 @@ class Artifact:
             by=by,
             targets=targets,
             protocol=protocol,
-            runs=as_runs(runs),
+            runs=None if runs is None else as_runs(runs),
             partial=partial,
             selection=selection,
             mixture=mixture,
@@ -230,11 +311,17 @@ class Artifact:
 
         return verify(self.path)
 
+    def _intervals(self, runs: "Runs") -> "FitIntervals | None":
+        """What fits intervals in nats to retrained subsets; none without them."""
+        if runs is None:
+            return None
+        from grasp.runs.trust import fit_intervals
 
-def as_runs(runs: "Runs") -> "Environment | None":
+        return partial(fit_intervals, artifact=self.files, environment=as_runs(runs))
+
+
+def as_runs(runs: "Environment | Place") -> "Environment":
     """Runs, or the directory that holds them."""
-    if not isinstance(runs, Path | str):
-        return runs
     from grasp.runs.environment import Environment
 
-    return Environment.open(Path(runs))
+    return Environment.open(Path(runs)) if isinstance(runs, Path | str) else runs
