@@ -9,6 +9,7 @@ import pytest
 
 import grasp
 from grasp.artifact.reader import Artifact
+from grasp.predict.ranking import score
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import TOPICS
 
@@ -81,6 +82,15 @@ def test_in_python_it_says_the_same(art, queries):
     assert repr(found) in shown.out
 
 
+def test_grasp_ranks_as_score_does(art):
+    found = grasp.open(art).retrieve(target="facts", related="topic = 'sky'", together=True, k=[4], methods=["grasp"])
+    best = score(Artifact.open(art), "facts", top=4).to_pandas()
+    assert len(found) == 1
+    topics = pq.read_table(Artifact.open(art).rows_path)["topic"].to_pylist()
+    chance = topics.count("sky") / len(topics)
+    assert found.recalls[0].mean.value == pytest.approx((best["topic"] == "sky").mean() / chance)
+
+
 def test_units_of_one_value_are_one_query_by_their_mean(art, queries, tmp_path):
     out = tmp_path / "lifts.parquet"
     asked = ("--by", "topic", "--together", "--k", "7", "--methods", "token", "--out", out, "--quiet")
@@ -120,8 +130,8 @@ def test_queries_without_rows_of_their_value_are_counted(art, queries, tmp_path)
         (("--queries", "{queries}", "--by", "topic", "--k", "many"), "--k: got 'many', expected numbers of rows"),
         (("--queries", "{queries}", "--by", "topic", "--k", "9999"), "k: got 9999, expected numbers from 1 to the"),
         (("--queries", "{queries}", "--by", "topic", "--methods", "bm26"), "methods: got 'bm26'; did you mean bm25?"),
-        (("--target", "facts", "--related", "topic = 'x'"), "related: topic = 'x' selects no row"),
-        (("--target", "facts", "--related", "topic != 'x'"), "related: topic != 'x' selects every row"),
+        (("--target", "facts", "--related", "topic = 'x'"), "matches no row"),
+        (("--target", "facts", "--related", "topic != 'x'"), "matches every row"),
         (("--target", "fact", "--related", "topic = 'sky'"), "has no target 'fact'"),
         (("--target", "facts", "--related", "topic = 'sky'", "--methods", "token", "--cache", "c"), "cache: no"),
         (("--target", "facts", "--related", "topic = 'sky'", "--methods", "token,bm25", "--fusion", "z"), "fusion: no"),

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import RELEVANCE, Artifact
 from grasp.audit.copies import Copies, exact_copies
 from grasp.audit.detection import (
     Agreement,
@@ -32,8 +32,8 @@ from grasp.audit.neighbours import disagreement
 from grasp.corpus.image_store import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.predict.row_tables import kernel_array
 from grasp.predict.slices import LabelTable
+from grasp.predict.standardize import ComponentMoments, RowMoments
 from grasp.results import Result
 from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import MethodRows, method_rows
@@ -275,29 +275,25 @@ def unit_scores(
 ) -> UnitScores:
     """Relevance of all rows to the units of a target, or scores of a published method.
 
-    Two passes over blocks: moments of every unit (Chan et al. 1983), then its standardised scores. Memory: one block.
+    Two passes over blocks: moments of every unit, then its standardised scores. Memory: one block.
 
     Args:
-        match: kernel of an artifact; None: the one that ranks.
+        match: kernel of an artifact; None: token where it is built, else pooled.
     """
-    name = rows.array_names[0] if isinstance(rows, MethodRows) else kernel_array(rows)
-    if match is not None and isinstance(rows, Artifact):
-        name = rows.relevance_name(match)
+    if isinstance(rows, MethodRows):
+        name = rows.array_names[0]
+    else:
+        name = rows.relevance_name(match or ("token" if RELEVANCE["token"] in rows.array_names else "pooled"))
     columns, n_rows, progress = rows.unit_columns(target), rows.n_rows, progress or Silent()
     progress.stage(name.replace("_", " "), rows=2 * n_rows, tokens=None)
-    count, mean_E, square_E = 0, np.zeros(len(columns)), np.zeros(len(columns))
+    moments = RowMoments(0, np.zeros(len(columns)), np.zeros(len(columns)))
     for _, block in rows.array_blocks(name, columns=columns):
-        size, block_E = len(block), block.mean(axis=0, dtype=np.float64)
-        shift_E = block_E - mean_E
-        square_E += ((block - block_E) ** 2).sum(axis=0) + shift_E**2 * (count * size / (count + size))
-        count += size
-        mean_E += shift_E * (size / count)
-        progress.advance(size, 0)
-    spread_E = np.sqrt(square_E / n_rows)
-    scale_E = 1.0 / np.where(spread_E > 1e-12 * np.abs(mean_E), spread_E, np.inf)  # a constant's rounding is no spread
+        moments = moments.merge(RowMoments.of(block))
+        progress.advance(len(block), 0)
+    scale_E = ComponentMoments(moments.mean_E, np.sqrt(moments.scatter_E / n_rows)).inverse_E
     found = UnitScores(np.empty(n_rows), np.empty(n_rows), np.empty(n_rows, dtype=np.int64))
     for start, block in rows.array_blocks(name, columns=columns):
-        score_NE, here = (block - mean_E) * scale_E, slice(start, start + len(block))
+        score_NE, here = (block - moments.mean_E) * scale_E, slice(start, start + len(block))
         found.mean_N[here], found.largest_N[here] = score_NE.mean(axis=1), score_NE.max(axis=1)
         found.unit_N[here] = score_NE.argmax(axis=1)
         progress.advance(len(block), 0)

@@ -22,17 +22,17 @@ from scipy.stats import rankdata
 from grasp.artifact.reader import Artifact
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
-from grasp.predict.row_tables import kernel_array
+from grasp.predict.predictor import Predictor
+from grasp.predict.relevance import UnitSelection
+from grasp.predict.row_arrays import F32, F64
 from grasp.predict.slices import LabelTable
-from grasp.predict.source import F32, FeatureSource
 from grasp.results import Result
 from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
-from grasp.runs.method_rows import method_rows
+from grasp.runs.method_rows import MethodRows, method_rows
 from grasp.runs.metrics import Estimate, interval
 from grasp.seeds import bootstrap_weights
 from grasp.settings import read_yaml
 
-F64 = NDArray[np.float64]
 Fusion = Literal["rrf", "z"]
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
 RRF = 60.0  # of Cormack et al. 2009
@@ -168,7 +168,7 @@ def retrieve(
         queries, by: JSONL or Parquet of unit_id and labels, and the labels: rows that share a unit's value are related.
         target, related: a target whose units are the queries, and an expression that selects the rows related to it.
         together: units of one value are one query, by their mean score.
-        methods: `grasp` (the kernel that ranks), a kernel or a published method; fused where joined by +.
+        methods: `grasp` (what `grasp score` ranks by), a kernel or a published method; fused where joined by +.
         fusion: `rrf` (reciprocal ranks), `z` (z-scores); None: both.
         method_settings: YAML of settings of methods by label; `cache` keeps their scores (None: the artifact).
     Raises:
@@ -188,7 +188,7 @@ def retrieve(
             f"k: got {beyond[0] if beyond else 'none'}, expected numbers from 1 to the {artifact.n_rows:,} rows of "
             f"{artifact.where}"
         )
-    sources = _sources(artifact, asked, published, cache, progress)
+    sources = Sources(artifact, asked, published, cache, progress)
     lifts = _lifts(sources, asked, questions, k)
     recalls = []
     for r, on in enumerate(questions):
@@ -268,23 +268,40 @@ def _standardised(score_N: NDArray[np.floating[Any]]) -> F64:
 _RULES = {"rrf": _reciprocal_rank, "z": _standardised}
 
 
-def _sources(
-    artifact: Artifact,
-    asked: Sequence[RowScore],
-    methods: Sequence[ConfiguredMethod],
-    cache: Path | None,
-    progress: Progress | None,
-) -> dict[str, tuple[FeatureSource, str]]:
-    """Where the scores of every part lie: a source and the name of its array."""
-    found: dict[str, tuple[FeatureSource, str]] = {}
-    by_label = {method.label: method for method in methods}
-    for name in dict.fromkeys(part for one in asked for part in one.parts):
-        if name in by_label:
-            rows = method_rows(artifact, by_label[name], cache=cache, progress=progress)
-            found[name] = (rows, f"relevance_{name}")
-        else:
-            found[name] = (artifact, kernel_array(artifact) if name == GRASP else artifact.relevance_name(name))
-    return found
+class Sources:
+    """Where the scores of every part lie, and their scores for sets of units."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        asked: Sequence[RowScore],
+        methods: Sequence[ConfiguredMethod],
+        cache: Path | None,
+        progress: Progress | None,
+    ) -> None:
+        self.artifact = artifact
+        self._parts: dict[str, tuple[Artifact | MethodRows, str]] = {}  # rows and the name of their array
+        by_label = {method.label: method for method in methods}
+        self.names = tuple(dict.fromkeys(part for one in asked for part in one.parts))
+        for name in self.names:
+            if name in by_label:
+                rows = method_rows(artifact, by_label[name], cache=cache, progress=progress)
+                self._parts[name] = (rows, rows.array_names[0])
+            elif name != GRASP:
+                self._parts[name] = (artifact, artifact.relevance_name(name))
+
+    def scores(self, name: str, sets: Sequence[NDArray[np.int64]]) -> F32:
+        """Score of every row for every set of units, (N, Q): of `grasp` the effect that `grasp score` ranks by."""
+        units = UnitSelection(
+            tuple(map(str, range(len(sets)))), np.concatenate(sets), np.array([len(columns) for columns in sets])
+        )
+        if name == GRASP:
+            return np.asarray(Predictor.of(self.artifact, units=units).effect_NT, dtype=np.float32)
+        rows, array = self._parts[name]
+        out_NQ = np.empty((rows.n_rows, len(sets)), dtype=np.float32, order="F")
+        for start, block in rows.array_blocks(array, columns=units.columns_E):
+            out_NQ[start : start + len(block)] = units.mean_per_task(block)
+        return out_NQ
 
 
 # ----------------------------------------------------------------------------------------------- domains
@@ -328,10 +345,7 @@ def domains_by_label(artifact: Artifact, queries: Path, labels: Sequence[str]) -
 def _domain_by_expression(artifact: Artifact, target: str, expression: str) -> Domains:
     """Rows that a label expression selects, for every unit of a target."""
     columns_Q = artifact.unit_columns(target)
-    mask_N = LabelTable(artifact.rows_path).select(expression)
-    if mask_N.all() or not mask_N.any():
-        some = "every row" if mask_N.all() else "no row"
-        raise SettingsError(f"related: {expression} selects {some} of {artifact.where}; expected some of them")
+    mask_N = LabelTable(artifact.rows_path).matching(expression).mask_N
     unit_ids = tuple(artifact.units["unit_id"].take(pa.array(columns_Q)).to_pylist())
     n = len(unit_ids)
     wanted_Q = np.ones(n, dtype=np.int32)
@@ -398,22 +412,17 @@ def lift(score_N: NDArray[np.floating[Any]], k: int, related: Sequence[NDArray[n
 
 
 def _lifts(
-    sources: Mapping[str, tuple[FeatureSource, str]],
-    asked: Sequence[RowScore],
-    questions: Sequence[Domains],
-    ks: Sequence[int],
+    sources: Sources, asked: Sequence[RowScore], questions: Sequence[Domains], ks: Sequence[int]
 ) -> dict[tuple[str, int, int], F64]:
     """Lifts of all queries, (Q,), by score, place of the domains, and k."""
     lifts = {
         (one.name, r, k): np.empty(len(on.unit_ids)) for one in asked for r, on in enumerate(questions) for k in ks
     }
-    n_rows = next(iter(sources.values()))[0].n_rows
-    for batch in _few(_questions(questions), n_rows * len(sources)):
-        columns = np.unique(np.concatenate([columns for columns, _ in batch]))
-        held = {name: _scores(source, array, columns) for name, (source, array) in sources.items()}
-        for of_units, places in batch:
-            at = np.searchsorted(columns, of_units)
-            part_scores = {name: scores_NQ[:, at].mean(axis=1) for name, scores_NQ in held.items()}
+    floats_each = sources.artifact.n_rows * (len(sources.names) + 3)  # 3 more while `grasp` adds its kernels up
+    for batch in _few(_questions(questions), floats_each):
+        held = {name: sources.scores(name, [columns for columns, _ in batch]) for name in sources.names}
+        for column, (_, places) in enumerate(batch):
+            part_scores = {name: scores_NQ[:, column] for name, scores_NQ in held.items()}
             related = [questions[r].rows_of(q) for r, q in places]
             for one in asked:
                 score_N = one.of(part_scores)
@@ -433,23 +442,10 @@ def _questions(domains: Sequence[Domains]) -> list[Question]:
 
 
 def _few(questions: Sequence[Question], floats_each: int) -> Iterator[list[Question]]:
-    """As many questions at a time as have units that fit in memory, one at least."""
+    """As many questions at a time as have scores that fit in memory, one at least."""
     most = max(1, HELD_BYTES // (4 * floats_each))
-    batch: list[Question] = []
-    for question in questions:
-        if batch and sum(len(columns) for columns, _ in batch) + len(question[0]) > most:
-            yield batch
-            batch = []
-        batch.append(question)
-    if batch:
-        yield batch
-
-
-def _scores(source: FeatureSource, array: str, columns: NDArray[np.int64]) -> F32:
-    out_NQ = np.empty((source.n_rows, len(columns)), dtype=np.float32, order="F")
-    for start, block in source.array_blocks(array, columns=columns):
-        out_NQ[start : start + len(block)] = block
-    return out_NQ
+    for start in range(0, len(questions), most):
+        yield list(questions[start : start + most])
 
 
 def mean_over_queries(values_Q: F64) -> Estimate:

@@ -1,12 +1,10 @@
-"""Rows ranked by a published method: its stored scores, seen as an artifact with one kernel."""
+"""Rows ranked by a published method: its stored scores, by blocks of rows."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
@@ -23,7 +21,7 @@ from grasp.runs.methods import retrained
 
 @dataclass(frozen=True, slots=True)
 class MethodRows:
-    """The rows of an artifact under the scores of a method: `RowArrays` whose one kernel is the method."""
+    """The rows of an artifact under the scores of a method, which are its one array."""
 
     artifact: Artifact
     label: str
@@ -34,20 +32,8 @@ class MethodRows:
         return self.artifact.n_rows
 
     @property
-    def targets(self) -> tuple[str, ...]:
-        return self.artifact.targets
-
-    @property
     def array_names(self) -> tuple[str, ...]:
         return (f"relevance_{self.label}",)
-
-    @property
-    def units(self) -> pa.Table:
-        return self.artifact.units
-
-    @property
-    def feature_settings(self) -> Mapping[str, Any]:
-        return self.artifact.feature_settings
 
     def unit_columns(self, target: str) -> NDArray[np.int64]:
         """Columns of the target's units: those of the artifact."""
@@ -58,18 +44,10 @@ class MethodRows:
     ) -> Blocks:
         """Scores in blocks of the stored size; one that does not depend on the unit is the same in every column."""
         del name, block_rows
-        chosen = np.arange(len(self.units)) if columns is None else columns
+        chosen = np.arange(len(self.artifact.units)) if columns is None else columns
         for start, block in self.found:
             own: F32 = block.astype(np.float32)
             yield start, own[:, chosen] if own.shape[1] > 1 else np.repeat(own, len(chosen), axis=1)
-
-    def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table:
-        """Chosen rows of the row table."""
-        return self.artifact.rows(row_index)
-
-    def row_batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """The row table, batch by batch."""
-        return self.artifact.row_batches(columns)
 
 
 def method_rows(
