@@ -26,7 +26,7 @@ import torch
 from scipy.sparse import csr_array
 
 from grasp.predict import sweep_torch
-from grasp.predict.source import RowSums
+from grasp.predict.row_sums import RowSums
 from grasp.predict.sweep import Sweep
 from grasp.predict.weights import OmittedRows, PackedMasks, SliceShares, Weights
 

@@ -11,7 +11,7 @@ from scipy.stats import rankdata, spearmanr
 
 from grasp.artifact.reader import Artifact
 from grasp.extract.local import build
-from grasp.predict.row_tables import ranked_rows
+from grasp.predict.ranking import score
 from grasp.settings import BuildSettings, build_settings
 
 PAGES = Path(__file__).parents[2] / "shared" / "data" / "cc_weborganizer.parquet"
@@ -65,7 +65,7 @@ def test_smollm2_over_web_pages_in_both_precisions(tmp_path):
         assert artifact.n_rows == DOCUMENTS
         assert artifact.manifest.made_by["dtype"] == dtype
         found[dtype] = relevance(artifact.path)
-        for row in ranked_rows(artifact, "sciq", 5, min_tokens=32).to_pylist():
-            print(f"{dtype}: {row['relevance']:+.3g} [{row['topic']}; {row['format']}] {row['snippet'][:150]!r}")
+        for row in score(artifact, "sciq", top=5, min_tokens=32).table.to_pylist():
+            print(f"{dtype}: {row['effect']:+.3g} [{row['topic']}; {row['format']}] {row['snippet'][:150]!r}")
         assert np.mean(answer_auc(artifact, found[dtype])) > 0.6
     assert spearmanr(found["float32"].mean(axis=1), found["bfloat16"].mean(axis=1)).statistic > 0.9

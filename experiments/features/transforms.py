@@ -20,7 +20,7 @@ from scipy.stats import rankdata
 from grasp.artifact.reader import Artifact
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
-from grasp.predict.counted import counted
+from grasp.predict.relevance import counted
 from grasp.runs.development import Development
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations

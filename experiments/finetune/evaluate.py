@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.predict.counted import counted
+from grasp.predict.relevance import counted
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.metrics import rank_correlations
 from grasp.seeds import bootstrap_weights

@@ -14,7 +14,7 @@ from grasp.artifact.reader import Artifact
 from grasp.audit.detect import detect
 from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
-from grasp.predict.predictions import predict
+from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import Calibration, ScoringProtocol, load_protocol
 from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import method_rows
@@ -82,12 +82,12 @@ NAMES = {"bm25": "BM25", "activation_similarity": "activation similarity"}
 
 
 def without_each(artifact: Artifact, protocol: ScoringProtocol) -> F64:
-    """Predicted utility of the corpus without each row: high where the row does harm, geometry included.
+    """Predicted change if each row is left out: high where the row does harm, geometry included.
 
-    The protocol is standardised by uniform halves, since there are no topics here.
+    Geometry is standardised by uniform halves, since there are no topics here.
     """
     own = protocol.model_copy(update={"calibration": Calibration(family="uniform:0.5", n_subsets=256, seed=0)})
     n_rows = artifact.n_rows
     each = (MissingRows(f"{i:06d}", np.array([i])) for i in range(n_rows))
-    found = predict(artifact, own, in_blocks(each, n_rows, 256), targets=[TARGET]).read().sort_by("subset_id")
-    return np.asarray(found["utility"].to_numpy(), dtype=np.float64)
+    predictor = Predictor.of(artifact, own, [TARGET])
+    return np.concatenate([predictor.change(block.weights)[:, 0] for block in in_blocks(each, n_rows, 256)])

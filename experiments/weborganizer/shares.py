@@ -21,7 +21,7 @@ from grasp.errors import GraspError
 from grasp.extras import require
 from grasp.files import write_whole
 from grasp.predict.label_slices import label_slices
-from grasp.predict.row_tables import row_tokens
+from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.report.trends import LabelTrend, label_trends
 

@@ -8,7 +8,7 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.errors import ShapeError
 from grasp.features.pooled_match import damp, hidden_match, pooled_relevance, prepare_units, residual_match
-from grasp.predict.counted import counted
+from grasp.predict.relevance import counted
 from tests.predict import reference
 
 finite = st.floats(-1e12, 1e12)

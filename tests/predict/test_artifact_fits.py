@@ -8,15 +8,15 @@ from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.errors import ProtocolError
 from grasp.predict.families import parse_family
-from grasp.predict.predictions import predict
-from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.row_tables import slice_table, top_rows
-from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.ranking import score
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from grasp.predict.tables import prediction_table
 from tests.predict.source import FakeSource
 
-FAKE = FakeSource()
+FAKE = FakeSource(columns={"topic": [["a", "b", None][i % 3] for i in range(40)]})
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +52,30 @@ def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
     )
     table = LabelTable(artifact.rows_path)
     index = RowIndex.from_parquet(artifact.rows_path)
-    calibration = CalibrationFamily.of(protocol, table)
     family = parse_family("groups:topic")
     drawn = family.draw(7, n_rows=40, labels=table.column("topic"), seed=0, purpose="evaluation")
     write_subsets(tmp_path / "s.parquet", drawn, index)
-    got = predict(
-        artifact, protocol, read_subsets(tmp_path / "s.parquet", index, 3), per_unit=True, calibration=calibration
-    ).read()
-    want = predict(
-        FAKE, protocol, read_subsets(tmp_path / "s.parquet", index, 3), per_unit=True, calibration=calibration
-    ).read()
+    got, want = (
+        prediction_table(
+            Predictor.of(source, protocol, per_unit=True), source, read_subsets(tmp_path / "s.parquet", index, 3)
+        ).read()
+        for source in (artifact, FAKE)
+    )
     assert got.num_rows == 7 * (2 + 5)
     assert got.select(["subset_id", "target", "unit_id"]).equals(want.select(["subset_id", "target", "unit_id"]))
-    np.testing.assert_allclose(got.column("utility"), want.column("utility"), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got.column("change"), want.column("change"), rtol=1e-5, atol=1e-6)
 
 
-def test_slices_and_rows(artifact):
-    labels = LabelTable(artifact.rows_path).column("topic")
-    got = slice_table(artifact, default_protocol(), labels)
-    want = slice_table(FAKE, default_protocol(), labels)
-    np.testing.assert_allclose(got.column("if_dropped"), want.column("if_dropped"), rtol=1e-5)
-    assert top_rows(artifact, "sciq", 5).row_index.tolist() == top_rows(FAKE, "sciq", 5).row_index.tolist()
+def test_rows_are_a_full_sort_of_the_effects(artifact):
+    effect_N = Predictor.of(FAKE).effect_NT[:, FAKE.targets.index("sciq")]
+    ranked = score(artifact, "sciq").to_pandas()
+    assert ranked["row_id"].tolist() == [f"row-{i}" for i in np.argsort(-effect_N, kind="stable")]
+    np.testing.assert_allclose(ranked["effect"], np.sort(effect_N)[::-1], atol=1e-6)
+    worst = score(artifact, "sciq", top=0, bottom=3).to_pandas()
+    assert worst["row_id"].tolist() == [f"row-{i}" for i in np.argsort(effect_N, kind="stable")[:3]]
 
 
 def test_a_protocol_for_other_features_is_refused(artifact):
     protocol = ScoringProtocol(name="p", requires={"pooling": "all", "top_k": 8})
     with pytest.raises(ProtocolError, match=r"features.pooling: requires 'all'.*features.top_k: requires 8"):
-        predict(artifact, protocol, iter(()))
+        Predictor.of(artifact, protocol)

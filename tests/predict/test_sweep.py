@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 from grasp.errors import ShapeError
 from grasp.predict import accelerator, geometry, sweep_torch
 from grasp.predict.geometry import BlockSums
-from grasp.predict.source import RowSums
+from grasp.predict.row_sums import RowSums
 from grasp.predict.sweep import LARGE, Sweep, plan
 from grasp.predict.weights import OmittedRows, PackedMasks, SliceShares, as_csr
 

@@ -1,0 +1,160 @@
+"""What slices are worth, with intervals over units; label columns as slices."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grasp.errors import SubsetError
+from grasp.predict.label_slices import Slice, label_slices, sensible_labels
+from grasp.predict.labels import LabelColumn
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.slice_effects import dropped_intervals, slice_effects
+from grasp.predict.slice_formula import SliceFormula
+from grasp.predict.weights import SliceShares
+from tests.predict.source import FakeSource, counted
+
+TOPICS = [["games", "law", None, "art", "games"][i * 7 % 13 % 5] for i in range(40)]
+COLUMN = LabelColumn.of(TOPICS, "topic")
+TOKENS = np.arange(40) + 2
+SLICES = label_slices(COLUMN, TOKENS)
+COMPONENTS = {f"{half}.{kind}": 0.3 for half in ("hidden", "joint", "product") for kind in ("raw", "self", "cent")}
+COMPONENTS |= {"residual.pair": -0.5, "joint.pair": -0.25}
+
+
+def protocol(**changes):
+    chosen = {"name": "p", "match": {"token": 1.0, "pooled": 0.5}, "components": COMPONENTS, "negative": 0.5}
+    return ScoringProtocol.model_validate(chosen | changes)
+
+
+def worth(source, chosen):
+    predictor = Predictor.of(source, chosen)
+    effects = slice_effects(predictor, SLICES.codes_N, len(SLICES.names))
+    return predictor, effects, *dropped_intervals(source, predictor, effects, SLICES.codes_N)
+
+
+@pytest.mark.parametrize("components", [{}, COMPONENTS])
+@pytest.mark.parametrize("side", ["retained", "omitted"])
+@pytest.mark.parametrize("weighting", ["count", "mean"])
+@pytest.mark.parametrize("task", ["mean_relevance", "mean_of_standardised"])
+def test_effects_are_what_is_predicted_and_lie_in_their_intervals(components, side, weighting, task):
+    options = {"components": components, "side": side, "weighting": weighting, "standardize": {"task": task}}
+    predictor, effects, low_GT, high_GT = worth(FakeSource(), protocol(**options))
+    identity_GG = np.eye(len(SLICES.names))
+    for step, found_GT in ((-1.0, effects.dropped_GT), (1.0, effects.doubled_GT)):
+        asked = predictor.change(SliceShares(1.0 + step * identity_GG, SLICES.codes_N))
+        np.testing.assert_allclose(found_GT, asked, atol=1e-5)
+    mean_GT = np.stack([predictor.effect_NT[SLICES.codes_N == g].mean(axis=0) for g in range(len(SLICES.names))])
+    np.testing.assert_allclose(effects.effect_GT, mean_GT, atol=1e-6)
+    assert (low_GT <= effects.dropped_GT + 1e-9).all()
+    assert (effects.dropped_GT <= high_GT + 1e-9).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 50))
+def test_intervals_are_as_wide_as_the_units_differ(seed):
+    """40 units that differ by a known amount: the interval is that of their mean."""
+    relevance_NE = np.random.default_rng(seed).standard_normal((40, 40)).astype("f4")
+    source = FakeSource(arrays={"relevance_token": relevance_NE}, unit_targets=("sciq",) * 40)
+    chosen = protocol(match={"token": 1.0}, components={})
+    _, effects, low_GT, high_GT = worth(source, chosen)
+    relevance_NE = counted(relevance_NE, chosen)
+    spread = relevance_NE.mean(axis=1).std()
+    for g in range(len(SLICES.names)):
+        kept_N = SLICES.codes_N != g
+        change_E = (relevance_NE[kept_N].mean(axis=0) - relevance_NE.mean(axis=0)) / spread
+        assert high_GT[g, 0] - low_GT[g, 0] == pytest.approx(2 * 1.96 * change_E.std() / np.sqrt(40), rel=0.15)
+        assert effects.dropped_GT[g, 0] == pytest.approx(change_E.mean(), abs=1e-4)
+
+
+def test_one_unit_has_no_interval():
+    source = FakeSource(unit_targets=("sciq", "boolq", "sciq", "sciq", "sciq"))
+    _, _, low_GT, _ = worth(source, protocol())
+    assert np.isnan(low_GT[:, source.targets.index("boolq")]).all()
+    assert np.isfinite(low_GT[:, source.targets.index("sciq")]).all()
+
+
+def test_a_value_that_is_everything_cannot_be_dropped():
+    predictor = Predictor.of(FakeSource(), protocol(components={}))
+    effects = slice_effects(predictor, np.zeros(40, dtype=np.int32), 1)
+    assert np.isnan(effects.dropped_GT).all()
+    np.testing.assert_allclose(effects.doubled_GT, 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("half", ["hidden", "joint"])
+def test_cosines_are_those_of_the_centred_sketch_sums(half):
+    source = FakeSource()
+    predictor, effects, _, _ = worth(source, protocol())
+    names = ["hidden_sketch", "residual_sketch"] if half == "joint" else ["hidden_sketch"]
+    sketch_ND = np.concatenate([source.arrays[name] for name in names], axis=1).astype(float)
+    sum_GD = np.stack([sketch_ND[SLICES.codes_N == g].sum(axis=0) for g in range(len(SLICES.names))])
+    rest_GD = sketch_ND.sum(axis=0) - sum_GD
+    if half == "joint":
+        length_G = np.linalg.norm(sum_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+        np.testing.assert_allclose(effects.redundancy_G, (sum_GD * rest_GD).sum(axis=1) / length_G, atol=1e-5)
+    sum_GD = sum_GD - np.outer(SLICES.rows_G, sketch_ND.mean(axis=0))
+    unit_GD = sum_GD / np.linalg.norm(sum_GD, axis=1, keepdims=True)
+    found_GG = SliceFormula.of(predictor, effects.sums).cosines(half)
+    np.testing.assert_allclose(found_GG, unit_GD @ unit_GD.T, atol=1e-5)
+
+
+# label columns as slices
+
+
+def test_every_row_is_in_one_slice_largest_first():
+    assert list(SLICES.names) == ["games", "(no label)", "law", "art"]
+    assert SLICES.slices[0] == Slice("games", "topic = 'games'", 16, int(TOKENS[SLICES.codes_N == 0].sum()))
+    assert SLICES.rows_G.sum() == 40
+    np.testing.assert_array_equal(SLICES.indicators().sum(axis=1), SLICES.rows_G)
+
+
+def test_a_label_of_many_values_keeps_the_largest_and_says_how_many_share_the_rest():
+    values = ["a"] * 9 + ["b"] * 5 + [f"v{i}" for i in range(20)] + [None]
+    slices = label_slices(LabelColumn.of(values, "host"), np.ones(35), most=3)
+    assert list(slices.names) == ["a", "b", "21 other values"]
+    assert slices.n_grouped == 21
+    assert slices.slices[-1].expression == "host IS NULL OR host NOT IN ('a', 'b')"
+    assert slices.slices[-1].rows == slices.slices[-1].tokens == 21
+
+
+def test_names_are_told_apart():
+    values = [None, "(no label)", "1 other values", "x", "y", "(no label)", "1 other values", None]
+    slices = label_slices(LabelColumn.of(values, "t"), np.ones(8), most=4)
+    assert list(slices.names) == ["(no label) #2", "(no label)", "1 other values", "2 other values"]
+
+
+def test_a_label_of_one_value_tells_nothing_apart():
+    with pytest.raises(SubsetError, match="--by topic: has the single value 'x'; expected a label with two values"):
+        label_slices(LabelColumn.of(["x", "x"], "topic"), np.ones(2))
+
+
+def test_labels_are_chosen_by_their_number_of_values(art_of):
+    columns = {
+        "url": [f"u{i}" for i in range(12)],
+        "topic": ["a", "b", None] * 4,
+        "one": ["x"] * 12,
+        "score": [0.1, 0.2] * 6,
+        "flag": [True, False] * 6,
+    }
+    assert sensible_labels(art_of(columns), most=5) == ("topic",)
+    assert sensible_labels(art_of({"flag": columns["flag"], "score": columns["score"]})) == ("flag",)
+    assert sensible_labels(art_of({"url": columns["url"], "one": columns["one"]}), most=5) == ()
+
+
+@pytest.fixture
+def art_of():
+    """Something with the row table of an artifact."""
+
+    class Rows:
+        def __init__(self, columns):
+            self.table = pa.table({"row_id": ["r"] * len(next(iter(columns.values())))} | columns)
+
+        def rows(self, row_index):
+            return self.table.take(row_index)
+
+        def row_batches(self, columns=None):
+            yield from self.table.select(columns or self.table.column_names).to_batches(max_chunksize=5)
+
+    return Rows
