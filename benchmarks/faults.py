@@ -47,12 +47,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from grasp.artifact.files import write_whole
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import Artifact
 from grasp.cli import REFUSALS
 from grasp.errors import ArtifactError, GraspError
 from grasp.extract.local import build
+from grasp.files import write_whole
 from grasp.runs.environment import Environment
 from grasp.runs.retrain import retrain
 from grasp.settings import build_settings, read_yaml, retrain_settings, write_yaml

@@ -20,12 +20,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from experiments.curation.setting import World
-from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
 from grasp.choose.amounts import Amount, Bound
 from grasp.choose.mixture import MixRequest, mix_with
 from grasp.choose.select import Request, select
-from grasp.files import aside, write_whole
+from grasp.files import aside, one_at_a_time, write_whole
 from grasp.predict.held import UnitSelection
 from grasp.predict.label_slices import label_slices
 from grasp.predict.protocol import ScoringProtocol

@@ -17,12 +17,12 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from grasp.errors import ModelError
+from grasp.files import held
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.subset_tables import read_subsets
 from grasp.runs.environment import Environment
-from grasp.runs.leases import held
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain import POLL_SECONDS, Worker, row_index
 from grasp.runs.training import label_weights

@@ -14,12 +14,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.reader import Artifact
 from grasp.choose.documents import corpus_settings, kept_documents
 from grasp.choose.export import write_corpus
 from grasp.errors import SettingsError
-from grasp.files import write_whole
+from grasp.files import one_at_a_time, write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.material import Material
 from grasp.seeds import stream

@@ -15,6 +15,7 @@ from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
 from grasp.extract.local import build
 from grasp.extract.progress import Progress, Silent
+from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
@@ -104,7 +105,7 @@ class Demo:
 def make(out: Path, progress: Progress | None = None) -> Demo:
     """Corpus, reference model and artifact, each unless it is there already."""
     progress = progress or Silent()
-    out.mkdir(parents=True, exist_ok=True)
+    own_directory(out, ".grasp-demo", lambda there: (there / "artifact").is_dir() and (there / "model").is_dir())
     demo = Demo(out)
     make_corpus(demo)
     make_model(demo, progress)
@@ -144,9 +145,8 @@ def make_model(demo: Demo, progress: Progress) -> None:
     tokenizer_path = demo.out / "tokenizer"
     if not tokenizer_path.exists():
         texts = (document.text or "" for document in read_documents(demo.corpus))
-        part = demo.out / "tokenizer.part"
-        train_tokenizer(texts, vocab_size=recipe.shape.vocab_size).save_pretrained(part)
-        part.replace(tokenizer_path)
+        with written_aside(tokenizer_path) as part:
+            train_tokenizer(texts, vocab_size=recipe.shape.vocab_size).save_pretrained(part)
     tokenizer = HfTokenizer(
         AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False), vocab_size=recipe.shape.vocab_size
     )

@@ -1,26 +1,47 @@
-"""Files that appear only when they are whole, and never in the place of something else.
+"""Files that are whole or not there, with one writer at a time, and never in the place of something else.
 
-A command asks `check_outputs` before it begins; what it writes is written aside, then renamed. `aside` and
-`write_whole` are for files that several processes may write at once.
+check_outputs                  before a command begins: may its results be written where it is told to?
+write_whole, written_aside     a file appears when it is whole, whatever happens meanwhile
+FileEntry, fault               what a file was when it was written, and what is wrong with it now
+own_directory                  a directory for many files is new, empty or ours
+DirectoryLock, one_at_a_time   one writer; locks that the kernel releases when their holder dies
+Lease, take, held              several processes share out work, and a dead one's part is taken over
+differences                    was it begun with the same settings?
 """
 
+import errno
+import fcntl
 import glob
+import hashlib
+import json
 import os
+import re
 import shutil
+import socket
 import stat
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from grasp.errors import SettingsError
+import xxhash
+from pydantic import BaseModel, ConfigDict
+
+from grasp.errors import ArtifactError, SettingsError
 
 STREAMS = (Path("-"), Path("/dev/stdout"))  # what a user means by the terminal, or the next command of a pipe
 PART = ".part"
 NAME_BYTES = 200  # of a name that go into its part's: file systems take 255
 STALE_SECONDS = 86_400.0
+TTL_SECONDS = 300.0  # after which a lease that was not renewed counts as abandoned
+_PART_NAME = re.compile(r"\..*\.[0-9a-f]{32}\.part", re.DOTALL)
 
+# -------------------------------------------------------------------------------------------------- what may be written
 
 Reads = Path | str | Iterable[Path | str] | None
 
@@ -87,9 +108,7 @@ def kind_of(path: Path) -> str | None:
         return None
 
 
-def _refuse_special(path: Path) -> None:
-    if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
-        raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
+# --------------------------------------------------------------------------------------------------- whole or not there
 
 
 def aside(path: Path) -> Path:
@@ -102,22 +121,68 @@ def _beginning(path: Path) -> str:
     return f".{path.name.encode()[:NAME_BYTES].decode(errors='ignore')}."
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | memoryview) -> "FileEntry":
     """Write aside, flush, rename: a reader, or another writer, never sees half a file.
 
     Raises:
         SettingsError: a device, a pipe or a link has this name, which a rename would replace.
     """
-    _refuse_special(path)
+    with _placed(path) as part:
+        part.write_bytes(data)
+    return FileEntry(bytes=memoryview(data).nbytes, checksum=checksum(data))
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A place beside `path` to write to, a file or a directory, which is flushed and gets its name at the end.
+
+    Where the writing fails or is interrupted, nothing is left; of a process that was killed, until the next writer of
+    the same name a day later, or `remove_parts`.
+
+    Raises:
+        SettingsError: a device, a pipe or a link has this name, which a rename would replace.
+    """
+    for left in path.parent.glob(f"{glob.escape(_beginning(path))}*{PART}"):
+        remove_stale(left, older_than=STALE_SECONDS)
+    with _placed(path) as part:
+        yield part
+
+
+@contextmanager
+def _placed(path: Path) -> Iterator[Path]:
+    if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
+        raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
     part = aside(path)
     try:
-        with part.open("wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
+        yield part
+        _flush(part)
         os.replace(part, path)
+        _flush(path.parent)
+    except BaseException:
+        discard(part)
+        raise
+
+
+def _flush(path: Path) -> None:
+    """To the disk, with what a library wrote of it; a directory: the names in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        part.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def remove_parts(*directories: Path) -> None:
+    """Remove what killed writers left aside in directories that nobody else writes to now."""
+    for directory in directories:
+        for part in directory.iterdir():
+            if is_part(part):
+                discard(part)
+
+
+def is_part(path: Path) -> bool:
+    """Whether it is something that is still being written, or was when its writer was killed."""
+    return _PART_NAME.fullmatch(path.name) is not None
 
 
 def remove_stale(part: Path, *, older_than: float) -> None:
@@ -129,31 +194,305 @@ def remove_stale(part: Path, *, older_than: float) -> None:
         return
 
 
-@contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """A place beside `path` to write to, a file or a directory, which gets its name at the end.
-
-    Where the writing fails or is interrupted, nothing is left; of a process that was killed, until the next writer of
-    the same name a day later.
-
-    Raises:
-        SettingsError: a device, a pipe or a link has this name, which a rename would replace.
-    """
-    _refuse_special(path)
-    for left in path.parent.glob(f"{glob.escape(_beginning(path))}*{PART}"):
-        remove_stale(left, older_than=STALE_SECONDS)
-    part = aside(path)
-    try:
-        yield part
-        part.replace(path)
-    except BaseException:
-        discard(part)
-        raise
-
-
 def discard(path: Path) -> None:
     """Remove a file or a directory, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def out_of_space(where: str, progress: Callable[[], str]) -> Iterator[None]:
+    """Turn a full disk (or quota) into one clear line; `progress` says how much is safe already."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ArtifactError(
+            f"{where}: no space left on the device; {progress()}; free space and run again with --resume"
+        ) from err
+
+
+# ----------------------------------------------------------------------------------------------- is it what was written
+
+
+class FileEntry(BaseModel):
+    """Size in bytes and XXH3-128 checksum of one file: against accidents, not against forgers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    bytes: int
+    checksum: str
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """XXH3-128 in hex; 17 times as fast as BLAKE2b, so that everything that is read can be checked."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def entry_of(path: Path) -> FileEntry:
+    """Size and checksum of a file on disk, read as a stream."""
+    with path.open("rb") as handle:
+        digest = hashlib.file_digest(handle, xxhash.xxh3_128)
+        return FileEntry(bytes=handle.tell(), checksum=digest.hexdigest())
+
+
+def fault(root: Path, name: str, expected: FileEntry) -> str | None:
+    """What is wrong with the file `name` below `root`, in words; None: it is as it was written.
+
+    Nothing is opened but a regular file of the right size that lies below `root` itself, not behind a link.
+    """
+    steps = Path(name).parts
+    for i in range(1, len(steps) + 1):
+        kind, wanted = kind_of(root.joinpath(*steps[:i])), "file" if i == len(steps) else "directory"
+        if kind == "nothing":
+            return "missing"
+        if kind != wanted:
+            return f"{Path(*steps[:i])} is a {kind}, expected a {'regular file' if wanted == 'file' else wanted}"
+    path = root / name
+    try:
+        size = path.stat().st_size
+        return size_fault(size, expected) or checksum_fault(entry_of(path).checksum, expected)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as err:
+        return f"cannot be read: {err.strerror}"
+
+
+def size_fault(size: int, expected: FileEntry) -> str | None:
+    """What is wrong with the size of a file, in words."""
+    if size == expected.bytes:
+        return None
+    return f"{'truncated' if size < expected.bytes else 'too long'}: {size} of {expected.bytes} bytes"
+
+
+def checksum_fault(found: str, expected: FileEntry) -> str | None:
+    """What is wrong with the bytes of a file, in words."""
+    return None if found == expected.checksum else f"damaged: checksum {found}, expected {expected.checksum}"
+
+
+# ----------------------------------------------------------------------------------------------------------- one writer
+
+
+def own_directory(path: Path, marker: str, is_ours: Callable[[Path], bool]) -> None:
+    """Make a directory that is ours, or see that it is: new, empty, with our marker in it, or known as `is_ours`.
+
+    Args:
+        marker: name of the file that says so; made here where there is none.
+    Raises:
+        SettingsError: something else is there, or no directory can be.
+    """
+    if path == Path():
+        raise SettingsError("--out: got the current directory, or no name at all; give the output one of its own")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / marker).exists():
+            if any(path.iterdir()) and not is_ours(path):
+                raise SettingsError(
+                    f"{path}: is not empty, and what is there is not ours; choose a new or an empty directory"
+                )
+            (path / marker).touch()
+    except FileExistsError as err:
+        raise SettingsError(f"{path}: is a file, expected a directory; choose another place") from err
+    except OSError as err:
+        raise SettingsError(
+            f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
+        ) from err
+
+
+class DirectoryLock:
+    """An exclusive `flock` on a file of a directory; the file's text says who holds it."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def acquire(cls, path: Path, name: str) -> Self:
+        """Take the lock `name` of the directory `path`.
+
+        Raises:
+            ArtifactError: another process (or another writer of this one) holds it, the message says which; the
+                file system cannot lock, or not be written to.
+        """
+        try:
+            descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as err:
+            raise ArtifactError(
+                f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
+            ) from err
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{path}: locked by {holder}; two writers cannot share one artifact: wait for it or stop it"
+            ) from err
+        except OSError as err:
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{path}: this file system cannot lock files ({err.strerror}); write to a local disk"
+            ) from err
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
+        return cls(path, descriptor)
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Give the lock back; a second call does nothing. The file stays: removing it would race."""
+        if self._descriptor is None:
+            return
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until no other process or thread holds the lock at `path`, then hold it."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+# --------------------------------------------------------------------------------------------------------------- leases
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One generation of the claim on one run, held by one of several processes.
+
+    A lease is a file `<run>.<generation>`. The highest generation holds the run for as long as its modification time,
+    which the holder renews, is younger than the time to live. Taking a run means creating the next generation with
+    O_EXCL: of all who find a lease too old exactly one can create its successor, so there is no moment in which
+    two hold one run by mistake. Files are never removed while runs are left (a name that came free could be created
+    twice): giving a lease back sets its time to zero.
+
+    A holder that was only slow, not dead, may finish after it was superseded. That costs work, never data: a run is a
+    function of its settings, and it is written aside and renamed. Clocks of machines that share a file system
+    must agree to well within the time to live.
+    """
+
+    run: str
+    path: Path
+
+    def renew(self) -> None:
+        """Make the lease young again; a lease whose file is gone has nothing left to protect."""
+        _touch(self.path, None)
+
+    def release(self) -> None:
+        """Let anyone take the run from now on."""
+        _touch(self.path, (0.0, 0.0))
+
+
+def take(directory: Path, run: str, *, ttl: float = TTL_SECONDS) -> Lease | None:
+    """The lease on `run`, or None while somebody else holds it.
+
+    Args:
+        directory: where the leases of the environment lie.
+        run: a file name without a path.
+        ttl: seconds after which a lease that was not renewed counts as abandoned.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    latest = _latest(directory, run)
+    if latest is not None and _age(directory / f"{run}.{latest}") < ttl:
+        return None
+    path = directory / f"{run}.{0 if latest is None else latest + 1}"
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return None
+    with os.fdopen(handle, "w", encoding="ascii", errors="replace") as file:
+        file.write(f"{_this_process()}\n")
+    return Lease(run, path)
+
+
+@contextmanager
+def held(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]:
+    """Renew the leases from a thread while the block runs, and give them back when it ends."""
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(ttl / 5):
+            for lease in leases:
+                lease.renew()
+
+    thread = threading.Thread(target=renew, name="grasp-leases", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        for lease in leases:
+            lease.release()
+
+
+def holder(directory: Path, run: str) -> str:
+    """Who took the run last, for messages."""
+    latest = _latest(directory, run)
+    if latest is None:
+        return "nobody"
+    try:
+        return (directory / f"{run}.{latest}").read_text(encoding="ascii").strip() or "another process"
+    except FileNotFoundError:
+        return "nobody"
+
+
+def _latest(directory: Path, run: str) -> int | None:
+    """Highest generation of `run`; a name as `run.7`, where run itself may have dots."""
+    found = [entry.name.rpartition(".") for entry in directory.iterdir()]
+    return max((int(tail) for head, _, tail in found if head == run and tail.isdigit()), default=None)
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # removed a moment ago: the runs are complete, nothing is to be taken
+
+
+def _touch(path: Path, times: tuple[float, float] | None) -> None:
+    try:
+        os.utime(path, times)
+    except FileNotFoundError:
+        return
+
+
+# --------------------------------------------------------------------------------------------------- the same settings?
+
+
+def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Every leaf in which two plain values of JSON differ, as `field: was X, now Y`."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted(then.keys() | now.keys()):
+            yield from differences(
+                then.get(key, _ABSENT), now.get(key, _ABSENT), f"{where}.{key}" if where else str(key)
+            )
+    elif then != now:
+        yield f"{where}: was {_shown(then)}, now {_shown(now)}"
+
+
+_ABSENT = object()
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is _ABSENT else json.dumps(value)

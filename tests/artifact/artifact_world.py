@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.extension import ArtifactExtension
+from grasp.artifact.layout import MARKER
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 
 
@@ -127,8 +128,8 @@ class World:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a directory but the lock, whose text is a process id."""
-    files = (file for file in path.rglob("*") if file.is_file() and file.name != "lock")
+    """Every file of a directory but the marker, whose text may be a process id."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != MARKER)
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
 
 

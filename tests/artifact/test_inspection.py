@@ -57,30 +57,33 @@ def test_everything_broken_is_named_not_only_the_first(path):
     files = contents(path)
     (path / "rows.parquet").unlink()
     (path / "shards/00002.parquet").write_bytes(files["shards/00002.parquet"][:-3])
-    (path / "arrays/hidden_sketch/c.4.0").write_bytes(files["arrays/hidden_sketch/c.4.0"] + b"x")
-    (path / "arrays/relevance_token.1/c.0.0").write_bytes(b"\xff" * len(files["arrays/relevance_token.1/c.0.0"]))
+    (path / "arrays/hidden_sketch/00004.npy").write_bytes(files["arrays/hidden_sketch/00004.npy"] + b"x")
+    (path / "arrays/relevance_token.1/00000.npy").write_bytes(
+        b"\xff" * len(files["arrays/relevance_token.1/00000.npy"])
+    )
+    whole = len(files["arrays/hidden_sketch/00004.npy"])
     found = {problem.file: problem.what for problem in verify(path).problems}
     assert list(found) == [
-        "arrays/hidden_sketch/c.4.0",
-        "arrays/relevance_token.1/c.0.0",
+        "arrays/hidden_sketch/00004.npy",
+        "arrays/relevance_token.1/00000.npy",
         "rows.parquet",
         "shards/00002.parquet",
     ]
     size = len(files["shards/00002.parquet"])
     assert found["shards/00002.parquet"] == f"truncated: {size - 3} of {size} bytes"
     assert found["rows.parquet"] == "missing"
-    assert found["arrays/hidden_sketch/c.4.0"] == "too long: 31 of 30 bytes"
-    assert found["arrays/relevance_token.1/c.0.0"].startswith("damaged: checksum ")
+    assert found["arrays/hidden_sketch/00004.npy"] == f"too long: {whole + 1} of {whole} bytes"
+    assert found["arrays/relevance_token.1/00000.npy"].startswith("damaged: checksum ")
 
 
 def test_with_a_damaged_manifest_the_shards_are_still_checked(path):
     (path / "manifest.json").write_bytes(b"{}")
-    (path / "arrays/hidden_sketch/c.1.0").unlink()
+    (path / "arrays/hidden_sketch/00001.npy").unlink()
     (path / "shards/00003.json").write_bytes(b"{")
     assert [str(problem) for problem in verify(path).problems] == [
         "manifest.json: damaged: its checksum does not match",
         "shards/00003.json: damaged: not a completion mark",
-        "arrays/hidden_sketch/c.1.0: missing",
+        "arrays/hidden_sketch/00001.npy: missing",
     ]
 
 
@@ -99,9 +102,9 @@ def test_info_of_a_finished_artifact(path, world):
     assert relevance.shape == (23, 6)
     assert relevance.groups == ("relevance_token", "relevance_token.1")
     assert relevance.dtype == "float16/float32"
-    assert relevance.bytes == 25 * (4 * 2 + 2 * 4)
+    assert relevance.bytes == 23 * (4 * 2 + 2 * 4)
     assert relevance.bytes_per_row == pytest.approx(relevance.bytes / 23)
-    assert by_name["hidden_sketch"].bytes == 25 * 3 * 2
+    assert by_name["hidden_sketch"].bytes == 23 * 3 * 2
     assert found.bytes_total == verify(path).n_bytes
     assert found.bytes_per_row == pytest.approx(found.bytes_total / 23)
     assert found.bytes["rows"] == (path / "rows.parquet").stat().st_size

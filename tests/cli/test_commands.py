@@ -125,7 +125,7 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(ArtifactWriter, "write_shard", interrupted)
         assert run("build", "--config", root / "settings.yaml", "--out", out).code == 130
-    assert f"{out}: 2 of 9 shards finished, format 1" in succeed("info", out).out
+    assert f"{out}: 2 of 9 shards finished, format 2" in succeed("info", out).out
     assert "unfinished artifact" in succeed("verify", out).out
     assert refused("score", out, "--target", "facts") == (
         f"{out}: not finished: 2 of 9 shards; run the same `grasp build` again with --resume to go on"
@@ -139,7 +139,7 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
 
 
 def test_resume_with_another_setting_names_it(art):
-    assert "features.tau was 0.01, is 0.02; choose another --out, give the old settings" in refused(
+    assert "features.tau: was 0.01, now 0.02; choose another --out, give the old settings" in refused(
         "build", "--resume", "--out", art, "--set", "features.tau=0.02"
     )
 
@@ -164,7 +164,7 @@ def test_an_added_target_is_there_and_the_old_one_is_untouched(root, art, tmp_pa
 
 def test_info_tells_what_the_manifest_holds(art):
     artifact, text = Artifact.open(art), succeed("info", art)
-    assert text.lines[0].startswith(f"{art}: complete, format 1, {artifact.n_rows} rows, ")
+    assert text.lines[0].startswith(f"{art}: complete, format 2, {artifact.n_rows} rows, ")
     assert "targets: facts (6 units)" in text.out
     printed = {line["array"]: line for line in table(text.out, "arrays")}
     assert set(printed) == set(artifact.array_names)

@@ -242,7 +242,7 @@ def test_retrain_refuses_before_anything_is_trained(settings, tmp_path, argument
 def test_what_is_missing_and_what_differs_is_named(settings, env, tmp_path):
     assert "missing --corpus (corpus.path), --targets (targets.names)" in refused("retrain", "--out", tmp_path)
     assert f"there is no {tmp_path / 'run.yaml'}" in refused("retrain", "--out", tmp_path, "--resume")
-    assert "is a file, expected the directory" in refused(*retrain(settings, settings))
+    assert "is a file, expected a directory" in refused(*retrain(settings, settings))
     assert "another environment was begun here: family: was" in refused(
         *retrain(settings, env, "--set", "family_seed=1")
     )

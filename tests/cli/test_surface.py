@@ -236,7 +236,7 @@ SURFACE = {
         "ART",
     ],
 }
-HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "zarr", "scipy", "numpy", "datasets")
+HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets")
 
 
 def commands():

@@ -14,9 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.inspection import verify
+from grasp.artifact.layout import MARKER, RUN
 from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import lock_artifact
 from grasp.errors import ArtifactError, GraspError, ModelError
 from grasp.extract import forward
 from grasp.extract.engine import InProcess
@@ -26,6 +28,7 @@ from grasp.extract.local import build, build_token_kernel, prepare, relevance_sc
 from grasp.extract.moments import sample_rows
 from grasp.extract.progress import Silent
 from grasp.features import extract
+from grasp.files import discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.extract.world import texts, world, write_targets
@@ -258,10 +261,33 @@ def test_the_same_build_again_says_that_it_is_finished(root, built):
 def test_another_build_in_its_place_is_refused_with_every_difference(root, built):
     with pytest.raises(
         ArtifactError,
-        match=r"holds a finished artifact, built with other settings: features.tau was 0.01, is 0.02; shard_rows was "
-        r"8, is 9; choose another --out, give the old settings, or delete",
+        match=r"holds a finished artifact, built with other settings: features.tau: was 0.01, now 0.02; shard_rows: "
+        r"was 8, now 9; choose another --out, give the old settings, or delete",
     ):
         build(world(root, shard_rows=9, features={"tau": 0.02}), built)
+
+
+def test_a_published_copy_is_known_by_its_manifest(root, built, tmp_path):
+    path = shutil.copytree(built, tmp_path / "artifact")
+    (path / RUN).unlink()
+    (path / MARKER).unlink()
+    with pytest.raises(ArtifactError, match=r"holds a finished artifact, built with other settings: features.tau: was"):
+        build(world(root, features={"tau": 0.02}), path)
+    assert build(world(root), path) == path
+
+
+def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
+    path = shutil.copytree(built, tmp_path / "artifact")
+    assert verify(path).ok
+    shard = next(path.glob("tokens/shard-*.parquet"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    (path / RUN).write_text((path / RUN).read_text().replace("tau: 0.01", "tau: 0.02"))
+    assert [problem.file for problem in verify(path).problems] == [RUN, f"tokens/{shard.name}"]
+    with pytest.raises(ArtifactError, match=rf"tokens/{shard.name}: damaged: checksum"):
+        _ = Artifact.open(path).tokens_path
+    discard(path / "tokens")  # it may be removed
+    (path / RUN).unlink()
+    assert verify(path).ok
 
 
 def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, tmp_path):
@@ -319,7 +345,7 @@ def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, tm
 
 def test_a_locked_artifact_is_refused(root, tmp_path):
     with (
-        ArtifactLock.acquire(tmp_path / "artifact"),
+        lock_artifact(tmp_path / "artifact"),
         pytest.raises(ArtifactError, match=rf"locked by process {os.getpid()} on .*: wait for it or stop it"),
     ):
         build(world(root), tmp_path / "artifact")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import lock_artifact
 from grasp.errors import EngineError, MissingExtraError, ModelError
 from grasp.extract import cluster
 from grasp.extract.cluster import ClusterSpec, connected
@@ -133,7 +133,7 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path, mo
     )
     with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
         build(changed, tmp_path / "artifact", engine=RayEngine(spec))
-    ArtifactLock.acquire(tmp_path / "artifact").release()
+    lock_artifact(tmp_path / "artifact").release()
 
 
 def test_more_workers_than_there_is_room_for(spec):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.errors import EnvironmentDataError
+from grasp.errors import EnvironmentDataError, SubsetError
 from grasp.files import aside
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
@@ -316,7 +316,7 @@ def test_a_given_table_of_subsets_cannot_be_drawn_again(tmp_path):
 def test_merging_clears_away_old_parts_and_leases_but_no_young_part(tmp_path):
     env = fill(create(tmp_path))
     env.claim(1)
-    old, young = tmp_path / "runs" / ".x.1.part", tmp_path / "runs" / ".x.2.part"
+    old, young = (tmp_path / "runs" / f".x.{digit * 32}.part" for digit in "12")
     old.touch()
     young.touch()
     os.utime(old, (0, 0))
@@ -330,3 +330,38 @@ def test_two_writers_of_one_file_do_not_share_a_part(tmp_path):
     first, second = aside(tmp_path / "x"), aside(tmp_path / "x")
     assert first != second
     assert first.parent == tmp_path
+
+
+def test_a_flipped_bit_changes_no_number_silently(tmp_path):
+    rng = np.random.default_rng(3)
+    env = filled(tmp_path / "env")
+    expected, drawn = env.utilities().values_BSE, masks(env)
+    env.compact()
+    silent = []
+    for name in ("environment.json", "utilities.parquet", "reference.parquet", "subsets.parquet"):
+        data = (env.path / name).read_bytes()
+        for place in rng.integers(0, len(data), 60):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << int(rng.integers(8))
+            (env.path / name).write_bytes(flipped)
+            try:
+                found = Environment.open(env.path)
+                same = np.array_equal(found.utilities().values_BSE, expected) and np.array_equal(masks(found), drawn)
+                same = same and found.info == env.info
+                silent += [] if same else [(name, int(place))]
+            except (EnvironmentDataError, SubsetError):
+                continue
+        (env.path / name).write_bytes(data)
+    assert not silent
+
+
+def test_only_what_is_ours_is_removed(tmp_path):
+    env = fill(create(tmp_path), 9)
+    (tmp_path / "claims").mkdir(exist_ok=True)
+    for name in ("claims/notes.txt", "claims/full-0.old", ".mine.part"):
+        (tmp_path / name).write_text("mine")
+    env.claim(1)
+    fill(env, 10)
+    env.compact()
+    assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == ["full-0.old", "notes.txt"]
+    assert (tmp_path / ".mine.part").exists()

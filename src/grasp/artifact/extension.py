@@ -12,15 +12,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.files import FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
 from grasp.artifact.layout import BUILD, PER_UNIT, part_dir, part_file
-from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.manifest import ArrayEntry, BuildRecord, Manifest, provenance, read_record, write_manifest
 from grasp.artifact.reader import Artifact
 from grasp.artifact.shards import ArraySpec, ShardWriter, parquet_bytes
 from grasp.artifact.tables import check_units, units_per_target
-from grasp.artifact.writer import array_dtype, build_record, claim, moment_bytes
+from grasp.artifact.writer import array_dtype, build_record, claim, lock_artifact, moment_bytes
 from grasp.errors import ArtifactError
+from grasp.files import DirectoryLock, FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
 
 
 class ArtifactExtension:
@@ -32,7 +31,7 @@ class ArtifactExtension:
         part: int,
         units: pa.Table,
         shards: ShardWriter,
-        lock: ArtifactLock,
+        lock: DirectoryLock,
         *,
         owns_lock: bool,
     ) -> None:
@@ -54,7 +53,7 @@ class ArtifactExtension:
         arrays: Mapping[str, ArraySpec],
         dtype: str,
         resume: bool = True,
-        lock: ArtifactLock | None = None,
+        lock: DirectoryLock | None = None,
     ) -> Self:
         """Begin to add `units`, or go on with the extension that was begun.
 
@@ -69,7 +68,7 @@ class ArtifactExtension:
         """
         path = Path(path)
         Artifact.open(path)  # before the lock, which would make the directory
-        held = lock or ArtifactLock.acquire(path)
+        held = lock or lock_artifact(path)
         try:
             artifact = Artifact.open(path)
             check_units(units, _common_width(artifact, arrays))

@@ -10,9 +10,9 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from grasp.artifact.files import FileEntry, entry_of, out_of_space, part_of, write_whole
 from grasp.artifact.manifest import dump_json, read_record
 from grasp.errors import ArtifactError
+from grasp.files import FileEntry, entry_of, fault, out_of_space, write_whole
 
 
 def tensor_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
@@ -43,7 +43,6 @@ class FeatureSpool:
             except OSError:
                 for path in (mark, data):
                     path.unlink(missing_ok=True)
-                    part_of(path).unlink(missing_ok=True)
                 raise
 
     def read(self, k: int) -> dict[str, NDArray[Any]]:
@@ -54,6 +53,8 @@ class FeatureSpool:
         """
         if not self.has(k):
             raise ArtifactError(f"{self._data(k)}: shard {k} is not kept here")
+        if what := fault(self.directory, self._data(k).name, read_record(self._mark(k), FileEntry)):
+            raise ArtifactError(f"{self._data(k)}: {what}; build it again")
         try:
             arrays: dict[str, NDArray[Any]] = safetensors.numpy.load_file(self._data(k))
         except SafetensorError as err:

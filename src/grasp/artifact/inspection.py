@@ -5,21 +5,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grasp.artifact.files import FileEntry, entry_of
-from grasp.artifact.layout import BUILD, MANIFEST, ShardGrid, array_dir, group_name, part_dir
+import numpy as np
+
+from grasp.artifact.layout import BUILD, MANIFEST, RUN, TOKENS, ShardGrid, group_name, part_dir
 from grasp.artifact.manifest import (
     ArrayEntry,
     BuildRecord,
+    ColumnGroup,
     Manifest,
     ShardMark,
     finished_shards,
     is_signed,
-    parse_manifest,
+    read_manifest,
     read_record,
 )
 from grasp.artifact.reader import why_not_open
 from grasp.artifact.remote import RemoteFiles, local_path, remote_url
-from grasp.errors import ArtifactError
+from grasp.errors import ArtifactError, SettingsError
+from grasp.files import FileEntry, differences, fault, kind_of
+from grasp.settings import read_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """One array; bytes are those of its chunk files on disk."""
+    """One array; bytes are those of its numbers."""
 
     name: str
     shape: tuple[int, int]
@@ -106,13 +110,17 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
         problems, total = _compared(manifest.files, remote.fault, progress)
         return VerifyReport(url, True, len(manifest.files), total, tuple(problems))
     path = local_path(path)
-    complete = (path / MANIFEST).exists()
+    complete = kind_of(path / MANIFEST) != "nothing"
     if not complete and not (path / BUILD).exists():
         raise ArtifactError(why_not_open(path))
     before: list[Problem] = []
     there = _manifest_or_problem(path, before) if complete else None
     expected = dict(there.files) if there else dict(_marked(path, before))
-    problems, total = _compared(expected, lambda name, entry: _fault(path / name, entry), progress)
+    if there and (path / TOKENS).exists():
+        expected |= there.rows_kept
+    if there and (path / RUN).exists() and _other_settings(path / RUN, there):
+        before.append(Problem(RUN, "damaged: these are not the settings in the manifest"))
+    problems, total = _compared(expected, lambda name, entry: fault(path, name, entry), progress)
     return VerifyReport(str(path), complete, len(expected), total, (*before, *problems))
 
 
@@ -144,8 +152,8 @@ def info(path: Path | str) -> ArtifactInfo:
         remote, manifest = RemoteFiles.open(url)
         return replace(_describe(remote.cache, manifest), path=url)
     path = local_path(path)
-    if (path / MANIFEST).exists():
-        return _describe(path, parse_manifest(path / MANIFEST, (path / MANIFEST).read_bytes()))
+    if kind_of(path / MANIFEST) != "nothing":
+        return _describe(path, read_manifest(path))
     if not (path / BUILD).exists():
         raise ArtifactError(why_not_open(path))
     return _describe(path, _unfinished(path), complete=False)
@@ -183,12 +191,7 @@ def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> Artif
 
 def _array(manifest: Manifest, name: str, rows: int) -> ArrayInfo:
     entry = manifest.arrays[name]
-    size = sum(
-        manifest.files[file].bytes
-        for group in entry.groups
-        for file in manifest.files
-        if file.startswith(f"{array_dir(group.name).as_posix()}/c.")
-    )
+    size = rows * sum(np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups)
     return ArrayInfo(
         name=name,
         shape=(manifest.n_rows, entry.width),
@@ -214,25 +217,21 @@ def _unfinished(path: Path) -> Manifest:
     """A manifest of what is there so far."""
     record = read_record(path / BUILD, BuildRecord)
     shards = finished_shards(path, 0, ShardGrid(record.n_rows, record.shard_rows))
-    return Manifest.model_validate(
-        {
-            "n_rows": record.n_rows,
-            "shard_rows": record.shard_rows,
-            "targets": {},
-            "arrays": {name: _begun(name, spec) for name, spec in record.arrays.items()},
-            "units": (),
-            "moments": (),
-            "files": {name: entry for files in shards.values() for name, entry in files.items()},
-            "details": {"identity": record.identity},
-        }
+    return Manifest(
+        n_rows=record.n_rows,
+        shard_rows=record.shard_rows,
+        targets={},
+        arrays={name: _begun(name, spec) for name, spec in record.arrays.items()},
+        units=(),
+        moments=(),
+        files={name: entry for files in shards.values() for name, entry in files.items()},
+        details={"identity": record.identity},
     )
 
 
 def _begun(name: str, spec: dict[str, Any]) -> ArrayEntry:
-    group = {"name": group_name(name, 0), "start": 0, "stop": spec["width"], "dtype": spec["dtype"]}
-    return ArrayEntry.model_validate(
-        {"width": spec["width"], "unit": spec["unit"], "sign": spec["sign"], "groups": (group,)}
-    )
+    group = ColumnGroup(name=group_name(name, 0), start=0, stop=spec["width"], dtype=spec["dtype"])
+    return ArrayEntry(width=spec["width"], unit=spec["unit"], sign=spec["sign"], groups=(group,))
 
 
 def _extension(path: Path, manifest: Manifest, grid: ShardGrid) -> str | None:
@@ -243,11 +242,21 @@ def _extension(path: Path, manifest: Manifest, grid: ShardGrid) -> str | None:
 
 
 def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None:
-    data = (path / MANIFEST).read_bytes()
-    if not is_signed(data):
+    if (kind := kind_of(path / MANIFEST)) != "file":
+        problems.append(Problem(MANIFEST, f"is a {kind}, expected a regular file"))
+        return None
+    if not is_signed((path / MANIFEST).read_bytes()):
         problems.append(Problem(MANIFEST, "damaged: its checksum does not match"))
         return None
-    return parse_manifest(path / MANIFEST, data)
+    return read_manifest(path)
+
+
+def _other_settings(path: Path, manifest: Manifest) -> bool:
+    try:
+        # what a run.yaml leaves open follows from model and corpus
+        return not all(line.endswith("now null") for line in differences(manifest.settings, read_yaml(path)))
+    except SettingsError:
+        return True
 
 
 def _marked(path: Path, problems: list[Problem]) -> Iterator[tuple[str, FileEntry]]:
@@ -257,16 +266,3 @@ def _marked(path: Path, problems: list[Problem]) -> Iterator[tuple[str, FileEntr
             yield from read_record(mark, ShardMark).files.items()
         except ArtifactError:
             problems.append(Problem(mark.relative_to(path).as_posix(), "damaged: not a completion mark"))
-
-
-def _fault(path: Path, expected: FileEntry) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != expected.bytes:
-            return f"{'truncated' if size < expected.bytes else 'too long'}: {size} of {expected.bytes} bytes"
-        found = entry_of(path).blake2b
-    except FileNotFoundError:
-        return "missing"
-    except OSError as err:
-        return f"cannot be read: {err.strerror}"
-    return None if found == expected.blake2b else f"damaged: checksum {found}, expected {expected.blake2b}"

@@ -2,14 +2,16 @@
 
 manifest.json                 written last: where it exists the artifact is complete
 build.json                    identity of the build, compared when it is resumed
+run.yaml                      settings of the build, to be replayed; those of the manifest are what counts
 rows.parquet units.parquet moments.safetensors
-arrays/NAME/zarr.json c.K.0   one Zarr v3 array; chunk file K = shard K, raw little-endian numbers
-arrays/NAME.scale/            its per-column scale: value = stored * scale * the array's gain in the manifest
+arrays/NAME/00000.npy ...     the rows of one shard, as numpy.save writes them
+arrays/NAME/scale.npy         per column: value = stored * scale * the array's gain in the manifest
 shards/00000.json .parquet    completion mark and row table of a shard
 features/                     kept features, if any
 extensions/J/                 build.json and shards/ of the J-th extension, whose arrays are NAME.J
+tokens/                       the rows themselves, if they are kept
 work/                         temporary, of a build in progress
-lock
+.grasp-artifact               whose directory this is; the lock of the one that writes
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,10 @@ from pathlib import Path
 from grasp.errors import ArtifactError
 
 FORMAT = "grasp-artifact"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+MARKER = ".grasp-artifact"
+TOKENS = "tokens"
+RUN = "run.yaml"
 MANIFEST = "manifest.json"
 BUILD = "build.json"
 ROWS = "rows.parquet"
@@ -44,11 +49,6 @@ class ShardGrid:
     def n_shards(self) -> int:
         return -(-self.n_rows // self.shard_rows)
 
-    @property
-    def chunk_rows(self) -> int:
-        """Rows a chunk file has room for: no padding where one short shard is all there is."""
-        return min(self.shard_rows, self.n_rows)
-
     def bounds(self, k: int) -> tuple[int, int]:
         """First row of shard k, and the row after its last."""
         if not 0 <= k < self.n_shards:
@@ -69,7 +69,12 @@ def array_dir(group: str) -> Path:
 
 def chunk_file(group: str, k: int) -> Path:
     """File of shard k of one column group, relative to the artifact."""
-    return array_dir(group) / f"c.{k}.0"
+    return array_dir(group) / f"{k:05d}.npy"
+
+
+def scale_file(group: str) -> Path:
+    """File of the scales of one column group, relative to the artifact."""
+    return array_dir(group) / "scale.npy"
 
 
 def group_name(array: str, part: int) -> str:

@@ -3,35 +3,56 @@
 import json
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from grasp.artifact.files import FileEntry, checksum, write_whole
-from grasp.artifact.layout import FORMAT, FORMAT_VERSION, MANIFEST, ShardGrid, part_dir
+from grasp.artifact.layout import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    PER_UNIT,
+    ROWS,
+    ShardGrid,
+    chunk_file,
+    group_name,
+    part_dir,
+    scale_file,
+)
 from grasp.errors import ArtifactError
+from grasp.files import FileEntry, checksum, kind_of, write_whole
+from grasp.text import plain
 
 ArrayDtype = Literal["float16", "float32"]
 
+SHOWN = 200  # characters of a name in a message
 _UNSIGNED = "0" * 32
 _SIGNATURE = re.compile(rb'"checksum": "([0-9a-f]{32})"')
 
 
-class Record(BaseModel):
-    """Base of what is written as JSON: immutable, unknown fields refused."""
+# Names come from whoever made the artifact and become paths: letters, digits, `_`, `-`, `.`; no step begins with a dot,
+# so nothing is absolute, hidden, on another drive, or outside.
+_STEP = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
+Name = Annotated[str, StringConstraints(pattern=rf"^{_STEP}\Z", max_length=100)]
+FileName = Annotated[str, StringConstraints(pattern=rf"^{_STEP}(/{_STEP})*\Z", max_length=300)]
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class Record(BaseModel):
+    """Base of what is written as JSON: immutable, unknown fields and wrong types refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, regex_engine="python-re", allow_inf_nan=False)
 
 
 class ColumnGroup(Record):
-    """Columns [start, stop) of an array, kept as one Zarr array `arrays/<name>`."""
+    """Columns [start, stop) of an array, kept in the files of `arrays/<name>`."""
 
-    name: str
-    start: int
+    name: Name
+    start: int = Field(ge=0)
     stop: int
     dtype: ArrayDtype
 
@@ -39,11 +60,21 @@ class ColumnGroup(Record):
 class ArrayEntry(Record):
     """One logical array of N rows: what its numbers mean, and the groups its columns are kept in."""
 
-    width: int
+    width: int = Field(ge=1)
     unit: str
     sign: str
-    gain: float = Field(1.0, description="Every column is multiplied by it on reading; sums are of numbers before it.")
+    gain: float = Field(
+        1.0, gt=0, lt=1e30, description="Every column is multiplied by it on reading; sums are of numbers before it."
+    )
     groups: tuple[ColumnGroup, ...]
+
+    @model_validator(mode="after")
+    def _groups_are_the_columns(self) -> Self:
+        columns = [(group.start, group.stop) for group in self.groups]
+        edges = [0, *(stop for _, stop in columns)]
+        if columns != list(pairwise(edges)) or edges[-1] != self.width or edges != sorted(set(edges)):
+            raise ValueError(f"groups: {columns} are not columns 0 to {self.width}")
+        return self
 
 
 class Manifest(Record):
@@ -52,18 +83,39 @@ class Manifest(Record):
     format: Literal["grasp-artifact"] = "grasp-artifact"
     format_version: int = FORMAT_VERSION
     checksum: str = Field(_UNSIGNED, description="Of this file, with the checksum itself as zeros.")
-    n_rows: int
-    shard_rows: int
+    n_rows: int = Field(ge=1)
+    shard_rows: int = Field(ge=1)
     targets: dict[str, int] = Field(description="Units per target, in the order of the columns.")
-    arrays: dict[str, ArrayEntry]
-    units: tuple[str, ...] = Field(description="Unit tables; their units in this order are the columns.")
-    moments: tuple[str, ...] = Field(description="Moments of the build, then of each extension.")
+    arrays: dict[Name, ArrayEntry]
+    units: tuple[FileName, ...] = Field(description="Unit tables; their units in this order are the columns.")
+    moments: tuple[FileName, ...] = Field(description="Moments of the build, then of each extension.")
     made_by: dict[str, Any] = Field({}, description="Program, version, machine: what wrote it.")
     fingerprints: dict[str, str] = Field({}, description="Of model, tokenizer, corpus and targets.")
     settings: dict[str, Any] = Field({}, description="The settings of the build.")
     skipped: dict[str, Any] = Field({}, description="What was left out, by reason.")
     details: dict[str, Any] = Field({}, description="What else the build reports.")
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
+    rows_kept: dict[FileName, FileEntry] = Field({}, description="Files of tokens/, which stay where they were built.")
+
+    @model_validator(mode="after")
+    def _columns_are_units(self) -> Self:
+        n_units = sum(self.targets.values())
+        for name, entry in self.arrays.items():
+            groups = [group.name for group in entry.groups]
+            if groups != [group_name(name, part) for part in range(len(groups))]:
+                raise ValueError(f"arrays.{name}: has groups {groups}, which are not its own")
+            if self.targets and name.startswith(PER_UNIT) and entry.width != n_units:
+                raise ValueError(f"arrays.{name}: has {entry.width} columns, there are {n_units} units")
+        return self
+
+    def needed(self) -> set[str]:
+        """Files that a reader may ask for."""
+        shards = range(ShardGrid(self.n_rows, self.shard_rows).n_shards)
+        groups = [group.name for entry in self.arrays.values() for group in entry.groups]
+        names = {chunk_file(group, k).as_posix() for group in groups for k in shards}
+        names |= {scale_file(group).as_posix() for group in groups}
+        names |= {(part_dir(0) / "shards" / f"{k:05d}.parquet").as_posix() for k in shards}
+        return names | {ROWS, *self.units, *self.moments}
 
 
 PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
@@ -88,7 +140,7 @@ class ShardMark(Record):
 
     start: int
     stop: int
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
     sums: dict[str, SumEntry]
 
 
@@ -112,6 +164,8 @@ def dump_json(record: BaseModel) -> bytes:
 
 def read_record(path: Path, kind: type[R]) -> R:
     """Read a record, or say that the file is damaged."""
+    if kind_of(path) != "file":
+        raise ArtifactError(f"{path}: is no regular file; restore a copy or build again")
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as err:
@@ -141,13 +195,17 @@ def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     """Write the manifest with its own checksum in it; from now on the artifact is complete."""
-    data = dump_json(manifest.model_copy(update={"checksum": _UNSIGNED}))
-    signed = data.replace(_UNSIGNED.encode(), checksum(data).encode(), 1)
-    write_whole(root / MANIFEST, signed)
+    write_whole(root / MANIFEST, signed(manifest))
+
+
+def signed(record: BaseModel) -> bytes:
+    """Text of a record with its own checksum in its field `checksum`."""
+    data = dump_json(record.model_copy(update={"checksum": _UNSIGNED}))
+    return data.replace(_UNSIGNED.encode(), checksum(data).encode(), 1)
 
 
 def is_signed(data: bytes) -> bool:
-    """Whether the bytes of a manifest agree with the checksum in it."""
+    """Whether the bytes of a record agree with the checksum in it."""
     found = _SIGNATURE.search(data)
     if found is None:
         return False
@@ -171,9 +229,21 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
     if not is_signed(data):
         raise ArtifactError(f"{path}: damaged: its checksum does not match; restore a copy or build again")
     try:
-        return Manifest.model_validate(raw)
+        manifest = Manifest.model_validate_json(data)
     except ValidationError as err:
         raise ArtifactError(f"{path}: {_first_problem(err)}; build the artifact again") from err
+    few = manifest.n_rows > len(manifest.files) * manifest.shard_rows  # before the names of 1e18 shards are made
+    if few or (lost := manifest.needed() - manifest.files.keys()):
+        raise ArtifactError(f"{path}: lists no {'shards' if few else min(lost)}; build the artifact again")
+    return manifest
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of a complete artifact on this machine."""
+    path = root / MANIFEST
+    if (kind := kind_of(path)) != "file":
+        raise ArtifactError(f"{path}: is a {kind}, expected a regular file; restore a copy or build again")
+    return parse_manifest(path, path.read_bytes())
 
 
 def provenance(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -188,31 +258,12 @@ def provenance(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {key: plain_json(value, f"manifest.{key}") for key, value in given.items()}
 
 
-def differences(old: BuildRecord, new: BuildRecord) -> list[str]:
-    """Every field in which two builds differ, as `field: was X, now Y`."""
-    was, now = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
-    fields = sorted(was.keys() | now.keys())
-    absent = "absent"
-    return [
-        f"{field.removeprefix('identity.')}: was {was.get(field, absent)}, now {now.get(field, absent)}"
-        for field in fields
-        if was.get(field) != now.get(field)
-    ]
-
-
 def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
-
-
-def _leaves(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{field}.{key}" if field else str(key))
-    else:
-        yield field, json.dumps(value)
+    return kind_of(path) == "file" and path.stat().st_size == size
 
 
 def _first_problem(err: ValidationError) -> str:
     item = err.errors()[0]
-    field = ".".join(str(step) for step in item["loc"])
-    return f"{field}: {item['msg']}" if field else item["msg"]
+    field = plain(".".join(str(step) for step in item["loc"]))
+    what = "no name of ours" if item["type"] in ("string_pattern_mismatch", "string_too_long") else item["msg"]
+    return f"{field[:SHOWN]}: {what}" if field else what

@@ -15,18 +15,30 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from grasp.artifact.features import FeatureSpool
-from grasp.artifact.layout import BUILD, MANIFEST, ROWS, SUM, ShardGrid, array_dir, chunk_file, part_dir
+from grasp.artifact.layout import (
+    BUILD,
+    MANIFEST,
+    MARKER,
+    ROWS,
+    SUM,
+    TOKENS,
+    ShardGrid,
+    chunk_file,
+    part_dir,
+    scale_file,
+)
 from grasp.artifact.manifest import (
     BuildRecord,
     ColumnGroup,
     Manifest,
     finished_shards,
-    parse_manifest,
+    read_manifest,
     read_record,
 )
 from grasp.artifact.remote import RemoteFiles, local_path, remote_url
+from grasp.artifact.tables import units_per_target
 from grasp.errors import ArtifactError
-from grasp.files import Reads
+from grasp.files import FileEntry, Reads, fault, kind_of
 
 RELEVANCE = {"pooled": "relevance_pooled", "token": "relevance_token", "input": "relevance_input"}
 BUILT_WITH = {
@@ -53,6 +65,7 @@ class Artifact:
         self.path = path  # of a remote artifact the directory that keeps what was fetched of it
         self.manifest = manifest
         self._remote = remote
+        self._checked: set[str] = set()  # files whose size and checksum were compared by this object
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
 
     @classmethod
@@ -67,11 +80,9 @@ class Artifact:
             remote, manifest = RemoteFiles.open(url)
             return cls(remote.cache, manifest, remote)
         path = local_path(path)
-        try:
-            data = (path / MANIFEST).read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as err:
-            raise ArtifactError(why_not_open(path)) from err
-        return cls(path, parse_manifest(path / MANIFEST, data))
+        if kind_of(path / MANIFEST) == "nothing":
+            raise ArtifactError(why_not_open(path))
+        return cls(path, read_manifest(path))
 
     @property
     def where(self) -> str:
@@ -118,11 +129,29 @@ class Artifact:
         """Kept features, shard by shard; `finished` is empty where none were kept."""
         return FeatureSpool(self.path / "features")
 
+    @property
+    def tokens_path(self) -> Path:
+        """Directory of the rows themselves, where they were kept; each of its files is the one that was written.
+
+        Raises:
+            ArtifactError: one of them is damaged.
+        """
+        for name, expected in self.manifest.rows_kept.items():
+            if name not in self._checked and (self.path / TOKENS).exists():
+                self._check(self.path, name, expected)
+        return self.path / TOKENS
+
     @cached_property
     def units(self) -> pa.Table:
         """Units in the order of the columns of the relevance arrays."""
         tables = [_table(self._file(name)) for name in self.manifest.units]
-        return pa.concat_tables(tables, promote_options="default").combine_chunks()
+        units = pa.concat_tables(tables, promote_options="default").combine_chunks()
+        if units_per_target(units) != self.manifest.targets:
+            raise ArtifactError(
+                f"{self.where}: its manifest has units {self.manifest.targets}, the tables {units_per_target(units)}; "
+                "build it again"
+            )
+        return units
 
     @cached_property
     def moments(self) -> "Moments":
@@ -208,8 +237,23 @@ class Artifact:
         return found.take(np.argsort(np.concatenate(places))).combine_chunks()
 
     def _file(self, name: Path | str) -> Path:
-        """Where a file of the artifact lies on this machine."""
-        return self.path / name if self._remote is None else self._remote.fetched(Path(name).as_posix())
+        """Where a file of the artifact lies on this machine; its checksum is compared when it is first asked for."""
+        name = Path(name).as_posix()
+        expected = self.manifest.files.get(name)
+        if expected is None:
+            raise ArtifactError(f"{self.where}: its manifest lists no {name}; build it again")
+        if name not in self._checked:
+            if self._remote is not None:
+                self._remote.fetch(name, expected)
+            else:
+                self._check(self.path, name, expected)
+            self._checked.add(name)
+        return self.path / name
+
+    def _check(self, root: Path, name: str, expected: FileEntry) -> None:
+        if what := fault(root, name, expected):
+            raise ArtifactError(f"{root / name}: {what}; {VERIFY}")
+        self._checked.add(name)
 
     def _entry(self, name: str) -> Any:
         try:
@@ -233,9 +277,7 @@ class Artifact:
         return picks, len(chosen)
 
     def _scale(self, group: ColumnGroup) -> NDArray[np.float32]:
-        path = self._file(array_dir(group.name + ".scale") / "c.0")
-        _check_size(path, 4 * (group.stop - group.start))
-        return np.fromfile(path, dtype="<f4").astype(np.float32)
+        return np.array(_array(self._file(scale_file(group.name)), (group.stop - group.start,), "float32"))
 
     def _blocks(self, picks: list["_Pick"], width: int, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         for start in range(0, self.n_rows, size):
@@ -265,11 +307,8 @@ class Artifact:
                 out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
 
     def _chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
-        path = self._file(chunk_file(group.name, k))
-        dtype = np.dtype(group.dtype).newbyteorder("<")
-        shape = (self.grid.chunk_rows, group.stop - group.start)
-        _check_size(path, dtype.itemsize * shape[0] * shape[1])
-        return np.memmap(path, dtype=dtype, mode="r", shape=shape)
+        start, stop = self.grid.bounds(k)
+        return _array(self._file(chunk_file(group.name, k)), (stop - start, group.stop - group.start), group.dtype)
 
     def _checked_rows(self, row_index: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         rows = np.asarray(row_index, dtype=np.int64)
@@ -351,7 +390,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as err:
         raise ArtifactError(f"{path}: missing; {VERIFY}") from err
-    except (pa.ArrowException, SafetensorError, OSError) as err:
+    except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError) as err:
         raise ArtifactError(f"{path}: damaged: {' '.join(str(err).split())}; {VERIFY}") from err
 
 
@@ -360,18 +399,20 @@ def _table(path: Path) -> pa.Table:
         return pq.read_table(path)
 
 
-def _check_size(path: Path, expected: int) -> None:
+def _array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """An array as it lies on disk; only what is used of it is read."""
     with _readable(path):
-        size = path.stat().st_size
-    if size != expected:
-        raise ArtifactError(f"{path}: {size} bytes, expected {expected}; {VERIFY}")
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.shape != shape or array.dtype != np.dtype(dtype).newbyteorder("<"):
+        raise ArtifactError(f"{path}: holds {array.shape} {array.dtype}, expected {shape} {dtype}; {VERIFY}")
+    return array
 
 
 def why_not_open(path: Path) -> str:
     """Why there is no complete artifact at `path`, and what to do."""
     if not path.exists():
         return f"{path}: no such artifact; make one with `grasp build --out {shlex.quote(str(path))}`"
-    if not (path / BUILD).exists() and (path / "lock").exists():
+    if not (path / BUILD).exists() and (path / MARKER).exists():
         return (
             f"{path}: a build was begun here, and no shard of it is finished; wait for it, or run the same "
             "`grasp build` again with --resume to go on"

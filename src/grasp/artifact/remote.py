@@ -19,12 +19,22 @@ from pathlib import Path
 from typing import Any, Self
 
 import fsspec
+import xxhash
 
-from grasp.artifact.files import FileEntry, entry_of, part_of, publish, write_whole
 from grasp.artifact.layout import MANIFEST
-from grasp.artifact.lock import one_at_a_time
 from grasp.artifact.manifest import Manifest, parse_manifest
 from grasp.errors import ArtifactError, MissingExtraError
+from grasp.files import (
+    FileEntry,
+    checksum_fault,
+    discard,
+    fault,
+    kind_of,
+    one_at_a_time,
+    size_fault,
+    write_whole,
+    written_aside,
+)
 
 CACHE_VARIABLE = "GRASP_CACHE"
 LOCAL = ("file", "local")
@@ -86,48 +96,47 @@ class RemoteFiles:
             write_whole(cache / MANIFEST, data)
         return cls(url, filesystem, root, cache, manifest.files), manifest
 
-    def fetched(self, name: str) -> Path:
-        """The file on this machine; fetched and checked if it is not here yet.
+    def fetch(self, name: str, expected: FileEntry) -> None:
+        """See that the file is on this machine, whole; what is not here yet, or was damaged here, is fetched.
 
         Raises:
             ArtifactError: it is not there, or not what the manifest says.
         """
-        path = self.cache / name
-        expected = self.files.get(name)
-        if expected is None or (path.exists() and path.stat().st_size == expected.bytes):
-            return path
+        if fault(self.cache, name, expected) is None:
+            return
         with one_at_a_time(self.cache.with_suffix(LOCK)):
-            if not (path.exists() and path.stat().st_size == expected.bytes):  # another process may have fetched it
-                self._fetch(name, expected, path)
-        return path
+            if fault(self.cache, name, expected) is not None:  # another process may have fetched it
+                self._fetch(name, expected)
 
-    def _fetch(self, name: str, expected: FileEntry, path: Path) -> None:
+    def _fetch(self, name: str, expected: FileEntry) -> None:
+        path = self.cache / name
+        for directory in reversed(path.relative_to(self.cache).parents):
+            if kind_of(self.cache / directory) not in ("directory", "nothing"):
+                discard(self.cache / directory)  # a link that somebody put there: nothing is written behind it
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _reached(f"{self.url}/{name}"):
-            self.filesystem.get_file(f"{self.root}/{name}", str(part_of(path)))
-        found = entry_of(part_of(path))
-        if found != expected:
-            part_of(path).unlink()
-            raise ArtifactError(
-                f"{self.url}/{name}: {found.bytes} bytes with checksum {found.blake2b}, expected {expected.bytes} with "
-                f"{expected.blake2b}; `grasp verify {shlex.quote(self.url)}` names everything that is broken"
-            )
-        publish(path)
+        discard(path)
+        with written_aside(path) as part:
+            with _reached(f"{self.url}/{name}"):
+                self.filesystem.get_file(f"{self.root}/{name}", str(part))
+            if what := fault(part.parent, part.name, expected):
+                raise ArtifactError(
+                    f"{self.url}/{name}: {what}; `grasp verify {shlex.quote(self.url)}` names everything that is broken"
+                )
 
     def fault(self, name: str, expected: FileEntry) -> str | None:
         """What is wrong with a file where it lies, read as a stream; None: nothing."""
-        digest, size = hashlib.blake2b(digest_size=16), 0
+        digest, size = xxhash.xxh3_128(), 0
         try:
             with _reached(f"{self.url}/{name}"), self.filesystem.open(f"{self.root}/{name}", "rb") as handle:
-                while data := handle.read(_READ_BYTES):
+                while size <= expected.bytes and (data := handle.read(_READ_BYTES)):
                     digest.update(data)
                     size += len(data)
         except ArtifactError as err:
             return "missing" if isinstance(err.__cause__, FileNotFoundError) else str(err)
-        if size != expected.bytes:
-            return f"{'truncated' if size < expected.bytes else 'too long'}: {size} of {expected.bytes} bytes"
-        found = digest.hexdigest()
-        return None if found == expected.blake2b else f"damaged: checksum {found}, expected {expected.blake2b}"
+        if what := size_fault(size, expected) or checksum_fault(digest.hexdigest(), expected):
+            return what
+        kept = kind_of(self.cache / name) != "nothing" and fault(self.cache, name, expected)
+        return f"{kept} (the copy of it in {self.cache}; it is fetched again when it is needed)" if kept else None
 
 
 def staging_directory(url: str) -> Path:
@@ -170,7 +179,7 @@ def publish_artifact(local: Path, url: str, progress: Callable[[int, int], None]
     total, sent = sum(entry.bytes for entry in manifest.files.values()), 0
     with journal.open("a", encoding="utf-8") as note:
         for name, entry in manifest.files.items():
-            line = f"{entry.blake2b} {name}"
+            line = f"{entry.checksum} {name}"
             if line not in noted or there.get(name) != entry.bytes:
                 _put(filesystem, local / name, f"{root}/{name}", f"{url}/{name}")
                 note.write(line + "\n")

@@ -1,6 +1,7 @@
-"""Writing shards: chunk files and row table aside, renamed when all are there, the completion mark last."""
+"""Writing shards: every file whole or not there, the completion mark last."""
 
-from collections.abc import Callable, Iterator, Mapping
+import io
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.files import (
-    FileEntry,
-    checksum,
-    entry_of,
-    out_of_space,
-    part_of,
-    publish,
-    remove_parts,
-    write_part,
-    write_whole,
-)
-from grasp.artifact.layout import ShardGrid, array_dir, chunk_file, group_name, part_dir
+from grasp.artifact.layout import ShardGrid, chunk_file, group_name, part_dir, scale_file
 from grasp.artifact.manifest import (
     ArrayDtype,
     ColumnGroup,
@@ -31,8 +21,8 @@ from grasp.artifact.manifest import (
     finished_shards,
     read_record,
 )
-from grasp.artifact.zarr_arrays import describe_array
 from grasp.errors import ArtifactError, ShapeError
+from grasp.files import FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +80,19 @@ class ShardWriter:
         self._part = part
         self._marks_dir = root / part_dir(part) / "shards"
         self._scales = {name: spec.scale() for name, spec in arrays.items()}
-        self._metadata: tuple[Path, ...] = ()
         self._shards: dict[int, dict[str, FileEntry]] = {}  # files of those that are finished
 
     def prepare(self) -> None:
-        """Make directories and Zarr metadata, clear what a kill left aside, find the finished shards."""
+        """Make directories, write the scales, clear what a kill left aside, find the finished shards."""
         self._shards = finished_shards(self.root, self._part, self.grid)
         with out_of_space(f"{self.root}: nothing was written", self.progress):
             self._marks_dir.mkdir(parents=True, exist_ok=True)
-            self._metadata = tuple(self._describe())
+            for name, scale_E in self._scales.items():
+                path, content = self.root / self._scale_file(name), npy_bytes(scale_E)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                remove_parts(path.parent)
+                if not path.exists() or path.read_bytes() != content:
+                    write_whole(path, content)
         remove_parts(self._marks_dir)
 
     @property
@@ -134,9 +128,7 @@ class ShardWriter:
         if k in self._shards:
             raise ArtifactError(f"shard {k} is finished already; write only those that are not in `finished`")
         content = self._encode(arrays, stop - start, row_name)
-        files: dict[Path, bytes | memoryview] = {
-            chunk_file(group_name(name, self._part), k): self._chunk(stored) for name, stored in content.items()
-        }
+        files = {chunk_file(group_name(name, self._part), k): npy_bytes(stored) for name, stored in content.items()}
         if table is not None:
             files[self._relative(k, ".parquet")] = parquet_bytes(table)
         totals = {name: _sum_entry(name, value, k) for name, value in sums.items()}
@@ -151,7 +143,8 @@ class ShardWriter:
 
     def files(self) -> dict[str, FileEntry]:
         """Size and checksum of everything this part wrote, by path relative to the artifact."""
-        entries = {path.as_posix(): entry_of(self.root / path) for path in self._metadata}
+        scales = [self._scale_file(name) for name in self.arrays]
+        entries = {path.as_posix(): entry_of(self.root / path) for path in scales}
         for k in sorted(self._shards):
             entries |= self._shards[k]
             mark = self._relative(k, ".json")
@@ -174,19 +167,8 @@ class ShardWriter:
         """Row table of shard k."""
         return self.root / self._relative(k, ".parquet")
 
-    def _describe(self) -> Iterator[Path]:
-        for name, spec in self.arrays.items():
-            group = group_name(name, self._part)
-            yield from describe_array(
-                self.root,
-                group,
-                shape=(self.grid.n_rows, spec.width),
-                chunk_rows=self.grid.chunk_rows,
-                dtype=self.dtype,
-                scale_E=self._scales[name],
-                attributes={"unit": spec.unit, "sign": spec.sign},
-            )
-            remove_parts(self.root / array_dir(group), self.root / array_dir(group + ".scale"))
+    def _scale_file(self, name: str) -> Path:
+        return scale_file(group_name(name, self._part))
 
     def _sums_of(self, k: int) -> dict[str, NDArray[np.float64]]:
         mark = read_record(self.root / self._relative(k, ".json"), ShardMark)
@@ -213,24 +195,15 @@ class ShardWriter:
             for name, spec in self.arrays.items()
         }
 
-    def _chunk(self, stored_NE: NDArray[Any]) -> memoryview:
-        short = self.grid.chunk_rows - len(stored_NE)
-        if short:  # Zarr chunks have one size; the rows beyond the last are never read
-            stored_NE = np.concatenate([stored_NE, np.zeros((short, stored_NE.shape[1]), stored_NE.dtype)])
-        return np.ascontiguousarray(stored_NE).view(np.uint8).data
-
-    def _commit(self, k: int, files: Mapping[Path, bytes | memoryview], mark: ShardMark) -> ShardMark:
-        entries = {path.as_posix(): write_part(self.root / path, data) for path, data in files.items()}
-        publish(*(self.root / path for path in files))
+    def _commit(self, k: int, files: Mapping[Path, bytes], mark: ShardMark) -> ShardMark:
+        entries = {path.as_posix(): write_whole(self.root / path, data) for path, data in files.items()}
         mark = mark.model_copy(update={"files": entries})
         write_whole(self.root / self._relative(k, ".json"), dump_json(mark))
         return mark
 
-    def _withdraw(self, k: int, files: Mapping[Path, bytes | memoryview]) -> None:
+    def _withdraw(self, k: int, files: Mapping[Path, bytes]) -> None:
         for relative in (self._relative(k, ".json"), *files):  # the mark first: no mark without its files
-            path = self.root / relative
-            path.unlink(missing_ok=True)
-            part_of(path).unlink(missing_ok=True)
+            (self.root / relative).unlink(missing_ok=True)
 
 
 def encode(
@@ -267,6 +240,13 @@ def encode(
             f"{scale_E[place[1]]:g} does not fit {dtype} (largest {float(np.finfo(dtype).max):g}); {advice}"
         )
     return stored_NE
+
+
+def npy_bytes(array: NDArray[Any]) -> bytes:
+    """An array as the bytes of a .npy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
 
 
 def parquet_bytes(table: pa.Table) -> bytes:

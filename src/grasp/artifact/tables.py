@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grasp.artifact.files import part_of, publish, sync_part
 from grasp.errors import ArtifactError, ShapeError
+from grasp.files import written_aside
 
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")
 UNIT_COLUMNS = ("unit_id", "target")
@@ -50,11 +50,9 @@ def row_name(rows: pa.Table, start: int, i: int) -> str:
 def assemble_rows(tables: Sequence[Path], out: Path) -> None:
     """Stream the row tables of all shards, in order, into one Parquet file, written aside and renamed."""
     schema = _common_schema(tables)
-    with pq.ParquetWriter(part_of(out), schema, compression="zstd") as writer:
+    with written_aside(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         for batch in _grouped(tables, schema):
             writer.write_table(batch, row_group_size=_GROUP_ROWS)
-    sync_part(out)
-    publish(out)
 
 
 def check_units(units: pa.Table, n_columns: int | None) -> None:

@@ -10,32 +10,43 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.features import FeatureSpool, tensor_bytes
-from grasp.artifact.files import FileEntry, entry_of, out_of_space, remove_parts, write_whole
 from grasp.artifact.layout import (
     BUILD,
     MANIFEST,
+    MARKER,
     PER_UNIT,
     ROWS,
     SUM,
+    TOKENS,
     ShardGrid,
     part_file,
 )
-from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.manifest import (
     ArrayDtype,
     ArrayEntry,
     BuildRecord,
     Manifest,
-    differences,
     dump_json,
     plain_json,
     provenance,
+    read_manifest,
     read_record,
     write_manifest,
 )
 from grasp.artifact.shards import ArraySpec, ShardWriter, parquet_bytes
 from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table, units_per_target
 from grasp.errors import ArtifactError, ShapeError
+from grasp.files import (
+    DirectoryLock,
+    FileEntry,
+    differences,
+    entry_of,
+    is_part,
+    out_of_space,
+    own_directory,
+    remove_parts,
+    write_whole,
+)
 
 __all__ = ["ArraySpec", "ArtifactWriter"]
 
@@ -43,7 +54,7 @@ __all__ = ["ArraySpec", "ArtifactWriter"]
 class ArtifactWriter:
     """One build being written: a shard is visible only when whole, the artifact only when complete."""
 
-    def __init__(self, path: Path, shards: ShardWriter, lock: ArtifactLock, *, owns_lock: bool) -> None:
+    def __init__(self, path: Path, shards: ShardWriter, lock: DirectoryLock, *, owns_lock: bool) -> None:
         self.path = path
         self._shards = shards
         self._lock = lock
@@ -60,7 +71,7 @@ class ArtifactWriter:
         arrays: Mapping[str, ArraySpec],
         dtype: str,
         resume: bool = True,
-        lock: ArtifactLock | None = None,
+        lock: DirectoryLock | None = None,
     ) -> Self:
         """Create the artifact at `path`, or go on with the build that was begun there.
 
@@ -79,7 +90,7 @@ class ArtifactWriter:
         shards = ShardWriter(path, 0, grid, arrays, array_dtype(dtype))
         _unit_columns(arrays)
         record = build_record(grid, arrays, dtype, identity)
-        held = lock or ArtifactLock.acquire(path)
+        held = lock or lock_artifact(path)
         writer = cls(path, shards, held, owns_lock=lock is None)
         try:
             claim(path, record, resume=resume, over=f"delete {path}")
@@ -142,6 +153,7 @@ class ArtifactWriter:
         moments: Mapping[str, NDArray[Any]],
         units: pa.Table,
         gains: Mapping[str, float] | None = None,
+        rows_kept: bool = False,
     ) -> None:
         """Assemble what is left and write the manifest: from now on the artifact can be opened.
 
@@ -150,6 +162,7 @@ class ArtifactWriter:
             moments: what `Artifact.moments` gives back.
             units: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
             gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
+            rows_kept: tokens/ stays, and its checksums are taken.
         Raises:
             ArtifactError: shards are missing, units or gains do not fit, the disk is full.
         """
@@ -167,7 +180,7 @@ class ArtifactWriter:
             assemble_rows([self._shards.table_path(k) for k in range(self.n_shards)], self.path / ROWS)
             write_whole(self.path / part_file("units", ".parquet", 0), parquet_bytes(units))
             write_whole(self.path / part_file("moments", ".safetensors", 0), contents)
-            write_manifest(self.path, self._manifest(given, units, gains or {}))
+            write_manifest(self.path, self._manifest(given, units, gains or {}, rows_kept))
 
     def close(self) -> None:
         """Give the lock back, if it was taken here."""
@@ -194,7 +207,10 @@ class ArtifactWriter:
         if unknown or wrong:
             raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
 
-    def _manifest(self, given: Mapping[str, dict[str, Any]], units: pa.Table, gains: Mapping[str, float]) -> Manifest:
+    def _manifest(
+        self, given: Mapping[str, dict[str, Any]], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
+    ) -> Manifest:
+        kept = (self.path / TOKENS).iterdir() if rows_kept else ()
         groups = self._shards.groups({})
         names = (BUILD, ROWS, part_file("units", ".parquet", 0), part_file("moments", ".safetensors", 0))
         files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in names}
@@ -217,8 +233,28 @@ class ArtifactWriter:
             units=(part_file("units", ".parquet", 0),),
             moments=(part_file("moments", ".safetensors", 0),),
             files=files,
+            rows_kept={f"{TOKENS}/{file.name}": entry_of(file) for file in sorted(kept) if not is_part(file)},
             **given,
         )
+
+
+def lock_artifact(path: Path) -> DirectoryLock:
+    """Make the directory `path` an artifact's, if it is new or empty, and keep other writers out of it.
+
+    Raises:
+        ArtifactError: another process, or another writer of this one, is at work there.
+        SettingsError: something else lies there, of which nothing is touched.
+    """
+    own_directory(path, MARKER, is_artifact)
+    return DirectoryLock.acquire(path, MARKER)
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether a complete artifact lies there."""
+    try:
+        return bool(read_manifest(path))
+    except ArtifactError:
+        return False
 
 
 def array_dtype(dtype: str) -> ArrayDtype:
@@ -259,7 +295,8 @@ def claim(directory: Path, record: BuildRecord, *, resume: bool, over: str) -> N
         raise ArtifactError(
             f"{directory}: a build was begun here; run again with --resume to go on, or {over} to start again"
         )
-    different = differences(read_record(path, BuildRecord), record)
+    old, new = (each.model_dump(mode="json") for each in (read_record(path, BuildRecord), record))
+    different = list(differences(old | old.pop("identity"), new | new.pop("identity")))
     if different:
         raise ArtifactError(
             f"{directory}: the build begun here is another one: {'; '.join(different)}; "

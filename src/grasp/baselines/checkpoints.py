@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grasp.artifact.files import entry_of
 from grasp.errors import ModelError
+from grasp.files import entry_of
 from grasp.models.causal_lm import ReferenceModel
 from grasp.runs.llama import StackedLlama
 from grasp.runs.material import Material
@@ -50,7 +50,7 @@ class Checkpoint:
         if self.of_reference is not None:
             return self.of_reference
         files = sorted(self.path.glob("*.safetensors"), key=lambda file: file.name)
-        return "+".join(entry_of(file).blake2b for file in files if file.name != OPTIMIZER)
+        return "+".join(entry_of(file).checksum for file in files if file.name != OPTIMIZER)
 
     @property
     def has_moments(self) -> bool:
@@ -62,7 +62,7 @@ class Checkpoint:
         """Checksum of Adam's moments and of the recipe beside them; empty: there are none."""
         if not self.has_moments:
             return ""
-        return "+".join(entry_of(self.path / name).blake2b for name in (OPTIMIZER, RECORD))
+        return "+".join(entry_of(self.path / name).checksum for name in (OPTIMIZER, RECORD))
 
     def load(self, material: Material) -> ReferenceModel:
         """The checkpoint as a reference model, with tokenizer, dtype, device and batches of the artifact's own.

@@ -6,9 +6,7 @@ it, says that the shard is whole and where the next one begins, `store.json` say
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -25,12 +23,13 @@ from numpy.typing import NDArray
 from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, Label, arrow_type, as_kind, column_of, kind_of_all, wider
 from grasp.corpus.packing import Cursor, SkipLog, Skipped
 from grasp.errors import CorpusError
+from grasp.files import aside, differences, discard, is_part, written_aside
 from grasp.settings import CorpusSettings
 
 FORMAT: Final = 1
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
-_OURS: Final = re.compile(r"(?:plan|store|shard-\d+)\.(?:json|parquet)(?:\.part)?")
+_OURS: Final = re.compile(r"(?:plan|store|shard-\d+)\.(?:json|parquet)")
 
 
 class Shard(Protocol):
@@ -354,10 +353,10 @@ def begin(directory: Path, plan: Mapping[str, Any], *, replace: bool = False) ->
     """
     path = directory / "plan.json"
     if path.exists():
-        changes = list(_changes(read_json(path), plan))
+        changes = list(differences(read_json(path), json.loads(json.dumps(plan))))
         if changes and (replace or not any(directory.glob("shard-*.json"))):
             for entry in directory.iterdir():
-                if _OURS.fullmatch(entry.name):
+                if _OURS.fullmatch(entry.name) or is_part(entry):
                     entry.unlink()
             write_json(path, plan)
         elif changes:
@@ -368,29 +367,12 @@ def begin(directory: Path, plan: Mapping[str, Any], *, replace: bool = False) ->
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        strange = [entry.name for entry in directory.iterdir() if not entry.name.endswith(".part")]
+        strange = [entry.name for entry in directory.iterdir() if not is_part(entry)]
     except OSError as err:
         raise CorpusError(f"{directory}: no directory can be made here: {err}; choose another one") from err
     if strange:
         raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
     write_json(path, plan)
-
-
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Differences, one line each."""
-    for key in sorted(then.keys() | now.keys()):
-        name = f"{where}{key}"
-        old, new = then.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _changes(old, new, "" if key == "settings" else f"{key} ")
-        elif old != new:
-            yield f"{name} was {_brief(old)}, is {_brief(new)}"
-
-
-def _brief(value: object) -> str:
-    if value is None:
-        return "none"
-    return f"{value[0]} bytes of stamp {value[1] or 'none'}" if isinstance(value, list) else str(value)
 
 
 def _first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[str, list[tuple[int, int]]] | None:
@@ -407,7 +389,7 @@ def _first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[s
             columns = [table.column("row_id"), index, table.column(DOCUMENT_COLUMN)]
             yield from pa.table(columns, schema=schema).to_batches()
 
-    spill = directory / "spill.part"
+    spill = aside(directory / "spill")
     config = {"temp_directory": str(spill), "memory_limit": "512MB", "threads": 2}
     with duckdb.connect(config=config) as connection:
         connection.register("names", pa.RecordBatchReader.from_batches(schema, batches()))
@@ -416,7 +398,7 @@ def _first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[s
             "arg_max(document, row_index) FROM names GROUP BY row_id HAVING count(*) > 1 "
             "ORDER BY min(row_index) LIMIT 1"
         ).fetchone()
-    shutil.rmtree(spill, ignore_errors=True)
+    discard(spill)
     return None if found is None else (found[0], [(found[1], found[2]), (found[3], found[4])])
 
 
@@ -452,15 +434,11 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write aside, flush to the disk, then rename: a file that is there is whole."""
-    part = path.with_name(path.name + ".part")
+    """Write a file that is whole when it is there."""
     try:
-        write(part)
-        with part.open("rb") as handle:
-            os.fsync(handle.fileno())
-        part.replace(path)
+        with written_aside(path) as part:
+            write(part)
     except OSError as err:
-        part.unlink(missing_ok=True)
         raise CorpusError(
             f"{path}: cannot be written: {err}; make room and run again: finished shards are kept"
         ) from err

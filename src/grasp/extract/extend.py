@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.extension import ArtifactExtension
-from grasp.artifact.lock import ArtifactLock
 from grasp.artifact.reader import Artifact
+from grasp.artifact.writer import lock_artifact
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
 from grasp.extract.local import Inputs, announce, column_sums, identity, prepare, relevance_specs, unit_table
@@ -37,7 +37,7 @@ def add_target(
     """
     progress = progress or Silent()
     Artifact.open(out)  # before the lock, which would make the directory
-    with ArtifactLock.acquire(out) as lock:
+    with lock_artifact(out) as lock:
         artifact = Artifact.open(out)
         origin = Origin(artifact, own)
         settings = origin.settings.model_copy(update={"targets": targets})

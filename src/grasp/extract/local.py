@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 import grasp
 from grasp.artifact.features import FeatureSpool
-from grasp.artifact.layout import BUILD, MANIFEST
-from grasp.artifact.lock import ArtifactLock
+from grasp.artifact.layout import BUILD, MANIFEST, RUN
+from grasp.artifact.manifest import read_manifest
 from grasp.artifact.shards import ArraySpec
-from grasp.artifact.writer import ArtifactWriter
+from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.corpus.documents import documents_of
 from grasp.corpus.image_store import HASH_LABEL, ImageStore
 from grasp.corpus.sources import Source, open_source
@@ -45,6 +45,7 @@ from grasp.extract.moments import (
 from grasp.extract.passes import Units
 from grasp.extract.progress import Progress, Silent
 from grasp.features.moments import Moments
+from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel, refuse_classifier
 from grasp.models.classifier import ImageClassifier
 from grasp.models.reference import Reference, load_reference
@@ -99,7 +100,7 @@ def build(
     """
     progress = progress or Silent()
     began = Clock()
-    with ArtifactLock.acquire(out) as lock:
+    with lock_artifact(out) as lock:
         gone_on = begin(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
@@ -180,14 +181,18 @@ def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
     Raises:
         ArtifactError: it was begun with other settings (all named), and the model has run.
     """
-    path, now = out / "run.yaml", settings.model_dump(mode="json")
+    path, now = out / RUN, settings.model_dump(mode="json")
     finished = (out / MANIFEST).exists()
     if not has_work(out) and not finished:
-        write_yaml(now, path)
+        if not path.exists() or read_yaml(path) != now:  # a file with comments stays as it is
+            write_yaml(now, path)
         return any(out.glob("tokens/shard-*.json"))
-    if not path.exists():
-        raise ArtifactError(f"{out}: has no run.yaml that would say what it was built from; choose another --out")
-    changed = list(changes(read_yaml(path), now))
+    if path.exists():
+        changed = list(differences(read_yaml(path), now))
+    elif finished:  # a published copy; what is left open follows from model and corpus
+        changed = [line for line in differences(read_manifest(out).settings, now) if not line.endswith("now null")]
+    else:
+        raise ArtifactError(f"{out}: has no {RUN} that would say what it was built from; choose another --out")
     if changed:
         state = "a finished artifact, built" if finished else "an unfinished build, begun"
         raise ArtifactError(
@@ -402,7 +407,13 @@ def close(
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")
         if f"{name}.square" in sums
     }
-    writer.finish(manifest=manifest(inputs, began), moments=moments, units=unit_table(inputs), gains=gains)
+    writer.finish(
+        manifest=manifest(inputs, began),
+        moments=moments,
+        units=unit_table(inputs),
+        gains=gains,
+        rows_kept=inputs.settings.keep_tokens,
+    )
 
 
 def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
@@ -496,15 +507,6 @@ def clean(settings: BuildSettings, out: Path) -> None:
     for directory in unwanted:
         if directory.exists():
             shutil.rmtree(directory)
-
-
-def changes(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Every leaf in which two plain settings differ."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in sorted(then.keys() | now.keys()):
-            yield from changes(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))
-    elif then != now:
-        yield f"{where} was {then!r}, is {now!r}"
 
 
 def announce(progress: Progress, store: Store, shards: int) -> None:

@@ -48,7 +48,7 @@ class Origin:
     def rows(self) -> RowStore | ImageStore:
         """Rows as the model read them."""
         try:
-            rows = (ImageStore if self.has_images else RowStore).open(self.artifact.path / "tokens")
+            rows = (ImageStore if self.has_images else RowStore).open(self.artifact.tokens_path)
         except CorpusError as err:
             raise ArtifactError(f"{self.artifact.where}: keeps no rows; build it with keep_tokens: true") from err
         self.prove(corpus=rows.fingerprint)

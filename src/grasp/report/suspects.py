@@ -101,7 +101,7 @@ def _pictures(artifact: Artifact, index: NDArray[np.int64]) -> list[bytes | None
     if HASH_LABEL not in pq.read_schema(artifact.rows_path).names:
         return [None] * len(index)
     try:
-        store = ImageStore.open(artifact.path / "tokens")
+        store = ImageStore.open(artifact.tokens_path)
     except CorpusError:
         return [None] * len(index)  # built with keep_tokens: false
     return [_thumbnail(encoded) for encoded in store.rows(index).encoded]

@@ -21,19 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
-from grasp.files import PART, remove_stale, write_whole
+from grasp.files import TTL_SECONDS, Lease, is_part, remove_stale, take, write_whole
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
+from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info, write_info
 from grasp.runs.finished_runs import EXAMPLES, FULL, Run, read_runs, run_bytes, runs_in
-from grasp.runs.leases import TTL_SECONDS, Lease, take
 from grasp.runs.subset_table import MaskDigest, SubsetTable
 
 F64 = NDArray[np.float64]
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
 ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
+MARKER = ".grasp-environment"  # whose directory it is; the lock of those who prepare it
 SUBSETS = "subsets.parquet"
 UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
@@ -64,6 +64,14 @@ class Utilities:
             tuple(self.targets[e] for e in columns),
             tuple(self.unit_ids[e] for e in columns),
         )
+
+
+def is_environment(path: Path) -> bool:
+    """Whether an environment lies there."""
+    try:
+        return bool(read_info(path / INFO))
+    except EnvironmentDataError:
+        return False
 
 
 class Environment:
@@ -111,7 +119,7 @@ class Environment:
             table.publish()
         finally:
             table.remove_part()
-        write_whole(path / INFO, (info.model_dump_json(indent=1) + "\n").encode())
+        write_info(path / INFO, info)
         return cls(path, info)
 
     # ---------------------------------------------------------------------------------------- what it is
@@ -231,10 +239,14 @@ class Environment:
                     write_whole(self.path / path, run_bytes(runs, self.units, stacked))
         for run in self.runs():
             self._run_path(run).unlink(missing_ok=True)
-        for lease in self._claims.glob("*.*"):
-            lease.unlink(missing_ok=True)
-        for part in (*self.path.glob(f".*{PART}"), *(self.path / "runs").glob(f".*{PART}")):
-            remove_stale(part, older_than=TTL_SECONDS)
+        stems = {run.stem for run in self.runs()}
+        for lease in self._claims.glob("*.*"):  # only what we made: a name of a run and a number
+            stem, _, generation = lease.name.rpartition(".")
+            if stem in stems and generation.isdigit():
+                lease.unlink(missing_ok=True)
+        for part in (*self.path.glob(".*"), *(self.path / "runs").glob(".*")):
+            if is_part(part):
+                remove_stale(part, older_than=TTL_SECONDS)
 
     # --------------------------------------------------------------------------------------- reading it
 

@@ -8,7 +8,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
+from grasp.artifact.manifest import is_signed, signed
 from grasp.errors import EnvironmentDataError
+from grasp.files import write_whole
 from grasp.settings import CorpusSettings, Settings, TargetSettings, describe
 
 Role = Literal["dev", "held-out"]
@@ -59,6 +61,7 @@ class EnvironmentInfo(Record):
     masks_checksum: str = Field(description="Over subset ids, row positions and weights, in order.")
     reference: bool = Field(True, description="Whether the whole corpus is trained on as well, once a seed.")
     made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
+    checksum: str = Field("", description="Of this file, with the checksum itself as zeros; empty: written by hand.")
 
     def build_command(self, path: Path, out: str = "art") -> str | None:
         """The `grasp build` that gives an artifact of the same rows and units; None: it is not known how they came.
@@ -85,7 +88,7 @@ def _changed(group: str, given: dict[str, Any], kind: type[Settings]) -> list[st
 
 def check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, checksums: list[str]) -> None:
     """Allow more seeds and more subsets of the same family; name every other difference."""
-    fixed = set(EnvironmentInfo.model_fields) - {"seeds", "subset_ids", "masks_checksum", "made_by"}
+    fixed = set(EnvironmentInfo.model_fields) - {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
     differs = [
         f"{name}: was {getattr(begun, name)!r}, is {getattr(now, name)!r}"
         for name in sorted(fixed)
@@ -108,11 +111,19 @@ def check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, check
 
 def read_info(path: Path) -> EnvironmentInfo:
     try:
-        info = EnvironmentInfo.model_validate_json(path.read_bytes())
+        data = path.read_bytes()
+        info = EnvironmentInfo.model_validate_json(data)
     except (FileNotFoundError, NotADirectoryError) as err:
         raise EnvironmentDataError(f"{path}: no such file; {path.parent} is not an environment") from err
     except ValidationError as err:
         raise EnvironmentDataError(f"{describe(err, str(path))}; restore it from a copy") from err
     if info.format_version != FORMAT_VERSION:
         raise EnvironmentDataError(f"{path}: format version {info.format_version}, this program reads {FORMAT_VERSION}")
-    return info
+    if info.checksum and not is_signed(data):
+        raise EnvironmentDataError(f"{path}: damaged: its checksum does not match; restore it from a copy")
+    return info.model_copy(update={"checksum": ""})
+
+
+def write_info(path: Path, info: EnvironmentInfo) -> None:
+    """Write environment.json with its own checksum in it."""
+    write_whole(path, signed(info))

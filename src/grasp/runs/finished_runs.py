@@ -15,12 +15,23 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
+from grasp.files import checksum
 
 F64 = NDArray[np.float64]
 
 FULL = "full"  # the run on the whole corpus
 EXAMPLES = 3
-COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
+SCHEMA = pa.schema(
+    [
+        ("subset_id", pa.string()),
+        ("seed", pa.int64()),
+        ("target", pa.string()),
+        ("unit_id", pa.string()),
+        ("utility", pa.float32()),
+    ]
+)
+COLUMNS = tuple(SCHEMA.names)
+CHECKSUM = b"grasp.checksum"  # of the lines, in the metadata of the Parquet file; a table made by hand has none
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,7 +68,7 @@ def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE:
     )
     sink = pa.BufferOutputStream()
     pq.write_table(
-        table,
+        table.replace_schema_metadata({CHECKSUM: _checksum(table)}),
         sink,
         compression="zstd",
         compression_level=19,
@@ -85,6 +96,9 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
         FileNotFoundError: no such file; where runs are merged while they are read this is no mistake.
     """
     table = _read(path, list(COLUMNS))
+    known = (table.schema.metadata or {}).get(CHECKSUM)
+    if known is not None and known != _checksum(table).encode():
+        raise EnvironmentDataError(f"{path}: damaged: its checksum does not match; restore it, or retrain")
     r = _codes(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
     e = _codes(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
     utility = table.column("utility").to_numpy().astype(np.float64)
@@ -116,6 +130,15 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         if empty:
             raise EnvironmentDataError(f"{path}: column {name} has {empty} empty cells, expected none")
     return table
+
+
+def _checksum(table: pa.Table) -> str:
+    """Of what the lines say, however they are stored."""
+    plain = table.select(COLUMNS).cast(SCHEMA).replace_schema_metadata(None).combine_chunks()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, plain.schema) as stream:
+        stream.write_table(plain)
+    return checksum(sink.getvalue())
 
 
 def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> NDArray[np.int64]:

@@ -27,22 +27,21 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 import grasp
-from grasp.artifact.lock import one_at_a_time
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError, EnvironmentDataError, ModelError, SettingsError, SubsetError
 from grasp.extract.cluster import ClusterSpec, connected
+from grasp.files import held, one_at_a_time, own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.environment import ALL_SUFFIX, Environment
+from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.evidence import evidence
 from grasp.runs.finished_runs import FULL, Run
-from grasp.runs.leases import held
 from grasp.runs.recipe import TrainingRecipe, named_recipe, train
 from grasp.runs.stacked import train_stacked
 from grasp.settings import RetrainSettings, describe, write_yaml
@@ -141,10 +140,8 @@ def retrain(
 def prepare(settings: RetrainSettings, out: Path, progress: Progress) -> Environment:
     """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
     recipe = resolved_recipe(settings)
-    if out.exists() and not out.is_dir():
-        raise SettingsError(f"{out}: is a file, expected the directory of an environment; choose another place")
-    out.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(out / ".prepare.lock"):
+    own_directory(out, MARKER, is_environment)
+    with one_at_a_time(out / MARKER):
         tokenizer = _tokenizer(settings, recipe, out, progress)
         progress(RetrainStatus("rows"))
         store = RowStore.write(out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS)
@@ -345,9 +342,8 @@ def _tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, pro
     directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
     if not settings.tokenizer and not directory.exists():
         progress(RetrainStatus("tokenizer"))
-        part = out / "tokenizer.part"
-        train_tokenizer(_texts(settings), vocab_size=vocab_size).save_pretrained(part)
-        part.replace(directory)
+        with written_aside(directory) as part:
+            train_tokenizer(_texts(settings), vocab_size=vocab_size).save_pretrained(part)
     if not directory.is_dir():
         raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

@@ -1,0 +1,277 @@
+"""An artifact may come from a stranger: nothing outside it is read or written, and every refusal is one line."""
+
+import json
+import os
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from artifact_world import World, contents
+
+from grasp.artifact.inspection import info, verify
+from grasp.artifact.layout import MANIFEST
+from grasp.artifact.manifest import Manifest, parse_manifest
+from grasp.artifact.reader import Artifact
+from grasp.artifact.remote import publish_artifact
+from grasp.errors import ArtifactError
+from grasp.files import checksum, entry_of
+
+NAMES = (
+    "/etc/passwd",
+    "../secret",
+    "arrays/../../secret",
+    "./rows.parquet",
+    "arrays//x",
+    "arrays/x/",
+    ".bashrc",
+    "arrays/.hidden",
+    "C:/secret",
+    "C:secret",
+    "..\\secret",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "a\x1b[31mb",
+    "a\u202eb",
+    "rows.parquet\n",
+    "~/secret",
+    "a b",
+    "",
+    "x" * 400,
+)
+
+
+def resign(path: Path, change) -> None:
+    """Rewrite a manifest as its owner could: changed, and signed again."""
+    raw = json.loads((path / MANIFEST).read_text())
+    change(raw)
+    raw["checksum"] = "0" * 32
+    data = json.dumps(raw, indent=1) + "\n"
+    (path / MANIFEST).write_text(data.replace("0" * 32, checksum(data.encode()), 1))
+
+
+@pytest.fixture
+def art(tmp_path) -> Path:
+    return World().write(tmp_path / "art")
+
+
+def refusal(path: Path) -> str:
+    """The one line with which everything refuses an artifact."""
+    messages = set()
+    for look in (Artifact.open, info, verify):
+        with pytest.raises(ArtifactError) as caught:
+            look(path)
+        messages.add(str(caught.value))
+    (message,) = messages
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", ["files", "units", "moments", "group", "array"])
+def test_a_name_that_leads_elsewhere_is_refused_by_everything(name, place, art, tmp_path):
+    def change(raw):
+        if place == "files":
+            raw["files"][name] = {"bytes": 3, "checksum": "0" * 32}
+        elif place in ("units", "moments"):
+            raw[place] = [name]
+        elif place == "group":
+            raw["arrays"]["hidden_sketch"]["groups"][0]["name"] = name
+        else:
+            raw["arrays"][name] = raw["arrays"]["hidden_sketch"]
+
+    resign(art, change)
+    assert refusal(art).startswith(f"{art / MANIFEST}: ")
+
+
+CHANGES = {
+    "a gain below zero": lambda raw: raw["arrays"]["hidden_sketch"].update(gain=-1),
+    "a gain of nothing": lambda raw: raw["arrays"]["hidden_sketch"].update(gain=0),
+    "a gain beyond float32": lambda raw: raw["arrays"]["hidden_sketch"].update(gain=1e308),
+    "a gain that is no number": lambda raw: raw["arrays"]["hidden_sketch"].update(gain="1"),
+    "no groups": lambda raw: raw["arrays"]["hidden_sketch"].update(groups=[]),
+    "groups of another array": lambda raw: raw["arrays"].update(
+        hidden_sketch=raw["arrays"]["relevance_token"], relevance_token=raw["arrays"]["hidden_sketch"]
+    ),
+    "a hole between groups": lambda raw: raw["arrays"]["hidden_sketch"]["groups"][0].update(start=1),
+    "a group that goes back": lambda raw: raw["arrays"]["hidden_sketch"]["groups"][0].update(stop=-1),
+    "a group twice": lambda raw: raw["arrays"]["hidden_sketch"].update(
+        groups=raw["arrays"]["hidden_sketch"]["groups"] * 2
+    ),
+    "another type of numbers": lambda raw: raw["arrays"]["hidden_sketch"]["groups"][0].update(dtype="object"),
+    "a width as text": lambda raw: raw["arrays"]["hidden_sketch"].update(width="3"),
+    "more columns than units": lambda raw: raw["targets"].update(sciq=2),
+    "units as text": lambda raw: raw["targets"].update(sciq="3"),
+    "no rows": lambda raw: raw.update(n_rows=0),
+    "rows as a fraction": lambda raw: raw.update(n_rows=23.5),
+    "more rows than shards": lambda raw: raw.update(n_rows=10**18),
+    "shards of no rows": lambda raw: raw.update(shard_rows=0),
+    "a size that is no number": lambda raw: raw["files"]["rows.parquet"].update(bytes="1"),
+    "files as a list": lambda raw: raw.update(files=[]),
+    "no rows table": lambda raw: raw["files"].pop("rows.parquet"),
+    "no chunk": lambda raw: raw["files"].pop("arrays/hidden_sketch/00003.npy"),
+    "a field of its own": lambda raw: raw.update(run="rm"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_a_manifest_cannot_mean_is_refused_by_everything(change, art):
+    resign(art, change)
+    assert refusal(art).startswith(f"{art / MANIFEST}: ")
+
+
+def everything(artifact: Artifact) -> None:
+    for name in artifact.array_names:
+        list(artifact.array_blocks(name))
+    _ = artifact.units, dict(artifact.moments), artifact.rows_path, artifact.rows(np.arange(artifact.n_rows))
+
+
+@pytest.mark.parametrize("made", ["link", "link to a directory", "pipe", "device", "directory"])
+def test_what_is_no_regular_file_is_never_opened(made, art, tmp_path):
+    chunk = art / "arrays" / "hidden_sketch" / "00001.npy"
+    content = chunk.read_bytes()
+    chunk.unlink()
+    if made == "link":
+        (tmp_path / "secret").write_bytes(content)
+        chunk.symlink_to(tmp_path / "secret")
+    elif made == "link to a directory":
+        chunk.write_bytes(content)
+        chunk.parent.rename(tmp_path / "elsewhere")
+        chunk.parent.symlink_to(tmp_path / "elsewhere")
+    elif made == "pipe":
+        os.mkfifo(chunk)
+    elif made == "device":
+        chunk.symlink_to("/dev/zero")
+    else:
+        chunk.mkdir()
+    assert any("expected a" in problem.what for problem in verify(art).problems)
+    with pytest.raises(ArtifactError, match=r"is a (symbolic link|pipe|directory), expected a (reg|dir)"):
+        everything(Artifact.open(art))
+
+
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_a_manifest_that_is_no_regular_file(name, art, tmp_path):
+    data = (art / MANIFEST).read_bytes()
+    (art / MANIFEST).unlink()
+    if name == "pipe":
+        os.mkfifo(art / MANIFEST)
+    else:
+        (tmp_path / "else.json").write_bytes(data)
+        (art / MANIFEST).symlink_to(tmp_path / "else.json")
+    for look in (Artifact.open, info):
+        with pytest.raises(ArtifactError, match=r"manifest\.json: is a .*, expected a regular file"):
+            look(art)
+    assert verify(art).problems[0].file == MANIFEST
+
+
+def test_units_that_are_not_those_of_the_manifest(art):
+    resign(art, lambda raw: raw.update(targets={"sciq": 1, "openbookqa": 3}))
+    with pytest.raises(ArtifactError, match=r"its manifest has units \{'sciq': 1, 'openbookqa': 3\}, the tables"):
+        _ = Artifact.open(art).units
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "pickle", "header"])
+def test_an_array_that_is_not_the_one_of_the_manifest(change, art, tmp_path):
+    chunk = art / "arrays" / "hidden_sketch" / "00001.npy"
+    array = np.load(chunk)
+    ran = tmp_path / "ran"
+    if change == "shape":
+        np.save(chunk, array[:-1])
+    elif change == "dtype":
+        np.save(chunk, array.astype(np.int16))
+    elif change == "pickle":
+        np.save(chunk, np.array([Runs(ran)], dtype=object), allow_pickle=True)
+    else:
+        chunk.write_bytes(b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65_535)
+    entry = entry_of(chunk).model_dump()
+    resign(art, lambda raw: raw["files"].update({"arrays/hidden_sketch/00001.npy": entry}))
+    assert verify(art).ok
+    with pytest.raises(ArtifactError, match=r"00001\.npy: (holds|damaged)") as caught:
+        everything(Artifact.open(art))
+    assert "\n" not in str(caught.value)
+    assert not ran.exists()
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_an_artifact_behind_a_url_writes_nothing_outside_of_the_cache(art, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
+    publish_artifact(art, "memory://hostile/art")
+    filesystem, root = fsspec.core.url_to_fs("memory://hostile/art")
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    try:
+        for name in (str(victim), "../../../victim", "units.parquet"):
+            filesystem.pipe_file(f"{root}/{name}", b"theirs")
+            resign(
+                art, lambda raw, name=name: raw["files"].update({name: {"bytes": 6, "checksum": checksum(b"theirs")}})
+            )
+            filesystem.pipe_file(f"{root}/{MANIFEST}", (art / MANIFEST).read_bytes())
+            try:
+                artifact = Artifact.open("memory://hostile/art")
+            except ArtifactError:
+                assert name != "units.parquet"
+                resign(art, lambda raw, name=name: raw["files"].pop(name))
+                continue
+            artifact.path.joinpath("units.parquet").symlink_to(victim)
+            with pytest.raises(ArtifactError, match=r"units\.parquet: damaged"):
+                _ = artifact.units
+        assert victim.read_text() == "mine"
+        assert {path.name for path in tmp_path.iterdir()} == {"art", "cache", "victim"}
+    finally:
+        filesystem.rm(root, recursive=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["arrays/relevance_token/00002.npy", "rows.parquet", "units.parquet", "shards/00001.parquet"]
+)
+def test_a_flipped_bit_is_found_by_whoever_reads_the_file(name, art):
+    data = bytearray((art / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (art / name).write_bytes(data)
+    artifact = Artifact.open(art)
+    with pytest.raises(ArtifactError, match=rf"{name.rpartition('/')[2]}: damaged: checksum"):
+        everything(artifact)
+
+
+def test_a_damaged_copy_of_a_remote_file_is_fetched_again(art, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
+    publish_artifact(art, "memory://cached/art")
+    expected = Artifact.open("memory://cached/art").units
+    copy = Artifact.open("memory://cached/art").path / "units.parquet"
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[:-9] + b"xxxxxxxxx")
+    (problem,) = verify("memory://cached/art").problems
+    assert (problem.file, "the copy of it in" in problem.what) == ("units.parquet", True)
+    assert Artifact.open("memory://cached/art").units.equals(expected)
+    assert copy.read_bytes() == whole
+    assert verify("memory://cached/art").ok
+
+
+def test_a_directory_of_somebody_else_is_not_touched(tmp_path):
+    theirs = tmp_path / "theirs"
+    (theirs / "work").mkdir(parents=True)
+    for name in ("work/thesis.tex", "rows.parquet", "download.part", "lock", "run.yaml"):
+        (theirs / name).write_text("mine")
+    before = contents(theirs)
+    with pytest.raises(Exception, match=r"theirs: is not empty, and what is there is not ours; choose a new"):
+        World().open(theirs)
+    assert contents(theirs) == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(Exception, match=r"file: is a file, expected a directory"):
+        World().open(tmp_path / "file")
+    with pytest.raises(Exception, match="got the current directory, or no name at all"):
+        World().open(Path(""))
+
+
+def test_a_copy_without_the_marker_is_still_ours(art):
+    (art / ".grasp-artifact").unlink()
+    assert World().open(art).complete
+    assert isinstance(parse_manifest(art / MANIFEST, (art / MANIFEST).read_bytes()), Manifest)
