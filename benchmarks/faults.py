@@ -1,6 +1,6 @@
 """Faults: builds and retrains that are killed, starved of disk, or handed broken files; what is lost is counted.
 
-    nice -n 5 python benchmarks/faults.py --faults 200 --out bench-out/faults.json
+    nice -n 5 python benchmarks/faults.py --faults 500 --out bench-out/faults.json
 
 Each fault is one child process and one check. Kinds:
 
@@ -15,6 +15,12 @@ Each fault is one child process and one check. Kinds:
     flip            one random bit of one random file of an artifact; `verify` names that file and no other
     cut             one random file of an artifact is cut at a random byte; `verify` names it
     slow read       every read of the corpus waits; the arrays are the same
+    flip, then read one random bit of one random file of an artifact or an environment; whoever reads it says so, or
+                    gives the same numbers
+    hostile manifest a manifest signed again by a stranger: names that lead elsewhere, numbers that cannot be; all who
+                    open it refuse it in one line
+    output on input a command is told to write over something that it reads, or over no regular file; it refuses, and
+                    nothing has changed
     failing read    the n-th read of a chunk fails; the reader says which file, and the next read is right
 
 After every kill what was finished before it must still be there: finished shards keep their bytes and their times.
@@ -46,18 +52,22 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 
-from grasp.artifact.inspection import verify
+from grasp.artifact.inspection import info, verify
+from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import Artifact
 from grasp.cli import REFUSALS
+from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, GraspError
 from grasp.extract.local import build
-from grasp.files import write_whole
+from grasp.files import checksum, write_whole
 from grasp.runs.environment import Environment
 from grasp.runs.retrain import retrain
 from grasp.settings import build_settings, read_yaml, retrain_settings, write_yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.cli.grasp_command import run as grasp_command
 from tests.extract.world import world
 
 STEPS = {"steps": 4, "warmup_steps": 1, "batch_rows": 8}
@@ -298,7 +308,8 @@ def mount(*arguments: str) -> None:
 def damaged(bench: Bench, harm: Callable[[bytearray], bytearray]) -> None:
     path = bench.fresh("damaged")
     shutil.copytree(bench.artifact, path)
-    name = bench.draw.choice(sorted(Artifact.open(path).manifest.files))
+    manifest = Artifact.open(path).manifest
+    name = bench.draw.choice(sorted(manifest.files | manifest.rows_kept))
     data = bytearray((path / name).read_bytes())
     (path / name).write_bytes(harm(data))
     named = [problem.file for problem in verify(path).problems]
@@ -307,11 +318,123 @@ def damaged(bench: Bench, harm: Callable[[bytearray], bytearray]) -> None:
 
 
 def flip(bench: Bench) -> None:
-    def harm(data: bytearray) -> bytearray:
-        data[bench.draw.randrange(len(data))] ^= 1 << bench.draw.randrange(8)
-        return data
+    damaged(bench, lambda data: flipped(bench, data))
 
-    damaged(bench, harm)
+
+def flipped(bench: Bench, data: bytearray) -> bytearray:
+    data[bench.draw.randrange(len(data))] ^= 1 << bench.draw.randrange(8)
+    return data
+
+
+def read_artifact(path: Path) -> dict[str, bytes]:
+    """All that can be asked of an artifact."""
+    artifact = Artifact.open(path)
+    found = arrays_of(path) | {"units": str(artifact.units.to_pylist()).encode()}
+    found["rows"] = str(pq.read_table(artifact.rows_path).to_pylist()).encode()
+    found["shards"] = str(artifact.rows(np.arange(artifact.n_rows)).to_pylist()).encode()
+    found["tokens"] = RowStore.open(artifact.tokens_path).shard(0).flat_ids.tobytes()
+    return found | {"manifest": artifact.manifest.model_dump_json().encode()}
+
+
+def read_environment(path: Path) -> dict[str, bytes]:
+    environment = Environment.open(path)
+    found = {"info": environment.info.model_dump_json().encode()}
+    found["utilities"] = environment.utilities().values_BSE.tobytes()
+    return found | {"reference": environment.reference_utilities().tobytes()}
+
+
+def flip_read(bench: Bench) -> None:
+    """What is read after a flip is what was written, or a refusal."""
+    of_artifact = bench.draw.random() < 0.7
+    source, read = (bench.artifact, read_artifact) if of_artifact else (bench.environment, read_environment)
+    path = bench.fresh("flipped")
+    shutil.copytree(source, path)
+    unread = {"lock", "subsets.parquet"}
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
+    files = [file for file in files if file.name not in unread and "reference/" not in file.as_posix()]
+    file = bench.draw.choice(files)
+    file.write_bytes(flipped(bench, bytearray(file.read_bytes())))
+    try:
+        found = read(path)
+    except GraspError as err:
+        one_line(err)
+        return
+    if changed := [name for name, data in read(source).items() if found[name] != data]:
+        raise FaultError(f"a bit of {file.relative_to(path)} was flipped: {changed[0]} changed without a word")
+
+
+def one_line(err: Exception) -> None:
+    if "\n" in str(err):
+        raise FaultError(f"more than one line: {err}") from err
+
+
+PIECES = ("..", "/", "etc", "\\", "C:", "\0", "\n", "\x1b[2J", "~", " ", ".", "a", "rows.parquet", "\u202e", "x" * 200)
+
+
+def hostile_manifest(bench: Bench) -> None:
+    """A stranger's manifest, with a signature that is right."""
+    path, draw = bench.fresh("hostile"), bench.draw
+    shutil.copytree(bench.artifact, path)
+    raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    middle = "".join(draw.choices(PIECES, k=draw.randrange(1, 4)))
+    name = "/" * draw.randrange(2) + middle + draw.choice(["/..", "\t", "//"])
+    array = raw["arrays"][draw.choice(sorted(raw["arrays"]))]
+    wrong = draw.choice([-1, 0, 1e308, "1", None, [], {}, 10**30, "../x"])
+    changes: list[Callable[[], object]] = [
+        lambda: raw["files"].update({name: {"bytes": draw.randrange(99), "checksum": "0" * 32}}),
+        lambda: raw.update({draw.choice(["units", "moments"]): [name]}),
+        lambda: array["groups"][0].update(name=name),
+        lambda: raw["arrays"].update({name: array}),
+        lambda: array.update({draw.choice(["width", "gain", "groups"]): wrong}),
+        lambda: array["groups"][0].update({draw.choice(["start", "stop", "dtype"]): draw.choice([-1, 99, "object"])}),
+        lambda: raw.update({draw.choice(["n_rows", "shard_rows", "targets", "files", "arrays"]): wrong or -1}),
+        lambda: raw["files"].pop(draw.choice([file for file in raw["files"] if file.startswith("arrays/")])),
+    ]
+    draw.choice(changes)()
+    (path / MANIFEST).write_bytes(signed_again(raw))
+    before = {file: file.stat().st_mtime_ns for file in bench.root.rglob("*")}
+    for look in (Artifact.open, info, verify):
+        try:
+            look(path)
+        except ArtifactError as err:
+            one_line(err)
+        else:
+            raise FaultError(f"{look.__name__} believes {raw['arrays']}")
+    if {file: file.stat().st_mtime_ns for file in bench.root.rglob("*")} != before:
+        raise FaultError("something was written")
+
+
+def signed_again(raw: dict[str, Any]) -> bytes:
+    zeros = "0" * 32
+    text = json.dumps({**raw, "checksum": zeros}, indent=1) + "\n"
+    return text.replace(f'"checksum": "{zeros}"', f'"checksum": "{checksum(text.encode())}"', 1).encode()
+
+
+COMMANDS = (
+    ("score", "ART", "--target", "facts", "--out"),
+    ("predict", "ART", "--by", "topic", "--out"),
+    ("predict", "ART", "--drop", "topic = 'games'", "--out"),
+    ("report", "ART", "--out"),
+    ("detect", "ART", "--target", "facts", "--label", "topic", "--out"),
+    ("evaluate", "ART", "--environment", "ENV", "--json"),
+    ("calibrate", "ART", "--environment", "ENV", "--out"),
+)
+
+
+def output_on_input(bench: Bench) -> None:
+    words = list(bench.draw.choice(COMMANDS))
+    places = {"ART": bench.artifact, "ENV": bench.environment}
+    inputs = [bench.root / "corpus.jsonl", bench.root / "facts.jsonl", *bench.artifact.rglob("*")]
+    inputs += [*(bench.root / "model").glob("*"), Path("/dev/null"), bench.root]
+    inputs += bench.environment.glob("*.*") if "ENV" in words else []
+    before = {file: file.stat().st_mtime_ns for file in bench.root.rglob("*") if file.is_file()}
+    out = bench.draw.choice(sorted(inputs))
+    done = grasp_command(*(str(places.get(word, word)) for word in words), out)
+    last = (done.err.splitlines() or [""])[-1]
+    if done.code != 2 or not last.startswith("error: ") or "Traceback" in done.err:
+        raise FaultError(f"{words} {out}: exit code {done.code}: {done.err[-300:]}")
+    if {file: file.stat().st_mtime_ns for file in bench.root.rglob("*") if file.is_file()} != before:
+        raise FaultError(f"{words} {out}: something changed")
 
 
 def cut(bench: Bench) -> None:
@@ -354,7 +477,7 @@ def failing_read(bench: Bench) -> None:
     try:
         list(artifact.array_blocks("hidden_sketch"))
     except (ArtifactError, OSError) as err:
-        if "c." not in str(err) or "\n" in str(err):
+        if ".npy" not in str(err) or "\n" in str(err):
             raise FaultError(f"the error does not name the file in one line: {err}") from err
     else:
         raise FaultError("a failing read went unnoticed")
@@ -363,14 +486,17 @@ def failing_read(bench: Bench) -> None:
     same_artifact(bench, bench.artifact)
 
 
-KINDS: dict[str, tuple[Callable[[Bench], None], int]] = {  # and how often of 20
+KINDS: dict[str, tuple[Callable[[Bench], None], int]] = {  # and how often of 25
     "kill build": (kill_build, 4),
-    "kill retrain": (kill_retrain, 3),
-    "full disk": (full_disk, 3),
-    "flip": (flip, 4),
-    "cut": (cut, 3),
+    "kill retrain": (kill_retrain, 2),
+    "full disk": (full_disk, 2),
+    "flip": (flip, 3),
+    "flip, then read": (flip_read, 5),
+    "hostile manifest": (hostile_manifest, 3),
+    "output on input": (output_on_input, 2),
+    "cut": (cut, 2),
     "slow read": (slow_read, 1),
-    "failing read": (failing_read, 2),
+    "failing read": (failing_read, 1),
 }
 
 
@@ -389,15 +515,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="kinds, separated by commas; those with a comma in their name by its beginning")
     parser.add_argument("--ray", action="store_true", help="kill workers of the Ray engine as well")
     parser.add_argument("--tmpfs", action="store_true", help="fill a small tmpfs as well; needs the right to mount")
     parser.add_argument("--out", type=Path, required=True, help="JSON of the counts")
     args = parser.parse_args()
     kinds = KINDS | ({"kill worker": (kill_worker, 2)} if args.ray else {})
     kinds |= {"full tmpfs": (full_tmpfs, 2)} if args.tmpfs else {}
+    if args.only:
+        chosen = tuple(part.strip() for part in args.only.split(","))
+        kinds = {kind: known for kind, known in kinds.items() if kind.startswith(chosen)}
     wheel = [kind for kind, (_, often) in kinds.items() for _ in range(often)]
     random.Random(args.seed).shuffle(wheel)
-    report = counted(args.out, {"seed": args.seed, "ray": args.ray, "tmpfs": args.tmpfs}, kinds)
+    report = counted(args.out, {"seed": args.seed, "ray": args.ray, "tmpfs": args.tmpfs, "only": args.only}, kinds)
     failures = report["failures"]
     with tempfile.TemporaryDirectory() as directory:
         bench = prepare(Path(directory), args.seed) if report["faults"] < args.faults else None
@@ -414,7 +544,7 @@ def main() -> None:
             report |= {"faults": i + 1, "mended": i + 1 - len(failures)}
             args.out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(args.out, (json.dumps(report, indent=1) + "\n").encode())
-    print(f"{len(failures)} of {args.faults} faults were not mended; see {args.out}")
+    print(f"{args.faults - len(failures)} of {args.faults} faults did no harm; see {args.out}")
     sys.exit(bool(failures))
 
 

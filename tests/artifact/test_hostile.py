@@ -111,6 +111,10 @@ CHANGES = {
     "files as a list": lambda raw: raw.update(files=[]),
     "no rows table": lambda raw: raw["files"].pop("rows.parquet"),
     "no chunk": lambda raw: raw["files"].pop("arrays/hidden_sketch/00003.npy"),
+    "a chunk of nothing": lambda raw: raw["files"].update(
+        {"arrays/hidden_sketch/00009.npy": raw["files"]["rows.parquet"]}
+    ),
+    "one shard for all": lambda raw: raw.update(shard_rows=10**30),
     "a field of its own": lambda raw: raw.update(run="rm"),
 }
 

@@ -235,6 +235,8 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
     few = manifest.n_rows > len(manifest.files) * manifest.shard_rows  # before the names of 1e18 shards are made
     if few or (lost := manifest.needed() - manifest.files.keys()):
         raise ArtifactError(f"{path}: lists no {'shards' if few else min(lost)}; build the artifact again")
+    if idle := {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - manifest.needed():
+        raise ArtifactError(f"{path}: lists {min(idle)}, which belongs to no array or shard; build the artifact again")
     return manifest
 
 

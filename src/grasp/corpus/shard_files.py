@@ -357,7 +357,7 @@ def begin(directory: Path, plan: Mapping[str, Any], *, replace: bool = False) ->
         if changes and (replace or not any(directory.glob("shard-*.json"))):
             for entry in directory.iterdir():
                 if _OURS.fullmatch(entry.name) or is_part(entry):
-                    entry.unlink()
+                    discard(entry)
             write_json(path, plan)
         elif changes:
             raise CorpusError(
