@@ -208,7 +208,7 @@ class ArtifactWriter:
             raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
 
     def _manifest(
-        self, given: Mapping[str, dict[str, Any]], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
+        self, given: Mapping[str, Any], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
     ) -> Manifest:
         kept = (self.path / TOKENS).iterdir() if rows_kept else ()
         groups = self._shards.groups({})
