@@ -379,8 +379,8 @@ def test_a_second_build_on_a_locked_artifact(root, tmp_path):
 
 def test_a_second_build_and_what_add_target_does_not_take(root, art):
     assert refused("build", "--config", root / "settings.yaml", "--out", art, "--max-length", 9) == (
-        f"{art}: holds a finished artifact, built with other settings: corpus.max_length: was 48, now 9; choose another "
-        f"--out, give the old settings, or delete {art}"
+        f"{art}: holds a finished artifact, built with other settings: corpus.max_length: was 48, now 9; choose "
+        f"another --out, give the old settings, or delete {art}"
     )
     assert refused("build", "--out", art, "--add-target", root / "facts.jsonl") == (
         f"{art}: has targets ['facts'] already; add only targets that it does not have, or build a new artifact"

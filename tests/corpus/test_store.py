@@ -214,7 +214,11 @@ def rewrite_in_place(corpus):
     [
         (None, {"max_length": 16}, r"settings\.max_length: was 8, now 16"),
         (None, {"shard_rows": 5}, r"settings\.shard_rows: was 4, now 5"),
-        (None, {"packing": "concat", "limit": 3}, r"settings\.limit: was null, now 3; settings\.packing: was .document., now "),
+        (
+            None,
+            {"packing": "concat", "limit": 3},
+            r"settings\.limit: was null, now 3; settings\.packing: was ",
+        ),
         (None, {"tokenizer": Words(eos_id=1)}, r"tokenizer\.eos_id: was 0, now 1"),
         (None, {"tokenizer": Words(salt="x")}, r"tokenizer\.encoding: was .\w+., now .\w+"),
         (add_a_line, {}, r"corpus\.part-001\.jsonl: was .*, now "),
