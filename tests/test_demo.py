@@ -8,7 +8,7 @@ from grasp.cli import app
 from grasp.cli.options import merged, names
 from grasp.demo import Demo, retrained
 from grasp.errors import EnvironmentDataError
-from grasp.runs.retrain import fitted_lengths
+from grasp.runs.retrain_plan import fitted_lengths
 from grasp.settings import retrain_settings
 from tests.report.world import write_artifact, write_environment
 

@@ -24,7 +24,8 @@ from grasp.predict.blocks import SubsetBlock
 from grasp.predict.subset_tables import read_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.retrain import POLL_SECONDS, Worker, row_index
+from grasp.runs.retrain import POLL_SECONDS, Worker
+from grasp.runs.retrain_plan import row_index
 from grasp.runs.training import label_weights
 from grasp.runs.training_rows import RowSource, Share, batch_order, token_batches
 from grasp.settings import RetrainSettings

@@ -39,7 +39,7 @@ from grasp.runs.environment import Environment, Run
 from grasp.runs.environment_info import EnvironmentInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.finished_runs import run_bytes
-from grasp.runs.retrain import row_index
+from grasp.runs.retrain_plan import row_index
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 

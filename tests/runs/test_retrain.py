@@ -22,7 +22,8 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.runs import retrain as module
 from grasp.runs.environment import Environment, Run
 from grasp.runs.recipe import train
-from grasp.runs.retrain import Worker, resolved_recipe, retrain, row_index
+from grasp.runs.retrain import Worker, retrain
+from grasp.runs.retrain_plan import resolved_recipe, row_index
 from grasp.settings import read_yaml, retrain_settings
 
 TOPICS = {

@@ -16,7 +16,7 @@ from grasp.runs.development import Scored
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_info import Role
 from grasp.runs.evaluate import EvaluationReport, artifact_targets
-from grasp.runs.methods import Asked, compare
+from grasp.runs.methods import Contenders, compare
 from grasp.runs.metrics import MIN_SUBSETS
 
 
@@ -69,8 +69,8 @@ def agreement(
             "common to both"
         )
     utilities = (_what_is_there(environment) if partial else environment.utilities()).of(*chosen)
-    asked = Asked({protocol.name: protocol})
-    report = compare(artifact, environment, asked, targets=chosen, seeds=utilities.seeds, partial=partial)
+    contenders = Contenders({protocol.name: protocol})
+    report = compare(artifact, environment, contenders, targets=chosen, seeds=utilities.seeds, partial=partial)
     (predicted,) = Scored.of(environment, artifact).predict({protocol.name: protocol}, chosen)
     points = [
         _points(

@@ -39,7 +39,7 @@ MASKS = "masks"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Contenders:
     """What is compared beside the additive cores."""
 
     protocols: Mapping[str, ScoringProtocol]
@@ -65,7 +65,7 @@ class Asked:
 def compare(
     artifact: Artifact,
     environment: Environment,
-    asked: Asked,
+    contenders: Contenders,
     *,
     targets: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
@@ -86,13 +86,13 @@ def compare(
     scored = Scored.of(environment, artifact)
     chosen = _checked_targets(scored, targets)
     utilities = environment.utilities(seeds=seeds, partial=partial).of(*chosen)
-    published, notes = _published(artifact, scored, utilities, asked)
-    predictions = [*_own_predictions(artifact, scored, asked, chosen), *published]
+    published, notes = _published(artifact, scored, utilities, contenders)
+    predictions = [*_own_predictions(artifact, scored, contenders, chosen), *published]
     rows = RowIndex.from_parquet(artifact.rows_path)
-    for path in asked.files:
+    for path in contenders.files:
         taken = {known.method for known in predictions}
         predictions.append(read_predictions(path, rows, scored.blocks, str(path) if path.stem in taken else None))
-    predictions += [_oracle(text, scored, LabelTable(artifact.rows_path), utilities) for text in asked.oracles]
+    predictions += [_oracle(text, scored, LabelTable(artifact.rows_path), utilities) for text in contenders.oracles]
     common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
     report = evaluate(
         environment,
@@ -101,8 +101,8 @@ def compare(
         seeds=seeds,
         partial=partial,
         resamples=resamples,
-        notes=[*asked.notes, *notes],
-        in_sample=asked.in_sample(environment),
+        notes=[*contenders.notes, *notes],
+        in_sample=contenders.in_sample(environment),
     )
     left_out = [name for name in environment.targets if name not in common]
     if targets is None and left_out:
@@ -110,33 +110,35 @@ def compare(
     return report
 
 
-def _own_predictions(artifact: Artifact, scored: Scored, asked: Asked, targets: Sequence[str]) -> list[Predictions]:
+def _own_predictions(
+    artifact: Artifact, scored: Scored, contenders: Contenders, targets: Sequence[str]
+) -> list[Predictions]:
     """Additive cores, protocols and controls."""
-    protocols = {name: candidate_of(protocol, artifact) for name, protocol in asked.protocols.items()}
+    protocols = {name: candidate_of(protocol, artifact) for name, protocol in contenders.protocols.items()}
     predictions: list[Predictions] = []
-    for candidates in (additive_methods(artifact.array_names), protocols, asked.controls or {}):
+    for candidates in (additive_methods(artifact.array_names), protocols, contenders.controls or {}):
         found = scored.predictions(candidates, targets)
         predictions += [replace(one, cost=cost_of(candidates[one.method], artifact)) for one in found]
     return predictions
 
 
 def _published(
-    artifact: Artifact, scored: Scored, utilities: Utilities, asked: Asked
+    artifact: Artifact, scored: Scored, utilities: Utilities, contenders: Contenders
 ) -> tuple[list[Predictions], list[str]]:
     """Predictions of the methods asked for, and what must be said of them; all are checked before the first begins."""
     renamed = {own: name for own, name in scored.renamed.items() if name in utilities.targets}
     material = Material(
         artifact,
-        checkpoint_places=tuple(asked.checkpoints),
+        checkpoint_places=tuple(contenders.checkpoints),
         retrained=retrained(scored, utilities),
-        progress=asked.progress,
+        progress=contenders.progress,
     )
-    ours = {*ADDITIVE, *asked.protocols, *(asked.controls or {})}
-    for one in asked.methods:
+    ours = {*ADDITIVE, *contenders.protocols, *(contenders.controls or {})}
+    for one in contenders.methods:
         if one.label in ours:
             raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
         one.method.check(material)
-    found = [predict(one, material, scored.blocks, asked.cache, renamed=renamed) for one in asked.methods]
+    found = [predict(one, material, scored.blocks, contenders.cache, renamed=renamed) for one in contenders.methods]
     return [one.predictions for one in found], [note for one in found for note in one.notes]
 
 

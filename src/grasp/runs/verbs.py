@@ -20,7 +20,7 @@ from grasp.runs.configured import ConfiguredMethod
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import EvaluationReport
 from grasp.runs.evidence import evidence, short_family, subsets_for
-from grasp.runs.methods import Asked, compare, control_methods, developments_of
+from grasp.runs.methods import Contenders, compare, control_methods, developments_of
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import (
     DELTA,
@@ -233,7 +233,7 @@ def evaluate(
         raise SettingsError("development, family: no meaning without controls; leave them out")
     protocols = _protocols(protocol)
     chosen, notes = _controls(artifact, runs, development, family, resamples) if controls else ({}, [])
-    contenders = Asked(
+    contenders = Contenders(
         protocols=protocols,
         controls=chosen,
         controls_in_sample=not development,

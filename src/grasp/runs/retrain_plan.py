@@ -1,0 +1,259 @@
+"""The plan of a retraining: recipe, tokenizer, rows, units and subsets; checked and written down before any run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+import grasp
+from grasp.corpus import RowStore, read_documents
+from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
+from grasp.files import one_at_a_time, own_directory, written_aside
+from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.families import parse_family
+from grasp.predict.labels import LabelColumn
+from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environment
+from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.evaluate import target_fingerprint
+from grasp.runs.recipe import TrainingRecipe, named_recipe
+from grasp.settings import RetrainSettings, describe, write_yaml
+from grasp.targets import Unit, UnitSet, load_units
+from grasp.targets.units import UnitTokens
+
+PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another
+SHARD_ROWS = 4096
+TOKENIZER_CHARS = 50_000_000  # of the corpus, from its beginning; more teaches a small vocabulary nothing
+Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
+
+
+def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
+    """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
+    recipe = resolved_recipe(settings)
+    own_directory(out, MARKER, is_environment)
+    with one_at_a_time(out / MARKER):
+        tokenizer = tokenizer_of(settings, recipe, out, stage)
+        stage("rows")
+        store = RowStore.write(out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS)
+        targets = recorded_targets(settings)
+        checked_tokens(settings, recipe, tokenizer, targets)
+        rows = row_index(store)
+        blocks = _large_enough(_subsets(settings, store, rows), recipe)
+        environment = Environment.create(out, _info(settings, recipe, store, targets), blocks, rows)
+        write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
+    return environment
+
+
+# ------------------------------------------------------------------------------------- what is trained on
+
+
+def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
+    """The recipe with its overrides.
+
+    Raises:
+        ModelError: no such recipe.
+        SettingsError: an override that does not fit, or rows longer than the recipe reads.
+    """
+    recipe = _overridden_recipe(settings)
+    if (settings.corpus.max_length or 0) > recipe.shape.context:
+        raise SettingsError(
+            f"corpus.max_length: got {settings.corpus.max_length}, but recipe {recipe.name} reads rows of at most "
+            f"{recipe.shape.context} tokens; set corpus.max_length to {recipe.shape.context}"
+        )
+    return recipe
+
+
+def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
+    """Rows and units as long as the recipe reads, where the settings do not say how long.
+
+    Raises:
+        ModelError: no such recipe.
+        SettingsError: an override that does not fit.
+    """
+    length = {"max_length": _overridden_recipe(settings).shape.context}
+    groups = {"corpus": settings.corpus, "targets": settings.targets}
+    return settings.model_copy(
+        update={
+            name: group.model_copy(update=length)
+            for name, group in groups.items()
+            if "max_length" not in group.model_fields_set or getattr(group, "max_length", None) is None
+        }
+    )
+
+
+def _overridden_recipe(settings: RetrainSettings) -> TrainingRecipe:
+    named = named_recipe(settings.recipe).model_dump()
+    shape = settings.overrides.get("shape", {})
+    if not isinstance(shape, dict):
+        raise SettingsError(f"overrides.shape: got {shape!r}, expected a group of settings, e.g. {{layers: 2}}")
+    try:
+        return TrainingRecipe.model_validate(named | settings.overrides | {"shape": named["shape"] | shape})
+    except ValidationError as err:
+        raise SettingsError(describe(err, "overrides")) from err
+
+
+def resolved_device(name: str) -> str:
+    """`auto` is cuda where there is one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kept_steps(settings: RetrainSettings, recipe: TrainingRecipe) -> tuple[int, ...]:
+    """Steps after which the reference runs are kept."""
+    if settings.checkpoints is not None:
+        return settings.checkpoints
+    return tuple(sorted({step for eighth in (1, 3, 5, 7) if (step := recipe.steps * eighth // 8) >= 1}))
+
+
+def row_index(store: RowStore) -> RowIndex:
+    """Names of the rows of a store."""
+    return RowIndex(
+        store.n_rows,
+        lambda: (store.table(k).column("row_id").combine_chunks() for k in range(store.n_shards)),
+    )
+
+
+def tokenizer_of(
+    settings: RetrainSettings, recipe: TrainingRecipe, out: Path, stage: Stage | None = None
+) -> HfTokenizer:
+    """The tokenizer that is given, or one trained on the corpus the first time it is asked for."""
+    vocab_size = recipe.shape.vocab_size
+    directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
+    if not settings.tokenizer and not directory.exists():
+        if stage is not None:
+            stage("tokenizer")
+        with written_aside(directory) as part:
+            train_tokenizer(_texts(settings), vocab_size=vocab_size).save_pretrained(part)
+    if not directory.is_dir():
+        raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    if len(tokenizer) > vocab_size:
+        raise SettingsError(
+            f"tokenizer: {directory} has {len(tokenizer)} tokens, recipe {recipe.name} has room for {vocab_size}; "
+            f"set overrides.shape.vocab_size to {len(tokenizer)} or more"
+        )
+    return HfTokenizer(tokenizer, vocab_size=vocab_size)
+
+
+def _texts(settings: RetrainSettings) -> Iterator[str]:
+    chars = 0
+    for document in read_documents(settings.corpus):
+        if document.text is None:
+            raise CorpusError(
+                f"{settings.corpus.path}: holds token ids, so no tokenizer can be trained on it; name theirs in "
+                "`tokenizer`"
+            )
+        yield document.text
+        chars += len(document.text)
+        if chars >= TOKENIZER_CHARS:
+            return
+
+
+# ---------------------------------------------------------------------------------------- what is scored
+
+
+def recorded_targets(settings: RetrainSettings) -> dict[str, tuple[Unit, ...]]:
+    """Units by the name that the environment gives them: `sciq`, and `sciq@all` for the loss on every token."""
+    units = load_units(settings.targets).units
+    recorded: dict[str, tuple[Unit, ...]] = {}
+    for loss_on in settings.recorded_losses:
+        for name in dict.fromkeys(unit.target for unit in units):
+            own = tuple(replace(unit, loss_on=loss_on) for unit in units if unit.target == name)
+            recorded[name + (ALL_SUFFIX if loss_on == "all" else "")] = own
+    return recorded
+
+
+def checked_tokens(
+    settings: RetrainSettings, recipe: TrainingRecipe, tokenizer: HfTokenizer, targets: dict[str, tuple[Unit, ...]]
+) -> list[UnitTokens]:
+    units = UnitSet(tuple(chain.from_iterable(targets.values())))
+    tokens = units.tokenize(tokenizer, settings.targets.max_length)
+    long = [k for k, unit in enumerate(tokens) if len(unit.input_ids) > recipe.shape.context]
+    if long:
+        raise SettingsError(
+            f"targets.max_length: {len(long)} units have more than the {recipe.shape.context} tokens that recipe "
+            f"{recipe.name} reads, e.g. {units.units[long[0]].unit_id!r} with {len(tokens[long[0]].input_ids)}; "
+            f"set targets.max_length to {recipe.shape.context}, here and in the build"
+        )
+    return tokens
+
+
+# ------------------------------------------------------------------------------------- what is dropped
+
+
+def _subsets(settings: RetrainSettings, store: RowStore, rows: RowIndex) -> Iterator[SubsetBlock]:
+    if settings.subsets:
+        return read_subsets(settings.subsets, rows)
+    family = parse_family(settings.family)
+    return family.draw(
+        settings.n_subsets,
+        n_rows=store.n_rows,
+        labels=label_column(family.label, store),
+        seed=settings.family_seed,
+        purpose=PURPOSE,
+    )
+
+
+def label_column(label: str | None, store: RowStore) -> LabelColumn | None:
+    if label is None:
+        return None
+    if label not in store.label_columns:
+        raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {list(store.label_columns)}")
+    values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
+    return LabelColumn.of(list(chain.from_iterable(values)), label)
+
+
+def _large_enough(blocks: Iterable[SubsetBlock], recipe: TrainingRecipe) -> Iterator[SubsetBlock]:
+    """Refuse, before anything is trained, a subset that cannot fill a batch."""
+    for block in blocks:
+        for name, size in zip(block.subset_ids, block.sizes_B, strict=True):
+            if size < recipe.batch_rows:
+                raise SubsetError(
+                    f"subset {name!r}: retains {size} rows, recipe {recipe.name} needs the {recipe.batch_rows} of one "
+                    "batch or more; use a larger corpus, another family, or a smaller overrides.batch_rows"
+                )
+        yield block
+
+
+def _info(
+    settings: RetrainSettings, recipe: TrainingRecipe, store: RowStore, targets: dict[str, tuple[Unit, ...]]
+) -> EnvironmentInfo:
+    unknown = [name for name in settings.held_out_targets if name not in targets]
+    if unknown:
+        raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+    family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
+    return EnvironmentInfo(
+        role=settings.role,
+        held_out_targets=settings.held_out_targets,
+        recipe=recipe.name,
+        recipe_settings=recipe.model_dump(mode="json"),
+        checkpoint=f"reference/seed-{settings.seeds[0]}",
+        seeds=settings.seeds,
+        corpus_fingerprint=store.fingerprint,
+        n_rows=store.n_rows,
+        targets={
+            name: TargetInfo(
+                fingerprint=target_fingerprint(units),
+                loss_on=units[0].loss_on,
+                unit_ids=tuple(unit.unit_id for unit in units),
+            )
+            for name, units in targets.items()
+        },
+        family=None if settings.subsets else family,
+        subset_ids=(),
+        masks_checksum="",
+        made_by={
+            "program": f"grasp {grasp.__version__}",
+            "torch": torch.__version__,
+            "device": resolved_device(settings.device),
+            "stack": settings.stack,
+            "corpus": settings.corpus.model_dump(mode="json"),
+            "targets": settings.targets.model_dump(mode="json"),
+        },
+    )
