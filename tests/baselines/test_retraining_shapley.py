@@ -7,6 +7,7 @@ import pytest
 
 from grasp.baselines.retraining_shapley import RetrainingGame
 from grasp.baselines.shapley import exact_shapley
+from grasp.baselines.stored import shared_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.models.unit_loss import evaluate_units
@@ -25,7 +26,7 @@ def place(tmp_path_factory):
 
 
 def game_of(material, place):
-    work = WorkArea(place / "work", cache(place, material).shared(material, 1))
+    work = WorkArea(place / "work", shared_of(place, material, 1))
     return RetrainingGame.of(material, work, TOPIC, seed=0)
 
 
