@@ -24,7 +24,7 @@ from grasp.baselines.bm25 import words
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment, Utilities
-from grasp.runs.retrain import row_index
+from grasp.runs.retrain_plan import row_index
 from grasp.settings import TargetSettings
 from grasp.targets import Unit, load_units
 
