@@ -105,10 +105,10 @@ def build(
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
             return out
-        model = _loaded(settings, in_memory)
-        inputs = prepare(settings, model, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
+        model, fresh = _loaded(settings, in_memory), not has_work(out)
+        inputs = prepare(settings, model, out / "tokens", progress, in_memory=in_memory, replace=fresh)
         settings = inputs.settings
-        if isinstance(model, ReferenceModel) and not gone_on:
+        if isinstance(model, ReferenceModel) and fresh:
             look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=engine is None)
         work = out / "work" / _digest(identity(inputs))
         with (engine or LocalEngine()).start(inputs.model, settings.model, settings.features, inputs.units) as workers:
