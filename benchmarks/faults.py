@@ -182,13 +182,12 @@ def work(verb: str, root: Path, out: Path) -> None:
     if verb == "retrain":
         retrain(retrain_settings(read_yaml(root / "retrain.yaml")), out)
         return
-    engine = None
+    cluster = None
     if verb == "ray":
         from grasp.extract.cluster import ClusterSpec  # noqa: PLC0415
-        from grasp.extract.ray_engine import RayEngine  # noqa: PLC0415
 
-        engine = RayEngine(ClusterSpec(workers=2))
-    build(build_settings(read_yaml(root / "build.yaml")), out, engine=engine)
+        cluster = ClusterSpec(workers=2)
+    build(build_settings(read_yaml(root / "build.yaml")), out, cluster=cluster)
 
 
 def arrays_of(path: Path) -> dict[str, bytes]:

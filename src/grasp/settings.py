@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from grasp.dotted import leaf, put
 from grasp.errors import SettingsError
 from grasp.files import write_whole
 
@@ -417,37 +418,6 @@ def without_foreign_code(found: Mapping[str, Any], where: str, own: Mapping[str,
 
 
 CODE = ("model.classifier.factory", "model.trust_remote_code")
-
-
-def leaf(data: Any, name: str) -> Any:
-    """What stands at a dotted path; None where there is nothing."""
-    for step in name.split("."):
-        data = data.get(step) if isinstance(data, Mapping) else None
-    return data
-
-
-def put(data: dict[str, Any], name: str, value: Any) -> None:
-    """Set a leaf by its dotted path."""
-    *steps, last = name.split(".")
-    for step in steps:
-        data = data.setdefault(step, {})
-        if not isinstance(data, dict):
-            raise SettingsError(f"{name}: `{step}` holds a value, expected a group of settings")
-    data[last] = value
-
-
-def take(data: dict[str, Any], name: str) -> Any:
-    """Remove a leaf, and the groups that it leaves empty; None where there is nothing."""
-    step, _, rest = name.partition(".")
-    if not rest:
-        return data.pop(step, None)
-    group = data.get(step)
-    if not isinstance(group, dict):
-        return None
-    value = take(group, rest)
-    if not group:
-        del data[step]
-    return value
 
 
 def fit_settings(data: dict[str, Any], where: str = "settings") -> FitSettings:

@@ -72,7 +72,7 @@ def build(root, tmp_path):
         ),
         (
             [*TWO_ROWS, TWO_ROWS[0]],
-            r"row_id 'a' occurs twice: .*corpus.jsonl:1 \(row_index 0\) and .*corpus.jsonl:3 \(row_index 2\); give "
+            r"row_id 'a' occurs twice: .*corpus.jsonl:1 and .*corpus.jsonl:3; give "
             r"every row a name of its own, name another column of names with --id-column, or have names made with .*",
         ),
         ([*TWO_ROWS, {"row_id": "c", "text": 7}], r"corpus.jsonl:3: text column 'text' holds int, expected text"),

@@ -436,7 +436,7 @@ def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
     path = write_chunked(tmp_path / "c", [{"text": "x y", "row_id": name} for name in names], [3], ".jsonl")
     with pytest.raises(
         CorpusError,
-        match=r"row_id 'b' occurs twice: .*part-000\.jsonl:2 \(row_index 1\) and .*part-001\.jsonl:2 \(row_index 4\); "
+        match=r"row_id 'b' occurs twice: .*part-000\.jsonl:2 and .*part-001\.jsonl:2; "
         r"give every row a name of its own, name another column of names with --id-column",
     ):
         write(tmp_path / "store", path, shard_rows)
@@ -446,7 +446,7 @@ def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
 
 def test_a_given_name_that_equals_a_made_one(tmp_path):
     rows = [{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}]
-    with pytest.raises(CorpusError, match=r"row_id 'x#1' occurs twice: .*c\.jsonl:1 \(row_index 1\) and .*c\.jsonl:2"):
+    with pytest.raises(CorpusError, match=r"row_id 'x#1' occurs twice: .*c\.jsonl:1 and .*c\.jsonl:2"):
         write(tmp_path / "store", write_jsonl(tmp_path / "c.jsonl", rows), max_length=3)
 
 

@@ -24,7 +24,8 @@ from grasp.extract import forward
 from grasp.extract.engine import InProcess
 from grasp.extract.extend import add_target
 from grasp.extract.forward import ShardForward
-from grasp.extract.local import build, build_token_kernel, prepare, relevance_scale
+from grasp.extract.inputs import prepare
+from grasp.extract.local import build, build_token_kernel, relevance_scale
 from grasp.extract.moments import sample_rows
 from grasp.extract.progress import Silent
 from grasp.features import extract

@@ -11,10 +11,8 @@ from grasp.artifact.writer import lock_artifact
 from grasp.errors import EngineError, MissingExtraError, ModelError
 from grasp.extract import cluster
 from grasp.extract.cluster import ClusterSpec, connected
-from grasp.extract.engine import InProcess, LocalEngine
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
-from grasp.extract.ray_engine import RayEngine
 from tests.extract.test_local import arrays, assert_same
 from tests.extract.world import world
 
@@ -65,7 +63,7 @@ class StopsAfter(Silent):
 @pytest.mark.parametrize("features", [{}, {"moment_rows": 16}])
 def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path, features):
     expected = build(world(root, features=features, keep_features=True), tmp_path / "local")
-    found = build(world(root, features=features, keep_features=True), tmp_path / "ray", engine=RayEngine(spec))
+    found = build(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
     assert_same(arrays(found), arrays(expected))
     moments = Artifact.open(expected).moments
     for name, array in Artifact.open(found).moments.items():
@@ -77,12 +75,12 @@ def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path
 
 @pytest.mark.parametrize("order", [("local", "ray"), ("ray", "local")])
 def test_a_build_goes_on_with_another_engine(spec, root, built, tmp_path, order):
-    engines = {"local": LocalEngine(), "ray": RayEngine(spec)}
+    clusters = {"local": None, "ray": spec}
     out, watch = tmp_path / "artifact", StopsAfter(2)
     with pytest.raises(Stop):
-        build(world(root), out, engine=engines[order[0]], progress=watch)
+        build(world(root), out, cluster=clusters[order[0]], progress=watch)
     assert watch.stages.count("forward") == 1
-    build(world(root), out, engine=engines[order[1]])
+    build(world(root), out, cluster=clusters[order[1]])
     assert_same(arrays(out), arrays(built))
 
 
@@ -104,7 +102,7 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
                     os.kill(pid, signal.SIGKILL)
 
     killer = Killer()
-    found = build(world(root), tmp_path / "artifact", engine=RayEngine(spec), progress=killer)
+    found = build(world(root), tmp_path / "artifact", cluster=spec, progress=killer)
     assert len(killer.killed) >= 2  # those of the build before may not have ended yet
     assert_same(arrays(found), arrays(built))
 
@@ -132,7 +130,7 @@ def test_an_error_of_a_worker_is_the_error_of_the_build(spec, root, tmp_path, mo
         }
     )
     with pytest.raises(ModelError, match=r"^row 'row-\d+.*computed NaN or infinity[^\n]*$"):
-        build(changed, tmp_path / "artifact", engine=RayEngine(spec))
+        build(changed, tmp_path / "artifact", cluster=spec)
     lock_artifact(tmp_path / "artifact").release()
 
 
@@ -148,7 +146,7 @@ def test_relative_paths_mean_what_they_mean_to_the_user(spec, root, built, tmp_p
     monkeypatch.chdir(root)  # the cluster was started elsewhere
     settings = world(root)
     model = settings.model.model_copy(update={"path": "model"})
-    found = build(settings.model_copy(update={"model": model}), tmp_path / "artifact", engine=RayEngine(spec))
+    found = build(settings.model_copy(update={"model": model}), tmp_path / "artifact", cluster=spec)
     assert_same(arrays(found), arrays(built))
 
 
@@ -186,8 +184,3 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         connected(ClusterSpec()),
     ):
         pass
-
-
-def test_local_workers_are_this_process():
-    with LocalEngine().start("model", None, "features", None) as workers:
-        assert workers == InProcess("model", "features")

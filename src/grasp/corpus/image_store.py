@@ -1,6 +1,6 @@
 """The rows of a corpus of images on disk: encoded bytes and classes, shard by shard; see `shard_files`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -10,8 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.corpus.images import ImageRecord, class_index, images_of, open_images, pixel_hash, usable
-from grasp.corpus.labels import Label
-from grasp.corpus.packing import Cursor, SkipLog
+from grasp.corpus.packing import Cursor, SkipLog, StoredRow
 from grasp.corpus.shard_files import FORMAT, RowStream, ShardStore
 from grasp.corpus.sources import Source
 from grasp.settings import CorpusSettings
@@ -22,27 +21,12 @@ CLASS_LABEL: Final = "image_class"
 HASH_LABEL: Final = "image_hash"
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRow:
-    """One image with what is known of it; `grasp.corpus.shard_files.StoredRow`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRow(StoredRow):
+    """One image with what is known of it: one supervised position."""
 
-    row_id: str
-    doc_id: str
-    document: int
     encoded: bytes
     class_index: int
-    snippet: str
-    labels: Mapping[str, Label]
-    ignored: tuple[str, ...]
-
-    @property
-    def after(self) -> Cursor:
-        return Cursor(self.document + 1)
-
-    @property
-    def n_tokens(self) -> int:
-        """One supervised position an image."""
-        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +170,8 @@ def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) ->
         row_id=record.row_id or doc_id,
         doc_id=doc_id,
         document=record.index,
+        n_tokens=1,
+        after=Cursor(record.index + 1),
         encoded=record.encoded,
         class_index=index,
         snippet=f"{name}, {image.width} x {image.height} pixels",

@@ -30,23 +30,26 @@ class Cursor:
     named: int = 0  # rows that already carry its name
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One training sequence."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRow:
+    """What every row has, whatever else it is made of."""
 
     row_id: str
     doc_id: str
     document: int  # index of the document that gave the most tokens
-    input_ids: NDArray[np.int32]
+    n_tokens: int
     snippet: str
     labels: Mapping[str, Label]
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...]  # columns of its documents that cannot be labels
     after: Cursor
-    text: str | None = None  # the spans of its documents, a blank line between two; None: nobody told where tokens end
 
-    @property
-    def n_tokens(self) -> int:
-        return len(self.input_ids)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(StoredRow):
+    """One training sequence."""
+
+    input_ids: NDArray[np.int32]
+    text: str | None = None  # the spans of its documents, a blank line between two; None: nobody told where tokens end
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,7 @@ class Packer:
             row_id=row_id,
             doc_id=document.doc_id,
             document=document.index,
+            n_tokens=len(ids),
             input_ids=ids,
             snippet=self._snippet(main),
             labels=document.labels,

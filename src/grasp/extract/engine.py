@@ -1,7 +1,6 @@
 """Who runs the reference model over rows: this process, or workers elsewhere. What comes out is the same."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,14 +8,13 @@ from grasp.extract.forward import (
     PositionSums,
     ShardForward,
     TokenKernel,
-    UnitFeatures,
     forward_shard,
     position_sums,
 )
 from grasp.extract.passes import Rows
 from grasp.extract.progress import Advance, ignore
 from grasp.models.reference import Reference
-from grasp.settings import FeatureSettings, ModelSettings
+from grasp.settings import FeatureSettings
 
 
 class Workers(Protocol):
@@ -29,15 +27,6 @@ class Workers(Protocol):
         self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, advance: Advance, *, keep_positions: bool
     ) -> Iterator[tuple[int, ShardForward]]:
         """The forward half of each shard with its number, as they are done."""
-
-
-class Engine(Protocol):
-    """Brings workers up for one build, and down after it."""
-
-    def start(
-        self, model: Reference, settings: ModelSettings, features: FeatureSettings, units: UnitFeatures
-    ) -> AbstractContextManager[Workers]:
-        """Workers that run what `settings` loads; `model` is the one that this process has loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +53,3 @@ class InProcess:
                 k,
                 forward_shard(self.model, rows, self.features, kernel, keep_positions=keep_positions, advance=advance),
             )
-
-
-class LocalEngine:
-    """`--engine local`: nothing is started."""
-
-    def start(
-        self, model: Reference, settings: ModelSettings, features: FeatureSettings, units: UnitFeatures
-    ) -> AbstractContextManager[Workers]:
-        return nullcontext(InProcess(model, features))

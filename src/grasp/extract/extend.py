@@ -12,7 +12,8 @@ from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import lock_artifact
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
-from grasp.extract.local import Inputs, announce, column_sums, identity, prepare, relevance_specs, unit_table
+from grasp.extract.inputs import Inputs, identity, prepare, unit_table
+from grasp.extract.local import announce, column_sums, relevance_specs
 from grasp.extract.moments import unspool_moments, unspool_position_moments
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import Origin

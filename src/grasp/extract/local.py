@@ -1,39 +1,43 @@
-"""The build: rows, moments, shards, artifact. Killed at any moment, it goes on where it was, with any engine.
+"""The build: rows, moments, shards, artifact. Killed at any moment, it goes on where it was, wherever the model runs.
 
-One process, the one that is called, reads the corpus, merges the moments and writes; where the model runs is the
-engine's business. So a worker that dies takes nothing with it but the shard that it had.
+One process, the one that is called, reads the corpus, merges the moments and writes; the model runs in it or in workers
+elsewhere. So a worker that dies takes nothing with it but the shard that it had.
 """
 
 import hashlib
 import json
-import platform
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 
-import grasp
 from grasp.artifact.features import FeatureSpool
 from grasp.artifact.layout import BUILD, MANIFEST, RUN
 from grasp.artifact.manifest import read_manifest
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.corpus.documents import documents_of
-from grasp.corpus.image_store import HASH_LABEL, ImageStore
-from grasp.corpus.sources import Source, open_source
-from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError, ModelError
-from grasp.extract.engine import Engine, LocalEngine, Workers
+from grasp.errors import ArtifactError
+from grasp.extract.cluster import ClusterSpec
+from grasp.extract.engine import InProcess, Workers
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forecast import expected_seconds, first_rows, refuse_untrained
-from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_units
+from grasp.extract.forward import ShardForward, TokenKernel
+from grasp.extract.inputs import (
+    ON_DISK,
+    Clock,
+    InMemory,
+    Inputs,
+    identity,
+    load_model,
+    manifest,
+    prepare,
+    unit_table,
+)
 from grasp.extract.moments import (
     Store,
     build_token_moments,
@@ -42,43 +46,13 @@ from grasp.extract.moments import (
     spool_pooled_sample,
     spool_position_moments,
 )
-from grasp.extract.passes import Units
 from grasp.extract.progress import Progress, Silent
+from grasp.extract.ray_engine import ray_workers
 from grasp.features.moments import Moments
 from grasp.files import differences
-from grasp.models.causal_lm import ReferenceModel, refuse_classifier
-from grasp.models.classifier import ImageClassifier
-from grasp.models.reference import Reference, load_reference
+from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import BuildSettings, read_yaml, write_yaml
-from grasp.targets import Unit, UnitSet, UnitTokens, load_units
-from grasp.targets.images import load_image_units
 from grasp.text import duration_text
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Everything a build reads, ready."""
-
-    settings: BuildSettings
-    model: Reference
-    store: Store
-    unit_set: UnitSet
-    units: UnitFeatures
-    positions_E: list[int]  # tokens that carry loss, per unit
-    model_fingerprint: str
-
-    @property
-    def n_units(self) -> int:
-        return len(self.unit_set.units)
-
-
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """What the caller has at hand already; the settings name it by its fingerprint."""
-
-    model: ReferenceModel | None = None
-    source: Source | None = None
-    units: Sequence[Unit] = ()
 
 
 def build(
@@ -86,14 +60,14 @@ def build(
     out: Path,
     *,
     progress: Progress | None = None,
-    engine: Engine | None = None,
-    in_memory: InMemory = InMemory(),
+    cluster: ClusterSpec | None = None,
+    in_memory: InMemory = ON_DISK,
     must_be_trained: bool = False,
 ) -> Path:
     """Build the artifact `out`, or go on with one that was begun with the same settings.
 
     Args:
-        engine: where the model runs; none: in this process. It is no setting: a build may go on with another one.
+        cluster: where the model runs; none: in this process. It is no setting: a build may go on elsewhere.
         must_be_trained: stop at a language model that predicts the first rows no better than chance.
     Raises:
         GraspError: bad input, named; nothing that was finished is lost.
@@ -105,13 +79,13 @@ def build(
         if (out / MANIFEST).exists():
             clean(settings, out)  # a kill may have come between the manifest and this
             return out
-        model, fresh = _loaded(settings, in_memory), not has_work(out)
+        model, fresh = load_model(settings, in_memory), not has_work(out)
         inputs = prepare(settings, model, out / "tokens", progress, in_memory=in_memory, replace=fresh)
         settings = inputs.settings
         if isinstance(model, ReferenceModel) and fresh:
-            look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=engine is None)
+            look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=cluster is None)
         work = out / "work" / _digest(identity(inputs))
-        with (engine or LocalEngine()).start(inputs.model, settings.model, settings.features, inputs.units) as workers:
+        with _workers(inputs, cluster) as workers:
             token = build_token_kernel(inputs, workers, work, progress)
             shards, pooled = run_model(inputs, token, workers, out, work, progress)
             kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
@@ -131,15 +105,12 @@ def build(
     return out
 
 
-def _loaded(settings: BuildSettings, in_memory: InMemory) -> Reference:
-    """The model, once what is cheap to read has been seen to be there."""
-    if settings.model.classifier is None:
-        if in_memory.model is None:
-            refuse_classifier(settings.model.path)
-        load_units(settings.targets, in_memory.units)
-        source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
-        next(documents_of(source, settings.corpus), None)
-    return in_memory.model or load_reference(settings.model)
+def _workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextManager[Workers]:
+    """Who runs the model, for as long as a `with` block lasts."""
+    model, features = inputs.settings.model, inputs.settings.features
+    if cluster is None:
+        return nullcontext(InProcess(inputs.model, features))
+    return ray_workers(cluster, model, features, inputs.units)
 
 
 def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alone: bool) -> None:
@@ -153,17 +124,6 @@ def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alo
             f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, by the first "
             f"{len(rows)} rows"
         )
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Time since it was made; CPU seconds are of all threads of this process."""
-
-    wall: float = field(default_factory=time.perf_counter)
-    cpu: float = field(default_factory=time.process_time)
-
-    def seconds(self) -> dict[str, float]:
-        return {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
 
 
 def has_work(out: Path) -> bool:
@@ -205,95 +165,6 @@ def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
         else f"{out}: goes on where it was cut off"
     )
     return True
-
-
-def prepare(
-    settings: BuildSettings,
-    model: Reference,
-    tokens: Path,
-    progress: Progress,
-    *,
-    in_memory: InMemory = InMemory(),
-    replace: bool = False,
-) -> Inputs:
-    """Rows on disk, units through the model; the settings get what follows from model and corpus.
-
-    Args:
-        replace: rows of another corpus that lie in `tokens` are thrown away.
-    """
-    progress.stage("rows", rows=None, tokens=None)
-    store: Store
-    units: Units
-    if isinstance(model, ImageClassifier):
-        classes, n_classes = model.classes, model.vocab_size
-        unit_set, units = load_image_units(settings.targets, settings.corpus, classes, n_classes)
-        store = ImageStore.write(
-            tokens,
-            settings.corpus,
-            classes,
-            n_classes,
-            shard_rows=settings.shard_rows,
-            replace=replace,
-            progress=_difference(progress),
-        )
-        positions_E = [1] * len(unit_set.units)
-    else:
-        unit_set, units, store, settings = _texts(settings, model, tokens, progress, in_memory, replace)
-        positions_E = [len(unit.input_ids) - unit.first for unit in units]
-        tell_rows(store, model, progress)
-    progress.stage("units", rows=None, tokens=None)
-    return Inputs(
-        settings=settings,
-        model=model,
-        store=store,
-        unit_set=unit_set,
-        units=forward_units(model, units, [unit.unit_id for unit in unit_set.units], settings.features),
-        positions_E=positions_E,
-        model_fingerprint=model.fingerprint(),
-    )
-
-
-def _texts(
-    settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress, in_memory: InMemory, replace: bool
-) -> tuple[UnitSet, list[UnitTokens], RowStore, BuildSettings]:
-    """Units and rows as tokens, and the settings with the lengths that they have."""
-    context = model.context
-    if context is not None and (settings.corpus.max_length or 0) > context:
-        raise ModelError(
-            f"corpus.max_length: rows of {settings.corpus.max_length} tokens, the model has {context} positions; set "
-            f"{context} or less"
-        )
-    longest = min(settings.targets.max_length, context or settings.targets.max_length)
-    unit_set = load_units(settings.targets, in_memory.units)
-    unit_tokens = unit_set.tokenize(model.tokenizer, longest)
-    store = RowStore.write(
-        tokens,
-        settings.corpus,
-        model.tokenizer,
-        shard_rows=settings.shard_rows,
-        context=context,
-        source=in_memory.source,
-        replace=replace,
-        progress=_difference(progress),
-    )
-    corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
-    targets = settings.targets.model_copy(update={"max_length": longest})
-    return unit_set, unit_tokens, store, settings.model_copy(update={"corpus": corpus, "targets": targets})
-
-
-def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> None:
-    """Which column became what, and how long rows are."""
-    roles = store.details["columns"]
-    names = {"text": "text", "input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
-    progress.note("columns: " + ", ".join(f"{names[role]} from {column!r}" for role, column in roles.items()))
-    labels = ", ".join(store.label_columns) or "none, so no question can be asked by slice"
-    left_out = f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}" * bool(store.ignored_columns)
-    progress.note(f"labels: {labels}{left_out}")
-    reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
-    progress.note(
-        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens, at most "
-        f"{store.details['max_length']:,} in a row ({reads})"
-    )
 
 
 def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: Progress) -> TokenKernel | None:
@@ -435,72 +306,6 @@ def relevance_scale(own_E: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(np.exp2(np.clip(np.round(np.log2(size_E)) - 6.0, -100, 100)), dtype=np.float64)
 
 
-def unit_table(inputs: Inputs) -> pa.Table:
-    """One row a unit, in the order of the columns of the relevance arrays."""
-    units = inputs.unit_set.units
-    hashes = [unit.image_hash for unit in units]
-    return pa.table(
-        {
-            "unit_id": [unit.unit_id for unit in units],
-            "target": [unit.target for unit in units],
-            "n_positions": pa.array(inputs.positions_E, pa.int32()),
-            "loss": pa.array(inputs.units.loss_E, pa.float32()),
-            "prompt": [unit.prompt for unit in units],
-            "completion": [unit.completion for unit in units],
-        }
-        | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
-    )
-
-
-def identity(inputs: Inputs) -> dict[str, Any]:
-    """All that decides the numbers."""
-    model = inputs.model
-    return {
-        "model": inputs.model_fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        **model.batching,
-        "corpus": inputs.store.fingerprint,
-        "targets": inputs.unit_set.fingerprint,
-        "features": inputs.settings.features.model_dump(mode="json"),
-    }
-
-
-def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
-    """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
-    store, model = inputs.store, inputs.model
-    reader, reader_fingerprint = model.reader
-    return {
-        "made_by": {
-            "program": f"grasp {grasp.__version__}",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-        },
-        "fingerprints": {
-            "model": inputs.model_fingerprint,
-            reader: reader_fingerprint,
-            "corpus": store.fingerprint,
-            "targets": inputs.unit_set.fingerprint,
-        },
-        "settings": inputs.settings.model_dump(mode="json"),
-        "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
-        "details": {
-            "model": type(model.model).__name__,
-            "hidden_size": model.hidden_size,
-            "vocab_size": model.vocab_size,
-            "n_tokens": store.n_tokens,
-            "n_documents": store.n_documents,
-            "labels": list(store.label_columns),
-            "columns": store.details.get("columns"),
-            "classes": list(model.classes) if isinstance(model, ImageClassifier) else None,
-            "loss": "nats a token, mean over the positions that the head was applied to",
-            "build_seconds": None if began is None else began.seconds(),
-        },
-    }
-
-
 def clean(settings: BuildSettings, out: Path) -> None:
     """Remove the work area, and the tokens unless they are kept."""
     unwanted = [out / "work"] if settings.keep_tokens else [out / "work", out / "tokens"]
@@ -513,18 +318,6 @@ def announce(progress: Progress, store: Store, shards: int) -> None:
     """The forward pass over so many shards begins."""
     share = shards / store.n_shards
     progress.stage("forward", rows=round(store.n_rows * share), tokens=round(store.n_tokens * share))
-
-
-def _difference(progress: Progress) -> Callable[[int], None]:
-    """Rows so far -> rows more."""
-    done = 0
-
-    def advance(so_far: int) -> None:
-        nonlocal done
-        progress.advance(so_far - done, 0)
-        done = so_far
-
-    return advance
 
 
 def _digest(data: dict[str, Any]) -> str:

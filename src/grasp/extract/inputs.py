@@ -1,0 +1,248 @@
+"""Everything a build reads, ready: rows on disk, units through the model; and what the artifact says of it all."""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+import grasp
+from grasp.corpus.documents import documents_of
+from grasp.corpus.image_store import HASH_LABEL, ImageStore
+from grasp.corpus.sources import Source, open_source
+from grasp.corpus.store import RowStore
+from grasp.errors import ModelError
+from grasp.extract.forward import UnitFeatures, forward_units
+from grasp.extract.moments import (
+    Store,
+)
+from grasp.extract.passes import Units
+from grasp.extract.progress import Progress
+from grasp.models.causal_lm import ReferenceModel, refuse_classifier
+from grasp.models.classifier import ImageClassifier
+from grasp.models.reference import Reference, load_reference
+from grasp.settings import BuildSettings
+from grasp.targets import Unit, UnitSet, UnitTokens, load_units
+from grasp.targets.images import load_image_units
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything a build reads, ready."""
+
+    settings: BuildSettings
+    model: Reference
+    store: Store
+    unit_set: UnitSet
+    units: UnitFeatures
+    positions_E: list[int]  # tokens that carry loss, per unit
+    model_fingerprint: str
+
+    @property
+    def n_units(self) -> int:
+        return len(self.unit_set.units)
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """What the caller has at hand already; the settings name it by its fingerprint."""
+
+    model: ReferenceModel | None = None
+    source: Source | None = None
+    units: Sequence[Unit] = ()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time since it was made; CPU seconds are of all threads of this process."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    cpu: float = field(default_factory=time.process_time)
+
+    def seconds(self) -> dict[str, float]:
+        return {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
+
+
+ON_DISK = InMemory()
+
+
+def load_model(settings: BuildSettings, in_memory: InMemory) -> Reference:
+    """The model, once what is cheap to read has been seen to be there."""
+    if settings.model.classifier is None:
+        if in_memory.model is None:
+            refuse_classifier(settings.model.path)
+        load_units(settings.targets, in_memory.units)
+        source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
+        next(documents_of(source, settings.corpus), None)
+    return in_memory.model or load_reference(settings.model)
+
+
+def prepare(
+    settings: BuildSettings,
+    model: Reference,
+    tokens: Path,
+    progress: Progress,
+    *,
+    in_memory: InMemory = ON_DISK,
+    replace: bool = False,
+) -> Inputs:
+    """Rows on disk, units through the model; the settings get what follows from model and corpus.
+
+    Args:
+        replace: rows of another corpus that lie in `tokens` are thrown away.
+    """
+    progress.stage("rows", rows=None, tokens=None)
+    store: Store
+    units: Units
+    if isinstance(model, ImageClassifier):
+        classes, n_classes = model.classes, model.vocab_size
+        unit_set, units = load_image_units(settings.targets, settings.corpus, classes, n_classes)
+        store = ImageStore.write(
+            tokens,
+            settings.corpus,
+            classes,
+            n_classes,
+            shard_rows=settings.shard_rows,
+            replace=replace,
+            progress=_difference(progress),
+        )
+        positions_E = [1] * len(unit_set.units)
+    else:
+        unit_set, units, store, settings = _texts(settings, model, tokens, progress, in_memory, replace)
+        positions_E = [len(unit.input_ids) - unit.first for unit in units]
+        tell_rows(store, model, progress)
+    progress.stage("units", rows=None, tokens=None)
+    return Inputs(
+        settings=settings,
+        model=model,
+        store=store,
+        unit_set=unit_set,
+        units=forward_units(model, units, [unit.unit_id for unit in unit_set.units], settings.features),
+        positions_E=positions_E,
+        model_fingerprint=model.fingerprint(),
+    )
+
+
+def _texts(
+    settings: BuildSettings, model: ReferenceModel, tokens: Path, progress: Progress, in_memory: InMemory, replace: bool
+) -> tuple[UnitSet, list[UnitTokens], RowStore, BuildSettings]:
+    """Units and rows as tokens, and the settings with the lengths that they have."""
+    context = model.context
+    if context is not None and (settings.corpus.max_length or 0) > context:
+        raise ModelError(
+            f"corpus.max_length: rows of {settings.corpus.max_length} tokens, the model has {context} positions; set "
+            f"{context} or less"
+        )
+    longest = min(settings.targets.max_length, context or settings.targets.max_length)
+    unit_set = load_units(settings.targets, in_memory.units)
+    unit_tokens = unit_set.tokenize(model.tokenizer, longest)
+    store = RowStore.write(
+        tokens,
+        settings.corpus,
+        model.tokenizer,
+        shard_rows=settings.shard_rows,
+        context=context,
+        source=in_memory.source,
+        replace=replace,
+        progress=_difference(progress),
+    )
+    corpus = settings.corpus.model_copy(update={"max_length": store.details["max_length"]})
+    targets = settings.targets.model_copy(update={"max_length": longest})
+    return unit_set, unit_tokens, store, settings.model_copy(update={"corpus": corpus, "targets": targets})
+
+
+def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> None:
+    """Which column became what, and how long rows are."""
+    roles = store.details["columns"]
+    names = {"text": "text", "input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
+    progress.note("columns: " + ", ".join(f"{names[role]} from {column!r}" for role, column in roles.items()))
+    labels = ", ".join(store.label_columns) or "none, so no question can be asked by slice"
+    left_out = f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}" * bool(store.ignored_columns)
+    progress.note(f"labels: {labels}{left_out}")
+    reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
+    progress.note(
+        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens, at most "
+        f"{store.details['max_length']:,} in a row ({reads})"
+    )
+
+
+def _difference(progress: Progress) -> Callable[[int], None]:
+    """Rows so far -> rows more."""
+    done = 0
+
+    def advance(so_far: int) -> None:
+        nonlocal done
+        progress.advance(so_far - done, 0)
+        done = so_far
+
+    return advance
+
+
+def identity(inputs: Inputs) -> dict[str, Any]:
+    """All that decides the numbers."""
+    model = inputs.model
+    return {
+        "model": inputs.model_fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        **model.batching,
+        "corpus": inputs.store.fingerprint,
+        "targets": inputs.unit_set.fingerprint,
+        "features": inputs.settings.features.model_dump(mode="json"),
+    }
+
+
+def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
+    """Where the artifact comes from, what was left out, and the time it took; None: it was killed in between."""
+    store, model = inputs.store, inputs.model
+    reader, reader_fingerprint = model.reader
+    return {
+        "made_by": {
+            "program": f"grasp {grasp.__version__}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        "fingerprints": {
+            "model": inputs.model_fingerprint,
+            reader: reader_fingerprint,
+            "corpus": store.fingerprint,
+            "targets": inputs.unit_set.fingerprint,
+        },
+        "settings": inputs.settings.model_dump(mode="json"),
+        "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
+        "details": {
+            "model": type(model.model).__name__,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "n_tokens": store.n_tokens,
+            "n_documents": store.n_documents,
+            "labels": list(store.label_columns),
+            "columns": store.details.get("columns"),
+            "classes": list(model.classes) if isinstance(model, ImageClassifier) else None,
+            "loss": "nats a token, mean over the positions that the head was applied to",
+            "build_seconds": None if began is None else began.seconds(),
+        },
+    }
+
+
+def unit_table(inputs: Inputs) -> pa.Table:
+    """One row a unit, in the order of the columns of the relevance arrays."""
+    units = inputs.unit_set.units
+    hashes = [unit.image_hash for unit in units]
+    return pa.table(
+        {
+            "unit_id": [unit.unit_id for unit in units],
+            "target": [unit.target for unit in units],
+            "n_positions": pa.array(inputs.positions_E, pa.int32()),
+            "loss": pa.array(inputs.units.loss_E, pa.float32()),
+            "prompt": [unit.prompt for unit in units],
+            "completion": [unit.completion for unit in units],
+        }
+        | ({HASH_LABEL: pa.array(hashes, pa.string())} if any(hashes) else {})
+    )
