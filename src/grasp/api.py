@@ -189,7 +189,8 @@ def retrain(
         GraspError: bad input, named, before anything is trained. No finished run is lost.
     """
     from grasp.runs.retrain import retrain
-    from grasp.settings import put, retrain_settings
+    from grasp.dotted import put
+    from grasp.settings import retrain_settings
 
     data = deepcopy(dict(settings or {}))
     arguments = {
