@@ -188,8 +188,8 @@ def retrain(
     Raises:
         GraspError: bad input, named, before anything is trained. No finished run is lost.
     """
-    from grasp.runs.retrain import retrain
     from grasp.dotted import put
+    from grasp.runs.retrain import retrain
     from grasp.settings import retrain_settings
 
     data = deepcopy(dict(settings or {}))
