@@ -5,7 +5,6 @@ Nothing that is there is written again, so the artifact stays readable as it was
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -17,31 +16,17 @@ from grasp.artifact.manifest import ArrayEntry, BuildRecord, Manifest, provenanc
 from grasp.artifact.reader import Artifact
 from grasp.artifact.shards import ArraySpec, ShardWriter, parquet_bytes
 from grasp.artifact.tables import check_units, units_per_target
-from grasp.artifact.writer import array_dtype, build_record, claim, lock_artifact, moment_bytes
+from grasp.artifact.writer import PartWriter, array_dtype, build_record, claim, lock_artifact, moment_bytes
 from grasp.errors import ArtifactError
 from grasp.files import DirectoryLock, FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
 
 
-class ArtifactExtension:
+class ArtifactExtension(PartWriter):
     """New units of an artifact being written, with the discipline of a build: lock, whole shards, resume."""
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        part: int,
-        units: pa.Table,
-        shards: ShardWriter,
-        lock: DirectoryLock,
-        *,
-        owns_lock: bool,
-    ) -> None:
-        self.path = artifact.path
-        self._artifact = artifact
-        self._part = part
-        self._units = units
-        self._shards = shards
-        self._lock = lock
-        self._owns_lock = owns_lock
+    _artifact: Artifact
+    _part: int
+    _units: pa.Table
 
     @classmethod
     def open(
@@ -79,29 +64,18 @@ class ArtifactExtension:
             claim(path / part_dir(part), record, resume=resume, over=f"delete {path / part_dir(part)}")
             remove_parts(path, path / part_dir(part))
             shards.prepare()
-            return cls(artifact, part, units, shards, held, owns_lock=lock is None)
+            extension = cls(path, shards, held, owns_lock=lock is None)
+            extension._artifact, extension._part, extension._units = artifact, part, units
+            return extension
         except BaseException:
             if lock is None:
                 held.release()
             raise
 
     @property
-    def n_shards(self) -> int:
-        return self._shards.grid.n_shards
-
-    @property
-    def finished(self) -> frozenset[int]:
-        """Shards that need not be written again."""
-        return self._shards.finished
-
-    @property
     def complete(self) -> bool:
         """Whether these units are in the artifact already: nothing is left to write."""
         return self._part < len(self._artifact.manifest.units)
-
-    def bounds(self, k: int) -> tuple[int, int]:
-        """First row of shard k, and the row after its last."""
-        return self._shards.grid.bounds(k)
 
     def write_shard(self, k: int, arrays: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[np.float64]]) -> None:
         """Write the new columns of shard k whole, in any order of k.
@@ -143,26 +117,12 @@ class ArtifactExtension:
             write_manifest(self.path, self._manifest(given, units, moment_file))
         self._artifact = Artifact.open(self.path)
 
-    def close(self) -> None:
-        """Give the lock back, if it was taken here."""
-        if self._owns_lock:
-            self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _row_name(self, row: int) -> str:
         row_id = self._artifact.rows(np.array([row]))["row_id"][0].as_py()
         return f"row {row} (row_id {row_id!r})"
 
     def _require_writable(self) -> None:
-        if not self._lock.held:
-            raise ArtifactError(f"{self.path}: this writer is closed")
+        super()._require_writable()
         if self.complete:
             raise ArtifactError(f"{self.path}: these targets are in the artifact already")
 

@@ -51,14 +51,48 @@ from grasp.files import (
 __all__ = ["ArraySpec", "ArtifactWriter"]
 
 
-class ArtifactWriter:
-    """One build being written: a shard is visible only when whole, the artifact only when complete."""
+class PartWriter:
+    """What the build of an artifact and of an extension have in common: shards of their own, under one lock."""
 
     def __init__(self, path: Path, shards: ShardWriter, lock: DirectoryLock, *, owns_lock: bool) -> None:
         self.path = path
         self._shards = shards
         self._lock = lock
         self._owns_lock = owns_lock
+
+    @property
+    def n_shards(self) -> int:
+        return self._shards.grid.n_shards
+
+    @property
+    def finished(self) -> frozenset[int]:
+        """Shards that need not be written again."""
+        return self._shards.finished
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """First row of shard k, and the row after its last."""
+        return self._shards.grid.bounds(k)
+
+    def close(self) -> None:
+        """Give the lock back, if it was taken here."""
+        if self._owns_lock:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_writable(self) -> None:
+        if not self._lock.held:
+            raise ArtifactError(f"{self.path}: this writer is closed")
+
+
+class ArtifactWriter(PartWriter):
+    """One build being written: a shard is visible only when whole, the artifact only when complete."""
 
     @classmethod
     def open(
@@ -102,22 +136,9 @@ class ArtifactWriter:
         return writer
 
     @property
-    def n_shards(self) -> int:
-        return self._shards.grid.n_shards
-
-    @property
-    def finished(self) -> frozenset[int]:
-        """Shards that need not be written again."""
-        return self._shards.finished
-
-    @property
     def complete(self) -> bool:
         """Whether the artifact was finished already: nothing is left to write."""
         return (self.path / MANIFEST).exists()
-
-    def bounds(self, k: int) -> tuple[int, int]:
-        """First row of shard k, and the row after its last."""
-        return self._shards.grid.bounds(k)
 
     def write_shard(
         self,
@@ -182,22 +203,8 @@ class ArtifactWriter:
             write_whole(self.path / part_file("moments", ".safetensors", 0), contents)
             write_manifest(self.path, self._manifest(given, units, gains or {}, rows_kept))
 
-    def close(self) -> None:
-        """Give the lock back, if it was taken here."""
-        if self._owns_lock:
-            self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _require_writable(self) -> None:
-        if not self._lock.held:
-            raise ArtifactError(f"{self.path}: this writer is closed")
+        super()._require_writable()
         if self.complete:
             raise ArtifactError(f"{self.path}: is complete; a finished artifact is not written again")
 
