@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import tell
 from grasp.cli.options import (
@@ -73,15 +74,11 @@ def predict(
     weights = dict(map(_weight, weight))
     if len(weights) < len(weight):
         raise SettingsError("--weight: got one expression twice; give it one weight")
-    from grasp.artifact.reader import Artifact
-    from grasp.predict import verb
-
-    artifact = Artifact.open(art)
+    artifact = grasp.open(art)
     read = {"--subsets reads": subsets, "--protocol reads": protocol, "is the environment": environment}
-    check_outputs({"--out": out}, artifact.reads | read)
+    check_outputs({"--out": out}, artifact.files.reads | read)
     streamed = out if out is not None and out.suffix == ".parquet" else None
-    result = verb.predict(
-        artifact,
+    result = artifact.predict(
         drop=drop,
         keep=keep,
         weight=weights or None,
@@ -93,7 +90,7 @@ def predict(
         seed=seed,
         targets=distinct_names("--targets", targets),
         protocol=protocol,
-        runs=fitting(artifact, environment),
+        runs=environment,
         components=components,
         units=units,
         out=streamed,
