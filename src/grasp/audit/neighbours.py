@@ -17,7 +17,7 @@ Near = tuple[int, F32, NDArray[np.int64]]  # first row, cosines (Q, K), rows (Q,
 EXACT_ROWS = 20_000  # up to here all pairs are compared, in seconds; beyond, an index is searched
 CHECKED_ROWS = 200  # whose neighbours by the index are held against the exact ones
 QUERIES = 1024
-LINKS, BUILD_WIDTH, SEARCH_WIDTH = 12, 64, 48  # of the index
+LINKS, BUILD_WIDTH, SEARCH_WIDTH = 16, 80, 80  # of the index
 
 
 @dataclass(frozen=True, slots=True)
