@@ -17,7 +17,7 @@ from grasp.errors import SubsetError
 from grasp.predict.conditions import equals, none_of
 from grasp.predict.labels import Label, LabelColumn
 from grasp.predict.row_arrays import RowArrays
-from grasp.predict.weights import SliceShares
+from grasp.predict.weights import SliceShares, indicators
 from grasp.text import different
 
 MOST_SLICES = 100
@@ -65,9 +65,7 @@ class LabelSlices:
 
     def indicators(self) -> csr_array:
         """(G, N), 1 where a row is in the slice."""
-        order = np.argsort(self.codes_N, kind="stable")
-        indptr = np.concatenate([[0], np.cumsum(np.bincount(self.codes_N, minlength=len(self.slices)))])
-        return csr_array((np.ones(len(order)), order, indptr), shape=(len(self.slices), len(order)))
+        return indicators(self.codes_N, len(self.slices))
 
     def weights(self, share_BG: NDArray[np.float64]) -> SliceShares:
         """(B, N) weights of subsets that give every row of a slice the weight of the slice."""
@@ -86,7 +84,7 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
         raise SubsetError(
             f"--by {column.name}: has the single value {column.values[0]!r}; expected a label with two values or more"
         )
-    order = sorted(range(len(column.values)), key=lambda code: (-int(column.counts[code]), code))
+    order = np.argsort(-column.counts, kind="stable").tolist()
     single = order if len(order) <= most else order[: most - 1]
     grouped = order[len(single) :]
     slice_of = np.full(len(order), len(single), dtype=np.int32)

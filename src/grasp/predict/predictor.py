@@ -21,7 +21,6 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from grasp.predict.geometry import SketchSums, SubsetMass, halves_needed, subset_relevance
 from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, family_moments
@@ -30,7 +29,7 @@ from grasp.predict.relevance import Effects, Kernel, UnitSelection
 from grasp.predict.row_arrays import F32, F64, RowArrays, checked_targets
 from grasp.predict.sketches import Sketch
 from grasp.predict.standardize import ComponentMoments
-from grasp.predict.weights import Weights, squared, weight_sums
+from grasp.predict.weights import Weights, indicators, squared, weight_sums
 
 EFFECT_SIZE = "effect size"
 
@@ -285,13 +284,6 @@ class Predictor:
         times = sign * self.n_rows if counts else sign
         bend = sum(self.protocol.components[name] * value for name, value in self.geometry.whole().items())
         return np.asarray(times * level.effects.mean_C - level.origin_C + bend)
-
-
-def indicators(codes_N: NDArray[np.integer], n_slices: int) -> csr_array:
-    """(G, N), 1 where a row is in the slice."""
-    order = np.argsort(codes_N, kind="stable")
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(codes_N, minlength=n_slices))])
-    return csr_array((np.ones(len(order)), order, indptr), shape=(n_slices, len(order)))
 
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.predict.geometry import BlockSums, SketchSums
-from grasp.predict.predictor import Predictor, SubsetSums, indicators
+from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
 from grasp.predict.row_arrays import F64, RowArrays
+from grasp.predict.weights import indicators
 from grasp.seeds import bootstrap_weights
 
 RESAMPLES = 1_000

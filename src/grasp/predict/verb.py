@@ -314,8 +314,8 @@ def slice_table(
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
     order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))
     columns: dict[str, pa.Array] = {
-        "value": pa.array([slices.names[place] for place in g[order]], pa.string()),
-        "target": pa.array([predictor.targets[place] for place in t[order]], pa.string()),
+        "value": pa.array(slices.names, pa.string()).take(pa.array(g[order])),
+        "target": pa.array(predictor.targets, pa.string()).take(pa.array(t[order])),
         "rows": pa.array(slices.rows_G[g[order]], pa.int64()),
         "tokens": pa.array(slices.tokens_G[g[order]], pa.int64()),
     }

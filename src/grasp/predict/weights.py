@@ -120,13 +120,18 @@ class SliceShares:
 
     def indicators(self) -> csr_array:
         """(G, N), 1 where a row is in the slice."""
-        order = np.argsort(self.codes_N, kind="stable")
-        indptr = np.concatenate([[0], np.cumsum(self._rows_G)])
-        return csr_array((np.ones(len(order)), order, indptr), shape=(len(self._rows_G), len(order)))
+        return indicators(self.codes_N, self.share_BG.shape[1])
 
     @property
     def _rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
         return np.bincount(self.codes_N, minlength=self.share_BG.shape[1]).astype(np.int64)
+
+
+def indicators(codes_N: NDArray[np.integer], n_slices: int) -> csr_array:
+    """(G, N), 1 where a row is in the slice."""
+    order = np.argsort(codes_N, kind="stable")
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(codes_N, minlength=n_slices))])
+    return csr_array((np.ones(len(order)), order, indptr), shape=(n_slices, len(order)))
 
 
 Compact = OmittedRows | PackedMasks | SliceShares
