@@ -1,6 +1,8 @@
-"""Artifact + subsets -> predicted utility: the one predictor, which everything else calls.
+"""Artifact + subsets -> predicted change of utility: the one predictor, which everything else calls.
 
-In: rows with arrays (`source`), subsets with weights (`blocks`, `families`, `subset_tables`, label expressions in
-`slices`) and a protocol (`protocol`). Out: the predicted utility of every subset and target. Read `scorer` first.
+In: rows with arrays (`row_arrays`), subsets with weights (`weights`, `blocks`, `families`, `subset_tables`, label
+expressions in `slices`) and a protocol (`protocol`). Out: the change against the whole corpus for every subset and
+target. Read `predictor` first, then `relevance`; the verbs are `verb.predict` and `ranking.score`. Only protocols with
+geometry pass `geometry_terms` and `standardize`; `intervals` turns a change into nats where runs are beside it.
 `sweep_torch` is the one module that may load torch; `sweep` chooses it.
 """

@@ -23,18 +23,18 @@ NOT_SELECTED_OTHER = "not selected on development environments"
 
 
 class Standardize(Settings):
-    """What is brought to mean 0 and standard deviation 1 over the calibration family, and when."""
+    """What is brought to mean 0 and standard deviation 1, and when: over the rows, with geometry over the family."""
 
     task: Literal["mean_relevance", "mean_of_standardised"] = Field(
         "mean_relevance",
-        description="mean_relevance: z of the mean A of a task's units. mean_of_standardised: each unit's A is divided "
-        "by its own standard deviation first; z of the mean of these.",
+        description="mean_relevance: a task's relevance is the mean over its units. mean_of_standardised: each unit's "
+        "is divided by its own standard deviation first.",
     )
-    unit: Literal["own_relevance"] = Field("own_relevance", description="A unit is scored by z of its own A.")
+    unit: Literal["own_relevance"] = Field("own_relevance", description="A unit is scored by its own relevance.")
 
 
 class Calibration(Settings):
-    """The family whose moments standardise the components; never the interventions that are scored."""
+    """The family whose moments standardise a protocol with geometry; never the interventions that are scored."""
 
     family: str = Field("uniform:0.5", description="Family, e.g. uniform:0.5 or mixture:topic.")
     n_subsets: int = Field(256, ge=2, description="Subsets drawn, where moments have no closed form.")
@@ -75,8 +75,8 @@ class ScoringProtocol(Settings):
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
-        description="Weights of the kernels' z-scores; auto: token and input where the artifact has both, else token "
-        "or pooled.",
+        description="Weights of the kernels, each standardised; auto: token and input where there are both, else "
+        "token or pooled.",
     )
     negative: float = Field(
         1.0,

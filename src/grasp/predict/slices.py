@@ -82,7 +82,7 @@ PLAIN_SELECT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class Matched:
     """Rows that satisfy an expression, (N,); `n_null` rows gave neither true nor false: not selected."""
 
     mask_N: NDArray[np.bool_]
@@ -110,7 +110,7 @@ class LabelTable:
         """(N,) mask of the rows for which `expression` is true; see `selection` for the count of NULLs."""
         return self.selection(expression).mask_N
 
-    def selection(self, expression: str) -> Selection:
+    def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.
 
         Raises:
@@ -128,9 +128,9 @@ class LabelTable:
                 n_null += result.null_count
                 mask_N[start : start + batch.num_rows] = result.fill_null(False).to_numpy()
                 start += batch.num_rows
-        return Selection(mask_N, n_null)
+        return Matched(mask_N, n_null)
 
-    def matching(self, expression: str) -> Selection:
+    def matching(self, expression: str) -> Matched:
         """`selection`, for questions: a condition that tells no rows apart is a mistake.
 
         Raises:
