@@ -16,6 +16,7 @@ from experiments.finetune.scores import (
     ngram_lm,
 )
 from experiments.finetune.setting import SUBSET_ROWS, draw_subsets, group_of, row_order
+from experiments.finetune.table import table
 from experiments.finetune.training import BATCH_ROWS, STEPS, batches, learning_rate_at, padded
 from grasp.predict.labels import LabelColumn
 
@@ -198,3 +199,18 @@ def test_an_ngram_that_a_row_alone_has_speaks_for_it(sides):
     score_NE = ngram_lm(sides)
     assert (score_NE[1] > 0).all()
     assert (score_NE[[0, 2]] < score_NE[1]).all()
+
+
+def test_the_table_puts_first_what_is_good_in_the_worse_of_two_worlds():
+    def report(name, values):
+        methods = [
+            {"method": label, "mean_lds": [value, 0.0, 1.0], "task_rho": [0.5, 0.0, 1.0], "difference": None}
+            for label, value in values.items()
+        ]
+        return {"environment": name, "subsets": 9, "seeds": [0], "methods": methods}
+
+    lines = table([report("a", {"x": 0.1, "y": 0.3, "z": 0.4}), report("b", {"x": 0.8, "y": 0.7, "z": 0.1})]).split(
+        "\n"
+    )
+    assert "a, 9 subsets, one seed: mean LDS" in lines[0]
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| y", "| x", "| z"]
