@@ -60,6 +60,12 @@ SUMS: dict[str, tuple[str, ...]] = {
     "input + repsim": ("input", "repsim"),
     "input + kernel lm": ("input", "kernel lm"),
     "input + kernel lm + repsim": ("input", "kernel lm", "repsim"),
+    # added after the first comparison on 14 subsets, for what had come out best there
+    "delta (1, 1) + input": ("delta h 1 d 1", "input"),
+    "delta (1, 1) + kernel lm": ("delta h 1 d 1", "kernel lm"),
+    "delta (1, 1) + input + kernel lm": ("delta h 1 d 1", "input", "kernel lm"),
+    "ships + delta (1, 1) + kernel lm": ("token", "input", "delta h 1 d 1", "kernel lm"),
+    "whitened delta + input flat + kernel lm": ("delta h .01 d .01", "input flat .01", "kernel lm"),
 }
 
 

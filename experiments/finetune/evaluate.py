@@ -17,7 +17,7 @@ from grasp.seeds import bootstrap_weights
 
 F64 = NDArray[np.float64]
 RESAMPLES = 1_000
-MIN_PAIRS = 5  # subsets with two seeds, below which nothing is said of noise
+MIN_PAIRS = 3  # subsets with two seeds, below which nothing is said of noise
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,22 @@ def compare(
 
 
 def noise(environment: Environment, utilities: Utilities) -> dict[str, Any]:
-    """How far two seeds agree over the subsets that have both: mean over units of the rank correlation, and the ceiling
-    of mean LDS for as many seeds as `utilities` has (Spearman-Brown).
+    """How far two seeds agree over the subsets that have both, target by target: the correlation of utilities, each
+    less its unit's mean over these subsets; and what their mean says of the ceiling of mean LDS, for as many seeds as
+    `utilities` has (Spearman-Brown).
     """
-    both = environment.utilities(seeds=environment.info.seeds[:2], partial=True).of(*dict.fromkeys(utilities.targets))
+    both = environment.utilities(seeds=environment.info.seeds[:2], partial=True)
     if len(both.subset_ids) < MIN_PAIRS:
-        return {"subsets_with_two_seeds": len(both.subset_ids), "seed_correlation": None, "ceiling": None}
-    first_BE, second_BE = both.values_BSE[:, 0], both.values_BSE[:, 1]
-    one_1B = np.ones((1, len(both.subset_ids)))
-    mean = float(np.nanmean(rank_correlations([first_BE, second_BE], [(0, 1)], one_1B)))
+        return {"subsets_with_two_seeds": len(both.subset_ids), "correlation": None, "ceiling": None}
+    correlation: dict[str, float] = {}
+    for target in dict.fromkeys(utilities.targets):
+        value_BSE = both.of(target).values_BSE
+        first, second = (value_BSE - value_BSE.mean(axis=0)).transpose(1, 0, 2).reshape(2, -1)
+        correlation[target] = round(float(np.corrcoef(first, second)[0, 1]), 3)
+    mean = float(np.mean(list(correlation.values())))
     seeds = len(utilities.seeds)
-    ceiling = round((seeds * mean / (1 + (seeds - 1) * mean)) ** 0.5, 4) if mean > 0 else None
-    return {"subsets_with_two_seeds": len(both.subset_ids), "seed_correlation": round(mean, 4), "ceiling": ceiling}
+    ceiling = round((seeds * mean / (1 + (seeds - 1) * mean)) ** 0.5, 3) if mean > 0 else None
+    return {"subsets_with_two_seeds": len(both.subset_ids), "correlation": correlation, "ceiling": ceiling}
 
 
 def _interval(value_R: F64, low: float, high: float) -> list[float]:
