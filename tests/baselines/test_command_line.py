@@ -92,17 +92,17 @@ def test_rows_are_ranked_by_a_method(world, kept):
     found = matrix(scores(asked("bm25"), material, cache(kept, material))).mean(axis=1)
     command = "score", world.root / "art", "--target", "facts", "--method", "bm25", "--cache", kept, "--top", 5
     printed = succeed(*command, "--bottom", 2).lines
-    assert printed[0] == "most helpful rows for facts, by bm25"
+    assert printed[0] == "the 5 most helpful and the 2 most harmful of 40 rows for facts, by bm25"
     best = np.lexsort((np.arange(N_ROWS), -found))[:5]
-    assert [cells(line)[2] for line in printed[2:7]] == [f"row-{i}" for i in best]
-    assert [float(cells(line)[1]) for line in printed[2:7]] == pytest.approx(found[best], rel=1e-3)
-    assert printed[7] == "most harmful rows for facts, by bm25"
+    assert [cells(line)[1] for line in printed[2:7]] == [f"row-{i}" for i in best]
+    assert [float(cells(line)[0]) for line in printed[2:7]] == pytest.approx(found[best], rel=1e-3)
+    assert float(cells(printed[7])[0]) == pytest.approx(found.min(), rel=1e-3)
 
 
 def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, kept):
     printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length", "--cache", kept).lines
     lengths = Artifact.open(world.root / "art").rows(np.arange(N_ROWS))["n_tokens"].to_numpy()
-    assert float(cells(printed[2])[1]) == lengths.max()
+    assert float(cells(printed[2])[0]) == lengths.max()
 
 
 def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(world, tmp_path):
@@ -118,7 +118,7 @@ def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(wor
     ("flags", "message"),
     [
         (["--target", "fact"], "--target: got ['fact'], the artifact has ['facts']"),
-        (["--target", "facts", "--labels", "era"], "--labels: got era; the artifact has row_index, row_id, "),
+        (["--target", "facts", "--labels", "era"], "labels: got era; the artifact has row_index, row_id, "),
     ],
 )
 def test_what_is_shown_is_checked_before_rows_are_scored(flags, message, world, tmp_path):

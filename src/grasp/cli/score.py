@@ -94,8 +94,10 @@ def score(
     no_method = given | {"--method-settings": method_settings, "--cache": cache}
     asked = _method(method, {"--match": match, "--unit": unit}, no_method, method_settings)
     from grasp.artifact.reader import Artifact
+    from grasp.predict.ranking import label_columns
     from grasp.predict.ranking import score as ranked
     from grasp.predict.row_arrays import checked_targets
+    from grasp.predict.slices import LabelTable
 
     artifact = Artifact.open(art)
     read = {"is the environment": environment, "is a checkpoint": checkpoints, "--protocol reads": protocol}
@@ -103,6 +105,7 @@ def score(
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is
     checked_targets(artifact, [target], "--target")
+    label_columns(artifact, LabelTable(artifact.rows_path), names(labels))  # or it says what there is
     values_N = None if asked is None else _scored(artifact, asked, target, environment, checkpoints, cache, quiet)
     streamed = out if out is not None and out.suffix == ".parquet" else None
     result = ranked(

@@ -83,7 +83,7 @@ def score(
         SettingsError: no such label, or no row that is as long.
     """
     known = LabelTable(artifact.rows_path)
-    shown = _label_columns(artifact, known, labels)
+    shown = label_columns(artifact, known, labels)
     values, said = row_values(artifact, target, protocol=protocol, match=match, unit=unit, values_N=values_N, by=by)
     among_N = _among(artifact, known, where, min_tokens)
     order = ranked(values, among_N=among_N)
@@ -175,7 +175,7 @@ def _one_unit(artifact: RowArrays, target: str, unit: str | None) -> UnitSelecti
     return UnitSelection((target,), np.array(found[:1]), np.ones(1, dtype=np.int64))
 
 
-def _label_columns(artifact: Artifact, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
+def label_columns(artifact: Artifact, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
     """Columns of the row table to show: those asked for, else the first two labels."""
     if labels is None:
         return list(artifact.manifest.details.get("labels", []))[:2]
