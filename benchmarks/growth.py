@@ -29,8 +29,7 @@ from memory import peak_bytes  # the file beside this one
 from grasp.artifact.reader import Artifact
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
-from grasp.choose.amounts import parse_budget, parse_targets
-from grasp.choose.select import Request, select
+from grasp.choose.select import select
 from grasp.predict.families import parse_family
 from grasp.predict.predictions import predict
 from grasp.predict.protocol import ScoringProtocol, default_protocol
@@ -112,7 +111,7 @@ def ask_slices(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) ->
 
 
 def ask_select(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
-    select(artifact, protocol, Request(parse_budget("10%"), parse_targets("task0")))
+    select(artifact, "10%", "task0", protocol=protocol)
 
 
 QUESTIONS: dict[str, Callable[[Artifact, int, ScoringProtocol], None]] = {

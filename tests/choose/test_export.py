@@ -1,23 +1,25 @@
-"""The filtered corpus: the right documents, untouched, in every format; another corpus is refused."""
+"""Exports: exactly the chosen rows, or the right documents, untouched, in every format; another corpus is refused."""
 
 import datetime
 import decimal
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grasp.artifact.reader import Artifact
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
-from grasp.choose.documents import corpus_settings, document_rows, kept_documents, write_ids
-from grasp.choose.export import checked_format, own_format, write_corpus
-from grasp.choose.records import read_exclusion, write_summary
+from grasp.choose.corpus_rows import Kept, corpus_settings, kept_documents, proven_rows
+from grasp.choose.export import checked_format, write_documents, write_rows
+from grasp.choose.records import read_exclusion
+from grasp.choose.select import write_ids
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, SettingsError
+from grasp.files import entry_of
+from grasp.settings import read_yaml
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl, write_parquet
 
 
@@ -74,40 +76,136 @@ def slow_kept(artifact, chosen_N, rule) -> list[str]:
     return [name for name in tokens if enough[rule](name)]
 
 
+def rows_of(artifact, path=None):
+    return proven_rows(artifact, corpus_settings(artifact, path), Words())
+
+
+def decode(batch):
+    return [" ".join(map(str, ids)) for ids in batch]
+
+
+def export(artifact, row_index, out, kind="parquet", path=None):
+    """What `Selection.export` does, with a tokenizer that can be read by eye; the lines that were written."""
+    index = np.asarray(row_index)
+    found = write_rows(artifact, rows_of(artifact, path), index, -1.0 * index, out, kind, {"corpus": "x"}, decode)
+    lines = read(sorted(file for file in out.iterdir() if file.name != "_manifest.yaml"))
+    assert found.records == len(lines)
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("packing", ["document", "concat"])
+@pytest.mark.parametrize("named", [True, False])
+def test_exactly_the_chosen_rows_are_written(kind, packing, named, tmp_path, monkeypatch):
+    monkeypatch.setattr("grasp.choose.export.ROWS_AT_ONCE", 5)
+    rows = records(named=named)
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
+    store = RowStore.open(tmp_path / "rows")
+    chosen = np.random.default_rng(1).permutation(artifact.n_rows)[: artifact.n_rows // 3]
+    lines = export(artifact, chosen, tmp_path / "kept", kind)
+    wanted = np.sort(chosen)
+    shard, table = store.rows(wanted), artifact.rows(wanted).to_pylist()
+    assert [line["input_ids"] for line in lines] == [shard.ids(i).tolist() for i in range(len(shard))]
+    for line, row in zip(lines, table, strict=True):
+        assert {name: line[name] for name in ("row_id", "doc_id", "n_tokens", "topic")} == {
+            name: row[name] for name in ("row_id", "doc_id", "n_tokens", "topic")
+        }
+        assert line["relevance"] == -1.0 * chosen[line["order"]]
+        words = len(line["text"].split())  # Words has a token a word, and one at the end of each document
+        assert words <= len(line["input_ids"]) <= words + 1 + 2 * line["text"].count("\n\n") + 8 * (packing == "concat")
+    manifest = read_yaml(tmp_path / "kept" / "_manifest.yaml")
+    assert (manifest["corpus"], manifest["holds"], manifest["records"]) == ("x", "rows", len(chosen))
+    for name, entry in manifest["files"].items():
+        assert entry_of(tmp_path / "kept" / name).model_dump() == entry
+
+
+@pytest.mark.parametrize("packing", ["document", "concat"])
+def test_an_exported_corpus_gives_the_same_rows_again(packing, tmp_path):
+    """Tokens are used as they are, so training reads what was chosen."""
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()), packing=packing)
+    chosen = np.arange(artifact.n_rows)[::3]
+    export(artifact, chosen, tmp_path / "kept")
+    again = build(tmp_path / "again", tmp_path / "kept")
+    assert again.rows(np.arange(again.n_rows))["row_id"].to_pylist() == artifact.rows(chosen)["row_id"].to_pylist()
+    shard, kept = RowStore.open(tmp_path / "again" / "rows").shard(0), RowStore.open(tmp_path / "rows").rows(chosen)
+    assert [shard.ids(i).tolist() for i in range(len(shard))] == [kept.ids(i).tolist() for i in range(len(shard))]
+
+
+def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
+    """`page0` and `page0#1` are rows of the user's own: each is chosen or not for itself."""
+    pages = [
+        {"row_id": f"page{p}" + (f"#{c}" if c else ""), "doc_id": f"page{p}", "text": f"chunk {c} of page {p}"}
+        for p in range(4)
+        for c in range(3)
+    ]
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", pages))
+    chosen = [10, 1, 5]
+    lines = export(artifact, chosen, tmp_path / "kept")
+    assert [(line["row_id"], line["text"]) for line in lines] == [
+        (pages[i]["row_id"], pages[i]["text"]) for i in sorted(chosen)
+    ]
+    assert [line["doc_id"] for line in lines] == ["page0", "page1", "page3"]
+    kept = kept_documents(rows_of(artifact), np.isin(np.arange(12), chosen), "half")
+    assert kept.names == ("page0#1", "page1#2", "page3#1")
+
+
+def test_token_ids_are_written_as_they_came(tmp_path):
+    lines = [{"row_id": f"r{i}", "input_ids": list(range(i + 1, i + 4)), "topic": "ab"[i % 2]} for i in range(6)]
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", lines))
+    found = export(artifact, [4, 1], tmp_path / "kept", "jsonl")
+    assert [line["input_ids"] for line in found] == [[2, 3, 4], [5, 6, 7]]
+    assert [line["text"] for line in found] == ["2 3 4", "5 6 7"]  # decoded
+
+
+def test_labels_with_our_names_are_kept_beside_our_columns(tmp_path):
+    lines = [{"text": f"some words {i}", "relevance": "high", "order": i} for i in range(3)]
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", lines))
+    (line,) = export(artifact, [2], tmp_path / "kept")
+    assert (line["relevance"], line["relevance_"], line["order"], line["order_"]) == (-2.0, "high", 0, 2)
+
+
+def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
+    pytest.importorskip("datasets")
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    kinds = ["parquet", "jsonl", "parquet", "jsonl"]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(export, artifact, np.arange(i, artifact.n_rows, 4), tmp_path / f"kept{i}", kind)
+            for i, kind in enumerate(kinds)
+        ]
+        names = [[line["row_id"] for line in job.result()] for job in jobs]
+    everything = artifact.rows(np.arange(artifact.n_rows))["row_id"].to_pylist()
+    assert names == [everything[i::4] for i in range(4)]
+    assert not list(tmp_path.glob(".kept*"))
+
+
+def test_datasets_loads_what_was_written_as_it_is(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    for kind in ("parquet", "jsonl"):
+        lines = export(artifact, [1, 3, 5], tmp_path / kind, kind)
+        loaded = datasets.load_dataset(str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache"))
+        assert loaded.to_list() == lines
+    write_rows(artifact, rows_of(artifact), np.array([1, 3]), np.zeros(2), tmp_path / "saved", "datasets", {}, decode)
+    assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 2
+
+
 @pytest.mark.parametrize("rule", ["any", "half", "all"])
 @pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("named", [True, False])
 def test_documents_are_kept_by_the_share_of_their_tokens(rule, packing, named, tmp_path):
     rows = records(named=named)
-    path = write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl")
-    artifact = build(tmp_path, path, packing=packing)
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
     chosen_N = choose(artifact, share=0.6)
-    kept = kept_documents(artifact, corpus_settings(artifact), chosen_N, rule)
+    kept = kept_documents(rows_of(artifact), chosen_N, rule)
     want = slow_kept(artifact, chosen_N, rule)
-    write_ids(artifact, chosen_N, rule, tmp_path / "kept.txt")
-    assert (tmp_path / "kept.txt").read_text().splitlines() == want
+    assert list(kept.names) == want
     names = [row["row_id"] for row in rows] if named else None
     positions = np.flatnonzero(kept.mask_M).tolist()
     assert positions == [names.index(n) for n in want] if names else [int(n.rpartition("-")[2]) for n in want]
-    assert len(kept.mask_M) == 25
-    assert kept.n_documents == len(want)
-    assert kept.chosen <= kept.tokens
-    assert {"any": kept.partly > 0, "half": True, "all": kept.chosen == kept.tokens}[rule]
-
-
-@settings(max_examples=6, deadline=None)
-@given(seed=st.integers(0, 1000), limit=st.sampled_from([None, 9]), packing=st.sampled_from(["document", "concat"]))
-def test_every_row_belongs_to_one_document(seed, limit, packing, tmp_path_factory):
-    place = tmp_path_factory.mktemp("export")
-    artifact = build(place, write_parquet(place / "c.parquet", records(seed=seed)), packing=packing, limit=limit)
-    chosen_N = choose(artifact, seed)
-    found = list(document_rows(artifact, chosen_N))
     n_tokens = artifact.rows(np.arange(artifact.n_rows))["n_tokens"].to_numpy()
-    assert sum(one.tokens for one in found) == n_tokens.sum()
-    assert sum(one.chosen for one in found) == n_tokens[chosen_N].sum()
-    kept = kept_documents(artifact, corpus_settings(artifact), np.ones(artifact.n_rows, dtype=bool), "all")
-    assert len(kept.mask_M) == (limit or 25)
-    assert kept.n_documents == len(found)
+    assert kept.tokens - kept.added + kept.lost == n_tokens[chosen_N].sum()
+    assert {"any": kept.lost == 0, "half": True, "all": kept.added == 0}[rule]
 
 
 @pytest.mark.parametrize(("suffix", "kind"), [(".jsonl", "jsonl"), (".jsonl.gz", "jsonl"), (".parquet", "parquet")])
@@ -116,16 +214,24 @@ def test_records_are_copied_as_they_are(suffix, kind, tmp_path, monkeypatch):
     rows = records()
     path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
     artifact = build(tmp_path, path)
-    kept = kept_documents(artifact, corpus_settings(artifact), choose(artifact), "half")
-    assert own_format(str(path)) == kind
-    n = write_corpus(str(path), kept.mask_M, tmp_path / "out", kind)
-    want = [row for row, keep in zip(rows, kept.mask_M, strict=True) if keep]
-    files = sorted((tmp_path / "out").iterdir())
+    kept = kept_documents(rows_of(artifact), choose(artifact), "half")
+    n = write_documents(settings_for(path), kept, tmp_path / "out", kind, {}).records
+    want = [row for row, keep in zip(rows, kept.mask_M, strict=False) if keep]
+    files = parts(tmp_path / "out")
     assert n == len(want) > 4
     assert len(files) > 1
     assert read(files) == want
     again = build(tmp_path / "again", tmp_path / "out")  # a corpus like any other
     assert again.n_rows <= artifact.n_rows
+
+
+def parts(directory):
+    return sorted(file for file in directory.iterdir() if file.name != "_manifest.yaml")
+
+
+def copy(path, kept_M, out, kind):
+    """Whole documents by position."""
+    return write_documents(settings_for(path), Kept(kept_M, (), 0, 0, 0), out, kind, {})
 
 
 def read(files):
@@ -142,14 +248,12 @@ def test_any_corpus_becomes_any_format(suffix, tmp_path):
     kept_M = np.arange(25) % 3 == 0
     want = [row for row, keep in zip(rows, kept_M, strict=True) if keep]
     for kind in ("parquet", "jsonl"):
-        write_corpus(str(path), kept_M, tmp_path / kind, kind)
-        assert read(sorted((tmp_path / kind).iterdir())) == want
-    write_corpus(str(path), kept_M, tmp_path / "saved", "datasets")
-    saved = datasets.load_from_disk(str(tmp_path / "saved"))
-    assert saved.to_list() == want
-    assert own_format(str(tmp_path / "saved")) == "datasets"
-    write_corpus(str(tmp_path / "saved"), np.ones(len(want), dtype=bool), tmp_path / "back", "jsonl")
-    assert read(sorted((tmp_path / "back").iterdir())) == want
+        copy(path, kept_M, tmp_path / kind, kind)
+        assert read(parts(tmp_path / kind)) == want
+    copy(path, kept_M, tmp_path / "saved", "datasets")
+    assert datasets.load_from_disk(str(tmp_path / "saved")).to_list() == want
+    copy(tmp_path / "saved", np.ones(len(want), dtype=bool), tmp_path / "back", "jsonl")
+    assert read(parts(tmp_path / "back")) == want
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -157,82 +261,83 @@ def test_times_and_decimals_become_text_and_numbers_in_json(tmp_path):
     day = datetime.date(2020, 1, 2)
     table = pa.table({"text": ["a"], "day": [day], "price": pa.array([decimal.Decimal("1.50")]), "raw": ["\ud7ff"]})
     pq.write_table(table, tmp_path / "c.parquet")
-    write_corpus(str(tmp_path / "c.parquet"), np.ones(1, dtype=bool), tmp_path / "out", "jsonl")
-    (line,) = read(sorted((tmp_path / "out").iterdir()))
+    copy(tmp_path / "c.parquet", np.ones(1, dtype=bool), tmp_path / "out", "jsonl")
+    (line,) = read(parts(tmp_path / "out"))
     assert line == {"text": "a", "day": "2020-01-02", "price": 1.5, "raw": "\ud7ff"}
     pq.write_table(pa.table({"text": ["a"], "image": [b"\xff"]}), tmp_path / "b.parquet")
-    with pytest.raises(CorpusError, match="a value of type bytes; JSON lines cannot hold it, use --format parquet"):
-        write_corpus(str(tmp_path / "b.parquet"), np.ones(1, dtype=bool), tmp_path / "bytes", "jsonl")
+    with pytest.raises(CorpusError, match="a value of type bytes; JSON lines cannot hold it, write parquet"):
+        copy(tmp_path / "b.parquet", np.ones(1, dtype=bool), tmp_path / "bytes", "jsonl")
     assert not (tmp_path / "bytes").exists()
 
 
 def test_records_that_no_table_can_hold_are_told(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a", "x": 1}, {"text": "b", "x": {"y": 2}}])
-    with pytest.raises(CorpusError, match=r"records 0 on: .*a table cannot hold it, use --format jsonl"):
-        write_corpus(str(path), np.ones(2, dtype=bool), tmp_path / "out", "parquet")
+    with pytest.raises(CorpusError, match=r"records 0 on: .*a table cannot hold it, write jsonl"):
+        copy(path, np.ones(2, dtype=bool), tmp_path / "out", "parquet")
 
 
 def test_directories_that_are_there_are_left_alone(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "part-00099.jsonl").write_text("somebody's own")
-    write_corpus(str(path), np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
+    copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
     assert (tmp_path / "out.part" / "part-00099.jsonl").exists()
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-00000.jsonl"]
+    assert [file.name for file in parts(tmp_path / "out")] == ["part-00000.jsonl"]
     with pytest.raises(SettingsError, match="out: is there already; give another name, or remove it"):
-        write_corpus(str(path), np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
+        copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
+    with pytest.raises(SettingsError, match=r"there is no directory .*nowhere; make it first"):
+        copy(path, np.ones(25, dtype=bool), tmp_path / "nowhere" / "out", "jsonl")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda rows: rows[:-1], r"(has 24 documents, .* was built from 25|has no document 'doc-24')"),
-        (lambda rows: [*rows, rows[0] | {"row_id": "new"}], "has 26 documents, .* was built from 25"),
-        (lambda rows: [rows[1], rows[0], *rows[2:]], "has no document 'doc-0'|has no document 'doc-1'"),
+        (lambda rows: rows[:-1], "ends where .* has row 'doc-24'|has 'doc.*' where"),
+        (lambda rows: [*rows, {"row_id": "new", "text": "a b c"}], "has 'new' beyond the"),
+        (lambda rows: [rows[1], rows[0], *rows[2:]], "where .* has row 'doc-[01]'"),
+        (lambda rows: [row | {"row_id": f"other-{i}"} for i, row in enumerate(rows)], r"has 'other-\d+' where"),
         (
-            lambda rows: [row | {"text": "x " + row["text"]} for row in rows],
-            r"row 1: document 'doc-0' begins with 'x w|document 'doc-\d+' begins with 'x w",
+            lambda rows: [*rows[:-1], rows[-1] | {"text": rows[-1]["text"].replace("w", "v")}],
+            "its rows have the names of .* and other tokens",
         ),
-        (lambda rows: [row | {"row_id": f"other-{i}"} for i, row in enumerate(rows)], r"has no document 'doc-\d+'"),
     ],
 )
-def test_another_corpus_is_refused(change, said, tmp_path):
+def test_another_corpus_is_refused_and_nothing_is_left(change, said, tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     artifact = build(tmp_path, path)
     other = write_jsonl(tmp_path / "other.jsonl", change(records()))
+    before = sorted(file.name for file in tmp_path.iterdir())
     with pytest.raises(CorpusError, match=said):
-        kept_documents(artifact, corpus_settings(artifact, str(other)), np.ones(artifact.n_rows, dtype=bool), "half")
+        export(artifact, np.arange(artifact.n_rows), tmp_path / "kept", path=str(other))
+    assert sorted(file.name for file in tmp_path.iterdir()) == before
 
 
 def test_the_corpus_may_have_moved(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     artifact = build(tmp_path, path)
     path.rename(tmp_path / "moved.jsonl")
-    chosen_N = np.ones(artifact.n_rows, dtype=bool)
     with pytest.raises(CorpusError, match=r"c\.jsonl: no such file or directory"):
-        kept_documents(artifact, corpus_settings(artifact), chosen_N, "half")
-    moved = corpus_settings(artifact, str(tmp_path / "moved.jsonl"))
-    assert kept_documents(artifact, moved, chosen_N, "half").n_documents > 0
+        export(artifact, [0], tmp_path / "kept")
+    assert len(export(artifact, [0], tmp_path / "kept", path=str(tmp_path / "moved.jsonl"))) == 1
 
 
 def test_what_keeps_no_document_is_told(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"text": " ".join("abcdefghijklmnopqrstuvwxyz")}])
-    artifact = build(tmp_path, path)
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [{"text": " ".join("abcdefghijklmnopqrstuvwxyz")}]))
     chosen_N = np.arange(artifact.n_rows) == 0
     for rule in ("half", "all"):
-        with pytest.raises(SettingsError, match=f"{rule}: there is no document of whose tokens {rule} were chosen"):
-            kept_documents(artifact, corpus_settings(artifact), chosen_N, rule)
-        with pytest.raises(SettingsError, match=f"--documents {rule}: there is no document"):
-            write_ids(artifact, chosen_N, rule, tmp_path / "kept.txt")
-    assert not list(tmp_path.glob("kept*"))
-    assert write_ids(artifact, chosen_N, "any", tmp_path / "kept.txt") == 1
+        with pytest.raises(SettingsError, match=f"documents: there is no document of whose tokens {rule} were chosen"):
+            kept_documents(rows_of(artifact), chosen_N, rule)
+    assert len(kept_documents(rows_of(artifact), chosen_N, "any").names) == 1
 
 
 def test_names_with_line_breaks_and_artifacts_without_a_corpus(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"row_id": "a\nb", "text": "some words here"}])
-    artifact = build(tmp_path, path)
-    with pytest.raises(CorpusError, match=r"document 'a\\nb': a list with one name a line cannot hold it"):
-        write_ids(artifact, np.ones(1, dtype=bool), "any", tmp_path / "kept.txt")
+    with pytest.raises(SettingsError, match=r"document 'a\\nb': a list with one name a line cannot hold it"):
+        write_ids(["a\nb"], tmp_path / "kept.txt")
+    assert not list(tmp_path.glob("kept*"))
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
+    artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}
+    with pytest.raises(SettingsError, match="its rows are images, which are not exported"):
+        corpus_settings(artifact)
     artifact.manifest.settings.clear()
     with pytest.raises(SettingsError, match="does not record the corpus that it was built from; build it again"):
         corpus_settings(artifact)
@@ -240,7 +345,7 @@ def test_names_with_line_breaks_and_artifacts_without_a_corpus(tmp_path):
 
 def test_formats():
     assert checked_format("datasets") == "datasets"
-    with pytest.raises(SettingsError, match="--format: got 'csv', expected one of parquet, jsonl, datasets"):
+    with pytest.raises(SettingsError, match="format: got 'csv', expected one of parquet, jsonl, datasets"):
         checked_format("csv")
 
 
@@ -283,9 +388,3 @@ def test_an_exclusion_table_needs_a_column_of_names(tmp_path):
     pq.write_table(pa.table({"url": ["a"]}), tmp_path / "list.parquet")
     with pytest.raises(SettingsError, match=r"has columns \['url'\]; expected Parquet with a column row_id or doc_id"):
         read_exclusion(artifact, tmp_path / "list.parquet")
-
-
-def test_a_summary_that_is_no_json_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="JSON"):
-        write_summary({"x": float("nan")}, tmp_path / "summary.json")
-    assert list(tmp_path.iterdir()) == []

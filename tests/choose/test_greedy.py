@@ -9,19 +9,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grasp.choose import greedy
+from grasp.choose.additive import best_rows
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget
 from grasp.choose.greedy import choose
 from grasp.choose.limits import Limits
 from grasp.choose.objective import Objective
+from grasp.choose.select import Pool
 from grasp.predict.labels import LabelColumn
-from tests.choose.world import World, planted, protocol, scorer_of
+from tests.choose.world import World, planted, predictor_of, protocol
 
 PENALTY = {"product.raw": -0.5}
 
 
 def objective_of(source, size, chosen=None) -> Objective:
-    scorer = scorer_of(source, chosen or protocol(components=PENALTY), source.targets[:1])
-    return Objective.of(source, scorer, np.ones(1), size)
+    predictor = predictor_of(source, chosen or protocol(components=PENALTY), source.targets[:1])
+    return Objective.of(source, predictor, np.ones(1), size)
 
 
 def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None) -> Limits:
@@ -30,15 +32,27 @@ def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None
         np.ones(source.n_rows, dtype=bool) if allowed_N is None else allowed_N,
         tokens_N=np.asarray(source.tokens),
         labels=labels or (source.labels if floors or caps else None),
-        floors=parse_bounds(floors, "--floor"),
-        caps=parse_bounds(caps, "--cap"),
+        floors=parse_bounds(floors, "floor"),
+        caps=parse_bounds(caps, "cap"),
     )
 
 
 def gain_sum(objective, rows) -> float:
     """F(S) = V(S) - V(nothing), both with the factor of the size asked for."""
+    linear = float(objective.linear_N[list(rows)].sum())
+    if not objective.curvature:
+        return linear
     sketch_D = objective.sketches.rows(np.asarray(rows, dtype=np.int64)).sum(axis=0)
-    return objective.value(float(objective.linear_N[list(rows)].sum()), sketch_D) - objective.constant
+    return objective.value(linear, sketch_D) - objective.constant
+
+
+def taken_of(objective, limits) -> tuple[np.ndarray, int]:
+    """Rows by the road that the protocol takes, and what they cost."""
+    if objective.curvature:
+        picks = choose(objective, limits)
+        return picks.row_index, picks.used
+    rows = best_rows(objective.linear_N, limits)
+    return rows, len(rows) if limits.cost_N is None else int(limits.cost_N[rows].sum())
 
 
 def slow_greedy(objective, size) -> list[int]:
@@ -91,15 +105,16 @@ def test_without_curvature_the_choice_is_optimal_within_floors_and_caps(seed, si
     counts = {topic: source.topics.count(topic) for topic in "abc"}
     assume(floor <= min(cap, counts["a"]) and floor <= size and sum(min(cap, n) for n in counts.values()) >= size)
     objective = objective_of(source, size, protocol(components={"joint.self": -0.5}, side=side))
-    picks = choose(objective, limits_of(source, size, floors=[f"a:{floor}"], caps=[str(cap)]))
+    rows = best_rows(objective.linear_N, limits_of(source, size, floors=[f"a:{floor}"], caps=[str(cap)]))
 
     def within(rows):
         topics = [source.topics[i] for i in rows]
         return topics.count("a") >= floor and max(topics.count(topic) for topic in "abc") <= cap
 
-    assert within(picks.row_index)
+    assert within(rows)
     best = max(gain_sum(objective, rows) for rows in itertools.combinations(range(9), size) if within(rows))
-    assert gain_sum(objective, picks.row_index) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    assert float(objective.linear_N[rows].sum()) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    assert (np.diff(objective.linear_N[rows]) <= 0).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,9 +132,10 @@ def test_floors_and_caps_in_rows_hold_exactly_and_the_budget_is_used_up(seed, bu
     floors = [f"games:{floor}", f"(no label):{floor}"]
     assume(counts.min() >= floor and np.minimum(counts, cap).sum() >= budget)
     chosen = protocol(components={"joint.raw": omega}, weighting=weighting)
-    picks = choose(objective_of(source, budget, chosen), limits_of(source, budget, floors=floors, caps=[str(cap)]))
-    taken = [source.topics[i] for i in picks.row_index]
-    assert len(set(picks.row_index.tolist())) == len(taken) == picks.used == budget
+    objective = objective_of(source, budget, chosen)
+    rows, used = taken_of(objective, limits_of(source, budget, floors=floors, caps=[str(cap)]))
+    taken = [source.topics[i] for i in rows]
+    assert len(set(rows.tolist())) == len(taken) == used == budget
     assert min(taken.count("games"), taken.count(None)) >= floor
     assert max(taken.count(topic) for topic in set(taken)) <= cap
 
@@ -142,16 +158,14 @@ def test_floors_and_caps_in_tokens_hold_exactly(seed, budget, floor, omega, weig
     assume(held["games"] >= floor and room >= budget)
     chosen = protocol(components={"joint.raw": omega}, weighting=weighting)
     asked = f"{budget}tokens"
-    picks = choose(
-        objective_of(source, 20, chosen),
-        limits_of(source, asked, floors=[f"games:{floor}"], caps=["science:150tokens"]),
-    )
-    tokens = {topic: sum(int(source.tokens[i]) for i in picks.row_index if source.topics[i] == topic) for topic in held}
-    used = int(source.tokens[picks.row_index].sum())
-    assert picks.used == used <= budget
+    limits = limits_of(source, asked, floors=[f"games:{floor}"], caps=["science:150tokens"])
+    rows, spent = taken_of(objective_of(source, 20, chosen), limits)
+    tokens = {topic: sum(int(source.tokens[i]) for i in rows if source.topics[i] == topic) for topic in held}
+    used = int(source.tokens[rows].sum())
+    assert spent == used <= budget
     assert tokens["games"] >= floor
     assert tokens["science"] <= 150
-    left = np.setdiff1d(np.arange(40), picks.row_index)
+    left = np.setdiff1d(np.arange(40), rows)
     fits = [
         int(source.tokens[i]) <= budget - used
         and (source.topics[i] != "science" or tokens["science"] + int(source.tokens[i]) <= 150)
@@ -164,8 +178,26 @@ def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
     source = planted(np.zeros((4, 2)), [4.0, 3.0, 2.5, 2.0])
     source.tokens = np.array([40, 10, 10, 10])
     for weighting, want in (("count", [1, 2, 3]), ("mean", [0, 1])):
-        objective = objective_of(source, 2, protocol(weighting=weighting))
-        assert choose(objective, limits_of(source, "50tokens")).row_index.tolist() == want
+        pool = Pool.of(
+            source, protocol(weighting=weighting), {"sciq": 1.0}, np.ones(4, bool), None, 15.4, with_runs=False
+        )
+        assert pool.choose(limits_of(source, "50tokens"), None).row_index.tolist() == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 300))
+def test_rows_that_do_not_fit_are_passed_over(seed, budget):
+    rng = np.random.default_rng(seed)
+    worth_N, cost_N = rng.integers(0, 5, 30).astype(float), rng.integers(1, 40, 30)
+    limits = Limits.of(
+        Amount(max(budget, int(cost_N.min())), False, "tokens"), np.ones(30, dtype=bool), tokens_N=cost_N
+    )
+    room, want = limits.budget, []
+    for row in np.argsort(-worth_N, kind="stable").tolist():
+        if cost_N[row] <= room:
+            room -= cost_N[row]
+            want.append(row)
+    assert best_rows(worth_N, limits).tolist() == want
 
 
 def test_excluded_rows_are_never_taken():
@@ -212,7 +244,7 @@ def test_rounds_come_close_to_the_row_by_row_search(seed, omega, rounds, monkeyp
 @pytest.mark.parametrize("omega", [-0.02, -1.0, 0.3])
 @pytest.mark.parametrize("held", [256 << 20, 0])
 def test_laziness_changes_what_is_read_and_not_what_is_taken(omega, held, rounds, monkeypatch):
-    monkeypatch.setattr("grasp.predict.source.HELD_BYTES", held)
+    monkeypatch.setattr("grasp.predict.row_sums.HELD_BYTES", held)
     source = clustered(7)
     objective = objective_of(source, 60, protocol(components={"product.raw": omega}))
     lazy = choose(objective, limits_of(source, 60))
@@ -259,20 +291,19 @@ def test_duplicates_are_thinned_because_the_geometry_says_so(small, monkeypatch)
     copies = []
     for omega in (0.0, -0.3, -3.0):
         objective = objective_of(source, 75, protocol(components={"product.raw": omega}))
-        picks = choose(objective, limits_of(source, 75))
-        copies.append(int((picks.row_index < 60).sum()))
+        rows, _ = taken_of(objective, limits_of(source, 75))
+        copies.append(int((rows < 60).sum()))
     assert copies[0] == 60
     assert copies[0] > copies[1] > copies[2]
     assert copies[2] < 75 * 60 / 300  # fewer than a blind draw would take
-    assert picks.row_index[picks.row_index < 60].tolist() == list(range(copies[2]))  # of equals the first ones
+    assert rows[rows < 60].tolist() == list(range(copies[2]))  # of equals the first ones
 
 
 def test_ties_go_to_the_earlier_row_and_a_second_run_gives_the_same():
     source = planted(np.ones((50, 2)), np.ones(50))
     for omega in (0.0, -0.5):
         objective = objective_of(source, 10, protocol(components={"product.cent": omega, "product.self": omega}))
-        picks = choose(objective, limits_of(source, 10))
-        assert picks.row_index.tolist() == list(range(10))
+        assert taken_of(objective, limits_of(source, 10))[0].tolist() == list(range(10))
     source = clustered(3)
     objective = objective_of(source, 50)
     first, second = (choose(objective, limits_of(source, 50)) for _ in range(2))

@@ -10,51 +10,47 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from grasp.choose.amounts import Amount, parse_bounds, parse_targets
-from grasp.choose.mixture import MixRequest, _coefficients, mix_with, write_weights
-from grasp.choose.objective import Slopes
-from grasp.choose.quadratic_program import Programme, solve
+from grasp.choose.mixture import coefficients, mix
+from grasp.choose.quadratic_program import Programme, Segments, solve
+from grasp.choose.repetition import effective_tokens
 from grasp.errors import ProtocolError, SettingsError
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.label_slices import label_slices
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictions import predict
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from tests.choose.world import World, protocol, scorer_of
+from tests.choose.world import World, predictor_of, protocol
 
 GEOMETRY = {"joint.raw": -0.4, "product.self": 0.2, "hidden.cent": -0.1, "residual.pair": -0.2}
+FREE = ["0%"]  # a floor that lets every value go
 
 
 def slices_of(source, **fields):
     return label_slices(source.labels, source.tokens, **fields)
 
 
-def request(source, targets="sciq", floors=(), caps=(), distance=None, **fields) -> MixRequest:
-    return MixRequest(
-        slices_of(source, **fields),
-        parse_targets(targets),
-        parse_bounds(floors, "--floor"),
-        parse_bounds(caps, "--cap"),
-        None if distance is None else Amount(distance, True),
-    )
+def mixed(source, chosen, target="sciq", floors=FREE, caps=(), **options):
+    """Without the usual bounds, unless they are asked for."""
+    options = {"max_repeat": 1e6} | options
+    return mix(source, "topic", target, floor=floors, cap=caps, protocol=chosen, **options)
+
+
+def proposed(got) -> np.ndarray:
+    return got.table["proposed"].to_numpy()
 
 
 def predicted(source, chosen, slices, p_BG, targets) -> np.ndarray:
-    """What `predict` says of mixtures as weighted subsets, (B, T)."""
+    """What the predictor says of mixtures as weighted subsets, (B, T)."""
     weights_BN = (source.n_rows * np.asarray(p_BG) / slices.rows_G)[:, slices.codes_N]
-    block = SubsetBlock(tuple(f"m{b}" for b in range(len(p_BG))), csr_array(weights_BN))
-    table = predict(source, chosen, [block], targets=list(targets)).read()
-    return table.column("utility").to_numpy().reshape(len(p_BG), -1)
+    return predictor_of(source, chosen, list(targets)).change(csr_array(weights_BN))
 
 
 @pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
 def test_the_quadratic_is_the_prediction(side, weighting):
     source = World()
     chosen = protocol(side=side, weighting=weighting, components=GEOMETRY, match={"token": 1.0, "pooled": 0.5})
-    scorer, slices = scorer_of(source, chosen), slices_of(source)
-    parts = scorer.sums(slices.indicators())
+    predictor, slices = predictor_of(source, chosen), slices_of(source)
+    parts = predictor.slice_sums(slices.codes_N, 4)
     weights_T = np.array([0.7, 0.3])
-    linear_G, quadratic_GG = _coefficients(scorer, Slopes.of(scorer, weights_T), parts, slices.rows_G.astype(float))
+    linear_G, quadratic_GG = coefficients(predictor, weights_T, parts, slices.rows_G.astype(float))
     p_BG = np.random.default_rng(0).dirichlet(np.ones(4), 6)
     own_B = p_BG @ linear_G + np.einsum("bg,gh,bh->b", p_BG, quadratic_GG, p_BG)
     want_B = predicted(source, chosen, slices, p_BG, source.targets) @ weights_T
@@ -65,22 +61,78 @@ def test_the_quadratic_is_the_prediction(side, weighting):
 def test_the_gain_is_that_of_predict_and_nothing_feasible_is_better(side, weighting):
     source = World()
     chosen = protocol(side=side, weighting=weighting, components={"joint.raw": -0.4, "product.cent": -0.2})
-    asked = request(source, "sciq=2,boolq=1", floors=["5%"], caps=["games:40%"])
-    got = mix_with(scorer_of(source, chosen), asked)
-    assert got.is_global
-    assert got.proposed_G.sum() == pytest.approx(1.0, abs=1e-12)
-    assert got.proposed_G.min() >= 0.05
-    assert got.proposed_G[got.names.index("games")] <= 0.4
-    want = predicted(source, chosen, asked.slices, [got.proposed_G, got.current_G], ["sciq", "boolq"])
-    assert list(got.utility.values()) == pytest.approx(want[0], rel=1e-5, abs=1e-5)
-    assert list(got.current_utility.values()) == pytest.approx(want[1], rel=1e-5, abs=1e-5)
-    assert got.gain == pytest.approx((want[0] - want[1]) @ [2 / 3, 1 / 3], rel=1e-5, abs=1e-4)
+    got = mixed(source, chosen, "sciq=2,boolq=1", ["5%"], ["games:40%"])
+    games = got.table["value"].to_pylist().index("games")
+    assert got.optimum == "the best mixture"
+    assert proposed(got).sum() == pytest.approx(1.0, abs=1e-12)
+    assert proposed(got).min() >= 0.05
+    assert proposed(got)[games] <= 0.4
+    slices = slices_of(source)
+    want = predicted(source, chosen, slices, [proposed(got)], ["sciq", "boolq"])
+    assert got.targets["change"].to_pylist() == pytest.approx(want[0], rel=1e-5, abs=1e-5)
+    assert got.value == pytest.approx(want[0] @ [2 / 3, 1 / 3], rel=1e-5, abs=1e-4)
     p_BG = np.random.default_rng(1).dirichlet(np.ones(4), 3000)
-    p_BG = p_BG[(p_BG >= 0.05).all(axis=1) & (p_BG[:, got.names.index("games")] <= 0.4)]
+    p_BG = p_BG[(p_BG >= 0.05).all(axis=1) & (p_BG[:, games] <= 0.4)]
     assert len(p_BG) > 100
-    others = predicted(source, chosen, asked.slices, p_BG, ["sciq", "boolq"]) @ [2 / 3, 1 / 3]
-    assert got.value >= others.max() - 1e-6
+    others = predicted(source, chosen, slices, p_BG, ["sciq", "boolq"]) @ [2 / 3, 1 / 3]
+    assert got.value >= others.max() - 1e-5
     assert got.value - others.max() < 0.2 * (others.max() - np.median(others))  # many tries come near
+
+
+def test_a_training_budget_counts_repetition_and_nothing_feasible_is_better():
+    """The formula by hand, against many mixtures."""
+    source, slices = World(n_rows=200, seed=2), None
+    source.tokens = np.full(200, 10)
+    slices = slices_of(source)
+    trained = 3 * 2000.0
+    got = mixed(source, protocol(), train_tokens=trained, max_repeat=20)
+    parts = predictor_of(source, protocol(), ["sciq"]).slice_sums(slices.codes_N, 4)
+    mean_G = parts.effect_BT[:, 0] / slices.rows_G
+
+    def value(p_G):
+        return float(mean_G @ effective_tokens(10.0 * slices.rows_G, trained * p_G)) / effective_tokens(2000.0, trained)
+
+    assert got.value == pytest.approx(value(proposed(got)), abs=0.01 * abs(got.value))
+    assert got.value < got.targets["change"][0].as_py()  # repetition takes something
+    high_G = 20 * slices.rows_G / 200
+    tries = np.random.default_rng(0).dirichlet(np.ones(4) * 0.4, 4000)
+    best = max(value(p_G) for p_G in tries if (p_G <= high_G).all())
+    assert value(proposed(got)) >= best - 0.005 * abs(best)
+    assert any("no row is seen more than" in note and note.startswith("value ") for note in got.notes)
+
+
+@pytest.mark.parametrize("target", ["sciq", "boolq"])
+def test_without_being_asked_no_slice_is_all_there_is_and_no_row_is_seen_five_times(target):
+    source = World(n_rows=200)
+    source.topics = ["rare"] * 5 + ["common"] * 195
+    for more in ({}, {"train_tokens": source.tokens.sum() / 10}, {"train_tokens": 1e9}):
+        got = mix(source, "topic", target, protocol=protocol(), **more)
+        factor_G = got.table["times_as_often"].to_numpy()
+        epochs = min(1.0, more.get("train_tokens", 1e9) / source.tokens.sum())
+        assert (factor_G * epochs <= 4 + 1e-6).all()
+        assert (factor_G >= 0.25 - 1e-6).all()
+        assert "no row is seen more than 4 times" in got.notes[0]
+    asked = mix(source, "topic", target, protocol=protocol(), floor=["rare:50%"])
+    assert proposed(asked)[asked.table["value"].to_pylist().index("rare")] >= 0.5 - 1e-9  # twenty times: asked for
+    with pytest.raises(SettingsError, match=r"max_repeat: got 0\.5, expected 1 or more"):
+        mix(source, "topic", target, protocol=protocol(), max_repeat=0.5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), n=st.integers(2, 8), distance=st.booleans())
+def test_concave_pieces_are_filled_as_a_linear_programme_says(seed, n, distance):
+    """Without pieces, the same straight lines give the same optimum; with them, the value is that of the pieces."""
+    rng, current_G, low_G, high_G, far = feasible(seed, n, distance=distance)
+    worth_G = rng.standard_normal(n)
+    knots_GK = np.linspace(low_G, high_G, 5, axis=1)
+    lines = Segments(knots_GK, worth_G[:, None] * knots_GK)
+    flat = Programme(np.zeros(n), np.zeros((n, n)), low_G, high_G, current_G, far, lines)
+    assert solve(flat).value == pytest.approx(best_linear(flat, worth_G), abs=1e-6)
+    bent = Segments(knots_GK, np.abs(worth_G)[:, None] * np.sqrt(knots_GK))
+    programme = Programme(np.zeros(n), np.zeros((n, n)), low_G, high_G, current_G, far, bent)
+    found = solve(programme)
+    assert found.value == pytest.approx(bent.value(found.p_G))
+    assert found.value >= bent.value(current_G) - 1e-7
 
 
 def feasible(seed, n, *, distance):
@@ -161,90 +213,86 @@ def test_where_the_geometry_is_rewarded_the_best_of_many_starts_is_found(seed, u
 
 
 def test_a_rewarded_geometry_is_said_to_be_solved_locally():
-    got = mix_with(scorer_of(World(), protocol(components={"joint.raw": 0.5})), request(World()))
-    assert not got.is_global
-    assert "the problem is not convex: the best of 38 local searches is shown" in got.notes[0]
-    assert got.summary()["optimum"] == "local, best of 38 starts"
+    got = mixed(World(), protocol(components={"joint.raw": 0.5}))
+    assert any("the problem is not convex: the best of 38 local searches is shown" in note for note in got.notes)
+    assert got.summary()["optimum"] == "the best of 38 local searches"
 
 
-def test_without_geometry_the_best_mixture_is_a_corner_and_this_is_said():
+def test_without_geometry_and_bounds_the_best_mixture_is_a_corner_and_this_is_said():
     source = World()
-    got = mix_with(scorer_of(source, protocol()), request(source))
+    got = mixed(source, protocol())
     relevance_N = source.arrays["relevance_token"][:, [0, 2, 4]].mean(axis=1)
     means = [relevance_N[slices_of(source).codes_N == g].mean() for g in range(4)]
-    assert got.proposed_G[int(np.argmax(means))] == 1.0
-    assert np.count_nonzero(got.proposed_G) == 1
-    assert any(
-        note.startswith("the protocol is additive: V is linear and its best mixture a corner") for note in got.notes
-    )
-    assert any("seen far more often than now" in note for note in got.notes)
+    assert proposed(got)[int(np.argmax(means))] == 1.0
+    assert np.count_nonzero(proposed(got)) == 1
+    assert any(note.startswith("the protocol is additive: the best mixture goes as far as") for note in got.notes)
 
 
 @settings(max_examples=25, deadline=None)
-@given(distance=st.floats(0.01, 0.9), floor=st.integers(0, 8))
+@given(distance=st.integers(1, 90), floor=st.integers(0, 8))
 def test_the_distance_and_the_floors_hold(distance, floor):
     source = World()
-    got = mix_with(scorer_of(source, protocol()), request(source, floors=[f"{floor}%"], distance=distance))
-    assert got.distance <= distance + 1e-6
-    assert got.distance == pytest.approx(0.5 * np.abs(got.proposed_G - got.current_G).sum())
-    assert got.proposed_G.min() >= floor / 100
-    assert got.gain >= -1e-9
+    got = mixed(source, protocol(), floors=[f"{floor}%"], distance=f"{distance}%")
+    moved = 0.5 * np.abs(proposed(got) - got.table["now"].to_numpy()).sum()
+    assert moved <= distance / 100 + 1e-6
+    assert f"{100 * moved:.1f} % of the data change hands" in got.headline
+    assert proposed(got).min() >= floor / 100
+    assert got.value >= -1e-6
 
 
 def test_the_tail_of_a_label_is_grouped_and_this_is_said():
-    source = World(n_rows=300)
-    source.topics = [f"host{i % 7 if i < 240 else i}" for i in range(300)]
-    got = mix_with(scorer_of(source, protocol()), request(source, most=8, caps=["30%"]))
-    assert len(got.names) == 8
-    assert got.names[-1] == "60 other values"
-    assert got.n_grouped == 60
-    assert "60 of the values are small and share one slice" in got.notes[0]
-    with pytest.raises(SettingsError, match=r"no value 'host250' here; .* its 60 smallest values share one slice"):
-        mix_with(scorer_of(source, protocol()), request(source, most=8, caps=["host250:30%"]))
+    source = World(n_rows=600)
+    source.topics = [f"host{i % 99 if i < 500 else i}" for i in range(600)]
+    got = mixed(source, protocol(), caps=["30%"])
+    assert len(got) == 100
+    assert got.table["value"].to_pylist()[-1] == "100 other values"
+    assert any("100 of the values are small and share one slice" in note for note in got.notes)
+    with pytest.raises(SettingsError, match=r"no value 'host550' here; .* its 100 smallest values share one slice"):
+        mixed(source, protocol(), caps=["host550:30%"])
 
 
 def test_the_weights_that_are_written_predict_the_same(tmp_path):
     source, chosen = World(), protocol(components=GEOMETRY)
-    asked = request(source, floors=["travel:10%"], caps=["60%"])
-    got = mix_with(scorer_of(source, chosen), asked)
-    index = RowIndex.from_ids([f"r{i}" for i in range(40)])
-    write_weights(got, asked.slices, index, tmp_path / "weights.parquet")
+    got = mixed(source, chosen, floors=["travel:10%"], caps=["60%"])
+    got.write_weights(tmp_path / "weights.parquet")
     assert pq.read_table(tmp_path / "weights.parquet").column_names == ["subset_id", "row_id", "weight"]
-    table = predict(source, chosen, read_subsets(tmp_path / "weights.parquet", index), targets=["sciq"]).read()
-    assert table.column("utility")[0].as_py() == pytest.approx(got.utility["sciq"], rel=1e-5)
-    assert json.loads(json.dumps(got.summary(), allow_nan=False))["gain"] == got.gain
+    (block,) = read_subsets(tmp_path / "weights.parquet", RowIndex.from_ids([f"r{i}" for i in range(40)]))
+    change = predictor_of(source, chosen, ["sciq"]).change(block.weights)[0, 0]
+    assert change == pytest.approx(got.targets["change"][0].as_py(), rel=1e-5)
+    assert json.loads(json.dumps(got.summary(), allow_nan=False))["value"] == got.value
+    assert got.write(tmp_path / "shares.csv").read_text().startswith('"value","expression","rows","now","proposed"')
 
 
 def test_a_mean_over_what_is_left_out_is_refused():
     with pytest.raises(ProtocolError, match="scores the mean of what is left out, which has no size for a mixture"):
-        mix_with(scorer_of(World(), protocol(side="omitted")), request(World()))
+        mixed(World(), protocol(side="omitted"))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"floors": ["30%"]}, r"--floor, --cap: cannot be met: the floors add up to 120.0%"),
+        ({"floors": ["30%"]}, r"floor, cap: cannot be met: the floors add up to 120.0%"),
         ({"caps": ["20%"]}, "the caps add up to 80.0%, expected 100% at least"),
         ({"floors": ["games:30%"], "caps": ["games:20%"]}, "games has a floor of 30.0% and a cap of 20.0%"),
         (
-            {"floors": ["games:90%"], "distance": 0.1},
-            r"they move \d+\.\d% of the data, games most of it, and --distance allows 10.0%",
+            {"floors": ["games:90%"], "distance": "10%"},
+            r"they move \d+\.\d% of the data, games most of it, and the distance allows 10.0%",
         ),
-        ({"floors": ["sport:3%"]}, "--floor: topic has no value 'sport'; it has "),
-        ({"floors": ["games:300"]}, "--floor games: got a number, a mixture has shares; expected e.g. Games:5%"),
+        ({"floors": ["sport:3%"]}, "floor: topic has no value 'sport'; it has "),
+        ({"floors": ["games:300"]}, "floor games: got a number, a mixture has shares; expected e.g. Games:5%"),
+        ({"distance": "3"}, "distance: got '3', expected a share, e.g. 30%"),
     ],
 )
 def test_what_cannot_be_met_is_told_in_one_line(change, said):
-    source = World()
     with pytest.raises(SettingsError, match=said) as caught:
-        mix_with(scorer_of(source, protocol()), request(source, **change))
+        mixed(World(), protocol(), **change)
     assert "\n" not in str(caught.value)
 
 
 def test_bounds_that_only_the_solver_sees_to_be_infeasible():
     """Each bound can be met, all of them together with the distance cannot."""
     half = np.full(2, 0.5)
-    with pytest.raises(SettingsError, match="--floor, --cap, --distance: no mixture satisfies all of them"):
+    with pytest.raises(SettingsError, match="floor, cap, distance: no mixture satisfies all of them"):
         solve(Programme(np.ones(2), np.zeros((2, 2)), np.array([0.9, 0.0]), np.ones(2), half, 0.1))
 
 

@@ -1,17 +1,21 @@
 """A small artifact in memory of which single rows and a row table can be read, and slow answers about it."""
 
 import itertools
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from scipy.sparse import csr_array
 
-from grasp.predict.blocks import SubsetBlock
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictions import predict
+from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.scorer import Scorer
 from tests.predict.source import FakeSource
 
 TOPICS = ("games", "science", None, "travel")
@@ -28,6 +32,8 @@ class World(FakeSource):
         self.topics = [TOPICS[i] for i in rng.integers(0, 4, self.n_rows)]
         self.topics[:4] = TOPICS
         self.chosen_rows = 0  # rows that were read one by one
+        self.directory = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.directory)
 
     @property
     def labels(self) -> LabelColumn:
@@ -39,10 +45,24 @@ class World(FakeSource):
             {
                 "row_id": [f"r{i}" for i in range(self.n_rows)],
                 "doc_id": [f"d{i // 2}" for i in range(self.n_rows)],
+                "snippet": [f"text {i}" for i in range(self.n_rows)],
                 "n_tokens": pa.array(self.tokens, pa.int32()),
                 "topic": self.topics,
             }
         )
+
+    @property
+    def rows_path(self) -> Path:
+        """The row table on disk, for label expressions."""
+        path = self.directory / "rows.parquet"
+        pq.write_table(self.table, path)
+        return path
+
+    @property
+    def manifest(self) -> SimpleNamespace:
+        return SimpleNamespace(fingerprints={"corpus": "c0ffee"}, settings={}, details={"labels": ["topic"]})
+
+    where = "world"
 
     def array_rows(self, name, row_index):
         self.chosen_rows += len(row_index)
@@ -50,9 +70,6 @@ class World(FakeSource):
 
     def row_batches(self, columns=None):
         yield from self.table.select(columns or self.table.column_names).to_batches(max_chunksize=self.block_rows)
-
-    def rows(self, row_index):
-        return self.table.take(row_index)
 
 
 def planted(sketch_ND, relevance_N, **fields) -> World:
@@ -69,22 +86,20 @@ def protocol(**changes) -> ScoringProtocol:
     return ScoringProtocol(**(settings | changes))
 
 
-def utilities(source, chosen, subsets, targets, calibration=None) -> np.ndarray:
-    """What `predict` says of subsets given as rows, (B, T)."""
+def changes(source, chosen, subsets, targets) -> np.ndarray:
+    """What the predictor says of subsets given as rows, (B, T)."""
     masks = np.zeros((len(subsets), source.n_rows))
     for b, rows in enumerate(subsets):
         masks[b, list(rows)] = 1.0
-    block = SubsetBlock(tuple(f"s{b}" for b in range(len(subsets))), csr_array(masks))
-    table = predict(source, chosen, [block], targets=list(targets), calibration=calibration).read()
-    return table.column("utility").to_numpy().reshape(len(subsets), len(targets))
+    return predictor_of(source, chosen, list(targets)).change(csr_array(masks))
 
 
 def best_subset(source, chosen, size, rows=None, *, allowed=lambda subset: True):
     """The value of the best subset of `size` rows for the first target, by trying all of them."""
     pool = range(source.n_rows) if rows is None else rows
     subsets = [subset for subset in itertools.combinations(pool, size) if allowed(subset)]
-    return float(utilities(source, chosen, subsets, source.targets[:1]).max())
+    return float(changes(source, chosen, subsets, source.targets[:1]).max())
 
 
-def scorer_of(source, chosen, targets=None) -> Scorer:
-    return Scorer.prepare(source, chosen, targets=targets)
+def predictor_of(source, chosen, targets=None) -> Predictor:
+    return Predictor.of(source, chosen, targets)

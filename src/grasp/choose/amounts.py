@@ -1,4 +1,4 @@
-"""What budgets, floors, caps and weighted targets look like on a command line, and what they come to in numbers."""
+"""What budgets, floors, caps and weighted targets look like, and what they come to in numbers."""
 
 import math
 import re
@@ -9,8 +9,8 @@ from typing import Literal
 from grasp.errors import SettingsError
 
 Unit = Literal["rows", "tokens"]
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMB])?\s*(rows?|tokens?)?")
-_TIMES = {"": 1, "k": 1_000, "M": 1_000_000, "B": 1_000_000_000}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?)?")
+_TIMES = {"": 1, "k": 1_000, "M": 1_000_000, "B": 1_000_000_000, "T": 1_000_000_000_000}
 BUDGETS = "20%, 5000, 5000rows, 2Mtokens or 20%tokens"
 
 
@@ -38,19 +38,34 @@ class Bound:
     amount: Amount
 
 
-def parse_budget(text: str, flag: str = "--budget") -> Amount:
-    """`20%` of the rows, `5000` rows, `2Mtokens`, `20%tokens`.
+def parse_budget(given: str | float) -> Amount:
+    """`20%` of the rows, `5000` rows, `2Mtokens`, `20%tokens`; a number between 0 and 1 is a share.
 
     Raises:
         SettingsError: anything else, a share above 100 %, a part of a row, or nothing at all.
     """
-    amount = _amount(text, flag, BUDGETS)
+    if isinstance(given, float) and 0 < given < 1:
+        return Amount(given, True)
+    amount = _amount(f"{given:g}" if isinstance(given, float) else str(given), "budget", BUDGETS)
     if amount.value == 0:
-        raise SettingsError(f"{flag}: got {text!r}, expected more than nothing, e.g. {BUDGETS}")
+        raise SettingsError(f"budget: got {given!r}, expected more than nothing, e.g. {BUDGETS}")
     return amount
 
 
-def parse_bounds(texts: Sequence[str], flag: str) -> tuple[Bound, ...]:
+def parse_tokens(given: str | float) -> float:
+    """`100B`: tokens to train on.
+
+    Raises:
+        SettingsError: anything else, or nothing at all.
+    """
+    text = f"{given:.0f}" if isinstance(given, float) and math.isfinite(given) else str(given)
+    amount = _amount(text, "train_tokens", "100B")
+    if amount.value == 0 or amount.is_share or amount.unit == "rows":
+        raise SettingsError(f"train_tokens: got {given!r}, expected a number of tokens, e.g. 100B")
+    return amount.value
+
+
+def parse_bounds(texts: Sequence[str], name: str) -> tuple[Bound, ...]:
     """`Games:5%`, `Games:500`, or `5%` for every value of the label; a value may hold colons, the last one counts.
 
     A value goes by its name, `(no label)` and `(empty)` among them; `*` is a value as any other.
@@ -60,55 +75,93 @@ def parse_bounds(texts: Sequence[str], flag: str) -> tuple[Bound, ...]:
     """
     bounds: list[Bound] = []
     for text in texts:
-        name, colon, amount = text.rpartition(":")
-        value = name if colon else None
-        bounds.append(Bound(value, _amount(amount, f"{flag} {text}", "5%, 500, Games:5% or Games:500")))
+        value, colon, amount = text.rpartition(":")
+        bounds.append(
+            Bound(value if colon else None, _amount(amount, f"{name} {text}", "5%, 500, Games:5% or Games:500"))
+        )
     names = ["every value" if bound.value is None else bound.value.strip() for bound in bounds]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted({one for one in names if names.count(one) > 1})
     if twice:
-        raise SettingsError(f"{flag}: got {', '.join(twice)} more than once; give every value one {flag[2:]}")
+        raise SettingsError(f"{name}: got {', '.join(twice)} more than once; give every value one {name}")
     return tuple(bounds)
 
 
-def parse_share(text: str, flag: str) -> Amount:
+def parse_share(text: str, name: str) -> float:
     """`30%`, a share of the whole.
 
     Raises:
         SettingsError: anything else.
     """
-    amount = _amount(text, flag, "30%")
+    amount = _amount(text, name, "30%")
     if not amount.is_share or amount.unit is not None:
-        raise SettingsError(f"{flag}: got {text!r}, expected a share, e.g. 30%")
-    return amount
+        raise SettingsError(f"{name}: got {text!r}, expected a share, e.g. 30%")
+    return amount.value
 
 
-def parse_targets(text: str, flag: str = "--target") -> Mapping[str, float]:
-    """`sciq`, or `sciq=2,openbookqa=1`: targets and their weights, in the order given; the weights add up to 1.
+def weighted_targets(
+    given: str | Sequence[str] | Mapping[str, float] | None, known: Sequence[str]
+) -> Mapping[str, float]:
+    """Targets and their weights, which add up to 1.
 
+    Args:
+        given: `sciq`, `sciq=2,openbookqa=1`, names, or names and weights; None: the one that there is.
+        known: targets of the artifact; names with a comma or `=` in them are found by it.
     Raises:
-        SettingsError: no target, one twice, or a weight that is not a positive number.
+        SettingsError: none named where there are several, an unknown one, one twice, or a weight that is not a
+            positive number.
     """
+    has = f"the artifact has {', '.join(known)}"
+    if given is None:
+        if len(known) != 1:
+            raise SettingsError(f"target: got none, and {has}; name one, or weigh several: {known[0]}=2,{known[1]}=1")
+        return {known[0]: 1.0}
+    pairs = _pairs(given, known, has) if isinstance(given, str) else _items(given)
     weights: dict[str, float] = {}
-    for part in (part.strip() for part in text.split(",") if part.strip()):
-        name, equals, number = (piece.strip() for piece in part.partition("="))
-        weight = _positive(number) if equals else 1.0
-        if not name or weight is None:
-            raise SettingsError(f"{flag}: got {part!r}, expected a target, or target=weight with a weight above 0")
+    for name, weight in pairs:
+        if name not in known:
+            raise SettingsError(f"target: got {name!r}, {has}")
         if name in weights:
-            raise SettingsError(f"{flag}: got {name} more than once; give it one weight, e.g. {name}=2")
+            raise SettingsError(f"target: got {name} more than once; give it one weight, e.g. {name}=2")
+        if not 0 < weight < math.inf:
+            raise SettingsError(f"target: got {name} with the weight {weight:g}, expected a number above 0")
         weights[name] = weight
     if not weights:
-        raise SettingsError(f"{flag}: got {text!r}, expected targets, e.g. sciq or sciq=2,openbookqa=1")
-    total = sum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}
+        raise SettingsError(f"target: got none; {has}")
+    most = max(weights.values())  # sums of the largest numbers there are would overflow
+    total = sum(weight / most for weight in weights.values())
+    return {name: weight / most / total for name, weight in weights.items()}
 
 
-def _positive(text: str) -> float | None:
+def _items(given: Sequence[str] | Mapping[str, float]) -> list[tuple[str, float]]:
+    if isinstance(given, Mapping):
+        return [(name, float(weight)) for name, weight in given.items()]
+    return [(name, 1.0) for name in given]
+
+
+def _pairs(text: str, known: Sequence[str], has: str) -> list[tuple[str, float]]:
+    """Names and weights of a list; where one name begins another, the longer one is meant."""
+    names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
+    part = re.compile(rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)")
+    pairs: list[tuple[str, float]] = []
+    at = 0
+    while at < len(text):
+        found = part.match(text, at)
+        if found is None:
+            raise SettingsError(f"target: got {text[at:]!r}, expected target or target=weight; {has}")
+        pairs.append((found[1] or found[2], _weight(found)))
+        at = found.end()
+    return pairs
+
+
+def _weight(found: re.Match[str]) -> float:
+    if found[3] is None:
+        return 1.0
     try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if 0 < number < math.inf else None
+        return float(found[3])
+    except ValueError as err:
+        raise SettingsError(
+            f"target: got {found[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
+        ) from err
 
 
 def _amount(text: str, where: str, expected: str) -> Amount:
@@ -122,6 +175,6 @@ def _amount(text: str, where: str, expected: str) -> Amount:
             raise SettingsError(f"{where}: got {number:g}%, expected at most 100%")
         return Amount(number / 100, True, unit)
     value = number * _TIMES[scale]
-    if value != int(value):
+    if not math.isfinite(value) or value != int(value):
         raise SettingsError(f"{where}: got {text.strip()!r}; a share is written with a percent sign, e.g. {expected}")
     return Amount(value, False, unit)

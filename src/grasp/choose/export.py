@@ -1,14 +1,17 @@
-"""A filtered copy of a corpus: whole records, as they are, of the documents that are kept.
+"""Chosen rows as a corpus to train on: exactly these rows, or the whole documents that they are from.
 
-Records stream from the source to shards; what is held is a shard of JSON records, or a batch of a table. The directory
-is written aside and renamed: where it exists, it is whole.
+A directory of Parquet or JSON lines, which `datasets.load_dataset` and `grasp build` read as it is, or one that
+`datasets.load_from_disk` reads. Beside the data lies `_manifest.yaml`: what was asked, of which corpus, how much came
+of it, and a checksum of every file. The directory is written aside and renamed: where it exists, it is whole.
 """
 
 import datetime
 import decimal
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, Self, get_args
 
@@ -17,15 +20,37 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.corpus.sources import ArrowChunk, Chunk, DatasetSource, FileSource, JsonRecord, open_source
+from grasp.artifact.reader import Artifact
+from grasp.choose.corpus_rows import Kept
+from grasp.corpus.packing import Row
+from grasp.corpus.sources import ArrowChunk, JsonRecord, open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
-from grasp.files import discard, written_aside
+from grasp.files import discard, entry_of, written_aside
+from grasp.settings import CorpusSettings, write_yaml
 
 Format = Literal["parquet", "jsonl", "datasets"]
-FORMATS: tuple[str, ...] = get_args(Format)
+MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begins with no underscore
 SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
+ROWS_AT_ONCE = 4_096
+OWN = ("row_id", "doc_id", "n_tokens")
+UNNEEDED = ("row_index", "loss", "snippet")  # columns of the row table that training has no use for
+
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was written."""
+
+    path: Path
+    holds: str  # rows or documents
+    records: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.records:,} {self.holds}, {self.tokens:,} tokens; {MANIFEST} says what they are"
 
 
 def checked_format(text: str) -> Format:
@@ -38,60 +63,131 @@ def checked_format(text: str) -> Format:
         if text == known:
             found: Format = known
             return found
-    raise SettingsError(f"--format: got {text!r}, expected one of {', '.join(FORMATS)}")
+    raise SettingsError(f"format: got {text!r}, expected one of {', '.join(get_args(Format))}")
 
 
-def own_format(path: str) -> Format:
-    """The format that a corpus has itself."""
-    source = open_source(path)
-    if isinstance(source, DatasetSource):
-        return "datasets"
-    assert isinstance(source, FileSource)
-    return "parquet" if source.files[0][1].endswith(".parquet") else "jsonl"
+def check_place(out: Path) -> None:
+    """See that a directory can be made.
 
-
-def write_corpus(path: str, kept_M: NDArray[np.bool_], out: Path, kind: Format) -> int:
-    """Copy the records of `path` that are kept to the new directory `out`. Returns how many.
-
-    Args:
-        kept_M: by position in the corpus; records beyond its end are left out.
     Raises:
-        SettingsError: `out` exists.
-        CorpusError: records that the format cannot hold.
-        MissingExtraError: `datasets` is asked for and not installed.
+        SettingsError: it is there already, or the directory that it is to lie in is not.
     """
     if out.exists():
         raise SettingsError(f"{out}: is there already; give another name, or remove it")
+    if not out.absolute().parent.is_dir():
+        raise SettingsError(f"{out}: there is no directory {out.parent}; make it first")
+
+
+def write_rows(
+    artifact: Artifact,
+    rows: Iterator[Row],
+    row_index: NDArray[np.int64],
+    relevance: NDArray[np.float64],
+    out: Path,
+    kind: Format,
+    asked: Mapping[str, Any],
+    decode: Decode,
+) -> Export:
+    """Write exactly the chosen rows, in the order of the corpus.
+
+    Columns: row_id, doc_id, text (the row's span of its document), input_ids (its tokens, end-of-text mark included),
+    n_tokens, order (place in the choice, best first), relevance (effect size), and the labels.
+
+    Args:
+        rows: all rows of the artifact, in order, as `proven_rows` gives them.
+        row_index: chosen rows, best first; `relevance` is theirs.
+        asked: what the manifest says of the question.
+    """
+    order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
+    order_N[row_index] = np.arange(len(row_index))
+
+    def write(writer: _Writer) -> int:
+        tokens = 0
+        for table in _row_tables(artifact, rows, order_N, relevance, decode):
+            tokens += int(np.sum(table["n_tokens"].to_numpy()))
+            writer.table(table)
+        return tokens
+
+    facts = {"holds": "rows", "order": "of the corpus; column `order` has the place in the choice"}
+    return _written(out, kind, write, {**asked, **facts})
+
+
+def write_documents(corpus: CorpusSettings, kept: Kept, out: Path, kind: Format, asked: Mapping[str, Any]) -> Export:
+    """Copy the records of a corpus that are kept, whole and as they are.
+
+    Raises:
+        CorpusError: records that the format cannot hold.
+        MissingExtraError: `datasets` is asked for and not installed.
+    """
+
+    def write(writer: _Writer) -> int:
+        for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
+            if chunk.index >= len(kept.mask_M):
+                break
+            if isinstance(chunk, JsonRecord):
+                if kept.mask_M[chunk.index]:
+                    writer.record(chunk.record)
+            elif (mask := _kept(chunk, kept.mask_M)).any():
+                batch = chunk.batch
+                table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
+                writer.table(table.filter(pa.array(mask)).replace_schema_metadata(None))
+        return kept.tokens
+
+    return _written(out, kind, write, {**asked, "holds": "documents", "order": "of the corpus"})
+
+
+def _row_tables(
+    artifact: Artifact, rows: Iterator[Row], order_N: NDArray[np.int64], relevance: NDArray[np.float64], decode: Decode
+) -> Iterator[pa.Table]:
+    """The chosen rows, some thousands of the corpus at a time."""
+    start = 0
+    for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
+        order_n = order_N[start : start + batch.num_rows]
+        start += batch.num_rows
+        here = [row for row, place in zip(islice(rows, batch.num_rows), order_n, strict=True) if place >= 0]
+        if not here:
+            continue
+        table = pa.Table.from_batches([batch.filter(pa.array(order_n >= 0))]).replace_schema_metadata(None)
+        order = order_n[order_n >= 0]
+        ours = {
+            "row_id": table["row_id"],
+            "doc_id": table["doc_id"],
+            "text": pa.array([_text(row, decode) for row in here], pa.large_string()),
+            "input_ids": pa.array([row.input_ids for row in here], pa.list_(pa.int32())),
+            "n_tokens": table["n_tokens"],
+            "order": pa.array(order),
+            "relevance": pa.array(relevance[order]),
+        }
+        labels = [name for name in table.column_names if name not in (*OWN, *UNNEEDED)]
+        yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})
+    if next(rows, None) is not None:  # reads to the end, where the fingerprint is compared
+        raise AssertionError("rows beyond those of the artifact")
+
+
+def _text(row: Row, decode: Decode) -> str:
+    return decode([row.input_ids.tolist()])[0] if row.text is None else row.text
+
+
+def _written(out: Path, kind: Format, write: "Callable[[_Writer], int]", facts: Mapping[str, Any]) -> Export:
+    check_place(out)
     if kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
     with written_aside(out) as part:
-        if kind != "datasets":
-            return _write_shards(path, kept_M, part, kind)
-        shards = out.with_name(out.name + ".shards.part")
-        discard(shards)
-        try:
-            n_records = _write_shards(path, kept_M, shards, kind)
+        shards = part / "shards" if kind == "datasets" else part
+        shards.mkdir(parents=True)
+        with _JsonLines(shards) if kind == "jsonl" else _Parquet(shards) as writer:
+            tokens = write(writer)
+        if kind == "datasets":
             _as_datasets(shards, part)
-        finally:
-            discard(shards)
-        return n_records
-
-
-def _write_shards(path: str, kept_M: NDArray[np.bool_], directory: Path, kind: Format) -> int:
-    directory.mkdir(parents=True)
-    writer = _JsonLines(directory) if kind == "jsonl" else _Parquet(directory)
-    with writer:
-        for chunk in _chunks(path, len(kept_M)):
-            writer.add(chunk, kept_M)
-    return writer.n_records
+        files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
+        made = {**facts, "records": writer.n_records, "tokens": tokens, "format": kind, "files": files}
+        write_yaml(made, part / MANIFEST)
+    return Export(out, facts["holds"], writer.n_records, tokens)
 
 
 class _Writer(Protocol):
-    n_records: int
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
-    def add(self, chunk: Chunk, kept_M: NDArray[np.bool_]) -> None: ...
+    def table(self, table: pa.Table) -> None: ...
+    def record(self, record: dict[str, Any]) -> None: ...
 
 
 class _JsonLines:
@@ -109,16 +205,19 @@ class _JsonLines:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def add(self, chunk: Chunk, kept_M: NDArray[np.bool_]) -> None:
-        for record in _records(chunk, kept_M):
-            if self.n_records % SHARD_RECORDS == 0:
-                self._open()
-            assert self._file is not None
-            try:
-                self._file.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
-            except TypeError as err:
-                raise CorpusError(f"{chunk.name}: {err}; JSON lines cannot hold it, use --format parquet") from err
-            self.n_records += 1
+    def table(self, table: pa.Table) -> None:
+        for record in table.to_pylist():
+            self.record(record)
+
+    def record(self, record: dict[str, Any]) -> None:
+        if self.n_records % SHARD_RECORDS == 0:
+            self._open()
+        assert self._file is not None
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
+        except TypeError as err:
+            raise CorpusError(f"record {self.n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
+        self.n_records += 1
 
     def _open(self) -> None:
         self._stack.close()
@@ -148,18 +247,14 @@ class _Parquet:
         if self._writer is not None:
             self._writer.close()
 
-    def add(self, chunk: Chunk, kept_M: NDArray[np.bool_]) -> None:
-        if isinstance(chunk, ArrowChunk):
-            kept = _kept(chunk, kept_M)
-            if kept.any():
-                table = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
-                self._write(table.filter(pa.array(kept)).replace_schema_metadata(None))
-            return
-        for record in _records(chunk, kept_M):
-            self._waiting.append(record)
-            self._chars += sum(len(value) for value in record.values() if isinstance(value, str))
-            if len(self._waiting) == SHARD_RECORDS or self._chars >= SHARD_CHARS:
-                self._flush()
+    def table(self, table: pa.Table) -> None:
+        self._write(table, new_file=False)
+
+    def record(self, record: dict[str, Any]) -> None:
+        self._waiting.append(record)
+        self._chars += sum(len(value) for value in record.values() if isinstance(value, str))
+        if len(self._waiting) == SHARD_RECORDS or self._chars >= SHARD_CHARS:
+            self._flush()
 
     def _flush(self) -> None:
         if not self._waiting:
@@ -169,13 +264,12 @@ class _Parquet:
             columns = {name: pa.array([record.get(name) for record in self._waiting]) for name in names}
         except (pa.ArrowException, OverflowError) as err:
             raise CorpusError(
-                f"records {self.n_records:,} on: {' '.join(str(err).split())}; a table cannot hold it, use "
-                "--format jsonl"
+                f"records {self.n_records:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
             ) from err
         self._waiting, self._chars = [], 0
         self._write(pa.table(columns), new_file=True)
 
-    def _write(self, table: pa.Table, *, new_file: bool = False) -> None:
+    def _write(self, table: pa.Table, *, new_file: bool) -> None:
         if self._writer is not None and (
             new_file or self._in_file >= SHARD_RECORDS or not self._writer.schema.equals(table.schema)
         ):
@@ -191,28 +285,11 @@ class _Parquet:
         self.n_records += table.num_rows
 
 
-def _chunks(path: str, n_documents: int) -> Iterator[Chunk]:
-    """Records with all of their columns, up to the last document."""
-    select: Callable[[pa.Schema, str], list[str]] = lambda schema, _: list(schema.names)  # noqa: E731
-    for chunk in open_source(path).chunks(0, select):
-        if chunk.index >= n_documents:
-            return
-        yield chunk
-
-
 def _kept(chunk: ArrowChunk, kept_M: NDArray[np.bool_]) -> NDArray[np.bool_]:
     out = np.zeros(chunk.batch.num_rows, dtype=np.bool_)
     known = kept_M[chunk.index : chunk.index + len(out)]
     out[: len(known)] = known
     return out
-
-
-def _records(chunk: Chunk, kept_M: NDArray[np.bool_]) -> Iterator[dict[str, Any]]:
-    if isinstance(chunk, JsonRecord):
-        if kept_M[chunk.index]:
-            yield chunk.record
-        return
-    yield from chunk.batch.filter(pa.array(_kept(chunk, kept_M))).to_pylist()
 
 
 def _plain(value: object) -> object:
@@ -225,14 +302,14 @@ def _plain(value: object) -> object:
 
 
 def _as_datasets(shards: Path, out: Path) -> None:
-    """Parquet shards as a `datasets` directory."""
+    """Parquet shards become a `datasets` directory, and are gone."""
     datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
     files = sorted(str(file) for file in shards.glob("*.parquet"))
-    utils = datasets.utils
-    were_shown = not utils.are_progress_bars_disabled()
-    utils.disable_progress_bars()
+    were_shown = not datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()
     try:
         datasets.Dataset.from_parquet(files, cache_dir=str(shards / "cache")).save_to_disk(str(out))
     finally:
         if were_shown:
-            utils.enable_progress_bars()
+            datasets.utils.enable_progress_bars()
+    discard(shards)

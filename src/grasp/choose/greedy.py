@@ -2,8 +2,8 @@
 
     gain of row k at S = linear_k + sum_h curvature_h (||phi_kh||^2 + 2 <phi_kh, s_h>),   s the sketch sum of S
 
-Without curvature the gains are constant: the rows are sorted once, and the result is optimal. A small corpus is
-searched row by row. A larger one is searched in rounds: the gains of all rows are brought up to date, the best few
+Protocols without geometry do not come here: see `additive`. A small corpus is searched row by row. A larger one is
+searched in rounds: the gains of all rows are brought up to date, the best few
 thousand become a pool, and a block of rows is taken from the pool, one by one, each by its exact gain. Sentinels,
 rows spread over the ranks below the pool, are kept up to date with it: a round ends as soon as one of them beats the
 pool. So duplicates thin each other out inside a block as well, and the cost is near-linear in the rows.
@@ -15,7 +15,6 @@ reached are not read. The rows taken are the same as without laziness.
 Shape letters: N rows, P rows of a pool, D sketch widths together, K rows taken.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,8 @@ from numpy.typing import NDArray
 
 from grasp.choose.limits import I64, Ledger, Limits
 from grasp.choose.objective import Objective
-from grasp.predict.source import F64
+from grasp.extract.progress import Progress
+from grasp.predict.row_arrays import F64
 
 SEARCHED_ROWS = 8_192  # a corpus up to this size is searched row by row
 INNER_ROWS = 1_024  # what is searched row by row inside a pool
@@ -66,7 +66,7 @@ class _Pool:
 class _Greedy:
     """State of one selection."""
 
-    def __init__(self, objective: Objective, limits: Limits, progress: Callable[[int], None] | None) -> None:
+    def __init__(self, objective: Objective, limits: Limits, progress: Progress | None) -> None:
         self.objective = objective
         self.limits = limits
         self.ledger = Ledger(limits)
@@ -75,7 +75,7 @@ class _Greedy:
         self.alive_N = limits.allowed_N.copy()
         self.base_N = objective.linear_N.copy()
         self.norm_N = np.zeros(len(self.base_N))  # over all halves
-        for half, norm_N in objective.sketches.norms().items() if objective.curvature else ():
+        for half, norm_N in objective.sketches.norms().items():
             self.base_N += objective.curvature[half] * norm_N
             self.norm_N += norm_N
         self.rows: list[int] = []
@@ -85,17 +85,6 @@ class _Greedy:
         self._progress = progress
 
     # ------------------------------------------------------------------------------------------- choosing
-
-    def sorted_once(self) -> None:
-        """Gains that never change: best first, each row that there is room for."""
-        while (order := self._by_key()).size:
-            for row in order.tolist():
-                code, cost = self.limits.code(row), self.limits.cost(row)
-                if cost <= self.ledger.room(code):
-                    self._take(row, code, cost, float(self.base_N[row]))
-                if self.ledger.used == self.limits.budget:
-                    break
-            self._revive()
 
     def search(self) -> None:
         """Row by row over all rows at once."""
@@ -118,7 +107,7 @@ class _Greedy:
             taken = self._in_pool(pool, block)
             gains.moved()
             if self._progress is not None:
-                self._progress(len(self.rows))
+                self._progress.advance(taken, 0)
             self._close()
             if not taken:
                 self.alive_N[best] = False  # none of them fits any more
@@ -189,29 +178,20 @@ class _Greedy:
 
     def _close(self) -> None:
         """Drop the rows that there is no room for any more."""
-        self.alive_N &= self._fits()
+        alive = np.flatnonzero(self.alive_N)
+        self.alive_N[alive] = self.ledger.fits(alive)
 
     def _revive(self) -> None:
         """At the end: what was set aside for floors may have made room again for rows that were refused."""
-        self.alive_N = self.limits.allowed_N & self._fits()
+        self.alive_N = self.limits.allowed_N.copy()
         self.alive_N[np.array(self.rows, dtype=np.int64)] = False
-
-    def _fits(self) -> NDArray[np.bool_]:
-        room_G = self.ledger.room_per_value()
-        codes_N, cost_N = self.limits.codes_N, self.limits.cost_N
-        room = room_G[0] if codes_N is None else room_G[codes_N]
-        fits = (1 if cost_N is None else cost_N) <= room
-        return np.broadcast_to(np.asarray(fits), self.alive_N.shape)
+        self._close()
 
     def _keys(self, row_P: I64, gain_P: F64) -> F64:
         """What rows are ranked by: the gain, or under `count` and a budget in tokens the gain a token."""
-        if self.limits.cost_N is None or self.objective.sketches.scorer.protocol.weighting == "mean":
+        if self.limits.cost_N is None or self.objective.weighting == "mean":
             return gain_P
         return gain_P / self.limits.cost_N[row_P]
-
-    def _by_key(self) -> I64:
-        rows = np.flatnonzero(self.alive_N)
-        return rows[np.argsort(-self._keys(rows, self.base_N[rows]), kind="stable")]
 
     def _expected_rows(self) -> int:
         if self.limits.cost_N is None:
@@ -288,25 +268,22 @@ class _Gains:
         return self._gain_N[rows] + shift_R[since], self._reach_N[rows] * length_R[since] + slack
 
 
-def choose(objective: Objective, limits: Limits, progress: Callable[[int], None] | None = None) -> Picks:
+def choose(objective: Objective, limits: Limits, progress: Progress | None = None) -> Picks:
     """Take rows until the budget is used up, best exact marginal gain first; ties go to the earlier row.
 
     Under a budget in tokens, rows are ranked by gain where the weighting is `mean` (every row then counts alike), and
     by gain a token where it is `count`.
 
     Args:
-        progress: called with the number of rows taken so far.
+        progress: told of the rows taken.
     Source: prop:aligned-submodularity (the marginal gain). Cost: near-linear in the rows; memory: some 60 bytes a row,
         and a pool.
     """
     state = _Greedy(objective, limits, progress)
-    searched = True
-    if not objective.curvature:
-        state.sorted_once()
-    elif int(limits.allowed_N.sum()) <= SEARCHED_ROWS:
+    searched = int(limits.allowed_N.sum()) <= SEARCHED_ROWS
+    if searched:
         state.search()
     else:
-        searched = False
         state.by_rounds()
     return Picks(
         row_index=np.array(state.rows, dtype=np.int64),

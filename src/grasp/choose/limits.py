@@ -7,7 +7,7 @@ Shape letters: N rows, G values of the label.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -58,18 +58,25 @@ class Limits:
         """
         unit: Unit = budget.unit or "rows"
         if unit == "tokens" and tokens_N is None:
-            raise SettingsError("--budget: a budget in tokens needs the tokens of every row, got none")
+            raise SettingsError("budget: a budget in tokens needs the tokens of every row, got none")
         cost_N = tokens_N if unit == "tokens" else None
         size = _checked_budget(budget, unit, allowed_N, cost_N)
         if labels is None and (floors or caps):
-            raise SettingsError("--floor, --cap: need a label; name it with --by, e.g. --by topic")
+            raise SettingsError("floor, cap: need a label; name it with `by`, e.g. topic")
         names = ("all",) if labels is None else labels.names()
         codes_N = None if labels is None else labels.codes_N
         held_G, largest_G = _available(allowed_N, cost_N, codes_N, len(names))
-        floor_G = _amounts(floors, "--floor", labels, names, unit, size, np.zeros(len(names), dtype=np.int64))
-        cap_G = _amounts(caps, "--cap", labels, names, unit, size, np.full(len(names), size, dtype=np.int64))
+        floor_G = _amounts(floors, "floor", labels, names, unit, size, np.zeros(len(names), dtype=np.int64))
+        cap_G = _amounts(caps, "cap", labels, names, unit, size, np.full(len(names), size, dtype=np.int64))
         _check_floors(names, unit, size, floor_G, cap_G, held_G, largest_G)
         return cls(size, unit, allowed_N, cost_N, names, codes_N, floor_G, np.minimum(cap_G, size), largest_G)
+
+    def in_rows(self, size: int) -> "Limits":
+        """These limits for a fixed number of rows; floors and caps in tokens are left out."""
+        if self.cost_N is None:
+            return replace(self, budget=size)
+        none_G, all_G = np.zeros_like(self.floor_G), np.full_like(self.cap_G, size)
+        return replace(self, budget=size, unit="rows", cost_N=None, floor_G=none_G, cap_G=all_G)
 
     def cost(self, row: int) -> int:
         """What one row costs."""
@@ -121,6 +128,13 @@ class Ledger:
         """(G,) cost up to which a row of each value may be taken."""
         return np.array([self.room(g) for g in range(len(self._cap_G))], dtype=np.int64)
 
+    def fits(self, rows: I64) -> NDArray[np.bool_]:
+        """Whether there is room for each of these rows."""
+        room_G, limits = self.room_per_value(), self._limits
+        room = room_G[0] if limits.codes_N is None else room_G[limits.codes_N[rows]]
+        fits = (1 if limits.cost_N is None else limits.cost_N[rows]) <= room
+        return np.broadcast_to(np.asarray(fits), rows.shape)
+
     def take(self, code: int, cost: int) -> None:
         """Take a row that there is room for."""
         need = self._need(code)
@@ -143,10 +157,10 @@ def _checked_budget(budget: Amount, unit: Unit, allowed_N: NDArray[np.bool_], co
     least = 1 if cost_N is None else int(cost_N[allowed_N].min(initial=np.iinfo(np.int64).max))
     if size > pool:
         left = "" if pool == whole else f" of {whole:,}, the others being excluded"
-        raise SettingsError(f"--budget: got {size:,} {unit}, the pool has {pool:,}{left}; ask for less")
+        raise SettingsError(f"budget: got {size:,} {unit}, the pool has {pool:,}{left}; ask for less")
     if size < least:
         raise SettingsError(
-            f"--budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
+            f"budget: comes to {size:,} of {whole:,} {unit}, expected room for one row at least; ask for more"
         )
     return size
 
@@ -182,7 +196,7 @@ def _amounts(
         if bound.amount.unit not in (None, unit):
             of = "of every value" if bound.value is None else bound.value
             raise SettingsError(f"{flag} {of}: is in {bound.amount.unit}, the budget is in {unit}; use one unit")
-        amount = bound.amount.of(budget, up=flag == "--floor")
+        amount = bound.amount.of(budget, up=flag == "floor")
         if bound.value is None:
             out_G = np.full(len(names), amount, dtype=np.int64)
             continue
@@ -229,11 +243,11 @@ def _check_floors(
         longest = " with its longest row each" if unit == "tokens" else ""
         short.append(f"together they take {asked:,} {unit}{longest}, the budget is {budget:,}")
     if short:
-        raise SettingsError(f"--floor: cannot be met: {_some(short)}; lower them, or raise the budget")
+        raise SettingsError(f"floor: cannot be met: {_some(short)}; lower them, or raise the budget")
     room = int(np.minimum(cap_G, held_G).sum())
     if room < budget:
         raise SettingsError(
-            f"--cap: leaves room for {room:,} {unit}, the budget is {budget:,}; raise the caps, or lower the budget"
+            f"cap: leaves room for {room:,} {unit}, the budget is {budget:,}; raise the caps, or lower the budget"
         )
 
 

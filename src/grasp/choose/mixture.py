@@ -1,14 +1,14 @@
-"""Weights for the values of a label that maximise predicted utility: a mixture to train on.
+"""Weights for the values of a label: a mixture to train on. The verb `mix`.
 
-A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N, and the amount of
-data stays what it is. With mean relevance a_g, mean sketch m_g and mean squared norm q_g of each slice, and f = 1
-under the weighting `mean`, N under `count`,
+A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N. Without geometry the
+change against the corpus is linear, sum_g p_g m_g with m_g the mean effect of the slice; with it, mean sketch m_g and
+mean squared norm q_g of each slice, and f = 1 under the weighting `mean`, N under `count`,
 
-    A = f sum_g p_g a_g,   K_raw = f^2 |sum_g p_g m_g|^2,   K_cent = f^2 |sum_g p_g (m_g - mean)|^2,
-    K_self = f^2 sum_g p_g^2 q_g / n_g,
+    K_raw = f^2 |sum_g p_g m_g|^2,   K_cent = f^2 |sum_g p_g (m_g - mean)|^2,   K_self = f^2 sum_g p_g^2 q_g / n_g,
 
 so V is linear plus quadratic in p. On the omitted side with `count` every row counts 1 - w, which is quadratic as
 well. With `mean` it is not: there V depends on the direction of a change alone, and such a protocol is refused.
+A training budget makes the linear part concave: see `repetition`.
 Shape letters: G slices, N rows, T targets, D sketch width.
 """
 
@@ -18,147 +18,269 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from grasp.choose.amounts import Amount, Bound
+from grasp.artifact.reader import Artifact
+from grasp.choose.amounts import Bound, parse_bounds, parse_share, parse_tokens, weighted_targets
+from grasp.choose.curve import Training
 from grasp.choose.limits import value_code
-from grasp.choose.objective import Slopes
-from grasp.choose.quadratic_program import Programme, Solution, solve
+from grasp.choose.quadratic_program import Programme, Segments, Solution, solve
+from grasp.choose.records import write_with_summary
+from grasp.choose.repetition import REPEAT_WORTH, effective_tokens
+from grasp.choose.select import checked_worth, outside, target_table, text_of, with_diversity
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.geometry import QuadraticWeights, SketchSums, SketchTotals, SubsetMass
-from grasp.predict.label_slices import LabelSlices
+from grasp.predict.geometry import QuadraticWeights, SketchTotals
+from grasp.predict.intervals import FitIntervals, measures
+from grasp.predict.label_slices import LabelSlices, label_slices
+from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.scorer import Scorer, SubsetSums
-from grasp.predict.source import F64
+from grasp.predict.row_arrays import F64, row_tokens
+from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.verb import as_protocol, notes
+from grasp.results import Result
 
 SHOWN = 5
-SEEN_OFTEN = 4.0  # data repeated more often is known to be worth less and less
+LINES_SHOWN = 30
 MIXTURE = "mixture"
+MAX_REPEAT = 4.0  # data seen more often is worth clearly less than new data: arXiv 2305.16264
+SEGMENTS = 8  # straight pieces that a curve of repetition is made of
 
 
-@dataclass(frozen=True, slots=True)
-class MixRequest:
-    """What is asked of a mixture."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Mixture(Result):
+    """Current and proposed shares of a label's values: value, expression, rows, now, proposed, times_as_often.
 
-    slices: LabelSlices
-    targets: Mapping[str, float]  # weights that add up to 1
-    floors: Sequence[Bound] = ()
-    caps: Sequence[Bound] = ()
-    distance: Amount | None = None  # share of the data that may change hands; none: all of it
+    Attributes:
+        targets: target, weight, change, and, with runs, expected, low and high in nats.
+        value: weighted mean of the changes, repetition counted if the training budget is known.
+    """
 
+    label: str = ""
+    targets: pa.Table = None
+    value: float = 0.0
+    optimum: str = ""
+    unit: str = ""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    protocol: ScoringProtocol | None = None
+    artifact: Artifact | None = None
+    slices: LabelSlices | None = None
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Current and proposed weights of the slices of a label, and what the change is predicted to bring."""
+    def save(self, path: Path | str) -> Path:
+        """Write the shares as Parquet, with a summary (.json) and the protocol (.protocol.yaml) beside it.
 
-    label: str
-    names: tuple[str, ...]
-    expressions: tuple[str, ...]
-    rows_G: F64 = field(repr=False)
-    current_G: F64
-    proposed_G: F64
-    targets: Mapping[str, float]
-    utility: Mapping[str, float]  # predicted of the proposed mixture, by target
-    current_utility: Mapping[str, float]
-    is_global: bool
-    starts: int
-    n_grouped: int
-    distance: float  # total variation between current and proposed
-    sums: SubsetSums = field(repr=False)  # of the proposed mixture
-    protocol: ScoringProtocol = field(repr=False)
-    calibration: str
-    notes: tuple[str, ...]
+        `report --mixture` takes them.
+        """
+        assert self.artifact is not None
+        assert self.protocol is not None
+        return write_with_summary(self.table, self.summary(), self.protocol, self.artifact, Path(path))
 
-    @property
-    def factor_G(self) -> F64:  # noqa: N802 - a shape suffix
-        """How often a row is seen against now."""
-        return self.proposed_G / self.current_G
-
-    @property
-    def value(self) -> float:
-        """Weighted mean of the utilities."""
-        return sum(weight * self.utility[name] for name, weight in self.targets.items())
-
-    @property
-    def gain(self) -> float:
-        """Value against that of the current mixture."""
-        return self.value - sum(weight * self.current_utility[name] for name, weight in self.targets.items())
+    def write_weights(self, path: Path | str) -> None:
+        """Write the weight of every row as one subset, `mixture`, that `predict --subsets` reads."""
+        assert self.artifact is not None
+        assert self.slices is not None
+        factor_1G = self.table["times_as_often"].to_numpy()[None]
+        block = SubsetBlock((MIXTURE,), self.slices.weights(factor_1G))
+        write_subsets(Path(path), [block], RowIndex.from_parquet(self.artifact.rows_path), weights=True)
 
     def summary(self) -> dict[str, Any]:
         """All of it as plain JSON."""
-        columns = (self.names, self.expressions, self.rows_G, self.current_G, self.proposed_G)
+        assert self.protocol is not None
         return {
             "kind": "mixture",
+            "headline": self.headline,
             "label": self.label,
-            "slices": [
-                {
-                    "value": name,
-                    "expression": expression,
-                    "rows": int(rows),
-                    "current": float(now),
-                    "proposed": float(p),
-                }
-                for name, expression, rows, now, p in zip(*columns, strict=True)
-            ],
-            "values_grouped": self.n_grouped,
-            "targets": dict(self.targets),
-            "utility": dict(self.utility),
-            "current_utility": dict(self.current_utility),
-            "gain": self.gain,
-            "distance": self.distance,
-            "optimum": "global" if self.is_global else f"local, best of {self.starts} starts",
+            "slices": self.table.to_pylist(),
+            "asked": dict(self.asked),
+            "targets": self.targets.to_pylist(),
+            "value": self.value,
+            "scale": self.unit,
+            "optimum": self.optimum,
             "protocol": self.protocol.model_dump(mode="json"),
-            "calibration": self.calibration,
             "notes": list(self.notes),
         }
 
+    def __repr__(self) -> str:
+        ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
+        rest = ordered.slice(LINES_SHOWN)
+        more = (
+            [
+                f"... and {len(rest):,} more values with {sum(rest['now'].to_pylist()):.1%} now and "
+                f"{sum(rest['proposed'].to_pylist()):.1%} proposed in all"
+            ]
+            if len(rest)
+            else []
+        )
+        change = text_of(f"predicted change against the whole corpus, {self.unit}", self.targets)
+        return "\n".join([self.headline, text_of("", ordered.slice(0, LINES_SHOWN)), *more, change, *self.notes])
 
-def mix_with(scorer: Scorer, request: MixRequest) -> Mixture:
-    """Find the mixture with a scorer that is bound to the request's targets.
 
+def mix(
+    artifact: Artifact,
+    by: str,
+    target: str | Sequence[str] | Mapping[str, float] | None = None,
+    *,
+    floor: Sequence[str] = (),
+    cap: Sequence[str] = (),
+    distance: str | None = None,
+    max_repeat: float = MAX_REPEAT,
+    train_tokens: str | float | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    diversity: float | None = None,
+    repeat_worth: float = REPEAT_WORTH,
+    runs: FitIntervals | None = None,
+) -> Mixture:
+    """Find the shares of a label's values that help the targets most.
+
+    Args:
+        by: label whose values are mixed.
+        target: a target, several, or targets and weights; None: the one that there is.
+        floor: at least so much of the mixture, e.g. Games:5%; for every value: 1%. Default: 1 / max_repeat of now.
+        cap: at most so much of it.
+        distance: at most so much of the data may change hands, e.g. 30%.
+        max_repeat: rows are seen at most so many times: in a training run as long as the corpus, or, if that has to be
+            repeated anyway, so many times as often as now.
+        train_tokens: tokens that the model will be trained on, e.g. 100B; None: as many as the corpus has.
+        protocol: None: the one that ships.
+        diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
+        repeat_worth: R* of `repetition`.
+        runs: fits intervals in nats a token to retrained subsets.
     Raises:
-        ProtocolError: a protocol of the omitted side with weighting `mean`.
+        ProtocolError: a protocol of the omitted side with weighting `mean`; an unknown target.
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
-    _check_protocol(scorer.protocol)
-    slices, weights_T = request.slices, np.array([request.targets.get(name, 0.0) for name in scorer.units.targets])
-    parts = scorer.sums(slices.indicators())
-    rows_G = slices.rows_G.astype(np.float64)
-    current_G = rows_G / scorer.n_rows
-    low_G, high_G = _bounds(request)
-    linear_G, quadratic_GG = _coefficients(scorer, Slopes.of(scorer, weights_T), parts, rows_G)
-    distance = None if request.distance is None else request.distance.value
-    programme = Programme(linear_G, quadratic_GG, low_G, high_G, current_G, distance)
-    solution = solve(programme)
-    sums = _mixture_sums(parts, solution.p_G, rows_G, scorer.n_rows)
-    names = scorer.units.targets
-    proposed_T = scorer.score_tasks(sums)[1].utility_BE[0]
-    current_T = scorer.score_tasks(scorer.whole())[1].utility_BE[0]
-    return Mixture(
-        label=slices.label,
-        names=tuple(one.name for one in slices.slices),
-        expressions=tuple(one.expression for one in slices.slices),
-        rows_G=rows_G,
-        current_G=current_G,
-        proposed_G=solution.p_G,
-        targets=dict(request.targets),
-        utility=dict(zip(names, map(float, proposed_T), strict=True)),
-        current_utility=dict(zip(names, map(float, current_T), strict=True)),
-        is_global=solution.is_global,
-        starts=solution.starts,
-        n_grouped=slices.n_grouped,
-        distance=0.5 * float(np.abs(solution.p_G - current_G).sum()),
-        sums=sums,
-        protocol=scorer.protocol,
-        calibration=scorer.calibration,
-        notes=tuple(_notes(scorer, request, programme, solution)),
+    targets = weighted_targets(target, artifact.targets)
+    chosen = as_protocol(protocol)
+    if diversity is not None:
+        chosen = with_diversity(chosen, diversity, artifact.array_names)
+    _check_protocol(chosen)
+    if not 1 <= max_repeat < np.inf:
+        raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
+    tokens_N = row_tokens(artifact)
+    slices = label_slices(LabelTable(artifact.rows_path).column(by, "by"), tokens_N)
+    trained = None if train_tokens is None else parse_tokens(train_tokens)
+    training = Training(trained, checked_worth(repeat_worth), int(tokens_N.sum()))
+    far = None if distance is None else parse_share(distance, "distance")
+    floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
+    low_G, high_G = _bounds(slices, floors, caps, max_repeat, training, far)
+    predictor = Predictor.of(artifact, chosen, list(targets), sketches=measures(artifact.array_names) if runs else ())
+    asked: dict[str, Any] = {"by": by, "targets": dict(targets), "max_repeat": max_repeat, "train_tokens": trained}
+    asked |= {"floor": list(floor), "cap": list(cap), "distance": distance}
+    return _mixture(
+        artifact, predictor, slices, np.array(list(targets.values())), (low_G, high_G, far), training, asked, runs
     )
 
 
-def write_weights(mixture: Mixture, slices: LabelSlices, index: RowIndex, path: Path) -> None:
-    """The mixture as a table of one weighted subset, `mixture`, that `grasp predict --subsets` reads."""
-    write_subsets(path, [SubsetBlock((MIXTURE,), slices.weights(mixture.factor_G[None]))], index, weights=True)
+def _mixture(
+    artifact: Artifact,
+    predictor: Predictor,
+    slices: LabelSlices,
+    weights_T: F64,
+    bounds: tuple[F64, F64, float | None],
+    training: Training,
+    asked: Mapping[str, Any],
+    runs: FitIntervals | None,
+) -> Mixture:
+    parts = predictor.slice_sums(slices.codes_N, len(slices.slices))
+    current_G = slices.rows_G / predictor.n_rows
+    effect_G, quadratic_GG = coefficients(predictor, weights_T, parts, slices.rows_G.astype(np.float64))
+    segments = _segments(effect_G, slices, training, bounds[0], bounds[1])
+    programme = Programme(
+        effect_G if segments is None else 0.0 * effect_G,
+        quadratic_GG,
+        bounds[0],
+        bounds[1],
+        current_G,
+        bounds[2],
+        segments,
+    )
+    solution = solve(programme)
+    factor_G = solution.p_G / current_G
+    sums = predictor.sums(slices.weights(factor_G[None]))
+    change_1T = predictor.change_of(sums)
+    intervals = None if runs is None else runs(predictor)
+    nats = None if intervals is None else intervals.of(predictor, sums, change_1T)
+    value = float(change_1T[0] @ weights_T)
+    said = _notes(slices, predictor, solution, asked)
+    if segments is not None:
+        value += segments.value(solution.p_G) - float(effect_G @ solution.p_G)
+        said.append(_repeated(training, factor_G, value))
+    moved = 0.5 * float(np.abs(solution.p_G - current_G).sum())
+    optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
+    return Mixture(
+        pa.table(
+            {
+                "value": pa.array(slices.names, pa.string()),
+                "expression": pa.array([one.expression for one in slices.slices], pa.string()),
+                "rows": pa.array(slices.rows_G),
+                "now": pa.array(current_G),
+                "proposed": pa.array(solution.p_G),
+                "times_as_often": pa.array(factor_G),
+            }
+        ),
+        f"mixture by {slices.label}: {100 * moved:.1f} % of the data change hands; {optimum} within the bounds",
+        (*said, *outside(nats), *notes(predictor, intervals)),
+        label=slices.label,
+        targets=target_table(predictor, weights_T, change_1T, nats),
+        value=value,
+        optimum=optimum,
+        unit=predictor.unit,
+        asked=asked,
+        protocol=predictor.protocol,
+        artifact=artifact,
+        slices=slices,
+    )
+
+
+def _segments(linear_G: F64, slices: LabelSlices, training: Training, low_G: F64, high_G: F64) -> Segments | None:
+    """The linear part under a training budget: mean effect of a slice times its effective share of the tokens.
+
+    A slice that hurts is taken to do so in proportion, at the rate of its whole range: the part is concave then.
+    """
+    if training.tokens is None:
+        return None
+    steps = np.linspace(0.0, 1.0, SEGMENTS + 1)
+    knots_GK = low_G[:, None] + (high_G - low_G)[:, None] * steps
+    share_G1 = slices.rows_G[:, None] / slices.rows_G.sum()
+    corpus, worth = training.corpus_tokens, training.repeat_worth
+    effective_GK = effective_tokens(corpus * share_G1, training.tokens * knots_GK, worth)
+    value_GK = linear_G[:, None] * effective_GK / effective_tokens(corpus, training.tokens, worth)
+    straight_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * steps
+    return Segments(knots_GK, np.where(linear_G[:, None] < 0, straight_GK, value_GK))
+
+
+def _repeated(training: Training, factor_G: F64, value: float) -> str:
+    assert training.tokens is not None
+    epochs = training.tokens / training.corpus_tokens
+    return (
+        f"value {value:+.3f}: the change less what repetition takes (R* = {training.repeat_worth:g}); "
+        f"{training.tokens:,.0f} training tokens are {epochs:.2g} times the corpus, and no row is seen more than "
+        f"{epochs * float(factor_G.max()):.2g} times"
+    )
+
+
+def coefficients(predictor: Predictor, weights_T: F64, parts: SubsetSums, rows_G: F64) -> tuple[F64, F64]:
+    """l (G,) and Q (G, G) of V(p) = constant + l'p + p'Q p."""
+    factor = 1.0 if predictor.protocol.weighting == "mean" else float(predictor.n_rows)
+    slope_T = weights_T * predictor.gain_T
+    linear_G = factor * ((parts.effect_BT @ slope_T) / rows_G + float(slope_T @ predictor.offset_T))
+    quadratic_GG = np.zeros((len(rows_G), len(rows_G)))
+    for half, weights in () if predictor.geometry is None else predictor.geometry.halves.items():
+        totals = predictor.sketches[half].totals
+        mean_GD = parts.sketch[half].total_BD / rows_G[:, None]
+        norm_G = parts.sketch[half].norm_B / rows_G
+        centred_GD = mean_GD - totals.mean_D
+        quadratic_GG += factor**2 * (weights.raw * mean_GD @ mean_GD.T + weights.cent * centred_GD @ centred_GD.T)
+        quadratic_GG += factor**2 * weights.own * np.diag(norm_G / rows_G)
+        if predictor.protocol.side == "omitted":
+            linear_G += _omitted_linear(weights, totals, factor, mean_GD, norm_G)
+    return linear_G, quadratic_GG
+
+
+def _omitted_linear(weights: QuadraticWeights, totals: SketchTotals, factor: float, mean_GD: F64, norm_G: F64) -> F64:
+    """Linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N here."""
+    return -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.own * norm_G)
 
 
 def _check_protocol(protocol: ScoringProtocol) -> None:
@@ -169,122 +291,88 @@ def _check_protocol(protocol: ScoringProtocol) -> None:
         )
 
 
-def _bounds(request: MixRequest) -> tuple[F64, F64]:
-    """(G,) least and greatest weights.
+def _bounds(
+    slices: LabelSlices,
+    floors: Sequence[Bound],
+    caps: Sequence[Bound],
+    max_repeat: float,
+    training: Training,
+    distance: float | None,
+) -> tuple[F64, F64]:
+    """(G,) least and greatest shares: what is asked, and `max_repeat` where nothing is.
 
     Raises:
         SettingsError: a bound in rows, of an unknown value, or bounds that cannot be met: which.
     """
-    names = [one.name for one in request.slices.slices]
-    low_G = _shares(request.floors, "--floor", request.slices, np.zeros(len(names)))
-    high_G = _shares(request.caps, "--cap", request.slices, np.ones(len(names)))
+    current_G = slices.rows_G / slices.rows_G.sum()
+    epochs = 1.0 if training.tokens is None else min(1.0, training.tokens / training.corpus_tokens)
+    nothing_G, all_G = np.zeros(len(current_G)), np.ones(len(current_G))
+    floor_G, cap_G = _shares(floors, "floor", slices, nothing_G), _shares(caps, "cap", slices, all_G)
+    # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor
+    low_G = np.minimum(_shares(floors, "floor", slices, current_G / max_repeat), np.maximum(cap_G, floor_G))
+    high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
+    names = slices.names
     short = [
         f"{names[g]} has a floor of {low_G[g]:.1%} and a cap of {high_G[g]:.1%}"
-        for g in np.flatnonzero(low_G > high_G).tolist()
+        for g in np.flatnonzero(low_G > high_G + 1e-12).tolist()
     ]
     if low_G.sum() > 1.0 + 1e-12:
         short.append(f"the floors add up to {low_G.sum():.1%}")
     if high_G.sum() < 1.0 - 1e-12:
-        short.append(f"the caps add up to {high_G.sum():.1%}, expected 100% at least")
-    short += _too_far(request, names, low_G, high_G)
+        short.append(
+            f"the caps add up to {high_G.sum():.1%}, expected 100% at least (max_repeat {max_repeat:g} among them)"
+        )
+    short += _too_far(current_G, distance, names, low_G, high_G)
     if short:
         more = f"; and {len(short) - SHOWN} more" if len(short) > SHOWN else ""
-        raise SettingsError(f"--floor, --cap: cannot be met: {'; '.join(short[:SHOWN])}{more}")
+        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(short[:SHOWN])}{more}")
     return low_G, high_G
 
 
-def _too_far(request: MixRequest, names: Sequence[str], low_G: F64, high_G: F64) -> list[str]:
+def _too_far(current_G: F64, distance: float | None, names: Sequence[str], low_G: F64, high_G: F64) -> list[str]:
     """Whether keeping the bounds alone moves more data than the distance allows."""
-    if request.distance is None:
+    if distance is None:
         return []
-    current_G = request.slices.rows_G / request.slices.rows_G.sum()
     up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
     needed = max(float(up_G.sum()), float(down_G.sum()))
-    if needed <= request.distance.value + 1e-12:
+    if needed <= distance + 1e-12:
         return []
     worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
-    return [
-        f"they move {needed:.1%} of the data, {worst} most of it, and --distance allows {request.distance.value:.1%}"
-    ]
+    return [f"they move {needed:.1%} of the data, {worst} most of it, and the distance allows {distance:.1%}"]
 
 
-def _shares(bounds: Sequence[Bound], flag: str, slices: LabelSlices, default_G: F64) -> F64:
-    names = [one.name for one in slices.slices]
-    out_G = default_G
+def _shares(bounds: Sequence[Bound], name: str, slices: LabelSlices, default_G: F64) -> F64:
+    out_G = np.array(default_G, dtype=np.float64)
     for bound in sorted(bounds, key=lambda bound: bound.value is not None):
         if not bound.amount.is_share or bound.amount.unit is not None:
             of = "of every value" if bound.value is None else bound.value
-            raise SettingsError(f"{flag} {of}: got a number, a mixture has shares; expected e.g. Games:5%")
+            raise SettingsError(f"{name} {of}: got a number, a mixture has shares; expected e.g. Games:5%")
         if bound.value is None:
-            out_G = np.full(len(names), bound.amount.value)
+            out_G[:] = bound.amount.value
             continue
-        out_G[value_code(bound.value, names, flag, slices.label, slices.n_grouped)] = bound.amount.value
+        out_G[value_code(bound.value, slices.names, name, slices.label, slices.n_grouped)] = bound.amount.value
     return out_G
 
 
-def _coefficients(scorer: Scorer, slopes: Slopes, parts: SubsetSums, rows_G: F64) -> tuple[F64, F64]:
-    """l (G,) and Q (G, G) of V(p) = constant + l'p + p'Q p."""
-    factor = 1.0 if scorer.protocol.weighting == "mean" else float(scorer.n_rows)
-    omitted = scorer.protocol.side == "omitted"
-    linear_G = np.zeros(len(rows_G))
-    for kernel, slope_T in slopes.relevance_T.items():
-        linear_G += factor * (parts.task[kernel] @ slope_T) / rows_G
-    quadratic_GG = np.zeros((len(rows_G), len(rows_G)))
-    for half, weights in slopes.halves.items():
-        totals = scorer.sketches[half].totals
-        mean_GD = parts.sketch[half].total_BD / rows_G[:, None]
-        norm_G = parts.sketch[half].norm_B / rows_G
-        centred_GD = mean_GD - totals.mean_D
-        quadratic_GG += factor**2 * (weights.raw * mean_GD @ mean_GD.T + weights.cent * centred_GD @ centred_GD.T)
-        quadratic_GG += factor**2 * weights.own * np.diag(norm_G / rows_G)
-        if omitted:
-            linear_G += _omitted_linear(weights, totals, factor, mean_GD, norm_G)
-    return linear_G, quadratic_GG
-
-
-def _omitted_linear(weights: QuadraticWeights, totals: SketchTotals, factor: float, mean_GD: F64, norm_G: F64) -> F64:
-    """Linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N here."""
-    return -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.own * norm_G)
-
-
-def _mixture_sums(parts: SubsetSums, p_G: F64, rows_G: F64, n_rows: int) -> SubsetSums:
-    """All that the scorer needs of the corpus with the weights N p_g / n_g."""
-    weight_1G = (n_rows * p_G / rows_G)[None]
-    return SubsetSums(
-        mass=SubsetMass(weight_1G @ rows_G, np.abs(1.0 - weight_1G) @ rows_G, n_rows),
-        task={kernel: weight_1G @ part for kernel, part in parts.task.items()},
-        unit={},
-        sketch={
-            half: SketchSums(weight_1G @ part.total_BD, weight_1G @ part.norm_B, weight_1G**2 @ part.norm_B)
-            for half, part in parts.sketch.items()
-        },
-    )
-
-
-def _notes(scorer: Scorer, request: MixRequest, programme: Programme, solution: Solution) -> list[str]:
-    notes, slices = [], request.slices
+def _notes(slices: LabelSlices, predictor: Predictor, solution: Solution, asked: Mapping[str, Any]) -> list[str]:
+    said = [
+        f"no row is seen more than {asked['max_repeat']:g} times (as often as now, if the corpus is repeated anyway); "
+        f"values without a floor of their own keep a {_nth(asked['max_repeat'])} of their share (max-repeat)"
+    ]
     if slices.n_grouped:
-        notes.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
-    if scorer.dropped:
-        notes.append(f"left out, since it does not vary over the calibration family: {', '.join(scorer.dropped)}")
+        said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
     if not solution.is_global:
-        notes.append(
+        said.append(
             "the protocol rewards a part of the geometry, so the problem is not convex: the best of "
             f"{solution.starts} local searches is shown, and there may be a better mixture"
         )
-    if not programme.quadratic_GG.any():
-        notes.append(
-            "the protocol is additive: V is linear and its best mixture a corner of what --floor, --cap and "
-            "--distance allow; --diversity keeps it from one"
+    if predictor.additive:
+        said.append(
+            "the protocol is additive: the best mixture goes as far as floors, caps, distance and max-repeat allow; "
+            "diversity keeps it nearer"
         )
-    often = [
-        f"{one.name} {factor:.1f} times"
-        for one, factor in zip(slices.slices, solution.p_G / programme.current_G, strict=True)
-        if factor > SEEN_OFTEN
-    ]
-    if often:
-        more = f" and {len(often) - SHOWN} more" if len(often) > SHOWN else ""
-        notes.append(
-            f"seen far more often than now: {', '.join(often[:SHOWN])}{more}; repeats are worth less than new rows"
-        )
-    return notes
+    return said
+
+
+def _nth(number: float) -> str:
+    return {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(number, f"{number:g}th part")

@@ -1,16 +1,19 @@
-"""Small quadratic programmes over mixtures: maximise l'p + p'Q p over a simplex with bounds and a distance.
+"""Small quadratic programmes over mixtures: maximise l'p + p'Q p + sum_g c_g(p_g) over a simplex with bounds.
 
     sum p = 1,   low <= p <= high,   1/2 sum |p - current| <= distance
+
+The c_g, if there are any, are concave and made of straight pieces: p_g is filled piece by piece, steepest first.
 
 Where Q is negative semidefinite (every geometry is a penalty) this is one convex programme, solved by Clarabel, an
 interior-point method. Where it is not, the part that bends upwards is replaced by its tangent and the programme is
 solved again from there, which never lowers the value (convex-concave procedure), from many starts: the best is kept,
 and it is a local optimum, not proven to be the global one.
-Shape letters: G values.
+Shape letters: G values, K ends of straight pieces.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import clarabel
 import numpy as np
@@ -30,6 +33,30 @@ ON_BOUND = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """Concave functions of every p_g, straight between their knots; the outer knots are the bounds of p_g."""
+
+    knots_GK: F64
+    value_GK: F64
+
+    @property
+    def width_GK(self) -> F64:  # noqa: N802 - a shape suffix
+        """Lengths of the pieces, (G, K - 1)."""
+        return np.diff(self.knots_GK, axis=1)
+
+    @property
+    def slope_GK(self) -> F64:  # noqa: N802 - a shape suffix
+        """Their slopes, (G, K - 1)."""
+        rise_GK, width_GK = np.diff(self.value_GK, axis=1), self.width_GK
+        return np.divide(rise_GK, width_GK, out=np.zeros_like(rise_GK), where=width_GK > 0)
+
+    def value(self, p_G: F64) -> float:
+        """sum_g c_g(p_g)."""
+        lines = zip(p_G, self.knots_GK, self.value_GK, strict=True)
+        return float(sum(np.interp(p, knots_K, value_K) for p, knots_K, value_K in lines))
+
+
+@dataclass(frozen=True, slots=True)
 class Programme:
     """What is maximised, over what."""
 
@@ -39,10 +66,12 @@ class Programme:
     high_G: F64
     current_G: F64
     distance: float | None = None  # total variation; None: any
+    segments: Segments | None = None
 
     def value(self, p_G: F64) -> float:
-        """l'p + p'Q p."""
-        return float(self.linear_G @ p_G + p_G @ self.quadratic_GG @ p_G)
+        """l'p + p'Q p + sum_g c_g(p_g)."""
+        curved = 0.0 if self.segments is None else self.segments.value(p_G)
+        return float(self.linear_G @ p_G + p_G @ self.quadratic_GG @ p_G) + curved
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +94,7 @@ def solve(programme: Programme) -> Solution:
     first = _maximise(programme, programme.linear_G, down_GG)
     if first is None:
         raise SettingsError(
-            "--floor, --cap, --distance: no mixture satisfies all of them; lower a floor, raise a cap or the distance"
+            "floor, cap, distance: no mixture satisfies all of them; lower a floor, raise a cap or the distance"
         )
     if not up_GG.any():
         return Solution(first, programme.value(first), True, 1)
@@ -109,16 +138,20 @@ def _climb(programme: Programme, down_GG: F64, up_GG: F64, p_G: F64) -> F64:
 def _maximise(programme: Programme, linear_G: F64, down_GG: F64) -> F64 | None:
     """The convex programme; None where no mixture is feasible.
 
-    Variables are p and, with a distance, t >= |p - current|. Numbers are scaled so that the largest is 1.
+    Variables are p, with a distance t >= |p - current|, and what of each straight piece is filled. Numbers are
+    scaled so that the largest is 1.
     """
     n = len(linear_G)
-    scale = max(float(np.abs(linear_G - linear_G.mean()).max(initial=0.0)), float(np.abs(down_GG).max(initial=0.0)))
+    slopes = np.empty(0) if programme.segments is None else programme.segments.slope_GK.reshape(-1)
+    # on the simplex a constant changes nothing
+    linear_G, slopes = linear_G - linear_G.mean(), slopes - (slopes.mean() if slopes.size else 0.0)
+    scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes, down_GG))
     scale = scale if scale > 0 else 1.0
     size = n if programme.distance is None else 2 * n
-    bend = np.zeros((size, size))
+    bend = sparse.lil_matrix((size + slopes.size, size + slopes.size))
     bend[:n, :n] = np.triu(-2.0 * down_GG / scale)  # the solver reads the upper triangle
-    cost = np.zeros(size)
-    cost[:n] = -(linear_G - linear_G.mean()) / scale  # on the simplex a constant changes nothing
+    cost = np.zeros(size + slopes.size)
+    cost[:n], cost[size:] = -linear_G / scale, -slopes / scale
     matrix, right, cones = _constraints(programme, n)
     settings = clarabel.DefaultSettings()
     settings.verbose = False
@@ -143,7 +176,16 @@ def _constraints(programme: Programme, n: int) -> tuple[sparse.csc_matrix, F64, 
         near = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), one]])
         matrix = np.concatenate([np.pad(matrix, ((0, 0), (0, n))), near])
         right = np.concatenate([right, programme.current_G, -programme.current_G, [2.0 * programme.distance]])
-    return sparse.csc_matrix(matrix), right, [clarabel.ZeroConeT(1), clarabel.NonnegativeConeT(len(right) - 1)]
+    if programme.segments is None:
+        return sparse.csc_matrix(matrix), right, [clarabel.ZeroConeT(1), clarabel.NonnegativeConeT(len(right) - 1)]
+    width = programme.segments.width_GK
+    filled = sparse.eye(width.size)
+    adds = sparse.kron(sparse.eye(n), -np.ones((1, width.shape[1])))
+    begin = sparse.csc_matrix(np.pad(eye, ((0, 0), (0, matrix.shape[1] - n))))
+    parts: list[list[Any]] = [[begin, adds], [sparse.csc_matrix(matrix), None], [None, -filled], [None, filled]]
+    whole = sparse.csc_matrix(sparse.bmat(parts))
+    bounds = np.concatenate([programme.segments.knots_GK[:, 0], right, np.zeros(width.size), width.reshape(-1)])
+    return whole, bounds, [clarabel.ZeroConeT(n + 1), clarabel.NonnegativeConeT(len(bounds) - n - 1)]
 
 
 def _repaired(p_G: F64, programme: Programme) -> F64:

@@ -1,7 +1,7 @@
-"""What curation reads and leaves behind: exclusion lists, tables of rows and of weights, and summaries as JSON."""
+"""What is read and left behind: exclusion lists, and tables with their summaries as JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.choose.mixture import Mixture
-from grasp.choose.select import RowSelection
-from grasp.choose.sketches import ChosenRows
+from grasp.artifact.reader import Artifact
 from grasp.errors import SettingsError
-from grasp.files import written_aside
+from grasp.files import write_whole, written_aside
+from grasp.predict.protocol import ScoringProtocol, save_protocol
+from grasp.predict.row_arrays import RowArrays
 
-SUBSET = "selection"
+CORPUS = "corpus"  # key of the corpus' fingerprint in what is written
 NAMES = ("row_id", "doc_id")
 GROUP_ROWS = 65_536
 
@@ -27,25 +27,24 @@ GROUP_ROWS = 65_536
 class Exclusion:
     """Rows that an exclusion list names, by row_id or doc_id."""
 
+    where: str  # what the list is called
     mask_N: NDArray[np.bool_] = field(repr=False)
     listed: int  # different names in the list
     unknown: int  # of these, names that the corpus does not have
 
 
-def read_exclusion(source: ChosenRows, path: Path) -> Exclusion:
-    """Rows named in a list: Parquet with a column row_id or doc_id, or text with one name a line.
+def read_exclusion(artifact: RowArrays, given: Path | str | Sequence[str]) -> Exclusion:
+    """Rows named in a list, or in a file: Parquet with a column row_id or doc_id, or text with one name a line.
 
     Raises:
         SettingsError: not such a file, or none of its names, if it has any, is one of the corpus.
     """
-    if not path.is_file():
-        raise SettingsError(f"--exclude: {path}: no such file; expected a list of row_ids or doc_ids")
-    names = _parquet_names(path) if path.suffix == ".parquet" else _text_names(path)
-    values = pa.array(sorted(set(names)), pa.string())
-    mask_N = np.zeros(source.n_rows, dtype=np.bool_)
+    where = str(given) if isinstance(given, Path | str) else "exclude"
+    values = pa.array(sorted(set(_file_names(Path(given)) if isinstance(given, Path | str) else given)), pa.string())
+    mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     seen = np.zeros(len(values), dtype=np.bool_)
     start = 0
-    for batch in source.row_batches(list(NAMES)):
+    for batch in artifact.row_batches(list(NAMES)):
         for name in NAMES:
             column = batch.column(name).cast(pa.string())
             place = pc.index_in(column, values)
@@ -55,64 +54,49 @@ def read_exclusion(source: ChosenRows, path: Path) -> Exclusion:
         start += batch.num_rows
     if len(values) and not seen.any():
         raise SettingsError(
-            f"--exclude {path}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
-            f"expected names like {_example(source)!r}"
+            f"exclude {where}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
+            f"expected names like {_example(artifact)!r}"
         )
-    return Exclusion(mask_N, len(values), int((~seen).sum()))
+    return Exclusion(where, mask_N, len(values), int((~seen).sum()))
 
 
-def selection_table(selection: RowSelection, source: ChosenRows, label: str | None = None) -> pa.Table:
-    """Rows in the order in which they were taken: subset_id, row_id, doc_id, order, gain, n_tokens[, label].
+def write_with_summary(
+    table: pa.Table, summary: Mapping[str, Any], protocol: ScoringProtocol, artifact: Artifact, path: Path
+) -> Path:
+    """Parquet, and beside it the summary (.json) and the protocol (.protocol.yaml); all say which corpus they are of.
 
-    `grasp predict --subsets` reads it as one subset.
+    Raises:
+        SettingsError: another ending than .parquet.
     """
-    columns = [*NAMES, "n_tokens", *([label] if label else [])]
-    table = _rows_in_order(source, selection.row_index, columns)
-    n_taken = table.num_rows
-    table = table.add_column(0, "subset_id", pa.array([SUBSET]).take(pa.array(np.zeros(n_taken, dtype=np.int64))))
-    table = table.append_column("order", pa.array(np.arange(n_taken)))
-    table = table.append_column("gain", pa.array(selection.gain))
-    names = ["subset_id", *NAMES, "order", "gain", "n_tokens", *([label] if label else [])]
-    return table.select(names).replace_schema_metadata(None)
-
-
-def write_summary(data: Mapping[str, Any], path: Path) -> None:
-    """JSON; it appears only when whole."""
+    if path.suffix != ".parquet":
+        raise SettingsError(f"{path}: expected a name that ends in .parquet")
+    corpus = artifact.manifest.fingerprints.get("corpus", "")
+    marked = table.replace_schema_metadata({CORPUS: corpus})
     with written_aside(path) as part:
-        part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        pq.write_table(marked, part, compression="zstd", row_group_size=GROUP_ROWS)
+    text = json.dumps({**summary, CORPUS: corpus}, indent=1, allow_nan=False) + "\n"
+    write_whole(path.with_suffix(".json"), text.encode())
+    save_protocol(protocol, path.with_suffix(".protocol.yaml"))
+    return path
 
 
-def write_table(table: pa.Table, path: Path) -> None:
-    """Parquet; it appears only when whole."""
-    with written_aside(path) as part:
-        pq.write_table(table, part, compression="zstd", row_group_size=GROUP_ROWS)
-
-
-def mixture_table(mixture: Mixture) -> pa.Table:
-    """One line a slice: value, expression, rows, current, proposed, factor."""
-    return pa.table(
-        {
-            "value": list(mixture.names),
-            "expression": list(mixture.expressions),
-            "rows": pa.array(mixture.rows_G.astype(np.int64)),
-            "current": pa.array(mixture.current_G),
-            "proposed": pa.array(mixture.proposed_G),
-            "factor": pa.array(mixture.factor_G),
-        }
-    )
-
-
-def _rows_in_order(source: ChosenRows, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
+def rows_in_order(artifact: RowArrays, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
     """Columns of chosen rows, in the order given; the row table streams past."""
-    wanted_N = np.zeros(source.n_rows, dtype=np.bool_)
+    wanted_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     wanted_N[row_index] = True
     parts: list[pa.RecordBatch] = []
     start = 0
-    for batch in source.row_batches(columns):
+    for batch in artifact.row_batches(columns):
         parts.append(batch.filter(pa.array(wanted_N[start : start + batch.num_rows])))
         start += batch.num_rows
     place = np.argsort(np.argsort(row_index))  # in corpus order -> in the order taken
     return pa.Table.from_batches(parts).take(pa.array(place)).combine_chunks()
+
+
+def _file_names(path: Path) -> list[str]:
+    if not path.is_file():
+        raise SettingsError(f"exclude: {path}: no such file; expected a list of row_ids or doc_ids")
+    return _parquet_names(path) if path.suffix == ".parquet" else _text_names(path)
 
 
 def _parquet_names(path: Path) -> list[str]:
@@ -120,10 +104,10 @@ def _parquet_names(path: Path) -> list[str]:
     try:
         found = [name for name in NAMES if name in pq.read_schema(path).names]
         if not found:
-            raise SettingsError(f"--exclude {path}: has columns {pq.read_schema(path).names}; {expected}")
+            raise SettingsError(f"exclude {path}: has columns {pq.read_schema(path).names}; {expected}")
         return _without_none(pq.read_table(path, columns=found[:1]).column(0).cast(pa.string()).to_pylist())
     except (pa.ArrowException, OSError) as err:
-        raise SettingsError(f"--exclude {path}: cannot be read: {' '.join(str(err).split())}; {expected}") from err
+        raise SettingsError(f"exclude {path}: cannot be read: {' '.join(str(err).split())}; {expected}") from err
 
 
 def _text_names(path: Path) -> list[str]:
@@ -131,12 +115,12 @@ def _text_names(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
         return [line.rstrip("\r") for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as err:
-        raise SettingsError(f"--exclude {path}: cannot be read: {' '.join(str(err).split())}") from err
+        raise SettingsError(f"exclude {path}: cannot be read: {' '.join(str(err).split())}") from err
 
 
 def _without_none(values: list[str | None]) -> list[str]:
     return [value for value in values if value is not None]
 
 
-def _example(source: ChosenRows) -> str:
-    return str(next(source.row_batches(["row_id"])).column(0)[0].as_py())
+def _example(artifact: RowArrays) -> str:
+    return str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())

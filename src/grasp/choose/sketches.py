@@ -1,46 +1,29 @@
 """Sketches of the rows, side by side, as a selection reads them: products with a vector, and chosen rows.
 
-What a scorer holds in memory is used from there; what does not fit stays on disk and is read in blocks.
+What a predictor holds in memory is used from there; what does not fit stays on disk and is read in blocks.
 Shape letters: N rows of the corpus, n rows of a block or chosen ones, D widths of all halves together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.predict.row_tables import RowSource
-from grasp.predict.scorer import Scorer
-from grasp.predict.source import F32, F64
+from grasp.predict.row_arrays import F32, F64, RowArrays
+from grasp.predict.sketches import Sketch
 
 BLOCK_ROWS = 8_192
 CHOSEN_ROWS = 65_536
-
-
-class ChosenRows(RowSource, Protocol):
-    """A source of which single rows can be read."""
-
-    def array_rows(self, name: str, row_index: NDArray[np.integer[Any]]) -> F32: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SketchRows:
     """The halves that an objective bends over."""
 
-    source: ChosenRows
-    scorer: Scorer
+    artifact: RowArrays
+    sketches: Mapping[str, Sketch]
     halves: tuple[str, ...]
-
-    @classmethod
-    def of(cls, source: ChosenRows, scorer: Scorer, halves: Sequence[str]) -> Self:
-        """Halves of which the scorer has the totals."""
-        return cls(source, scorer, tuple(halves))
-
-    @property
-    def n_rows(self) -> int:
-        return self.scorer.n_rows
 
     @property
     def width(self) -> int:
@@ -49,7 +32,7 @@ class SketchRows:
 
     def mean(self, half: str) -> F64:
         """phi-bar of one half."""
-        return self.scorer.sketches[half].totals.mean_D
+        return self.sketches[half].totals.mean_D
 
     def split(self, vector_D: F64) -> Mapping[str, F64]:
         """A vector over all halves as one vector a half."""
@@ -58,17 +41,17 @@ class SketchRows:
 
     def joined(self, parts: Mapping[str, F64]) -> F64:
         """One vector a half as a vector over all halves, (D,)."""
-        return np.concatenate([parts[half] for half in self.halves]) if self.halves else np.empty(0)
+        return np.concatenate([parts[half] for half in self.halves])
 
     def blocks(self) -> Iterator[tuple[int, tuple[F32, ...]]]:
         """(first row, (n, width) of every half), rows from first to last; the same cuts for every half."""
-        readers = [self.scorer.sketches[half].blocks(BLOCK_ROWS) for half in self.halves]
+        readers = [self.sketches[half].blocks(BLOCK_ROWS) for half in self.halves]
         for parts in zip(*readers, strict=True):
             yield parts[0][0], tuple(block for _, block in parts)
 
     def norms(self) -> Mapping[str, F64]:
         """||phi_i||^2 of every row, (N,) by half."""
-        out = {half: np.empty(self.n_rows) for half in self.halves}
+        out = {half: np.empty(self.artifact.n_rows) for half in self.halves}
         for start, parts in self.blocks():
             for half, block in zip(self.halves, parts, strict=True):
                 out[half][start : start + len(block)] = np.einsum("nd,nd->n", block, block, dtype=np.float64)
@@ -76,7 +59,7 @@ class SketchRows:
 
     def dot(self, vector_D: F64) -> F64:
         """<phi_i, vector> of every row, (N,), float64."""
-        out_N = np.zeros(self.n_rows)
+        out_N = np.zeros(self.artifact.n_rows)
         vectors = self.split(vector_D)
         for start, parts in self.blocks():
             for half, block in zip(self.halves, parts, strict=True):
@@ -104,7 +87,7 @@ class SketchRows:
         return out_n
 
     def _half_rows(self, half: str, row_index: NDArray[np.int64]) -> F32:
-        held_NC = self.scorer.sketches[half].held.held_NC
+        held_NC = self.sketches[half].held.held_NC
         if held_NC is None:
-            return self.source.array_rows(f"{half}_sketch", row_index)
+            return self.artifact.array_rows(f"{half}_sketch", row_index)
         return held_NC[row_index, :-1]

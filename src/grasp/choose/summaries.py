@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from grasp.artifact.reader import Artifact
 from grasp.errors import SettingsError
 from grasp.settings import describe
 
@@ -23,11 +24,11 @@ class Named(Summary):
 
 
 class CurvePlaces(Summary):
-    """Value of the first rows of a selection."""
+    """What other budgets are worth: the first rows of a choice."""
 
     rows: tuple[int, ...]
-    tokens: tuple[int, ...]
-    value: tuple[float, ...]
+    effect: tuple[float, ...]  # of the last of them
+    value: tuple[float, ...]  # of all of them
 
 
 class ValueShare(Summary):
@@ -38,98 +39,83 @@ class ValueShare(Summary):
     taken: int
 
 
-class Realized(Summary):
-    """Realized utility, or its change, in nats a token."""
+class TargetChange(Summary):
+    """Predicted change of one target against the whole corpus; with runs in nats a token, with an interval."""
 
-    expected: float
-    low: float
-    high: float
-
-
-class TrustSummary(Summary):
-    """What an environment says of it."""
-
-    what: str
-    change: dict[str, Realized]  # against the whole corpus, by target
-    warnings: tuple[str, ...]
+    target: str
+    weight: float
+    change: float
+    expected: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 class SelectionSummary(Summary):
     """A selection of rows, without the rows."""
 
     kind: Literal["selection"]
+    corpus: str
+    headline: str
     rows: int
-    tokens: int
-    corpus_rows: int
-    budget: int
-    unit: str
-    targets: dict[str, float]
+    targets: tuple[TargetChange, ...]
     value: float
-    utility: dict[str, float]
-    utility_of_the_corpus: dict[str, float]
+    scale: str
     bound: float | None
     guarantee: str
     curve: CurvePlaces
     labels: tuple[ValueShare, ...]
     protocol: Named
-    calibration: str
     notes: tuple[str, ...]
-    trust: TrustSummary | None = None
 
 
 class MixedSlice(Summary):
-    """Current and proposed weight of one slice."""
+    """Current and proposed share of one slice."""
 
     value: str
     rows: int
-    current: float
+    now: float
     proposed: float
 
 
 class MixtureSummary(Summary):
-    """Weights of the values of a label."""
+    """Shares of the values of a label."""
 
     kind: Literal["mixture"]
+    corpus: str
+    headline: str
     label: str
     slices: tuple[MixedSlice, ...]
-    targets: dict[str, float]
-    utility: dict[str, float]
-    current_utility: dict[str, float]
-    gain: float
+    targets: tuple[TargetChange, ...]
+    value: float
+    scale: str
     optimum: str
     protocol: Named
-    calibration: str
     notes: tuple[str, ...]
-    trust: TrustSummary | None = None
 
 
-S = TypeVar("S", bound=Summary)
+S = TypeVar("S", SelectionSummary, MixtureSummary)
 FLAGS = {"selection": "--selection", "mixture": "--mixture"}
 
 
-def read_selection(path: Path, n_rows: int, flag: str = "--selection") -> SelectionSummary:
-    """The summary of a selection from a corpus of `n_rows` rows.
+def read_selection(path: Path, artifact: Artifact, flag: str = "--selection") -> SelectionSummary:
+    """The summary of a selection from this artifact's corpus.
 
     Raises:
         SettingsError: not such a file, or one of another corpus.
     """
-    found = _read(path, flag, SelectionSummary, "grasp select")
-    _check_rows(path, flag, found.corpus_rows, n_rows)
-    return found
+    return _read(path, flag, SelectionSummary, "grasp select", artifact)
 
 
-def read_mixture(path: Path, n_rows: int, flag: str = "--mixture") -> MixtureSummary:
-    """The summary of a mixture over a corpus of `n_rows` rows.
+def read_mixture(path: Path, artifact: Artifact, flag: str = "--mixture") -> MixtureSummary:
+    """The summary of a mixture over this artifact's corpus.
 
     Raises:
         SettingsError: not such a file, or one of another corpus.
     """
-    found = _read(path, flag, MixtureSummary, "grasp mix")
-    _check_rows(path, flag, sum(one.rows for one in found.slices), n_rows)
-    return found
+    return _read(path, flag, MixtureSummary, "grasp mix", artifact)
 
 
-def _read(path: Path, flag: str, kind: type[S], command: str) -> S:
+def _read(path: Path, flag: str, kind: type[S], command: str, artifact: Artifact) -> S:
     expected = f"expected the .json that {command} writes beside its --out"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -141,13 +127,13 @@ def _read(path: Path, flag: str, kind: type[S], command: str) -> S:
     if isinstance(found, str) and found in FLAGS and FLAGS[found] != flag:
         raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with {FLAGS[found]}; {expected}")
     try:
-        return kind.model_validate(data)
+        summary = kind.model_validate(data)
     except ValidationError as err:
         raise SettingsError(f"{describe(err, f'{flag}: {path}')}; {expected}") from err
-
-
-def _check_rows(path: Path, flag: str, found: int, n_rows: int) -> None:
-    if found != n_rows:
+    here = artifact.manifest.fingerprints.get("corpus")
+    if summary.corpus != here:
         raise SettingsError(
-            f"{flag}: {path} was made from {found:,} rows, the artifact has {n_rows:,}; make it from this artifact"
+            f"{flag}: {path} was made from another artifact: corpus {summary.corpus!r}, here {here!r}; make it from "
+            "this one"
         )
+    return summary

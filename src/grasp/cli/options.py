@@ -9,12 +9,11 @@ import yaml
 
 from grasp.cli.app import MORE
 from grasp.dotted import leaf, put
-from grasp.errors import SettingsError, SubsetError
+from grasp.errors import SettingsError
 from grasp.settings import read_yaml
 
 if TYPE_CHECKING:
     from grasp.extract.cluster import ClusterSpec
-    from grasp.predict.protocol import ScoringProtocol
     from grasp.runs.configured import ConfiguredMethod
 
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
@@ -84,6 +83,8 @@ def beside(flag: str, out: Path | None) -> dict[str, Path | None]:
     """What select and mix write with the table of `flag`: its summary and its protocol."""
     if out is None:
         return {}
+    if out.suffix != ".parquet":
+        raise SettingsError(f"{flag}: got {out}, expected a name that ends in .parquet")
     return {
         flag: out,
         f"the summary of {flag}": out.with_suffix(".json"),
@@ -109,53 +110,6 @@ def published_methods(
 
     configured = read_yaml(file) if file is not None else {}
     return configured_methods(chosen, configured, flag if file is None else str(file))
-
-
-def chosen_protocol(
-    file: Path | None,
-    calibration: str | None,
-    *,
-    label: str | None = None,
-    diversity: float | None = None,
-    array_names: Sequence[str] = (),
-) -> "ScoringProtocol":
-    """The protocol of a file, or the one that ships, with what the options change of it.
-
-    Args:
-        label: what is asked by. Mixtures of it standardise the protocol that ships, where no family is named; a
-            protocol of the user's own says itself what does.
-        diversity: weight of a penalty on redundancy, instead of the protocol's own geometry.
-        array_names: arrays of the artifact, for the sketch that the penalty is on.
-    Raises:
-        GraspError: a file that is no protocol, no such family, or a penalty that cannot be measured.
-    """
-    from grasp.choose.select import with_diversity
-    from grasp.predict.protocol import default_protocol, load_protocol
-
-    chosen = default_protocol() if file is None else load_protocol(file)
-    if diversity is not None:
-        chosen = with_diversity(chosen, diversity, array_names)
-    if calibration is None and file is None and label is not None:
-        calibration = f"mixture:{label}"
-    return _with_calibration(chosen, calibration)
-
-
-def _with_calibration(protocol: "ScoringProtocol", text: str | None) -> "ScoringProtocol":
-    """The protocol, standardised by the family that is named, if one is.
-
-    Raises:
-        SettingsError: no such family.
-    """
-    from grasp.predict.families import parse_family
-
-    if text is None:
-        return protocol
-    try:
-        family = parse_family(text)
-    except SubsetError as err:
-        raise SettingsError(f"--calibration: {err}") from err
-    changed = protocol.calibration.model_copy(update={"family": str(family)})
-    return protocol.model_copy(update={"calibration": changed})
 
 
 def cluster(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":

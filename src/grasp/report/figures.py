@@ -206,40 +206,36 @@ def scatter(points: TargetPoints) -> Figure:
 
 
 def curve(selection: SelectionSummary) -> Figure:
-    """Value of the first rows of a selection, and what no selection of its size exceeds."""
+    """What other budgets are worth: the next row, and all rows together."""
     figure = _figure(height=320)
-    figure.add_scatter(
-        x=list(selection.curve.rows),
-        y=_numbers(selection.curve.value),
-        mode="lines+markers",
-        name="selection",
-        line={"color": HELP},
-        hovertemplate="%{x:,} rows: %{y:+.3f}<extra></extra>",
-    )
-    if selection.bound is not None:
+    for name, values, colour in (
+        ("all rows together", selection.curve.value, HELP),
+        ("the next row", selection.curve.effect, TEXT),
+    ):
         figure.add_scatter(
-            x=[selection.rows],
-            y=[selection.bound],
-            mode="markers",
-            name="upper bound",
-            marker={"symbol": "line-ew-open", "size": 22, "color": TEXT, "line": {"width": 2}},
-            hovertemplate="upper bound %{y:+.3f}<extra></extra>",
+            x=list(selection.curve.rows),
+            y=_numbers(values),
+            mode="lines",
+            name=name,
+            line={"color": colour},
+            hovertemplate="%{x:,} rows: %{y:+.3f}<extra>" + name + "</extra>",
         )
+    figure.add_vline(x=selection.rows, line={"color": GRID, "dash": "dash"})
     figure.update_xaxes(title="rows kept", tickformat=",")
-    figure.update_yaxes(title="predicted utility")
+    figure.update_yaxes(title="against the corpus average, 0")
     figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
     return _plain(figure)
 
 
 def mixture(found: MixtureSummary) -> Figure:
     """Current and proposed weight of every slice."""
-    order = sorted(range(len(found.slices)), key=lambda g: found.slices[g].proposed - found.slices[g].current)
+    order = sorted(range(len(found.slices)), key=lambda g: found.slices[g].proposed - found.slices[g].now)
     figure = _figure(height=90 + LINE_PIXELS * len(order))
     for g_place, g in enumerate(order):
         one = found.slices[g]
         figure.add_shape(
             type="line",
-            x0=one.current,
+            x0=one.now,
             x1=one.proposed,
             y0=g_place,
             y1=g_place,
@@ -247,7 +243,7 @@ def mixture(found: MixtureSummary) -> Figure:
             layer="below",
         )
     for name, field, symbol, colour in (
-        ("now", "current", "circle-open", TEXT),
+        ("now", "now", "circle-open", TEXT),
         ("proposed", "proposed", "diamond", HELP),
     ):
         figure.add_scatter(

@@ -149,8 +149,8 @@ def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) 
         SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
     targets = checked_targets(artifact, question.targets, "--targets")
-    chosen = NO_SELECTION if question.selection is None else read_selection(question.selection, artifact.n_rows)
-    mixed = NO_MIXTURE if question.mixture is None else read_mixture(question.mixture, artifact.n_rows)
+    chosen = NO_SELECTION if question.selection is None else read_selection(question.selection, artifact)
+    mixed = NO_MIXTURE if question.mixture is None else read_mixture(question.mixture, artifact)
     tokens_N = row_tokens(artifact)
     names = tuple(question.by) or sensible_labels(artifact)
     table = LabelTable(artifact.rows_path)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import grasp
-from grasp.choose.summaries import MixtureSummary, Realized, SelectionSummary, TrustSummary
+from grasp.choose.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.files import written_aside
@@ -392,17 +392,14 @@ _METRICS = {"rho": "task_rho", "lds": "mean_lds", "positive": "positive", "pairw
 def _selection(found: SelectionSummary, plots: dict[str, draw.Figure]) -> View:
     plots["curve"] = draw.curve(found)
     facts = [
-        ("predicted utility", f"{signed(found.value)} (weighted mean of the targets)"),
-        ("upper bound", number(found.bound) if found.bound is not None else "none"),
+        ("value", f"{signed(found.value)} (weighted mean of the targets)"),
         ("what is guaranteed", plain(found.guarantee)),
-        ("scored by", plain(f"protocol {found.protocol.name}, {found.calibration}")),
+        ("scored by", plain(f"protocol {found.protocol.name}")),
     ]
     return {
-        "head": f"{found.rows:,} of {found.corpus_rows:,} rows, {found.tokens:,} tokens; the budget was "
-        f"{found.budget:,} {plain(found.unit, 20)}.",
+        "head": plain(found.headline, 400),
         "facts": facts,
-        "targets": _target_lines(found.targets, found.utility_of_the_corpus, found.utility, found.trust),
-        "trust": _trust(found.trust),
+        **_changes(found.targets, found.scale),
         "labels": _shares(found),
         "notes": [plain(note) for note in found.notes],
     }
@@ -425,47 +422,32 @@ def _mixture(found: MixtureSummary, plots: dict[str, draw.Figure]) -> View:
     slices = zip(different([one.value for one in found.slices], LONGEST_CELL), found.slices, strict=True)
     return {
         "label": plain(found.label, 40),
-        "head": plain(
-            f"Weights over {found.label} that change the predicted utility by {signed(found.gain)}; {found.optimum} "
-            f"optimum, protocol {found.protocol.name}, {found.calibration}."
-        ),
-        "targets": _target_lines(found.targets, found.current_utility, found.utility, found.trust),
-        "trust": _trust(found.trust),
+        "head": plain(f"{found.headline}; value {signed(found.value)}, protocol {found.protocol.name}.", 400),
+        **_changes(found.targets, found.scale),
         "slices": [
-            {"name": one_name, "current": f"{one.current:.1%}", "proposed": f"{one.proposed:.1%}"}
-            for one_name, one in sorted(slices, key=lambda pair: pair[1].current - pair[1].proposed)
+            {"name": one_name, "current": f"{one.now:.1%}", "proposed": f"{one.proposed:.1%}"}
+            for one_name, one in sorted(slices, key=lambda pair: pair[1].now - pair[1].proposed)
         ],
         "notes": [plain(note) for note in found.notes],
     }
 
 
-def _target_lines(
-    weights: Mapping[str, float], whole: Mapping[str, float], value: Mapping[str, float], trust: TrustSummary | None
-) -> list[View]:
-    known = {} if trust is None else trust.change
-    return [
+def _changes(targets: Sequence[TargetChange], scale: str) -> View:
+    """One line a target: the predicted change, and what it is in nats where runs are known."""
+    lines = [
         {
-            "name": name(target),
-            "weight": f"{weight:.0%}",
-            "whole": signed(whole.get(target)),
-            "value": signed(value.get(target)),
-            "nats": _nats(known[target]) if target in known else None,
+            "name": name(one.target),
+            "weight": f"{one.weight:.0%}",
+            "change": signed(one.change),
+            "nats": None if one.expected is None else _nats(one),
         }
-        for target, weight in weights.items()
+        for one in targets
     ]
+    return {"targets": lines, "nats": any(line["nats"] for line in lines), "scale": plain(scale)}
 
 
-def _nats(realized: Realized) -> View:
-    return {
-        "value": signed(realized.expected, 4),
-        "interval": f"[{signed(realized.low, 4)}, {signed(realized.high, 4)}]",
-    }
-
-
-def _trust(trust: TrustSummary | None) -> View | None:
-    if trust is None:
-        return None
-    return {"what": plain(trust.what), "warnings": [plain(warning) for warning in trust.warnings]}
+def _nats(one: TargetChange) -> View:
+    return {"value": signed(one.expected, 4), "interval": f"[{signed(one.low, 4)}, {signed(one.high, 4)}]"}
 
 
 def _percent(part: float, whole: float) -> str:
