@@ -31,11 +31,11 @@ from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.select import select
 from grasp.predict.families import parse_family
-from grasp.predict.predictions import predict
+from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.row_tables import slice_table
-from grasp.predict.scorer import CalibrationFamily
+from grasp.predict.slice_effects import slice_effects
 from grasp.predict.slices import LabelTable
+from grasp.predict.tables import prediction_table
 
 SHARD_ROWS, LABELS, TARGETS = 16_384, 24, 5
 SUBSET_ROWS = 1_000
@@ -89,24 +89,23 @@ def geometric() -> ScoringProtocol:
 def ask_predict(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
     family = parse_family(f"uniform:{SUBSET_ROWS / artifact.n_rows}")
     blocks = family.draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
-    for table in predict(artifact, protocol, blocks).tables:
+    for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 
 def ask_halves(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
     blocks = parse_family("uniform:0.5").draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
-    for table in predict(artifact, protocol, blocks).tables:
+    for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 
 def ask_slices(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
     labels = LabelTable(artifact.rows_path).column("topic")
-    calibration = CalibrationFamily.of(protocol)
-    slice_table(artifact, protocol, labels, calibration=calibration)
+    slice_effects(Predictor.of(artifact, protocol), labels.codes_N, len(labels.values))
     blocks = parse_family("groups:topic").draw(
         n_subsets, n_rows=artifact.n_rows, labels=labels, seed=0, purpose="growth"
     )
-    for table in predict(artifact, protocol, blocks).tables:
+    for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 

@@ -24,10 +24,10 @@ from grasp.artifact.reader import Artifact
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.files import aside, one_at_a_time, write_whole
-from grasp.predict.held import UnitSelection
 from grasp.predict.label_slices import label_slices
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_tables import row_tokens
+from grasp.predict.relevance import UnitSelection
+from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import method_rows
