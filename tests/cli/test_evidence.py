@@ -92,10 +92,10 @@ def scored(art, env):
 
 
 def rewrite(env: Path, change) -> None:
-    """Pass the lines of utilities.parquet through `change`."""
+    """Pass the lines of utilities.parquet through `change`; what is written by others has no checksum."""
     table = pq.read_table(env / "utilities.parquet")
     lines = change(table.to_pylist())
-    pq.write_table(pa.Table.from_pylist(lines, table.schema), env / "utilities.parquet")
+    pq.write_table(pa.Table.from_pylist(lines, table.schema.remove_metadata()), env / "utilities.parquet")
 
 
 def plant(env: Path, value) -> None:
@@ -123,7 +123,7 @@ def plant_protocol(env: Path, art: Path) -> None:
 
 def set_role(env: Path, role: str) -> None:
     info = json.loads((env / "environment.json").read_text())
-    (env / "environment.json").write_text(json.dumps(info | {"role": role}))
+    (env / "environment.json").write_text(json.dumps(info | {"role": role, "checksum": ""}))
 
 
 def lines_of(out: str) -> dict[str, list[str]]:
