@@ -148,6 +148,20 @@ def test_one_question_in_every_form_has_one_answer(art, tmp_path):  # noqa: F811
     assert pq.read_table(tmp_path / "p.parquet")["change"].to_pylist() == [changes[0]]
 
 
+def test_a_selection_and_a_mixture_are_those_of_the_commands(art, tmp_path):  # noqa: F811
+    found = grasp.open(art)
+    kept = found.select("20%", "facts", by="topic")
+    succeed("select", art, "--budget", "20%", "--target", "facts", "--by", "topic", "--out", tmp_path / "k.parquet")
+    assert kept.row_ids == pq.read_table(tmp_path / "k.parquet")["row_id"].to_pylist()
+    assert set(kept.row_ids) <= set(found.rows.to_arrow()["row_id"].to_pylist())
+    kept.export(tmp_path / "kept")
+    written = [row for file in sorted((tmp_path / "kept").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+    assert {row["row_id"] for row in written} == set(kept.row_ids)
+    mixture = found.mix("topic", "facts")
+    succeed("mix", art, "--by", "topic", "--target", "facts", "--out", tmp_path / "m.parquet")
+    assert mixture.to_arrow().to_pylist() == pq.read_table(tmp_path / "m.parquet").to_pylist()
+
+
 def test_suspects_are_those_of_the_command(art, tmp_path):  # noqa: F811
     found = grasp.open(art).detect("facts", label="topic")
     succeed("detect", art, "--target", "facts", "--label", "topic", "--out", tmp_path / "d.parquet")

@@ -1,15 +1,20 @@
 """The demo's retrained subsets: those of its own rows and units only, and what to run where there are none."""
 
+import shlex
+import shutil
+
 import pytest
 import typer
 
 import grasp.demo
 from grasp.cli import app
 from grasp.cli.options import merged, names
-from grasp.demo import Demo, retrained
+from grasp.demo import Demo, retrained, tell
 from grasp.errors import EnvironmentDataError
 from grasp.runs.retrain_plan import fitted_lengths
 from grasp.settings import retrain_settings
+from tests.cli.conftest import art, root  # noqa: F401
+from tests.cli.grasp_command import succeed
 from tests.report.world import write_artifact, write_environment
 
 
@@ -46,3 +51,22 @@ def test_retrainings_of_other_rows_unfinished_or_none_are_named(tmp_path, monkey
         EnvironmentDataError, match=r"environment: is unfinished; grasp retrain --out .* --resume goes on"
     ):
         retrained(Demo(tmp_path), artifact)
+
+
+def test_what_it_says_is_what_the_commands_that_it_shows_print(art, tmp_path, monkeypatch):  # noqa: F811
+    for name, value in {"LABEL": "topic", "TARGET": "facts", "TASKS": ("facts",), "RANDOM_SUBSETS": 20}.items():
+        monkeypatch.setattr(grasp.demo, name, value)
+    monkeypatch.setattr(grasp.demo, "SHIPPED", tmp_path / "nothing")
+    demo, said = Demo(tmp_path), []
+    shutil.copytree(art, demo.artifact_path)
+    tell(demo, said.append)
+    commands = [shlex.split(line)[2:] for line in said if line.startswith("$ grasp ")]
+    assert [argv[0] for argv in commands] == ["predict", "score", "predict", "retrain", "select", "mix", "report"]
+    text = "\n".join(said)
+    assert "Nothing to compare with: no retrained subsets ship with this version" in text
+    for argv in commands:
+        if argv[0] in ("select", "mix") or (argv[0] in ("predict", "score") and "--out" not in argv):
+            printed = succeed(*argv).lines
+            kept = printed if "--out" not in argv else printed[:-1]  # the last line says what was written
+            assert "\n".join(kept) in text, argv
+    assert demo.report_path.exists()

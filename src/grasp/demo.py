@@ -1,15 +1,18 @@
-"""A whole run on real text, small: passages, a reference model trained on the spot, an artifact.
+"""A whole run on real text, small: passages, a reference model trained on the spot, an artifact, and what it answers.
 
 Every step is kept in the output directory, and a second run reuses what is there. The passages, the tokenizer and so
 the rows come out the same everywhere, so retrained subsets of them can be shipped; where they do not, this is noticed.
 """
 
 import shlex
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
+import grasp
 from grasp.artifact.reader import Artifact
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
@@ -17,11 +20,13 @@ from grasp.extract.local import build
 from grasp.extract.progress import Progress, Silent
 from grasp.files import own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.predict.protocol import default_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
 from grasp.runs.recipe import named_recipe, train
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
+from grasp.text import number, plain, size_text, text_table
 
 TASKS = (
     "sciq",
@@ -37,6 +42,10 @@ SEED = 0
 LABEL = "source"
 SHIPPED = Path(__file__).with_name("demo_environment")  # written by `grasp retrain` with the flags of `retrain_flags`
 RETRAININGS = 16
+TARGET = "sciq"
+RANDOM_SUBSETS = 10_000
+BUDGET = "20%"
+DISTANCE = "40%"  # of the data that a mixture may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +171,126 @@ def make_model(demo: Demo, progress: Progress) -> None:
         checkpoints=(recipe.steps // 2,),
         progress=lambda _: progress.advance(recipe.batch_rows, tokens),
     )
+
+
+def tell(demo: Demo, say: Callable[[str], None]) -> None:
+    """Ask what a curator would ask, each time with the command that asks the same."""
+    art = grasp.open(demo.artifact_path)
+    say(f"{art}\n")
+    _worth(demo, art, say)
+    _any_subset(demo, art, say)
+    runs = _trust(demo, art, say)
+    _choose(demo, art, runs, say)
+
+
+def _command(say: Callable[[str], None], *arguments: object) -> None:
+    say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
+
+
+def _worth(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
+    """Slices, then single rows."""
+    say("1. What is each source worth for SciQ, a set of science questions?")
+    _command(say, "predict", demo.artifact_path, "--by", LABEL, "--targets", TARGET)
+    say(f"{art.predict(by=LABEL, targets=[TARGET])}\n")
+    say("2. Which rows teach these answers most, and which least?")
+    _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
+    say(f"{art.score(TARGET, top=5, bottom=5, min_tokens=32)}\n")
+
+
+def _any_subset(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
+    """Many subsets at once."""
+    say(f"3. Any subset can be asked about. {RANDOM_SUBSETS:,} random tenths of the corpus:")
+    path = demo.predictions_path
+    _command(say, "predict", demo.artifact_path, "--family", "uniform:0.1", "-B", RANDOM_SUBSETS, "--out", path)
+    begun = time.monotonic()
+    lines = art.predict(family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
+    seconds = time.monotonic() - begun
+    say(f"{lines:,} predictions in {seconds:.1f} s: {RANDOM_SUBSETS / seconds:,.0f} subsets a second\n")
+
+
+def _trust(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> Environment | None:
+    """Predictions beside models that were retrained on some subsets; None if there are none."""
+    say("4. Is it true? Small models were retrained on 16 mixtures of the sources. Were they predicted?")
+    try:
+        runs = retrained(demo, art.files)
+    except EnvironmentDataError as err:
+        say(f"Nothing to compare with: {plain(err)}")
+        say("Retrain on a few mixtures yourself (about a minute each), then run this again:")
+        _command(say, "retrain", *demo.retrain_flags, "--out", demo.environment_path)
+        say("")
+        return None
+    say(_agreement(grasp.evaluate(art, runs)))
+    say("1 is the right order, 0 is chance. Retraining is noisy: no prediction can reach more than the last column.\n")
+    return runs
+
+
+def _agreement(evaluation: grasp.Result) -> str:
+    """How the protocol that ships orders what was retrained, a line a target; the verb has far more."""
+    name = default_protocol().name
+    lines = [
+        (
+            line["target"],
+            number(line["task_rho"], 2),
+            f"{number(line['task_rho_low'], 2)} to {number(line['task_rho_high'], 2)}",
+            number(line["task_ceiling"], 2),
+        )
+        for line in evaluation.to_arrow().to_pylist()
+        if line["method"] == name
+    ]
+    return text_table("", ("target", "rank correlation", "95 % interval", "at most"), lines)
+
+
+def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Callable[[str], None]) -> None:
+    """A fifth of the rows for SciQ, a mixture for all targets, and the page."""
+    trust = () if runs is None else ("--environment", runs.path)
+    say("5. Choose a fifth of the corpus for SciQ.")
+    _command(
+        say,
+        "select",
+        demo.artifact_path,
+        "--budget",
+        BUDGET,
+        "--target",
+        TARGET,
+        "--by",
+        LABEL,
+        *trust,
+        "--out",
+        demo.kept_path,
+    )
+    selection = art.select(BUDGET, TARGET, by=LABEL, runs=runs)
+    say(f"{selection}\n")
+    summary = selection.save(demo.kept_path).with_suffix(".json")
+    say("6. Or keep everything, and change how much of each source the model sees: for all five tasks together.")
+    _command(
+        say,
+        "mix",
+        demo.artifact_path,
+        "--by",
+        LABEL,
+        "--target",
+        ",".join(TASKS),
+        "--distance",
+        DISTANCE,
+        *trust,
+        "--out",
+        demo.mixture_path,
+    )
+    mixture = art.mix(LABEL, list(TASKS), distance=DISTANCE, runs=runs)
+    say(f"{mixture}\n")
+    shares = mixture.save(demo.mixture_path).with_suffix(".json")
+    say("7. All of it on one page, with sliders to try what if.")
+    _command(
+        say,
+        "report",
+        demo.artifact_path,
+        *trust,
+        "--selection",
+        summary,
+        "--mixture",
+        shares,
+        "--out",
+        demo.report_path,
+    )
+    page = art.report(demo.report_path, runs=runs, selection=summary, mixture=shares)
+    say(f"{page}: {size_text(page.stat().st_size)}; open it in any browser, it needs no network\n")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from grasp.audit.detect import Suspects
     from grasp.audit.diagnose import Diagnosis
     from grasp.audit.retrieval import Retrieval
+    from grasp.choose.mixture import Mixture
+    from grasp.choose.select import Selection
     from grasp.extract.progress import Progress
     from grasp.predict.intervals import FitIntervals
     from grasp.predict.protocol import ScoringProtocol
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     Place = Path | str
     Protocol = ScoringProtocol | Path | str | None
     Runs = Environment | Path | str | None
+    Targets = str | Sequence[str] | Mapping[str, float] | None
 
 
 class Artifact:
@@ -166,6 +169,81 @@ class Artifact:
             components=components,
             units=units,
             out=None if out is None else Path(out),
+        )
+
+    # ------------------------------------------------------------------------------------ what to take
+
+    def select(
+        self,
+        budget: str | float | None = None,
+        target: "Targets" = None,
+        *,
+        train_tokens: str | float | None = None,
+        by: str | None = None,
+        floor: Sequence[str] = (),
+        cap: Sequence[str] = (),
+        exclude: "Place | Sequence[str] | None" = None,
+        exclude_where: str | None = None,
+        protocol: "Protocol" = None,
+        diversity: float | None = None,
+        repeat_worth: float = 15.4,
+        runs: "Runs" = None,
+        progress: "Progress | None" = None,
+    ) -> "Selection":
+        """Choose rows to train on; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
+
+        See `grasp.choose.select.select`.
+        """
+        from grasp.choose.select import select
+
+        return select(
+            self.files,
+            budget,
+            target,
+            train_tokens=train_tokens,
+            by=by,
+            floor=floor,
+            cap=cap,
+            exclude=exclude,
+            exclude_where=exclude_where,
+            protocol=protocol,
+            diversity=diversity,
+            repeat_worth=repeat_worth,
+            runs=self._intervals(runs),
+            progress=progress,
+        )
+
+    def mix(
+        self,
+        by: str,
+        target: "Targets" = None,
+        *,
+        floor: Sequence[str] = (),
+        cap: Sequence[str] = (),
+        distance: str | None = None,
+        max_repeat: float = 4.0,
+        train_tokens: str | float | None = None,
+        protocol: "Protocol" = None,
+        diversity: float | None = None,
+        repeat_worth: float = 15.4,
+        runs: "Runs" = None,
+    ) -> "Mixture":
+        """Find the shares of a label's values that help the targets most; see `grasp.choose.mixture.mix`."""
+        from grasp.choose.mixture import mix
+
+        return mix(
+            self.files,
+            by,
+            target,
+            floor=floor,
+            cap=cap,
+            distance=distance,
+            max_repeat=max_repeat,
+            train_tokens=train_tokens,
+            protocol=protocol,
+            diversity=diversity,
+            repeat_worth=repeat_worth,
+            runs=self._intervals(runs),
         )
 
     # ----------------------------------------------------------------------- what should not be there
