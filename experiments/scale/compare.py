@@ -1,7 +1,7 @@
 """What changed when one scale took the place of a drawn family: two results of `grasp evaluate` side by side.
 
-    grasp evaluate ART --environment experiments/environments/cc-format --json new.json
-    python -m experiments.scale.compare cc-format=old.json,new.json ... --out experiments/scale/result.json
+grasp evaluate ART --environment experiments/environments/cc-format --json new.json
+python -m experiments.scale.compare cc-format=old.json,new.json ... --out experiments/scale/result.json
 """
 
 import argparse
