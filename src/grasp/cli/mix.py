@@ -55,7 +55,10 @@ def mix(
     diversity: float | None = Diversity,
     repeat_worth: float = RepeatWorth,
 ) -> None:
-    """Find the shares of a label's values that help the targets most; the amount of data stays the same."""
+    """Find the shares of a label's values that help the targets most.
+
+    The amount of data stays the same.
+    """
     from grasp.artifact.reader import Artifact
     from grasp.choose import mixture as verb
     from grasp.cli.predict import fitting

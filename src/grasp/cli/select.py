@@ -110,7 +110,10 @@ def select(
     repeat_worth: float = RepeatWorth,
     quiet: Quiet = False,
 ) -> None:
-    """Choose the rows that help the targets most, and write them as a corpus to train on."""
+    """Choose the rows that help the targets most.
+
+    They can be written as a corpus to train on.
+    """
     from grasp.artifact.reader import Artifact
     from grasp.choose import select as verb
     from grasp.choose.export import check_place
