@@ -1,6 +1,5 @@
 """An artifact may come from a stranger: nothing outside it is read or written, and every refusal is one line."""
 
-import json
 import os
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from grasp.artifact.reader import Artifact
 from grasp.artifact.remote import publish_artifact
 from grasp.errors import ArtifactError
 from grasp.files import checksum, entry_of
+from tests.resigned import resign
 
 NAMES = (
     "/etc/passwd",
@@ -40,15 +40,6 @@ NAMES = (
     "",
     "x" * 400,
 )
-
-
-def resign(path: Path, change) -> None:
-    """Rewrite a manifest as its owner could: changed, and signed again."""
-    raw = json.loads((path / MANIFEST).read_text())
-    change(raw)
-    raw["checksum"] = "0" * 32
-    data = json.dumps(raw, indent=1) + "\n"
-    (path / MANIFEST).write_text(data.replace("0" * 32, checksum(data.encode()), 1))
 
 
 @pytest.fixture

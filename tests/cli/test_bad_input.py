@@ -1,6 +1,5 @@
 """Every mistake gets exit code 2 and one line that says where, what was found, what was expected and what to do."""
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -25,6 +24,7 @@ from grasp.artifact.writer import lock_artifact
 from grasp.models.tokenizer import train_tokenizer
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
 from tests.extract.world import texts, write_corpus
+from tests.resigned import resign
 
 TWO_ROWS = [{"row_id": "a", "text": "water light"}, {"row_id": "b", "text": "cell river energy"}]
 
@@ -155,7 +155,8 @@ def test_an_unknown_task_or_variant(build, changes, message):
 
 
 def test_targets_in_files(build, root, tmp_path):
-    assert refused(*build("--targets", "/no/such.jsonl")) == "targets.names: /no/such.jsonl: no such file"
+    missing = refused(*build("--targets", "/no/such.jsonl"))
+    assert missing.startswith("targets.names: /no/such.jsonl: no such file or directory; expected .parquet, .jsonl")
     units = write_lines(tmp_path / "units.jsonl", [{"task": "t", "prompt": "q"}])
     assert refused(*build("--targets", units)) == f"{units}:1: completion: missing"
     assert "facts is named twice" in refused(*build("--targets", f"{root / 'facts.jsonl'},{root / 'facts.jsonl'}"))
@@ -582,8 +583,8 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "arrays/relevance_token/c.3.0",
-        "arrays/hidden_sketch.scale/c.0",
+        "arrays/relevance_token/00003.npy",
+        "arrays/hidden_sketch/scale.npy",
         "shards/00003.parquet",
         "shards/00003.json",
         "rows.parquet",
@@ -603,12 +604,12 @@ def test_verify_names_a_file_with_a_flipped_byte(own_art, name):
 
 
 def test_verify_names_every_broken_file(own_art):
-    flip(own_art / "arrays/relevance_token/c.3.0")
-    (own_art / "arrays/relevance_token/c.5.0").unlink()
+    flip(own_art / "arrays/relevance_token/00003.npy")
+    (own_art / "arrays/relevance_token/00005.npy").unlink()
     os.truncate(own_art / "rows.parquet", 100)
     found = run("verify", own_art).lines
-    assert re.match(r"broken: arrays/relevance_token/c.3.0: damaged: checksum \w+, expected \w+", found[0])
-    assert found[1] == "broken: arrays/relevance_token/c.5.0: missing"
+    assert re.match(r"broken: arrays/relevance_token/00003.npy: damaged: checksum \w+, expected \w+", found[0])
+    assert found[1] == "broken: arrays/relevance_token/00005.npy: missing"
     assert re.match(r"broken: rows.parquet: truncated: 100 of \d+ bytes", found[2])
     assert found[3].endswith(": 3 broken")
 
@@ -617,11 +618,11 @@ ADVICE = "`grasp verify` names everything that is broken"
 
 
 def test_reading_a_truncated_or_missing_chunk_says_so(own_art):
-    chunk = own_art / "arrays/relevance_token/c.3.0"
+    chunk = own_art / "arrays/relevance_token/00003.npy"
     size = chunk.stat().st_size
     os.truncate(chunk, size - 7)
     for asked in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
-        assert refused(*asked) == f"{chunk}: {size - 7} bytes, expected {size}; {ADVICE}"
+        assert refused(*asked) == f"{chunk}: truncated: {size - 7} of {size} bytes; {ADVICE}"
     chunk.unlink()
     assert refused("score", own_art, "--target", "facts") == f"{chunk}: missing; {ADVICE}"
 
@@ -635,20 +636,17 @@ def test_reading_a_damaged_table_says_so(own_art, name, gone):
     else:
         os.truncate(path, path.stat().st_size - 7)
     found = refused("score", own_art, "--target", "facts", "--top", 100)
-    assert re.fullmatch(f"{re.escape(str(path))}: {'missing' if gone else 'damaged: .*'}; {ADVICE}", found)
+    assert re.fullmatch(f"{re.escape(str(path))}: {'missing' if gone else 'truncated: .*'}; {ADVICE}", found)
     if name != "shards/00003.parquet":
         assert str(path) in refused("predict", own_art, "--by", "topic")
 
 
 def test_an_artifact_of_another_format_version(own_art):
     path = own_art / "manifest.json"
-    data = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 7')
-    data = re.sub(rb'"checksum": "\w+"', b'"checksum": "' + b"0" * 32 + b'"', data, count=1)
-    signature = hashlib.blake2b(data, digest_size=16).hexdigest().encode()
-    path.write_bytes(data.replace(b"0" * 32, signature, 1))
+    resign(own_art, lambda raw: raw.update(format_version=7))
     for asked in (["info"], ["verify"], ["score", "--target", "facts"], ["predict", "--by", "topic"]):
         assert refused(asked[0], own_art, *asked[1:]) == (
-            f"{path}: format version 7, this program reads 1; build the artifact again, or use the version of grasp "
+            f"{path}: format version 7, this program reads 2; build the artifact again, or use the version of grasp "
             "that wrote it"
         )
 

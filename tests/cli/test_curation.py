@@ -12,6 +12,7 @@ import pytest
 from grasp.artifact.reader import Artifact
 from grasp.choose.summaries import read_mixture, read_selection
 from grasp.errors import SettingsError
+from grasp.files import entry_of
 from grasp.predict.families import parse_family
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
@@ -21,6 +22,7 @@ from grasp.runs.evaluate import target_fingerprint
 from grasp.settings import read_yaml
 from grasp.targets import Unit
 from tests.cli.grasp_command import cells, refused, succeed
+from tests.resigned import resign
 
 SHARES = re.compile(r"keeps (\d+) of (\d+) rows \((\d+\.\d) %\), ([\d,]+) tokens")
 
@@ -259,6 +261,8 @@ def odd(art, tmp_path_factory):
     table = pq.read_table(place / "rows.parquet")
     values = pa.array([ODD[i % len(ODD)] for i in range(table.num_rows)], pa.string())
     pq.write_table(table.append_column("odd", values), place / "rows.parquet")
+    entry = entry_of(place / "rows.parquet").model_dump()
+    resign(place, lambda raw: raw["files"].update({"rows.parquet": entry}))
     return place
 
 

@@ -195,6 +195,7 @@ def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, mon
         return real(head, hidden_PH, *rest)
 
     monkeypatch.setattr(extract, "head_residual", head_residual)
+    monkeypatch.setattr("grasp.extract.local.look_ahead", lambda *_, **__: None)  # of the pass alone
     settings = world(root).model_dump(mode="json")
     del settings["features"]["product_width"]
     settings["features"] |= {"match": "pooled", "pooling": "tail:3"}

@@ -245,7 +245,7 @@ def encode(
 def npy_bytes(array: NDArray[Any]) -> bytes:
     """An array as the bytes of a .npy file."""
     buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
+    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)  # one order: its header is compared
     return buffer.getvalue()
 
 
