@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from grasp.artifact.reader import Artifact
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
+from grasp.dotted import leaf
 from grasp.errors import ArtifactError, CorpusError
 from grasp.settings import BuildSettings, found_settings
 
@@ -42,7 +43,8 @@ class Origin:
     @property
     def has_images(self) -> bool:
         """Whether rows are images, and the model a classifier."""
-        return self.settings.model.classifier is not None
+        # the artifact's own word: to say what its rows are, no code that it names is needed
+        return leaf(self.artifact.manifest.settings, "model.classifier") is not None
 
     @cached_property
     def rows(self) -> RowStore | ImageStore:
