@@ -308,7 +308,7 @@ def test_what_is_not_there_is_named(place, tmp_path, flags, message):
 
 def test_a_directory_is_no_file_for_a_report(place, tmp_path):
     assert refused("report", place / "art", "--out", tmp_path) == (
-        f"out: got {tmp_path}, which is a directory; expected the name of a file"
+        f"--out: got {tmp_path}, which is a directory; expected the name of a file"
     )
 
 

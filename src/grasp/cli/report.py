@@ -9,6 +9,7 @@ import typer
 import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, TargetNames, names
+from grasp.files import check_outputs
 from grasp.text import size_text
 
 # \b keeps the lines of the epilog as they are.
@@ -55,7 +56,10 @@ def report(
 
     Slices with intervals, interactions, rows with their text, sliders that predict what grasp predict predicts.
     """
-    page = grasp.open(art).report(
+    artifact = grasp.open(art)
+    read = {"--selection reads": selection, "--mixture reads": mixture, "--detect reads": suspects}
+    check_outputs({"--out": out}, artifact.files.reads | read | {"--protocol reads": protocol})
+    page = artifact.report(
         out,
         by=names(by) or (),
         targets=names(targets),
