@@ -16,6 +16,7 @@ from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
 from tests.models.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 
 TAU = CLASSIFIER_FEATURES["tau"]
+OWN = {"model": {"classifier": {"factory": "tests.models.images_world:TinyNet"}}}  # the code that the user names
 
 
 def arrays(path):
@@ -110,7 +111,7 @@ def test_a_build_that_was_killed_goes_on_bit_for_bit(root, built, tmp_path):
 def test_a_target_is_added_as_if_it_had_been_there(root, tmp_path, keep):
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
     out = build(build_settings(settings(root, keep_features=keep)), tmp_path / "artifact")
-    source = add_target(out, TargetSettings(names=(str(path),)))
+    source = add_target(out, TargetSettings(names=(str(path),)), own=OWN)
     assert source == ("kept features" if keep else "pass")
     both = [str(root / "trusted.parquet"), str(path)]
     joint = arrays(build(build_settings(settings(root, targets__names=both)), tmp_path / "joint"))
@@ -124,4 +125,4 @@ def test_other_weights_are_another_model(root, tmp_path):
     write_weights(weights, TinyNet(seed=5))
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
     with pytest.raises(ArtifactError, match="model changed since it was built"):
-        add_target(out, TargetSettings(names=(str(path),)))
+        add_target(out, TargetSettings(names=(str(path),)), own=OWN)

@@ -72,6 +72,6 @@ def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
 def test_a_build_goes_on_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
     assert "run.yaml: model.classifier.factory is" in refused("build", "--out", art, "--resume")
-    named = ("--set", "model.classifier.factory=tests.models.images_world:TinyNet")
-    assert "was complete already" in succeed("build", "--out", art, "--resume", *named).out
-    assert "was complete already" in succeed("build", "--out", art, "--resume", "--config", art / "run.yaml").out
+    config = ("--config", art / "run.yaml")
+    for named in (("--set", "model.classifier.factory=tests.models.images_world:TinyNet"), config):
+        assert "finished already, with these settings" in succeed("build", "--out", art, "--resume", *named).err
