@@ -45,20 +45,20 @@ def test_pages_that_ask_are_not_ranked_and_carry_their_labels(pages, found):
     assert {line["unit_id"] for line in lines} <= set(apart[:9])
     for line in lines:
         assert line["topic"] == TOPICS[int(line["unit_id"].removeprefix("page-")) % 3]
-    assert {one.related.name for one in found} == {"topic", "format"}
+    assert {one.domains.name for one in found} == {"topic", "format"}
 
 
 def test_words_that_only_one_topic_has_find_it(pages, found):
-    (bm25,) = [one for one in found if (one.score, one.related.name) == ("bm25", "topic")]
-    assert bm25.mean.mean > 2.0
+    (bm25,) = [one for one in found if (one.score, one.domains.name) == ("bm25", "topic")]
+    assert bm25.mean.value > 2.0
     written = json.loads((pages.work / "related.json").read_text())
     lines = {
         key: next(one for one in written[key] if (one["score"], one["label"]) == ("bm25", "topic"))
         for key in ("every_page_a_query", "pages_of_one_value_together")
     }
-    assert lines["every_page_a_query"]["lift"]["mean"] == bm25.mean.mean
+    assert lines["every_page_a_query"]["lift"]["mean"] == bm25.mean.value
     assert lines["pages_of_one_value_together"]["lift"]["mean"] > 2.0
-    assert f"{bm25.mean.mean:.2f} ({bm25.mean.low:.2f} to" in (pages.work / "related.md").read_text()
+    assert f"{bm25.mean.value:.2f} ({bm25.mean.low:.2f} to" in (pages.work / "related.md").read_text()
 
 
 def test_a_corpus_without_labels_is_refused(pages, tmp_path):
