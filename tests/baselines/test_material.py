@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grasp import files
+from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import Artifact
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.errors import ArtifactError, SettingsError
@@ -67,8 +69,13 @@ def test_rows_without_tokens_are_refused(own):
 
 
 def test_tokens_of_another_corpus_are_refused(own):
-    store = own.path / "tokens/store.json"
-    store.write_text(store.read_text().replace(own.material().store.fingerprint, "0" * 32))
+    store, material = own.path / "tokens/store.json", own.material()
+    store.write_text(store.read_text().replace(material.store.fingerprint, "0" * 32))
+    with pytest.raises(ArtifactError, match=r"store\.json: damaged: checksum [0-9a-f]{32}, expected [0-9a-f]{32}"):
+        own.material().require_tokens()
+    manifest = material.artifact.manifest
+    noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
+    write_manifest(own.path, manifest.model_copy(update={"rows_kept": noted}))
     with pytest.raises(ArtifactError, match=r"corpus changed since it was built .corpus 0{32}, was [0-9a-f]+"):
         own.material().require_tokens()
 
