@@ -71,7 +71,7 @@ def test_the_commands_in_their_order(place):
         succeed(*argv[1:])
     assert Artifact.open(place / "art").targets == ("sciq", "openbookqa", "commonsense_qa")
     assert pq.read_table(place / "predictions.parquet").num_rows == 4  # two subsets, before the third target came
-    assert (place / "report.html").read_text(encoding="utf-8").count("the budget was 6 rows") == 1
+    assert (place / "report.html").read_text(encoding="utf-8").count("6 of 30 rows") >= 1
 
 
 def test_every_command_is_one_that_grasp_takes():
