@@ -45,6 +45,13 @@ SUBSET = "selection"
 CURVE_SHOWN = 8
 VALUES_SHOWN = 30
 NATS = ("expected", "low", "high")
+# Changes have a sign; shares, weights and factors have none.
+FORMATS = dict.fromkeys(NATS, "{:+z.4f}") | {
+    "weight": "{:.2f}",
+    "now": "{:.1%}",
+    "proposed": "{:.1%}",
+    "times_as_often": "{:.2f}",
+}
 NO_CURVE = Curve((), (), (), ())
 
 
@@ -527,5 +534,5 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.2f}" if name == "weight" else f"{value:+z.4f}" if name in NATS else f"{value:+z.3f}"
+        return FORMATS.get(name, "{:+z.3f}").format(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
