@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, beside
 from grasp.cli.select import Diversity, RepeatWorth, TargetWeights, TrainTokens
@@ -59,15 +60,10 @@ def mix(
 
     The amount of data stays the same.
     """
-    from grasp.artifact.reader import Artifact
-    from grasp.choose import mixture as verb
-    from grasp.cli.predict import fitting
-
-    artifact = Artifact.open(art)
+    opened = grasp.open(art)
     reads = {"--protocol reads": protocol, "is the environment": environment}
-    check_outputs({**beside("--out", out), "--weights": weights}, artifact.reads | reads)
-    mixture = verb.mix(
-        artifact,
+    check_outputs({**beside("--out", out), "--weights": weights}, opened.files.reads | reads)
+    mixture = opened.mix(
         by,
         target,
         floor=floor,
@@ -78,7 +74,7 @@ def mix(
         protocol=protocol,
         diversity=diversity,
         repeat_worth=repeat_worth,
-        runs=fitting(artifact, environment),
+        runs=environment,
     )
     print(mixture)
     if out is not None:

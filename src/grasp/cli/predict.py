@@ -1,6 +1,5 @@
 """grasp predict"""
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,7 @@ from grasp.files import check_outputs
 from grasp.text import plain
 
 if TYPE_CHECKING:
-    from grasp.artifact.reader import Artifact
-    from grasp.predict.intervals import FitIntervals
+    pass
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -101,16 +99,6 @@ def predict(
     for line in (result.headline, *result.notes, f"{out}: {result.lines:,} lines"):
         if line:
             print(plain(line))
-
-
-def fitting(artifact: "Artifact", environment: Path | None) -> "FitIntervals | None":
-    """What fits intervals to an environment, if one is named."""
-    from grasp.runs.environment import Environment
-    from grasp.runs.trust import fit_intervals
-
-    if environment is None:
-        return None
-    return functools.partial(fit_intervals, artifact=artifact, environment=Environment.open(environment))
 
 
 def _weight(text: str) -> tuple[str, float]:

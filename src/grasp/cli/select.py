@@ -5,6 +5,7 @@ from pathlib import Path
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, Quiet, beside
 from grasp.cli.progress import Watch
@@ -114,22 +115,20 @@ def select(
 
     They can be written as a corpus to train on.
     """
-    from grasp.artifact.reader import Artifact
-    from grasp.choose import select as verb
     from grasp.choose.export import check_place
-    from grasp.cli.predict import fitting
+    from grasp.choose.select import check_export
 
-    artifact = Artifact.open(art)
+    opened = grasp.open(art)
+    artifact = opened.files
     reads = {"--exclude reads": exclude, "--protocol reads": protocol, "is the environment": environment}
     if export is not None:
         check_place(export)
     outputs = {**beside("--out", out), "--ids-out": ids_out, "--export": export}
     check_outputs(outputs, artifact.reads | reads)
     if export is not None or documents or ids_out or corpus:
-        verb.check_export(artifact, export, documents=documents, form=form, corpus=corpus, ids=ids_out)
+        check_export(artifact, export, documents=documents, form=form, corpus=corpus, ids=ids_out)
     with Watch(quiet=quiet) as watch:
-        selection = verb.select(
-            artifact,
+        selection = opened.select(
             budget,
             target,
             train_tokens=train_tokens,
@@ -141,7 +140,7 @@ def select(
             protocol=protocol,
             diversity=diversity,
             repeat_worth=repeat_worth,
-            runs=fitting(artifact, environment),
+            runs=environment,
             progress=watch,
         )
     print(selection)
