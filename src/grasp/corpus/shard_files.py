@@ -362,7 +362,7 @@ def _first_duplicate(directory: Path, n_shards: int) -> tuple[str, list[int]] | 
         connection.register("names", files)
         found = connection.execute(
             f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
-            f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}) LIMIT 1"
+            f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}), row_id LIMIT 1"
         ).fetchone()
     discard(spill)
     return None if found is None else (found[0], [found[1], found[2]])
