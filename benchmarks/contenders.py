@@ -187,12 +187,12 @@ def grasp_build(match: str) -> Callable[[Job], int]:
 
 def own_method(name: str, **settings: Any) -> Callable[[Job], Path]:
     def run(job: Job) -> Path:
-        from grasp.artifact.reader import Artifact  # noqa: PLC0415
+        from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415
         from grasp.runs.configured import configured_methods  # noqa: PLC0415
         from grasp.runs.material import Material  # noqa: PLC0415
         from grasp.runs.method_predictions import scores  # noqa: PLC0415
 
-        artifact, out = Artifact.open(job.artifact), job.out / "run"
+        artifact, out = ArtifactReader.open(job.artifact), job.out / "run"
         material = Material(artifact, batch_tokens=job.batch * job.length)
         scores(configured_methods([name], {name: settings})[0], material, out)
         return out

@@ -56,7 +56,7 @@ import pyarrow.parquet as pq
 
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.layout import MANIFEST
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.cli import REFUSALS
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, GraspError
@@ -191,7 +191,7 @@ def work(verb: str, root: Path, out: Path) -> None:
 
 
 def arrays_of(path: Path) -> dict[str, bytes]:
-    artifact = Artifact.open(path)
+    artifact = ArtifactReader.open(path)
     found = {name: b"".join(b.tobytes() for _, b in artifact.array_blocks(name)) for name in artifact.array_names}
     return found | {f"moments {name}": array.tobytes() for name, array in artifact.moments.items()}
 
@@ -307,7 +307,7 @@ def mount(*arguments: str) -> None:
 def damaged(bench: Bench, harm: Callable[[bytearray], bytearray]) -> None:
     path = bench.fresh("damaged")
     shutil.copytree(bench.artifact, path)
-    manifest = Artifact.open(path).manifest
+    manifest = ArtifactReader.open(path).manifest
     name = bench.draw.choice(sorted(manifest.files | manifest.rows_kept))
     data = bytearray((path / name).read_bytes())
     (path / name).write_bytes(harm(data))
@@ -327,7 +327,7 @@ def flipped(bench: Bench, data: bytearray) -> bytearray:
 
 def read_artifact(path: Path) -> dict[str, bytes]:
     """All that can be asked of an artifact."""
-    artifact = Artifact.open(path)
+    artifact = ArtifactReader.open(path)
     found = arrays_of(path) | {"units": str(artifact.units.to_pylist()).encode()}
     found["rows"] = str(pq.read_table(artifact.rows_path).to_pylist()).encode()
     found["shards"] = str(artifact.rows(np.arange(artifact.n_rows)).to_pylist()).encode()
@@ -392,7 +392,7 @@ def hostile_manifest(bench: Bench) -> None:
     draw.choice(changes)()
     (path / MANIFEST).write_bytes(signed_again(raw))
     before = {file: file.stat().st_mtime_ns for file in bench.root.rglob("*")}
-    for look in (Artifact.open, info, verify):
+    for look in (ArtifactReader.open, info, verify):
         try:
             look(path)
         except ArtifactError as err:
@@ -463,7 +463,7 @@ def slow_read(bench: Bench) -> None:
 
 def failing_read(bench: Bench) -> None:
     """One chunk file fails once; the error has one line with its name, and reading again gives the numbers."""
-    artifact, real, calls = Artifact.open(bench.artifact), np.memmap, [0]
+    artifact, real, calls = ArtifactReader.open(bench.artifact), np.memmap, [0]
     nth = bench.draw.randrange(1, 1 + artifact.grid.n_shards)
 
     def mapped(path: Path, *args: object, **options: object) -> object:

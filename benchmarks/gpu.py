@@ -36,7 +36,7 @@ from build import Clock, bare
 from retrain import finish, random_rows, seconds_a_step
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowStore
 from grasp.extract.local import build
 from grasp.models.causal_lm import ReferenceModel
@@ -214,7 +214,7 @@ def agreement(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     """Largest difference of every array over its largest entry, and of sums over masks; float32 on both."""
     found = {}
     artifacts = [
-        Artifact.open(build(settings_of(root, sizes, one, "float32", sizes.agree_rows), root / f"agree-{k}"))
+        ArtifactReader.open(build(settings_of(root, sizes, one, "float32", sizes.agree_rows), root / f"agree-{k}"))
         for k, one in enumerate((device, "cpu"))
     ]
     rows = np.arange(sizes.agree_rows)

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from memory import peak_bytes  # the file beside this one
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.select import select
@@ -86,20 +86,20 @@ def geometric() -> ScoringProtocol:
     return default_protocol().model_copy(update={"components": {"joint.pair": -0.1}})
 
 
-def ask_predict(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+def ask_predict(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     family = parse_family(f"uniform:{SUBSET_ROWS / artifact.n_rows}")
     blocks = family.draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
     for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 
-def ask_halves(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+def ask_halves(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     blocks = parse_family("uniform:0.5").draw(n_subsets, n_rows=artifact.n_rows, seed=0, purpose="growth")
     for table in prediction_table(Predictor.of(artifact, protocol), artifact, blocks).tables:
         assert table.num_rows
 
 
-def ask_slices(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+def ask_slices(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     labels = LabelTable(artifact.rows_path).column("topic")
     slice_effects(Predictor.of(artifact, protocol), labels.codes_N, len(labels.values))
     blocks = parse_family("groups:topic").draw(
@@ -109,11 +109,11 @@ def ask_slices(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) ->
         assert table.num_rows
 
 
-def ask_select(artifact: Artifact, n_subsets: int, protocol: ScoringProtocol) -> None:
+def ask_select(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     select(artifact, "10%", "task0", protocol=protocol)
 
 
-QUESTIONS: dict[str, Callable[[Artifact, int, ScoringProtocol], None]] = {
+QUESTIONS: dict[str, Callable[[ArtifactReader, int, ScoringProtocol], None]] = {
     "predict": ask_predict,
     "predict halves": ask_halves,
     "slices": ask_slices,
@@ -124,7 +124,7 @@ QUESTIONS: dict[str, Callable[[Artifact, int, ScoringProtocol], None]] = {
 def _measured(question: str, path: Path, n_subsets: int, geometry: bool, queue: Any) -> None:
     before = peak_bytes()
     begun, cpu = time.perf_counter(), time.process_time()
-    QUESTIONS[question](Artifact.open(path), n_subsets, geometric() if geometry else default_protocol())
+    QUESTIONS[question](ArtifactReader.open(path), n_subsets, geometric() if geometry else default_protocol())
     peak = peak_bytes()
     queue.put(
         {

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.predict.protocol import default_protocol, load_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.methods import Contenders, compare
@@ -21,7 +21,7 @@ from grasp.runs.methods import Contenders, compare
 RELATIVE = 2.0**-11
 
 
-class RoundedAgain(Artifact):
+class RoundedAgain(ArtifactReader):
     """Every number moved by as much as float16 rounding may have moved it."""
 
     draw = np.random.default_rng(0)
@@ -31,7 +31,9 @@ class RoundedAgain(Artifact):
             yield start, block * (1 + self.draw.uniform(-RELATIVE, RELATIVE, block.shape)).astype(np.float32)
 
 
-def fidelity(artifact: Artifact, environment: Environment, contenders: Contenders) -> dict[tuple[str, str], float]:
+def fidelity(
+    artifact: ArtifactReader, environment: Environment, contenders: Contenders
+) -> dict[tuple[str, str], float]:
     """Task rho of every method and target."""
     report = json.loads(compare(artifact, environment, contenders, resamples=10).to_json())
     return {(one["method"], one["target"]): one["task_rho"] for one in report["results"] if one["task_rho"] is not None}
@@ -47,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     protocols = {"default": default_protocol()} | ({"selected": load_protocol(args.protocol)} if args.protocol else {})
     environment, contenders = Environment.open(args.environment), Contenders(protocols=protocols)
-    stored = fidelity(Artifact.open(args.artifact), environment, contenders)
+    stored = fidelity(ArtifactReader.open(args.artifact), environment, contenders)
     again = [fidelity(RoundedAgain.open(args.artifact), environment, contenders) for _ in range(args.draws)]
     changes = {key: [abs(one[key] - rho) for one in again] for key, rho in stored.items()}
     average = [change for (_, target), found in changes.items() if target == "average" for change in found]

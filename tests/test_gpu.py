@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict import sweep_torch
@@ -69,7 +69,7 @@ def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path):
     for device in ("cpu", "cuda"):
         settings = world(tmp_path)
         model = settings.model.model_copy(update={"device": device, "dtype": "float32"})
-        artifacts[device] = Artifact.open(build(settings.model_copy(update={"model": model}), tmp_path / device))
+        artifacts[device] = ArtifactReader.open(build(settings.model_copy(update={"model": model}), tmp_path / device))
     rows = np.arange(artifacts["cpu"].n_rows)
     assert artifacts["cpu"].array_names == artifacts["cuda"].array_names
     for name in artifacts["cpu"].array_names:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.predict.label_slices import label_slices
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol, save_protocol
@@ -38,7 +38,7 @@ def art(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("protocol", [default_protocol(), GEOMETRY], ids=["default", "geometry"])
 def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, protocol):
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     save_protocol(protocol, tmp_path / "p.yaml")
     rows = pq.read_table(art / "rows.parquet")
     kept_N = np.array(rows["topic"].to_pylist()) != "life"
@@ -96,7 +96,7 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
 
 
 def test_many_subsets_are_asked_at_once(art):
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
     subsets = {"first": ids[:10], "rest": ids[10:]}
     together = predict(artifact, subsets=subsets).to_pandas().set_index("subset_id")["change"]

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 import grasp
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.cli import app
 from tests.cli.grasp_command import succeed
 from tests.extract.world import texts, write_checkpoint
@@ -69,7 +69,7 @@ def test_the_commands_in_their_order(place):
     assert {argv[1] for argv in asked} == READING
     for argv in asked:
         succeed(*argv[1:])
-    assert Artifact.open(place / "art").targets == ("sciq", "openbookqa", "commonsense_qa")
+    assert ArtifactReader.open(place / "art").targets == ("sciq", "openbookqa", "commonsense_qa")
     assert pq.read_table(place / "predictions.parquet").num_rows == 4  # two subsets, before the third target came
     assert (place / "report.html").read_text(encoding="utf-8").count("6 of 30 rows") >= 1
 

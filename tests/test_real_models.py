@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import rankdata, spearmanr
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
 from grasp.predict.ranking import score
 from grasp.settings import BuildSettings, build_settings
@@ -42,10 +42,10 @@ def settings_of(dtype: str) -> BuildSettings:
 
 
 def relevance(path: Path) -> np.ndarray:
-    return np.concatenate([block for _, block in Artifact.open(path).array_blocks("relevance_token")])
+    return np.concatenate([block for _, block in ArtifactReader.open(path).array_blocks("relevance_token")])
 
 
-def answer_auc(artifact: Artifact, relevance_NE: np.ndarray) -> list[float]:
+def answer_auc(artifact: ArtifactReader, relevance_NE: np.ndarray) -> list[float]:
     """For each unit whose answer is a word of some row: how often a row with it is above a row without it."""
     texts = pq.read_table(PAGES, columns=["text"]).slice(0, DOCUMENTS).column("text").to_pylist()
     found = []
@@ -61,7 +61,7 @@ def answer_auc(artifact: Artifact, relevance_NE: np.ndarray) -> list[float]:
 def test_smollm2_over_web_pages_in_both_precisions(tmp_path):
     found = {}
     for dtype in ("float32", "bfloat16"):
-        artifact = Artifact.open(build(settings_of(dtype), tmp_path / dtype))
+        artifact = ArtifactReader.open(build(settings_of(dtype), tmp_path / dtype))
         assert artifact.n_rows == DOCUMENTS
         assert artifact.manifest.made_by["dtype"] == dtype
         found[dtype] = relevance(artifact.path)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect, unit_scores
 from grasp.audit.detection import auroc
 from grasp.corpus.store import RowStore
@@ -41,7 +41,7 @@ ANSWER, WHOLE = "sciq", "sciq_text"  # the loss on the answer; on every token of
 
 def make(
     pool: Path, work: Path, recipe: TrainingRecipe, planted: int, clean: int, *, whole: bool = False
-) -> tuple[Artifact, list[Passage], list[Unit]]:
+) -> tuple[ArtifactReader, list[Passage], list[Unit]]:
     """Corpus, model and artifact, each unless it is there; the passages, and the units that are looked for."""
     work.mkdir(parents=True, exist_ok=True)
     all_units = load_units(TargetSettings(names=("sciq",), units_per_target=None)).units
@@ -53,7 +53,7 @@ def make(
     settings = settings_of(corpus, asked, work / "model", recipe.shape.context)
     if not (work / "model" / "training.json").exists():  # written last
         _train(recipe, settings.corpus, [row.text for row in rows], work)
-    return Artifact.open(build(settings, work / "artifact")), rows, units
+    return ArtifactReader.open(build(settings, work / "artifact")), rows, units
 
 
 def settings_of(corpus: Path, units: Path, model: Path, context: int) -> BuildSettings:
@@ -94,7 +94,9 @@ def gram_overlap(texts: Sequence[str], units: Sequence[Unit], *, whole: bool = F
     return out
 
 
-def scores(artifact: Artifact, units: Sequence[Unit], texts: Sequence[str], *, whole: bool = False) -> dict[str, F64]:
+def scores(
+    artifact: ArtifactReader, units: Sequence[Unit], texts: Sequence[str], *, whole: bool = False
+) -> dict[str, F64]:
     """Every method's score of every row: the largest over the units, as `grasp detect --contamination` takes it."""
     out = {
         f"GRASP ({kernel}, loss on {what})": detect(artifact, target, contamination=True, match=kernel).scores[

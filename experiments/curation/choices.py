@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from experiments.curation.setting import World
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.files import aside, one_at_a_time, write_whole
@@ -65,7 +65,7 @@ class Choice:
 class Chooser:
     """Makes selections, or finds them among those that were made."""
 
-    def __init__(self, world: World, artifacts: Mapping[str, Artifact] | None = None) -> None:
+    def __init__(self, world: World, artifacts: Mapping[str, ArtifactReader] | None = None) -> None:
         self.world = world
         self.artifacts = {OWN: world.artifact} | dict(artifacts or {})
         self._records = world.work / "choices.json"

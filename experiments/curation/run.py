@@ -23,7 +23,7 @@ from experiments.curation.gpt2 import NAME as GPT2
 from experiments.curation.gpt2 import fill_gpt2, reference
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, SettingsError
 from grasp.extract.local import build
 from grasp.files import write_whole
@@ -75,7 +75,7 @@ class Experiment:
         fill_gpt2(self._retraining(table), self.work / OWN, self.work / GPT2, self._say)
         self._write()
 
-    def _gpt2_artifact(self) -> Artifact:
+    def _gpt2_artifact(self) -> ArtifactReader:
         """What GRASP builds of a GPT-2-style reference model on the same rows and units."""
         recipe = resolved_recipe(self._retraining(self.work / "subsets.parquet"))
         material = self.world.material
@@ -83,7 +83,7 @@ class Experiment:
         recorded = dict(self.world.artifact.manifest.settings)
         recorded["model"] = recorded["model"] | {"path": str(model), "tokenizer": None}
         recorded["corpus"] = self.world.corpus.model_dump(mode="json")
-        return Artifact.open(build(build_settings(recorded), self.work / f"{GPT2}-artifact"))
+        return ArtifactReader.open(build(build_settings(recorded), self.work / f"{GPT2}-artifact"))
 
     def _made(self, chooser: Chooser, wanted: Sequence[Asked]) -> list[Choice]:
         found = chooser.made(wanted)

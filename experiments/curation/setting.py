@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
 from grasp.choose.export import write_documents
 from grasp.errors import SettingsError
@@ -64,7 +64,7 @@ class World:
     def __init__(self, settings: Settings, work: Path) -> None:
         self.settings, self.work = settings, work
         work.mkdir(parents=True, exist_ok=True)
-        self.artifact = Artifact.open(settings.artifact)
+        self.artifact = ArtifactReader.open(settings.artifact)
         if settings.first_target not in self.artifact.targets:
             raise SettingsError(
                 f"--target: got {settings.first_target!r}, {settings.artifact} has {', '.join(self.artifact.targets)}"

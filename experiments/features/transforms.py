@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
 from grasp.predict.relevance import counted
@@ -48,7 +48,7 @@ def mean_lds(predicted_BE: F64, realized_BE: F64) -> float:
 
 
 def matrices(
-    artifact: Artifact, target: str, scores: Mapping[str, Path], beside: Sequence[Artifact]
+    artifact: ArtifactReader, target: str, scores: Mapping[str, Path], beside: Sequence[ArtifactReader]
 ) -> dict[str, list[F64]]:
     """What is transformed and added up, by the name of the method: standard deviation 1 a unit."""
     columns = artifact.unit_columns(target)
@@ -71,7 +71,7 @@ def matrices(
     return found
 
 
-def checked_units(artifacts: Sequence[Artifact], target: str) -> None:
+def checked_units(artifacts: Sequence[ArtifactReader], target: str) -> None:
     """See that artifacts have the same rows, and the same units of a target.
 
     Raises:
@@ -85,7 +85,7 @@ def checked_units(artifacts: Sequence[Artifact], target: str) -> None:
             raise EnvironmentDataError(f"{one.path}: rows or units of {target} are not those of {first.path}")
 
 
-def _read(artifact: Artifact, kernel: str, columns: NDArray[np.int64]) -> F64:
+def _read(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
     blocks = artifact.array_blocks(f"relevance_{kernel}", columns=columns)
     return np.concatenate([block.astype(np.float64) for _, block in blocks])
 
@@ -103,14 +103,14 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, action="append", default=[], help="Artifact by another reference model.")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    artifact, environment = Artifact.open(asked.artifact), Environment.open(asked.environment)
+    artifact, environment = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
     own = Development.of(environment, [artifact], targets=asked.targets.split(","))  # refuses what is held out
     (scored,) = own.variants.values()
     mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)
     mine = {name: known for known, name in scored.renamed.items()}
     scores = {name: Path(path) for name, _, path in (text.partition("=") for text in asked.scores)}
-    beside = [Artifact.open(path) for path in asked.beside]
+    beside = [ArtifactReader.open(path) for path in asked.beside]
     table: dict[str, dict[str, dict[str, float]]] = {}
     for target in own.targets:
         realized_BE = environment.utilities().of(target).values_BSE.mean(axis=1)

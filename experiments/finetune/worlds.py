@@ -19,7 +19,7 @@ from experiments.finetune.features import Features, features_of
 from experiments.finetune.scores import Sides, input_kernel, pooled_kernel, token_kernel
 from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings, write_corpora
 from experiments.finetune.training import load_model, prepare_model
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.bm25 import words
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
@@ -93,7 +93,7 @@ def from_scratch(work: Path, environment_path: Path) -> World:
     """cc-topic, on the targets that things may be chosen on; `work` has `reference`, `tokens` and `artifact`."""
     environment = Environment.open(environment_path)
     store = RowStore.open(work / "tokens")
-    artifact = Artifact.open(work / "artifact")
+    artifact = ArtifactReader.open(work / "artifact")
     environment.check_corpus(store.fingerprint, str(work / "tokens"))
     dev = [target for target in artifact.targets if environment.role_of(target) == "dev"]
     settings = TargetSettings.model_validate(artifact.manifest.settings["targets"]).model_copy(update={"names": dev})
@@ -126,7 +126,7 @@ def from_scratch(work: Path, environment_path: Path) -> World:
     )
 
 
-def _array(artifact: Artifact, kernel: str, columns: NDArray[np.int64]) -> F64:
+def _array(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
     blocks = artifact.array_blocks(artifact.relevance_name(kernel), columns=columns)
     return np.concatenate([block for _, block in blocks]).astype(np.float64)
 

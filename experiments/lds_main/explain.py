@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
@@ -103,7 +103,7 @@ class Compared:
 
 
 def compared(
-    artifact: Artifact, environment: Environment, protocol: ScoringProtocol, targets: Sequence[str] | None = None
+    artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol, targets: Sequence[str] | None = None
 ) -> Iterator[Compared]:
     """Every target that environment and artifact share, or those named."""
     scored = Scored.of(environment, artifact)
@@ -126,7 +126,7 @@ def write_json(found: dict[str, Any], out: Path | None) -> None:
         write_whole(out, text.encode())
 
 
-def run(artifact: Artifact, environment: Environment, path: Path | None, targets: Sequence[str] | None) -> Any:
+def run(artifact: ArtifactReader, environment: Environment, path: Path | None, targets: Sequence[str] | None) -> Any:
     """Figures of every target that environment and artifact share."""
     protocol = default_protocol() if path is None else load_protocol(path)
     found = {
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     try:
-        found = run(Artifact.open(args.artifact), Environment.open(args.environment), args.protocol, args.targets)
+        found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment), args.protocol, args.targets)
     except GraspError as err:
         sys.exit(f"error: {err}")
     write_json(found, args.out)

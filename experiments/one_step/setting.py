@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.gradients.per_example import Example
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import SettingsError
@@ -144,7 +144,7 @@ class World:
         stacked.load(0, self.state(case))
         return stacked.to_hf(0)
 
-    def artifact(self, case: Case) -> Artifact:
+    def artifact(self, case: Case) -> ArtifactReader:
         """What GRASP builds for a case's model, of the whole corpus."""
         name = f"{case.steps}-{case.seed}"
         checkpoint = self._work / f"reference-{name}"
@@ -157,7 +157,7 @@ class World:
         settings = BuildSettings(
             model=model, corpus=self.corpus, targets=self.targets, array_dtype="float32", keep_tokens=False
         )
-        return Artifact.open(build(settings, self._work / f"artifact-{name}"))
+        return ArtifactReader.open(build(settings, self._work / f"artifact-{name}"))
 
     @property
     def _n_players(self) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
 from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
@@ -25,7 +25,7 @@ TARGET = "trusted"
 FULL_PROTOCOL = Path(__file__).with_name("protocol.yaml")
 
 
-def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artifact:
+def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> ArtifactReader:
     """Rows, trusted units and a model, built; rows are cut as `tuned` was trained on them."""
     sequences = tuned.base.sequences(case.rows, tuned.longest)
     table = {
@@ -48,7 +48,7 @@ def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artif
             "features": {"pooling": positions, "token_positions": positions},
         }
     )
-    return Artifact.open(build(settings, work / "artifact"))
+    return ArtifactReader.open(build(settings, work / "artifact"))
 
 
 def _unit(row: Row) -> str:
@@ -56,14 +56,14 @@ def _unit(row: Row) -> str:
     return json.dumps(line) + "\n"
 
 
-def relevance(artifact: Artifact) -> dict[str, F64]:
+def relevance(artifact: ArtifactReader) -> dict[str, F64]:
     """Minus the mean relevance to the trusted units by each kernel, (N,) each: higher for more suspicious rows."""
     return {
         f"GRASP relevance ({match})": detect(artifact, TARGET, match=match).scores["relevance"] for match in KERNELS
     }
 
 
-def others(artifact: Artifact, *, label: str | None) -> dict[str, F64]:
+def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
     """Every other score that comes from the artifact, (N,) each, higher for more suspicious rows."""
     out = {}
     if label is not None:
@@ -81,7 +81,7 @@ KERNELS = ("token", "pooled")
 NAMES = {"bm25": "BM25", "activation_similarity": "activation similarity"}
 
 
-def without_each(artifact: Artifact, protocol: ScoringProtocol) -> F64:
+def without_each(artifact: ArtifactReader, protocol: ScoringProtocol) -> F64:
     """Predicted change if each row is left out: high where the row does harm, geometry included.
 
     Geometry is standardised by uniform halves, since there are no topics here.

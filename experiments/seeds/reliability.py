@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from experiments.lds_main.explain import F64, Compared, compared, write_json
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.predict.protocol import default_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import spearman
 
 
-def run(artifact: Artifact, environment: Environment) -> dict[str, Any]:
+def run(artifact: ArtifactReader, environment: Environment) -> dict[str, Any]:
     """By number of seeds and target: mean LDS, positive fraction and task rho, averaged over the choices of seeds."""
     protocol = default_protocol()
     targets = list(compared(artifact, environment, protocol))
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     try:
-        found = run(Artifact.open(args.artifact), Environment.open(args.environment))
+        found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment))
     except GraspError as err:
         sys.exit(f"error: {err}")
     write_json(found, args.out)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.predict.protocol import default_protocol
@@ -57,7 +57,7 @@ def opened(path: Path) -> Environment:
     return Environment(path, found.info.model_copy(update={"role": "dev", "held_out_targets": ()}))
 
 
-def run(artifact: Artifact, environments: Sequence[Environment], resamples: int) -> list[dict[str, Any]]:
+def run(artifact: ArtifactReader, environments: Sequence[Environment], resamples: int) -> list[dict[str, Any]]:
     """A record for every row of the table."""
     base = candidate_of(default_protocol(), artifact)
     family = family_of(base)
@@ -91,7 +91,7 @@ def mean_without(found: Tested, tasks: Sequence[str]) -> dict[str, float]:
     return {metric: float(np.mean([r[metric] for r in others])) for metric in METRICS}
 
 
-def tested(artifact: Artifact, environment: Environment, candidate: Candidate) -> dict[str, dict[str, Any]]:
+def tested(artifact: ArtifactReader, environment: Environment, candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Figures with intervals, and ceilings, by task."""
     development = Development.of(environment, [artifact])
     predictions = development.variants[""].predictions({"protocol": candidate}, development.targets)
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     try:
-        found = run(Artifact.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
+        found = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
     except GraspError as err:
         sys.exit(f"error: {err}")
     write_whole(args.out, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())

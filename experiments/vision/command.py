@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
 from grasp.corpus.images import decode_image
 from grasp.extract.fit_head import fit_head
@@ -87,7 +87,7 @@ def values(
             fitting = build_settings(settings)
             fit_head(fitting.model, fitting.corpus, root / "head.safetensors")
             settings["model"]["classifier"]["fitted_head"] = str(root / "head.safetensors")
-        artifact = Artifact.open(build(build_settings(settings), root / "art"))
+        artifact = ArtifactReader.open(build(build_settings(settings), root / "art"))
         token, pooled = detect(artifact, "trusted"), detect(artifact, "trusted", match="pooled")
         found = {"GRASP (pooled)": pooled.scores["relevance"], "GRASP (token)": token.scores["relevance"]}
         found |= {f"detect: {name}": token.scores[name] for name in ("geometry", "fused")}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.vision.run import COMMAND, World
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import unit_scores
 from grasp.audit.detection import mean_ranks, threshold, threshold_like, threshold_of_checked
 from grasp.files import write_whole
@@ -51,7 +51,7 @@ def simulated(repeats: int = 50) -> Iterator[tuple[str, dict[str, float]]]:
         yield f"fused, 60 % tied, {n_rows:,} rows", _named(np.mean(found, axis=0))
 
 
-def texts(artifact: Artifact, match: str) -> Iterator[tuple[str, dict[str, float]]]:
+def texts(artifact: ArtifactReader, match: str) -> Iterator[tuple[str, dict[str, float]]]:
     """Relevance and contamination of every target."""
     for target in artifact.targets:
         found = unit_scores(artifact, target, match)
@@ -116,7 +116,7 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = dict(simulated())
     if asked.artifact is not None:
         for match in asked.match.split(","):
-            found |= texts(Artifact.open(asked.artifact), match)
+            found |= texts(ArtifactReader.open(asked.artifact), match)
     found |= images(World(asked.work, asked.images), asked.seeds)
     write_whole(asked.out, (json.dumps(found, indent=1) + "\n").encode())
     for name, shares in found.items():

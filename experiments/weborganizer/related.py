@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from experiments.curation.setting import held_out_documents
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit.retrieval import Recall, retrieve
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, SettingsError
@@ -102,7 +102,7 @@ class Pages:
                 labels = {name: line[name] for name in LABELS}
                 yield {"task": TASK, "unit_id": line["doc_id"], "prompt": prompt, "completion": completion} | labels
 
-    def artifact(self) -> Artifact:
+    def artifact(self) -> ArtifactReader:
         """What GRASP builds of the pool for these queries."""
         settings = build_settings(
             {
@@ -113,7 +113,7 @@ class Pages:
                 "features": {"match": "token", "product_width": 0},
             }
         )
-        return Artifact.open(build(settings, self.work / "artifact"))
+        return ArtifactReader.open(build(settings, self.work / "artifact"))
 
 
 def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Recall, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.extras import require
 from grasp.files import write_whole
@@ -32,7 +32,7 @@ LABEL_GAP = 0.035  # between names, as a share of the range that is drawn
 
 def measured(paths: Sequence[Path], labels: Sequence[str], target: str) -> tuple[list[LabelTrend], list[list[str]]]:
     """Shares of every category at every checkpoint, and the names of the categories."""
-    artifacts = [Artifact.open(path) for path in paths]
+    artifacts = [ArtifactReader.open(path) for path in paths]
     rows, tokens_N = LabelTable(artifacts[-1].rows_path), row_tokens(artifacts[-1])
     slices = [label_slices(rows.column(label), tokens_N) for label in labels]
     return list(label_trends(artifacts, slices, [target])), [[one.name for one in own.slices] for own in slices]

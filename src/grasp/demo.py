@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import grasp
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore, normalised, read_documents, write_passages
 from grasp.errors import EnvironmentDataError
 from grasp.extract.local import build
@@ -122,7 +122,7 @@ def make(out: Path, progress: Progress | None = None) -> Demo:
     return demo
 
 
-def retrained(demo: Demo, artifact: Artifact) -> Environment:
+def retrained(demo: Demo, artifact: ArtifactReader) -> Environment:
     """Retrained subsets of the rows of `artifact`: the user's own, else those that ship.
 
     Raises:

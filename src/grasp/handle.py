@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
-    from grasp.artifact.reader import Artifact as Files
+    from grasp.artifact.reader import ArtifactReader
     from grasp.audit.detect import Suspects
     from grasp.audit.diagnose import Diagnosis
     from grasp.audit.retrieval import Retrieval
@@ -42,15 +42,15 @@ class Artifact:
     Made by `grasp.build` or `grasp.open`. All verbs but `verify` leave it as it is.
     """
 
-    def __init__(self, files: "Files") -> None:
+    def __init__(self, files: "ArtifactReader") -> None:
         self.files = files
 
     @classmethod
     def open(cls, path: "Place") -> Self:
         """Open a directory, or a URL whose files are fetched as they are needed."""
-        from grasp.artifact.reader import Artifact as Files
+        from grasp.artifact.reader import ArtifactReader
 
-        return cls(Files.open(path))
+        return cls(ArtifactReader.open(path))
 
     @property
     def path(self) -> str:

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from artifact_world import contents
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec
 from grasp.errors import ArtifactError
 
@@ -13,7 +13,7 @@ from grasp.errors import ArtifactError
 @pytest.mark.parametrize("columns", [None, [5, 0, 4, 3], slice(2, 6), slice(4, 6), [4], slice(None, None, -2)])
 @pytest.mark.parametrize("block_rows", [None, 1, 7])
 def test_columns_are_joined(world, tmp_path, columns, block_rows):
-    artifact = Artifact.open(world.extend(world.write(tmp_path / "art")))
+    artifact = ArtifactReader.open(world.extend(world.write(tmp_path / "art")))
     whole = np.concatenate([world.values["relevance_token"], world.new_values], axis=1)
     expected = whole if columns is None else whole[:, columns]
     blocks = artifact.array_blocks("relevance_token", columns=columns, block_rows=block_rows)
@@ -25,9 +25,9 @@ def test_columns_are_joined(world, tmp_path, columns, block_rows):
 
 
 def test_units_targets_sums_and_moments_are_joined(world, tmp_path):
-    before = Artifact.open(world.write(tmp_path / "art"))
+    before = ArtifactReader.open(world.write(tmp_path / "art"))
     old_sums = before.sums["relevance_token"]
-    artifact = Artifact.open(world.extend(tmp_path / "art"))
+    artifact = ArtifactReader.open(world.extend(tmp_path / "art"))
     assert artifact.targets == ("sciq", "openbookqa", "boolq", "piqa")
     assert artifact.units["unit_id"].to_pylist() == ["0", "1", "2", "3", "a", "b"]
     assert artifact.unit_columns("piqa").tolist() == [5]
@@ -64,7 +64,7 @@ def test_a_second_extension_comes_after_the_first(world, tmp_path):
     with world.open_extension(tmp_path / "art", units=units, dtype="float32") as extension:
         world.fill_extension(extension)
         extension.finish()
-    artifact = Artifact.open(tmp_path / "art")
+    artifact = ArtifactReader.open(tmp_path / "art")
     assert artifact.unit_columns("arc").tolist() == [6, 7]
     got = artifact.array_rows("relevance_token", np.arange(23), columns=slice(4, 8))
     np.testing.assert_array_equal(got, np.concatenate([world.new_values, world.new_values], axis=1))

@@ -17,7 +17,7 @@ from artifact_world import World, contents
 
 from grasp.artifact.extension import ArtifactExtension
 from grasp.artifact.inspection import verify
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 
 
@@ -56,7 +56,7 @@ def test_killed_between_any_two_file_operations_resumes_to_the_same_bytes(monkey
                 break
         if (path / "build.json").exists() and not (path / "manifest.json").exists():
             with pytest.raises(ArtifactError, match=r"not finished: \d of 2 shards; run the same `grasp build`"):
-                Artifact.open(path)
+                ArtifactReader.open(path)
             assert verify(path).ok
         if not (path / "manifest.json").exists():
             world.open(path).close()
@@ -79,7 +79,7 @@ def test_killed_extension_leaves_the_artifact_readable_and_resumes(monkeypatch, 
                 pass
             else:
                 break
-        artifact = Artifact.open(path)
+        artifact = ArtifactReader.open(path)
         blocks = [block for _, block in artifact.array_blocks("relevance_token", columns=slice(0, 4))]
         np.testing.assert_array_equal(np.concatenate(blocks), world.values["relevance_token"])
         assert verify(path).ok

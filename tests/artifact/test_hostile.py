@@ -11,7 +11,7 @@ from artifact_world import World, contents
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.layout import MANIFEST
 from grasp.artifact.manifest import Manifest, parse_manifest
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.remote import publish_artifact
 from grasp.errors import ArtifactError
 from grasp.files import checksum, entry_of
@@ -50,7 +50,7 @@ def art(tmp_path) -> Path:
 def refusal(path: Path) -> str:
     """The one line with which everything refuses an artifact."""
     messages = set()
-    for look in (Artifact.open, info, verify):
+    for look in (ArtifactReader.open, info, verify):
         with pytest.raises(ArtifactError) as caught:
             look(path)
         messages.add(str(caught.value))
@@ -116,7 +116,7 @@ def test_what_a_manifest_cannot_mean_is_refused_by_everything(change, art):
     assert refusal(art).startswith(f"{art / MANIFEST}: ")
 
 
-def everything(artifact: Artifact) -> None:
+def everything(artifact: ArtifactReader) -> None:
     for name in artifact.array_names:
         list(artifact.array_blocks(name))
     _ = artifact.units, dict(artifact.moments), artifact.rows_path, artifact.rows(np.arange(artifact.n_rows))
@@ -142,7 +142,7 @@ def test_what_is_no_regular_file_is_never_opened(made, art, tmp_path):
         chunk.mkdir()
     assert any("expected a" in problem.what for problem in verify(art).problems)
     with pytest.raises(ArtifactError, match=r"is a (symbolic link|pipe|directory), expected a (reg|dir)"):
-        everything(Artifact.open(art))
+        everything(ArtifactReader.open(art))
 
 
 @pytest.mark.parametrize("name", ["pipe", "link"])
@@ -154,7 +154,7 @@ def test_a_manifest_that_is_no_regular_file(name, art, tmp_path):
     else:
         (tmp_path / "else.json").write_bytes(data)
         (art / MANIFEST).symlink_to(tmp_path / "else.json")
-    for look in (Artifact.open, info):
+    for look in (ArtifactReader.open, info):
         with pytest.raises(ArtifactError, match=r"manifest\.json: is a .*, expected a regular file"):
             look(art)
     assert verify(art).problems[0].file == MANIFEST
@@ -163,7 +163,7 @@ def test_a_manifest_that_is_no_regular_file(name, art, tmp_path):
 def test_units_that_are_not_those_of_the_manifest(art):
     resign(art, lambda raw: raw.update(targets={"sciq": 1, "openbookqa": 3}))
     with pytest.raises(ArtifactError, match=r"its manifest has units \{'sciq': 1, 'openbookqa': 3\}, the tables"):
-        _ = Artifact.open(art).units
+        _ = ArtifactReader.open(art).units
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "pickle", "header"])
@@ -183,7 +183,7 @@ def test_an_array_that_is_not_the_one_of_the_manifest(change, art, tmp_path):
     resign(art, lambda raw: raw["files"].update({"arrays/hidden_sketch/00001.npy": entry}))
     assert verify(art).ok
     with pytest.raises(ArtifactError, match=r"00001\.npy: (holds|damaged)") as caught:
-        everything(Artifact.open(art))
+        everything(ArtifactReader.open(art))
     assert "\n" not in str(caught.value)
     assert not ran.exists()
 
@@ -210,7 +210,7 @@ def test_an_artifact_behind_a_url_writes_nothing_outside_of_the_cache(art, tmp_p
             )
             filesystem.pipe_file(f"{root}/{MANIFEST}", (art / MANIFEST).read_bytes())
             try:
-                artifact = Artifact.open("memory://hostile/art")
+                artifact = ArtifactReader.open("memory://hostile/art")
             except ArtifactError:
                 assert name != "units.parquet"
                 resign(art, lambda raw, name=name: raw["files"].pop(name))
@@ -231,7 +231,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_the_file(name, art):
     data = bytearray((art / name).read_bytes())
     data[len(data) // 2] ^= 4
     (art / name).write_bytes(data)
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     with pytest.raises(ArtifactError, match=rf"{name.rpartition('/')[2]}: damaged: checksum"):
         everything(artifact)
 
@@ -239,13 +239,13 @@ def test_a_flipped_bit_is_found_by_whoever_reads_the_file(name, art):
 def test_a_damaged_copy_of_a_remote_file_is_fetched_again(art, tmp_path, monkeypatch):
     monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
     publish_artifact(art, "memory://cached/art")
-    expected = Artifact.open("memory://cached/art").units
-    copy = Artifact.open("memory://cached/art").path / "units.parquet"
+    expected = ArtifactReader.open("memory://cached/art").units
+    copy = ArtifactReader.open("memory://cached/art").path / "units.parquet"
     whole = copy.read_bytes()
     copy.write_bytes(whole[:-9] + b"xxxxxxxxx")
     (problem,) = verify("memory://cached/art").problems
     assert (problem.file, "the copy of it in" in problem.what) == ("units.parquet", True)
-    assert Artifact.open("memory://cached/art").units.equals(expected)
+    assert ArtifactReader.open("memory://cached/art").units.equals(expected)
     assert copy.read_bytes() == whole
     assert verify("memory://cached/art").ok
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from artifact_world import World
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def test_reading_in_blocks_does_not_bring_the_array_into_memory(tmp_path):
         world.finish(writer)
     expected = world.values["hidden_sketch"].sum(dtype=np.float64)
     world.values.clear()
-    artifact = Artifact.open(tmp_path / "art")
+    artifact = ArtifactReader.open(tmp_path / "art")
     before, peak, total = resident(), 0, 0.0
     for _, block in artifact.array_blocks("hidden_sketch", block_rows=700):
         total += block.sum(dtype=np.float64)

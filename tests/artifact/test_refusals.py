@@ -9,7 +9,7 @@ import pytest
 from artifact_world import World, contents
 
 from grasp.artifact.manifest import parse_manifest
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, lock_artifact
 from grasp.errors import ArtifactError, ShapeError
 
@@ -175,7 +175,7 @@ def test_finish_needs_every_shard(world, tmp_path):
         with pytest.raises(ArtifactError, match="3 of 5 shards are finished: totals need all of them"):
             writer.sums()
     with pytest.raises(ArtifactError, match=r"art: not finished: 3 of 5 shards; run the same `grasp build` again"):
-        Artifact.open(tmp_path / "art")
+        ArtifactReader.open(tmp_path / "art")
 
 
 def test_a_finished_artifact_is_not_written_again(world, tmp_path):
@@ -193,12 +193,12 @@ def test_a_finished_artifact_is_not_written_again(world, tmp_path):
 
 def test_opening_what_is_no_artifact(tmp_path):
     with pytest.raises(ArtifactError, match="nowhere: no such artifact; make one with `grasp build --out"):
-        Artifact.open(tmp_path / "nowhere")
+        ArtifactReader.open(tmp_path / "nowhere")
     with pytest.raises(ArtifactError, match=r"not an artifact \(no build.json\)"):
-        Artifact.open(tmp_path)
+        ArtifactReader.open(tmp_path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArtifactError, match=r"file: not an artifact \(no build.json\)"):
-        Artifact.open(tmp_path / "file")
+        ArtifactReader.open(tmp_path / "file")
 
 
 def test_opening_what_a_build_has_only_begun(tmp_path):
@@ -206,7 +206,7 @@ def test_opening_what_a_build_has_only_begun(tmp_path):
         lock_artifact(tmp_path / "art"),
         pytest.raises(ArtifactError, match="art: a build was begun here, and no shard of it is finished; wait for it"),
     ):
-        Artifact.open(tmp_path / "art")
+        ArtifactReader.open(tmp_path / "art")
 
 
 def test_another_format_version_says_both(world, tmp_path):
@@ -214,7 +214,7 @@ def test_another_format_version_says_both(world, tmp_path):
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"format_version": 3}))
     with pytest.raises(ArtifactError, match="format version 3, this program reads 2; build the artifact again"):
-        Artifact.open(tmp_path / "art")
+        ArtifactReader.open(tmp_path / "art")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_manifest_that_is_none(tmp_path, text, message):
 
 
 def test_a_chunk_that_is_cut_or_gone_is_named_by_the_reader(world, tmp_path):
-    artifact = Artifact.open(world.write(tmp_path / "art"))
+    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     chunk = tmp_path / "art/arrays/hidden_sketch/00002.npy"
     chunk.write_bytes(chunk.read_bytes()[:-2])
     with pytest.raises(ArtifactError, match=r"00002\.npy: truncated: \d+ of \d+ bytes; `grasp verify` names"):

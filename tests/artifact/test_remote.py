@@ -17,7 +17,7 @@ from artifact_world import World
 from grasp.artifact import remote as module
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.layout import MANIFEST
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.remote import RemoteFiles, is_published, local_path, publish_artifact, remote_url, staging_directory
 from grasp.errors import ArtifactError, MissingExtraError
 
@@ -88,7 +88,7 @@ def place(request):
         filesystem.rm(root, recursive=True)
 
 
-def assert_same(found: Artifact, expected: Artifact) -> None:
+def assert_same(found: ArtifactReader, expected: ArtifactReader) -> None:
     assert found.array_names == expected.array_names
     for name in expected.array_names:
         ours = np.concatenate([block for _, block in found.array_blocks(name)])
@@ -103,22 +103,22 @@ def assert_same(found: Artifact, expected: Artifact) -> None:
 def test_what_is_read_from_a_url_is_what_was_written(local, place):
     assert not is_published(place)
     with pytest.raises(ArtifactError, match=f"^{place}: no complete artifact here; make one with `grasp build --out"):
-        Artifact.open(place)
+        ArtifactReader.open(place)
     seen = []
     publish_artifact(local, place, lambda done, total: seen.append((done, total)))
     assert is_published(place)
     assert seen[-1][0] == seen[-1][1] > 0
-    assert_same(Artifact.open(place), Artifact.open(local))
-    assert_same(Artifact.open(Path(place)), Artifact.open(local))
+    assert_same(ArtifactReader.open(place), ArtifactReader.open(local))
+    assert_same(ArtifactReader.open(Path(place)), ArtifactReader.open(local))
     report = verify(place)
-    assert (report.ok, report.path, report.n_files) == (True, place, len(Artifact.open(local).manifest.files))
+    assert (report.ok, report.path, report.n_files) == (True, place, len(ArtifactReader.open(local).manifest.files))
     assert info(place).bytes_total == info(local).bytes_total
     assert info(place).path == place
 
 
 def test_only_what_is_read_is_fetched(local, place, cache):
     publish_artifact(local, place)
-    artifact = Artifact.open(place)
+    artifact = ArtifactReader.open(place)
     next(artifact.array_blocks("hidden_sketch"))
     fetched = {path.relative_to(artifact.path).as_posix() for path in artifact.path.rglob("*") if path.is_file()}
     assert fetched == {"manifest.json", "arrays/hidden_sketch/scale.npy", "arrays/hidden_sketch/00000.npy"}
@@ -140,9 +140,9 @@ def test_a_flipped_byte_is_found_where_it_lies_and_on_its_way(local, place):
     with pytest.raises(
         ArtifactError, match=rf"^{place}/arrays/hidden_sketch/00001.npy: damaged: .*, expected .*verify"
     ):
-        list(Artifact.open(place).array_blocks("hidden_sketch"))
+        list(ArtifactReader.open(place).array_blocks("hidden_sketch"))
     with pytest.raises(ArtifactError, match=r"rows.parquet: cannot be reached"):
-        _ = Artifact.open(place).rows_path
+        _ = ArtifactReader.open(place).rows_path
 
 
 class Cut(BaseException):
@@ -169,7 +169,7 @@ def test_publishing_goes_on_and_is_whole_or_absent(local, place, monkeypatch):
         publish_artifact(local, place)
     assert again
     assert not set(again) & set(sent)
-    assert_same(Artifact.open(place), Artifact.open(local))
+    assert_same(ArtifactReader.open(place), ArtifactReader.open(local))
     publish_artifact(local, place)
     for journal in local.glob("published-*"):
         journal.unlink()
@@ -204,7 +204,7 @@ def test_two_readers_with_an_empty_cache_do_not_meet(local, place, monkeypatch):
 
     monkeypatch.setattr(RemoteFiles, "_fetch", slow)
     with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(lambda _: Artifact.open(place).rows_path, range(4)))
+        paths = list(pool.map(lambda _: ArtifactReader.open(place).rows_path, range(4)))
     assert len(set(paths)) == len(asked) == 1  # the others waited for it
 
 
@@ -221,7 +221,7 @@ def test_a_bucket_of_a_misspelt_name_is_not_made(local, s3):
 def test_a_file_url_is_a_path(local):
     assert local_path(Path("file:///tmp/art")) == local_path("file:///tmp/art") == Path("/tmp/art")
     assert local_path("art") == Path("art")
-    found = Artifact.open(f"file://{local}")
+    found = ArtifactReader.open(f"file://{local}")
     assert found.where == str(local)
     assert verify(f"file://{local}").ok
 
@@ -249,4 +249,4 @@ def test_a_filesystem_that_is_not_installed_names_the_extra(monkeypatch):
     with pytest.raises(
         MissingExtraError, match=r"^s3://b/x: needs an fsspec filesystem for 's3': pip install .*\[s3\]"
     ):
-        Artifact.open("s3://b/x")
+        ArtifactReader.open("s3://b/x")

@@ -11,7 +11,7 @@ from artifact_world import World, contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 
 
@@ -31,7 +31,7 @@ def test_rows_are_read_as_written(n_rows, shard_rows, block_rows, dtype, order):
             order.shuffle(shards)
             world.fill(writer, shards)
             world.finish(writer)
-        artifact = Artifact.open(Path(directory) / "art")
+        artifact = ArtifactReader.open(Path(directory) / "art")
         for name, values in world.values.items():
             blocks = list(artifact.array_blocks(name, block_rows=block_rows))
             assert [start for start, _ in blocks] == list(range(0, n_rows, block_rows or shard_rows))
@@ -50,7 +50,7 @@ def test_order_of_shards_does_not_matter(world, tmp_path):
 
 @pytest.mark.parametrize("columns", [[2, 0], np.array([1, 1, 3]), slice(1, 3), slice(None, None, -1), []])
 def test_columns_come_in_the_order_asked(world, tmp_path, columns):
-    artifact = Artifact.open(world.write(tmp_path / "art"))
+    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     values = world.values["relevance_token"]
     expected = values[:, columns] if isinstance(columns, slice) else values[:, np.array(columns, dtype=int)]
     got = [block for _, block in artifact.array_blocks("relevance_token", columns=columns, block_rows=7)]
@@ -69,7 +69,7 @@ def test_arrays_are_files_that_numpy_reads(world, tmp_path):
 
 
 def test_row_table_has_index_then_our_columns_then_labels(world, tmp_path):
-    artifact = Artifact.open(world.write(tmp_path / "art"))
+    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     expected = world.rows.add_column(0, "row_index", pa.array(range(world.n_rows)))
     assert pq.read_table(artifact.rows_path).equals(expected)
     batches = list(artifact.row_batches(["row_id", "topic"], batch_rows=4))
@@ -88,13 +88,13 @@ def test_a_label_that_is_null_in_one_shard_keeps_its_type(world, tmp_path):
                 rows = rows.set_column(5, "year", pa.nulls(5))
             writer.write_shard(k, arrays, rows, sums)
         world.finish(writer)
-    artifact = Artifact.open(tmp_path / "art")
+    artifact = ArtifactReader.open(tmp_path / "art")
     assert pq.read_table(artifact.rows_path)["year"].to_pylist() == [None] * 5 + [1999] * 18
     assert artifact.rows(np.array([6, 2]))["year"].to_pylist() == [1999, None]
 
 
 def test_units_moments_and_sums(world, tmp_path):
-    artifact = Artifact.open(world.write(tmp_path / "art"))
+    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     assert artifact.units.equals(world.units)
     assert artifact.targets == ("sciq", "openbookqa")
     assert artifact.unit_columns("sciq").tolist() == [0, 1, 2]
@@ -121,7 +121,7 @@ def test_a_gain_multiplies_what_is_read(world, tmp_path):
         writer.finish(
             manifest={}, moments={}, units=world.units, gains={"hidden_sketch": 0.125, "relevance_token": 3.0}
         )
-    artifact = Artifact.open(world.extend(tmp_path / "art"))
+    artifact = ArtifactReader.open(world.extend(tmp_path / "art"))
     whole = np.concatenate([world.values["relevance_token"], world.new_values], axis=1)
     rows = np.arange(world.n_rows)
     np.testing.assert_array_equal(artifact.array_rows("relevance_token", rows), whole * np.float32(3))
@@ -129,7 +129,7 @@ def test_a_gain_multiplies_what_is_read(world, tmp_path):
 
 
 def test_what_is_not_there_is_named(world, tmp_path):
-    artifact = Artifact.open(world.write(tmp_path / "art"))
+    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
     with pytest.raises(ArtifactError, match=r"no target 'boolq'; it has \['sciq', 'openbookqa'\]"):
         artifact.unit_columns("boolq")
     with pytest.raises(ArtifactError, match=r"no array 'logits'; it has \['hidden_sketch', 'relevance_token'\]"):

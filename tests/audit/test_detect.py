@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect, unit_scores
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.images import decode_image
@@ -38,7 +38,7 @@ def noisy(tmp_path_factory):
 
 
 def test_wrong_labels_come_first(noisy):
-    found = detect(Artifact.open(noisy), "trusted", truth="changed")
+    found = detect(ArtifactReader.open(noisy), "trusted", truth="changed")
     assert list(found.scores) == ["relevance", "geometry", "fused"]
     detections = found.record.detections
     assert detections["fused"].n_planted == 6
@@ -112,7 +112,7 @@ def test_options_without_effect_are_refused(marked, options, said):
 def test_a_class_with_one_example_is_told_and_has_no_opinion(tmp_path):
     data = settings(tmp_path)
     write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
-    found = detect(Artifact.open(build(build_settings(data), tmp_path / "art")), "trusted")
+    found = detect(ArtifactReader.open(build(build_settings(data), tmp_path / "art")), "trusted")
     assert "1 rows are alone with their image_class: geometry says nothing of them" in found.notes
 
 
@@ -121,7 +121,7 @@ def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_p
     images, classes = pictures(30)
     table = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
     pq.write_table(pa.table(table), tmp_path / "trusted.parquet")
-    artifact = Artifact.open(build(build_settings(data), tmp_path / "art"))
+    artifact = ArtifactReader.open(build(build_settings(data), tmp_path / "art"))
     with pytest.raises(ArtifactError) as caught:
         detect(artifact, "trusted")
     assert "3 of 3 trusted units of trusted are rows of the corpus: " in str(caught.value)
@@ -133,7 +133,7 @@ def test_copies_of_trusted_images_are_the_first_leaks(tmp_path):
     images, classes = pictures(30)
     copied = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
     pq.write_table(pa.table(copied), tmp_path / "trusted.parquet")
-    artifact = Artifact.open(build(build_settings(data), tmp_path / "art"))
+    artifact = ArtifactReader.open(build(build_settings(data), tmp_path / "art"))
     found = detect(artifact, "trusted", contamination=True)
     lines = found.table.to_pylist()
     assert all(line["flagged"] for line in lines[:3])
@@ -164,7 +164,7 @@ def marked(tmp_path_factory):
         for i, text in enumerate(texts(40))
     ]
     pq.write_table(pa.Table.from_pylist(lines), root / "marked.parquet")
-    return Artifact.open(build(_with(base, path=str(root / "marked.parquet")), root / "art"))
+    return ArtifactReader.open(build(_with(base, path=str(root / "marked.parquet")), root / "art"))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_texts_with_one_preamble_are_not_one_text(tmp_path):
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, asked)))
     targets = base.targets.model_copy(update={"max_length": 512})
     settings = _with(base, max_length=512).model_copy(update={"targets": targets})
-    artifact = Artifact.open(build(settings, tmp_path / "art"))
+    artifact = ArtifactReader.open(build(settings, tmp_path / "art"))
     with pytest.raises(ArtifactError, match=r"1 of 4 trusted units of facts are rows of the corpus: u2 = row-9;"):
         detect(artifact, "facts")
 
@@ -228,7 +228,7 @@ def leaked(tmp_path_factory):
     for i, unit in ((7, units[1]), (21, units[4])):
         lines[i] = {"row_id": f"row-{i}", "text": unit["prompt"] + unit["completion"], "leak": True}
     (root / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return Artifact.open(build(base, root / "art")), units
+    return ArtifactReader.open(build(base, root / "art")), units
 
 
 def test_trusted_texts_that_are_rows_are_refused(leaked):
@@ -304,8 +304,8 @@ def test_rows_that_are_all_alike_are_told_and_written(tmp_path):
 
 
 def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
-    one = Artifact.open(build(_with(world(tmp_path)), tmp_path / "one"))
-    other = Artifact.open(build(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other"))
+    one = ArtifactReader.open(build(_with(world(tmp_path)), tmp_path / "one"))
+    other = ArtifactReader.open(build(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other"))
     score_NE = np.concatenate([block for _, block in one.array_blocks("relevance_token")]).astype(float)
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
     for artifact in (one, other):
@@ -315,7 +315,7 @@ def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
 
 
 def test_texts_without_a_label_are_ranked_by_relevance_alone(tmp_path):
-    artifact = Artifact.open(build(world(tmp_path), tmp_path / "art"))
+    artifact = ArtifactReader.open(build(world(tmp_path), tmp_path / "art"))
     assert list(detect(artifact, "facts").scores) == ["relevance"]
     assert list(detect(artifact, "facts", label="topic").scores) == ["relevance", "geometry", "fused"]
     with pytest.raises(SettingsError, match="neighbours: got 0"):

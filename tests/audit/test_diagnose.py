@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit import diagnose as diagnosing
 from grasp.audit import measures
 from grasp.audit.diagnose import diagnose
@@ -35,12 +35,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(root):
-    return Artifact.open(build(world(root / "world"), root / "plain"))
+    return ArtifactReader.open(build(world(root / "world"), root / "plain"))
 
 
 @pytest.fixture(scope="module")
 def kept(root, plain):
-    return Artifact.open(build(world(root / "world", keep_features=True), root / "kept"))
+    return ArtifactReader.open(build(world(root / "world", keep_features=True), root / "kept"))
 
 
 def by_name(found):
@@ -108,7 +108,7 @@ def test_everything_is_measured_and_every_line_says_what_is_healthy(of_plain):
 def widest(root):
     """All probabilities, and sketches as wide as can be."""
     features = {"hidden_width": 16, "residual_width": 4096, "product_width": 4096, "top_k": 300}
-    return Artifact.open(build(world(root / "world", features=features), root / "widest"))
+    return ArtifactReader.open(build(world(root / "world", features=features), root / "widest"))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_sketch_as_wide_as_the_features_has_no_error(of_widest):
 def narrow(root):
     """Sketches of four numbers, whose norms are near enough and whose order is lost."""
     features = {"hidden_width": 4, "residual_width": 4, "product_width": 4, "top_k": 300}
-    return Artifact.open(build(world(root / "world", features=features), root / "narrow"))
+    return ArtifactReader.open(build(world(root / "world", features=features), root / "narrow"))
 
 
 def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(root, narrow):
@@ -141,7 +141,7 @@ def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(
         assert named[f"{half} sketch"].verdict == "look"
         widths[f"{half}_width"] = int(numbers["healthy_width"])
         assert f"features.{half}_width: {widths[f'{half}_width']}" in named[f"{half} sketch"].advice
-    art = Artifact.open(build(world(root / "world", features=widths | {"top_k": 300}), root / "as-advised"))
+    art = ArtifactReader.open(build(world(root / "world", features=widths | {"top_k": 300}), root / "as-advised"))
     mended = by_name(diagnose(art, rows=40, subsets=40))
     for half in ("hidden", "residual", "product"):
         assert mended[f"{half} sketch"].verdict == "healthy"
@@ -175,7 +175,7 @@ def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(
     features = {"token_positions": "stride:3", "pooling": "tail:4"}
     answers = []
     for name, keep in (("strided", False), ("strided-kept", True)):
-        art = Artifact.open(build(world(root / "world", features=features, keep_features=keep), root / name))
+        art = ArtifactReader.open(build(world(root / "world", features=features, keep_features=keep), root / name))
         answers.append(by_name(diagnose(art, rows=32, subsets=20)))
     for name in ("pooled for tokens", "opposed gradients", "product sketch", "joint sketch for product"):
         for key, value in answers[0][name].numbers.items():
@@ -185,7 +185,7 @@ def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(
 def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, of_plain):
     """The share is that of the summary that is kept, over the positions that the gradient is of."""
     features = {"pooling": "tail:1", "token_positions": "tail:1"}
-    art = Artifact.open(build(world(root / "world", features=features), root / "last"))
+    art = ArtifactReader.open(build(world(root / "world", features=features), root / "last"))
     one = by_name(diagnose(art, rows=32, subsets=5))["pooled for tokens"]
     assert one.numbers["share"] == pytest.approx(1.0)
     assert one.verdict == "healthy"
@@ -212,7 +212,9 @@ def test_the_share_is_taken_in_the_coordinates_of_the_token_kernel(plain):
 
 
 def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(root):
-    art = Artifact.open(build(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled"))
+    art = ArtifactReader.open(
+        build(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled")
+    )
     named = by_name(diagnose(art, rows=32, subsets=10))
     assert "there is none: features.product_width is 0" in named["product sketch"].advice
     for name in ("joint sketch for product", "pooled for tokens", "opposed gradients"):
@@ -256,7 +258,7 @@ def test_more_top_k_leaves_less_outside(of_plain, of_widest):
 def test_without_features_or_model_it_says_how_to_build(root, plain, tmp_path):
     shutil.copytree(plain.path, tmp_path / "art")
     shutil.rmtree(tmp_path / "art" / "tokens")
-    named = by_name(diagnose(Artifact.open(tmp_path / "art"), rows=16, subsets=5))
+    named = by_name(diagnose(ArtifactReader.open(tmp_path / "art"), rows=16, subsets=5))
     features = {name for name in LINES if "sketch" in name and "rank" not in name}
     for name in features | {
         "direct sum for product",
@@ -272,7 +274,7 @@ def test_without_features_or_model_it_says_how_to_build(root, plain, tmp_path):
 
 def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
     settings = world(root / "gone")
-    art = Artifact.open(build(settings, tmp_path / "art"))
+    art = ArtifactReader.open(build(settings, tmp_path / "art"))
     shutil.rmtree(settings.model.path)
     named = by_name(diagnose(art, rows=16, subsets=5))
     assert (
@@ -284,7 +286,7 @@ def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
 def test_kept_features_need_neither_model_nor_rows(kept, tmp_path):
     shutil.copytree(kept.path, tmp_path / "art")
     shutil.rmtree(tmp_path / "art" / "tokens")
-    found = diagnose(Artifact.open(tmp_path / "art"), rows=16, subsets=5)
+    found = diagnose(ArtifactReader.open(tmp_path / "art"), rows=16, subsets=5)
     named = by_name(found)
     assert found.source == "kept features"
     assert named["product sketch"].verdict != "not measured"
@@ -321,7 +323,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
 
 def test_an_image_classifier_is_diagnosed_alike(tmp_path):
-    art = Artifact.open(build(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
+    art = ArtifactReader.open(build(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
     kept_out = by_name(diagnose(art, rows=30, subsets=10))["batch invariance"]
     assert "code is run only if you ask for it yourself" in kept_out.advice
     own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
@@ -343,7 +345,7 @@ def test_the_command(plain, tmp_path):
 
 
 def test_too_few_rows_are_refused(root):
-    small = Artifact.open(build(world(root / "small", n_rows=3), root / "tiny"))
+    small = ArtifactReader.open(build(world(root / "small", n_rows=3), root / "tiny"))
     with pytest.raises(ArtifactError, match=r"has \d rows, diagnostics need at least 8"):
         diagnose(small)
     assert diagnosing.MIN_ROWS == 8

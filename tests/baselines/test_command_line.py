@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.runs.method_predictions import predict, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
 from tests.cli.grasp_command import cells, refused, succeed
@@ -101,7 +101,7 @@ def test_rows_are_ranked_by_a_method(world, kept):
 
 def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, kept):
     printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length", "--cache", kept).lines
-    lengths = Artifact.open(world.root / "art").rows(np.arange(N_ROWS))["n_tokens"].to_numpy()
+    lengths = ArtifactReader.open(world.root / "art").rows(np.arange(N_ROWS))["n_tokens"].to_numpy()
     assert float(cells(printed[2])[0]) == lengths.max()
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from grasp import files
 from grasp.artifact.manifest import write_manifest
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.errors import ArtifactError, SettingsError
 from grasp.models import causal_lm
@@ -59,7 +59,7 @@ class Own:
         self.path = path
 
     def material(self):
-        return Material(Artifact.open(self.path))
+        return Material(ArtifactReader.open(self.path))
 
 
 def test_rows_without_tokens_are_refused(own):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
 from grasp.models.tokenizer import train_tokenizer
 from grasp.runs.configured import ConfiguredMethod, configured_methods
@@ -42,8 +42,8 @@ class World:
         return Environment.open(self.root / "env")
 
     @cached_property
-    def artifact(self) -> Artifact:
-        return Artifact.open(self.root / "art")
+    def artifact(self) -> ArtifactReader:
+        return ArtifactReader.open(self.root / "art")
 
     def material(self, **changes: Any) -> Material:
         """The artifact with its environment, opened afresh."""

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.choose.corpus_rows import Kept, corpus_settings, kept_documents, proven_rows
 from grasp.choose.export import checked_format, write_documents, write_rows
@@ -34,7 +34,7 @@ def records(n=25, named=True, seed=0):
     return [{"row_id": f"doc-{i}", **row} for i, row in enumerate(rows)] if named else rows
 
 
-def build(directory, path, **changes) -> Artifact:
+def build(directory, path, **changes) -> ArtifactReader:
     """An artifact of the rows of a corpus; its arrays say nothing."""
     corpus = settings_for(path, **changes)
     store = RowStore.write(directory / "rows", corpus, Words(), shard_rows=6)
@@ -54,7 +54,7 @@ def build(directory, path, **changes) -> Artifact:
             moments={},
             units=pa.table({"unit_id": ["u"], "target": ["sciq"]}),
         )
-    return Artifact.open(directory / "art")
+    return ArtifactReader.open(directory / "art")
 
 
 def choose(artifact, seed=0, share=0.5):

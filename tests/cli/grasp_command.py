@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.cli import main
 
 PROGRESS = re.compile(
@@ -66,7 +66,7 @@ def refused(*arguments: object) -> str:
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    artifact = Artifact.open(path)
+    artifact = ArtifactReader.open(path)
     return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.models.tokenizer import train_tokenizer
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
@@ -103,7 +103,7 @@ def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(bu
     skipped = json.loads((tmp_path / "new/manifest.json").read_text())["skipped"]["rows"]
     assert skipped["counts"] == {"empty": 3, "whitespace": 1, "one_token": 1}
     assert skipped["ids"] == {"empty": ["hole", "void", "none"], "whitespace": ["blank"], "one_token": ["short"]}
-    assert Artifact.open(tmp_path / "new").n_rows == 2
+    assert ArtifactReader.open(tmp_path / "new").n_rows == 2
     assert (
         "left out: 3 empty documents, 1 documents of white space, 1 rows of one token"
         in succeed("info", tmp_path / "new").lines

@@ -12,7 +12,7 @@ import yaml
 
 from grasp.artifact import remote
 from grasp.artifact.inspection import verify
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.families import parse_family
 from grasp.predict.geometry_terms import CalibrationFamily
@@ -73,7 +73,7 @@ def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_p
         *("--max-length", 48, "--match", "token", "--dtype", "float32", "--keep-features", "--out", tmp_path / "art"),
         *("--set", "features.token_positions=tail:4", "--set", "targets.units_per_target=5", "--quiet"),
     )
-    artifact = Artifact.open(tmp_path / "art")
+    artifact = ArtifactReader.open(tmp_path / "art")
     assert outcome.lines[0].startswith(f"{tmp_path / 'art'}: {artifact.n_rows} rows x 5 units (facts), ")
     assert outcome.lines[-1] == f"next: grasp score {tmp_path / 'art'} --target facts --top 10"
     assert "relevance_pooled" not in artifact.array_names
@@ -97,7 +97,7 @@ def test_flags_beat_set_and_set_beats_the_file(art, tmp_path):
     assigned = ["corpus.max_length=12", "corpus.limit=9", "features.tau=0.5", "keep_features=true"]
     given = [part for assignment in assigned for part in ("--set", assignment)]
     succeed("build", "--config", art / "run.yaml", *given, *flags, "--out", tmp_path / "art")
-    settings = Artifact.open(tmp_path / "art").manifest.settings
+    settings = ArtifactReader.open(tmp_path / "art").manifest.settings
     assert settings["corpus"]["max_length"] == 24
     assert settings["corpus"]["limit"] == 9
     assert settings["features"]["tau"] == 0.5
@@ -163,7 +163,7 @@ def test_an_added_target_is_there_and_the_old_one_is_untouched(root, art, tmp_pa
 
 
 def test_info_tells_what_the_manifest_holds(art):
-    artifact, text = Artifact.open(art), succeed("info", art)
+    artifact, text = ArtifactReader.open(art), succeed("info", art)
     assert text.lines[0].startswith(f"{art}: complete, format 2, {artifact.n_rows} rows, ")
     assert "targets: facts (6 units)" in text.out
     printed = {line["array"]: line for line in table(text.out, "arrays")}
@@ -215,7 +215,7 @@ def test_score_by_another_kernel_of_some_rows_with_chosen_columns(art, kernel):
 
 def test_score_for_one_unit_is_by_its_own_relevance(art):
     relevance_N = arrays(art)["relevance_token"].astype(float)[:, 2]
-    unit = Artifact.open(art).units["unit_id"].to_pylist()[2]
+    unit = ArtifactReader.open(art).units["unit_id"].to_pylist()[2]
     asked = ["score", art, "--target", "facts", "--match", "token", "--top", 5]
     printed = table(succeed(*asked, "--unit", unit).out, "the 5 most helpful")
     row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
@@ -239,7 +239,7 @@ def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path)
 
 def test_score_writes_all_rows_or_those_asked_for(art, tmp_path):
     lines = succeed("score", art, "--target", "facts", "--out", tmp_path / "all.parquet").lines
-    n_rows = Artifact.open(art).n_rows
+    n_rows = ArtifactReader.open(art).n_rows
     assert lines[0] == f"all of {n_rows} rows for facts, by effect"
     assert lines[-1] == f"{tmp_path / 'all.parquet'}: {n_rows} rows"
     written = pq.read_table(tmp_path / "all.parquet")
@@ -322,7 +322,7 @@ def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
 
 
 def test_a_drawn_family_is_what_the_library_draws_and_predicts(art, tmp_path):
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     labels = LabelTable(artifact.rows_path).column("topic")
     for family in ("uniform:0.3", "mixture:topic", "groups:topic", "bernoulli:0.5"):
         out = tmp_path / f"{family.replace(':', '-')}.parquet"
@@ -336,7 +336,7 @@ def test_a_drawn_family_is_what_the_library_draws_and_predicts(art, tmp_path):
 
 
 def test_predictions_of_a_file_are_those_of_the_drawn_family_it_was_written_from(art, tmp_path):
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     index = RowIndex.from_parquet(artifact.rows_path)
     drawn = parse_family("uniform:0.3").draw(300, n_rows=artifact.n_rows, seed=0, purpose="drawn")
     write_subsets(tmp_path / "subsets.parquet", drawn, index)
@@ -351,7 +351,7 @@ def test_units_have_lines_of_their_own(art, tmp_path):
     asked = ["predict", art, "--keep", "topic = 'sky'", "--units"]
     succeed(*asked, "--out", tmp_path / "p.parquet")
     (task, *own) = lines_of(tmp_path / "p.parquet")
-    units = Artifact.open(art).units["unit_id"].to_pylist()
+    units = ArtifactReader.open(art).units["unit_id"].to_pylist()
     assert (task["unit_id"], [line["unit_id"] for line in own]) == (None, units)
     for e, line in enumerate(own):
         effect_N = effects(art, columns=[e])
@@ -377,7 +377,7 @@ def test_components_of_a_protocol_add_up_to_the_change(art, tmp_path):
 
 
 def test_what_does_not_vary_is_left_out_and_said_so(art, tmp_path):
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
 
     def family(seed: int) -> CalibrationFamily:
         return CalibrationFamily.of(Calibration(family="groups:topic", n_subsets=2, seed=seed), artifact)

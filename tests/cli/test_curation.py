@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import read_mixture, read_selection
 from grasp.errors import SettingsError
 from grasp.files import entry_of
@@ -29,7 +29,7 @@ SHARES = re.compile(r"keeps (\d+) of (\d+) rows \((\d+\.\d) %\), ([\d,]+) tokens
 
 def environment(path, art, family="mixture:topic", n_subsets=20, role="dev") -> Environment:
     """An environment over `art` in which what retraining gave is planted: three levels by the size of the subset."""
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     rows = RowIndex.from_parquet(artifact.rows_path)
     parsed = parse_family(family)
     labels = None if parsed.label is None else LabelTable(artifact.rows_path).column(parsed.label)
@@ -84,7 +84,7 @@ def test_select_writes_rows_that_predict_to_the_value_it_says(arguments, art, tm
     table, summary = pq.read_table(out), json.loads((tmp_path / "kept.json").read_text())
     gain = ["gain"] if arguments else []
     assert table.column_names == ["subset_id", "row_id", "doc_id", "order", "effect", *gain, "n_tokens"]
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     assert table.num_rows == artifact.n_rows // 4 == summary["rows"]
     assert table["order"].to_pylist() == list(range(table.num_rows))
     assert len(set(table["row_id"].to_pylist())) == table.num_rows
@@ -105,7 +105,7 @@ def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
     path = tmp_path / "kept.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus": "c0ffee"}))
     with pytest.raises(SettingsError, match=r"kept\.json was made from another artifact: corpus 'c0ffee', here '"):
-        read_selection(path, Artifact.open(art))
+        read_selection(path, ArtifactReader.open(art))
 
 
 def test_select_without_geometry_is_optimal_and_says_so(art):
@@ -127,7 +127,7 @@ def test_select_prints_the_largest_of_many_values_and_counts_the_rest(art):
 
 
 def test_select_keeps_floors_caps_and_exclusions(art, tmp_path):
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     names = artifact.rows(np.arange(5))["row_id"].to_pylist()
     (tmp_path / "seen.txt").write_text("\n".join([*names, "unheard of"]))
     out = tmp_path / "kept.parquet"
@@ -168,10 +168,10 @@ def test_select_exports_exactly_the_chosen_rows(kind, art, root, tmp_path):
         assert line["topic"] == document["topic"]
     assert f"{out}: {len(lines)} rows, {sum(chosen['n_tokens'].to_pylist()):,} tokens" in said
     manifest = read_yaml(out / "_manifest.yaml")
-    assert manifest["corpus"] == Artifact.open(art).manifest.fingerprints["corpus"]
+    assert manifest["corpus"] == ArtifactReader.open(art).manifest.fingerprints["corpus"]
     assert manifest["asked"]["budget"] == "20%"
     succeed("build", "--config", root / "settings.yaml", "--set", f"corpus.path={out}", "--out", tmp_path / "again")
-    again = Artifact.open(tmp_path / "again")
+    again = ArtifactReader.open(tmp_path / "again")
     assert again.rows(np.arange(again.n_rows))["row_id"].to_pylist() == [line["row_id"] for line in lines]
 
 
@@ -236,7 +236,7 @@ def test_a_budget_in_tokens_that_caps_cannot_fill_is_refused(art):
     out = succeed(*asked, "--budget", "50%tokens").out
     share = SHARES.search(out)
     assert share is not None
-    whole = sum(Artifact.open(art).rows(np.arange(Artifact.open(art).n_rows))["n_tokens"].to_pylist())
+    whole = sum(ArtifactReader.open(art).rows(np.arange(ArtifactReader.open(art).n_rows))["n_tokens"].to_pylist())
     short = whole // 2 - int(share[4].replace(",", ""))
     assert (f"of {whole // 2:,} tokens were taken: no row that is left fits" in out) == (short > 0)
     assert "optimal: " in out
@@ -244,7 +244,7 @@ def test_a_budget_in_tokens_that_caps_cannot_fill_is_refused(art):
 
 def test_exclusion_lists_of_other_editors(art, tmp_path):
     asked = ("select", art, "--target", "facts", "--budget", "5", "--exclude", tmp_path / "seen.txt")
-    name = Artifact.open(art).rows(np.arange(1))["row_id"].to_pylist()[0]
+    name = ArtifactReader.open(art).rows(np.arange(1))["row_id"].to_pylist()[0]
     (tmp_path / "seen.txt").write_bytes(b"\xef\xbb\xbf" + name.encode() + b"\r\n")
     assert f"{tmp_path / 'seen.txt'}: 1 names exclude 1 rows; 0 are unknown" in succeed(*asked).lines
     (tmp_path / "seen.txt").write_text("\n")
@@ -353,7 +353,7 @@ def test_mix_writes_weights_that_predict_to_the_value_it_says(arguments, art, tm
     assert sum(abs(line["proposed"] - line["now"]) for line in table) / 2 <= 0.4 + 1e-6
     found = predicted(art, weights, tmp_path / "mixture.protocol.yaml", tmp_path)
     assert summary["value"] == pytest.approx(found, rel=1e-4, abs=1e-5)
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     assert summary["corpus"] == artifact.manifest.fingerprints["corpus"]
     assert read_mixture(tmp_path / "mixture.json", artifact).value == summary["value"]
     with pytest.raises(SettingsError, match=r"--selection: .* is the summary of a mixture, give it with --mixture"):
@@ -436,7 +436,7 @@ def test_held_out_environments_are_refused(art, tmp_path):
 
 
 def test_a_table_of_subsets_that_is_excluded(art, tmp_path):
-    rows = Artifact.open(art).rows(np.arange(30))["row_id"].to_pylist()
+    rows = ArtifactReader.open(art).rows(np.arange(30))["row_id"].to_pylist()
     pq.write_table(pa.table({"row_id": rows}), tmp_path / "seen.parquet")
     out = tmp_path / "kept.parquet"
     asked = ("select", art, "--target", "facts", "--exclude", tmp_path / "seen.parquet")

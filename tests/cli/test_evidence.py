@@ -20,7 +20,7 @@ import pytest
 import yaml
 from scipy import stats
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.cli import progress
 from grasp.cli.progress import Watch
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
@@ -88,7 +88,7 @@ def own_env(env, tmp_path):
 
 
 def scored(art, env):
-    return Scored.of(Environment.open(env), Artifact.open(art))
+    return Scored.of(Environment.open(env), ArtifactReader.open(art))
 
 
 def rewrite(env: Path, change) -> None:
@@ -115,7 +115,7 @@ def plant_protocol(env: Path, art: Path) -> None:
     """A world in which PLANTED is the truth, for every unit alike."""
     place = env.parent / "planted.yaml"
     write_yaml(PLANTED, place)
-    source = Artifact.open(art)
+    source = ArtifactReader.open(art)
     (found,) = scored(art, env).predictions({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
     truth = dict(zip(found.subset_ids, found.task_B["facts"], strict=True))
     plant(env, lambda subset, _: float(truth[subset]))
@@ -259,7 +259,7 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     assert f"protocol default: {default_protocol().provenance}" in out
     utilities = Environment.open(env).utilities()
     realized_B = utilities.values_BSE.mean(axis=(1, 2))
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     relevance = {
         kernel: np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).mean(axis=1)
         for kernel in ("token", "pooled", "input")
@@ -313,7 +313,7 @@ def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_pat
     np.save(tmp_path / "array.npy", -utilities.values_BSE.mean(axis=1))
     ids = {"subset_ids": utilities.subset_ids, "units": [["facts", unit] for unit in utilities.unit_ids]}
     (tmp_path / "array.ids.json").write_text(json.dumps(ids))
-    relevance = np.concatenate([block for _, block in Artifact.open(art).array_blocks("relevance_token")])
+    relevance = np.concatenate([block for _, block in ArtifactReader.open(art).array_blocks("relevance_token")])
     np.save(tmp_path / "rows.npy", relevance)
     (tmp_path / "rows.ids.json").write_text(json.dumps({"units": ids["units"]}))
     files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "array.npy", "rows.npy")]

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.predict.ranking import score
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import TOPICS
@@ -18,7 +18,7 @@ from tests.extract.world import TOPICS
 def queries(art, tmp_path_factory):
     """Labels of the artifact's units, as JSONL."""
     path = tmp_path_factory.mktemp("retrieve") / "queries.jsonl"
-    names = Artifact.open(art).units["unit_id"].to_pylist()
+    names = ArtifactReader.open(art).units["unit_id"].to_pylist()
     lines = [{"unit_id": name, "topic": TOPICS[i % 3], "prompt": "p"} for i, name in enumerate(names)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -26,7 +26,7 @@ def queries(art, tmp_path_factory):
 
 def lift(art, unit_id, topic, k, array="relevance_token"):
     """Recall among the best k rows of one unit by that of chance, sorted by hand."""
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     column = artifact.units["unit_id"].to_pylist().index(unit_id)
     score = np.concatenate([block[:, column] for _, block in artifact.array_blocks(array)])
     first_out, last_in = np.sort(score)[::-1][[k, k - 1]]
@@ -45,7 +45,7 @@ def test_what_is_printed_is_the_mean_of_what_is_written(art, queries, tmp_path):
     }  # fmt: skip
     for line in table:
         if line["score"] == "grasp":
-            best = score(Artifact.open(art), "facts", unit=line["unit_id"]).to_pandas()["topic"] == line["value"]
+            best = score(ArtifactReader.open(art), "facts", unit=line["unit_id"]).to_pandas()["topic"] == line["value"]
             assert line["lift"] == pytest.approx(best[: line["k"]].mean() / best.mean())
     mean = np.mean([line["lift"] for line in table if (line["score"], line["k"]) == ("bm25", 9)])
     assert "Recall of related rows among the best k of" in shown.out
@@ -85,9 +85,9 @@ def test_in_python_it_says_the_same(art, queries):
 
 def test_grasp_ranks_as_score_does(art):
     found = grasp.open(art).retrieve(target="facts", related="topic = 'sky'", together=True, k=[4], methods=["grasp"])
-    best = score(Artifact.open(art), "facts", top=4).to_pandas()
+    best = score(ArtifactReader.open(art), "facts", top=4).to_pandas()
     assert len(found) == 1
-    topics = pq.read_table(Artifact.open(art).rows_path)["topic"].to_pylist()
+    topics = pq.read_table(ArtifactReader.open(art).rows_path)["topic"].to_pylist()
     chance = topics.count("sky") / len(topics)
     assert found.recalls[0].mean.value == pytest.approx((best["topic"] == "sky").mean() / chance)
 
@@ -96,7 +96,7 @@ def test_units_of_one_value_are_one_query_by_their_mean(art, queries, tmp_path):
     out = tmp_path / "lifts.parquet"
     asked = ("--by", "topic", "--together", "--k", "7", "--methods", "token", "--out", out, "--quiet")
     succeed("retrieve", art, "--queries", queries, *asked)
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     score_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
     topics = np.array(pq.read_table(artifact.rows_path).column("topic").to_pylist())
     table = {line["value"]: line for line in pq.read_table(out).to_pylist()}

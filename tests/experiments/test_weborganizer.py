@@ -9,7 +9,7 @@ import pytest
 
 from experiments.curation.setting import held_out_documents
 from experiments.weborganizer import related, shares
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.local import build
 from tests.extract.world import TOPICS, texts, world, write_checkpoint
@@ -80,7 +80,7 @@ def checkpoints(tmp_path_factory):
 def test_shares_are_those_of_the_double_loop(checkpoints):
     (trend,), (names,) = shares.measured(checkpoints, ["topic"], "facts")
     for c, path in enumerate(checkpoints):
-        artifact = Artifact.open(path)
+        artifact = ArtifactReader.open(path)
         topics = pq.read_table(artifact.rows_path).column("topic").to_pylist()
         values_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token")])
         mean = {t: np.mean([row.mean() for row, own in zip(values_NE, topics, strict=True) if own == t]) for t in names}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError
 from grasp.extract.extend import add_target
@@ -20,7 +20,7 @@ OWN = {"model": {"classifier": {"factory": "tests.models.images_world:TinyNet"}}
 
 
 def arrays(path):
-    artifact = Artifact.open(path)
+    artifact = ArtifactReader.open(path)
     return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
 
 
@@ -59,7 +59,7 @@ def reference(root):
 
 def test_relevance_is_the_formula(root, built):
     hidden_match, residual_match = reference(root)
-    artifact = Artifact.open(built)
+    artifact = ArtifactReader.open(built)
     # units are drawn in an order of their own
     order = [int(name.rpartition("-")[2]) for name in artifact.units["unit_id"].to_pylist()]
     found = arrays(built)
@@ -69,7 +69,7 @@ def test_relevance_is_the_formula(root, built):
 
 
 def test_what_is_on_disk(built):
-    artifact = Artifact.open(built)
+    artifact = ArtifactReader.open(built)
     row = artifact.rows(np.array([4])).to_pylist()[0]
     assert (row["row_id"], row["label"], row["image_class"], row["n_tokens"]) == ("train-4", 1, "green", 1)
     assert artifact.manifest.details["classes"] == ["blue", "green", "red"]

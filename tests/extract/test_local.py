@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grasp.artifact.inspection import verify
 from grasp.artifact.layout import MARKER, RUN
 from grasp.artifact.manifest import write_manifest
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.errors import ArtifactError, GraspError, ModelError
 from grasp.extract import forward
@@ -36,7 +36,7 @@ from tests.extract.world import texts, world, write_targets
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    artifact = Artifact.open(path)
+    artifact = ArtifactReader.open(path)
     return {name: np.concatenate([block for _, block in artifact.array_blocks(name)]) for name in artifact.array_names}
 
 
@@ -137,7 +137,7 @@ def test_relevance_equals_the_float64_reference(root):
     for prompt, completion in zip(*_units(root), strict=True):
         ids = reference.tokenizer(prompt)["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
-    order = [int(name.rsplit("-", 1)[1]) for name in Artifact.open(root / "exact").units["unit_id"].to_pylist()]
+    order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
     for name in ("token", "pooled", "input"):
         expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
@@ -199,7 +199,7 @@ def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, mon
     settings = world(root).model_dump(mode="json")
     del settings["features"]["product_width"]
     settings["features"] |= {"match": "pooled", "pooling": "tail:3"}
-    artifact = Artifact.open(build(build_settings(settings), tmp_path / "pooled"))
+    artifact = ArtifactReader.open(build(build_settings(settings), tmp_path / "pooled"))
     (positions_of_units, *of_rows) = looked_at
     assert positions_of_units > 6
     assert 2.9 * artifact.grid.n_rows < sum(of_rows) <= 3 * artifact.grid.n_rows  # some rows are shorter
@@ -207,11 +207,11 @@ def test_pooled_alone_runs_the_head_at_pooled_positions_only(root, tmp_path, mon
 
 
 def test_moments_of_the_input_kernel_lie_beside_those_of_the_token_kernel(root, built, tmp_path):
-    moments = Artifact.open(built).moments
+    moments = ArtifactReader.open(built).moments
     assert moments["input.count"] == moments["token.count"]
     assert moments["input.gamma"].sum() == pytest.approx(1.0)
     assert moments["input.covariance"].dtype == moments["input.gamma"].dtype == np.float64
-    without = Artifact.open(build(world(root, features={"input_match": False}), tmp_path / "without")).moments
+    without = ArtifactReader.open(build(world(root, features={"input_match": False}), tmp_path / "without")).moments
     assert not [name for name in without if name.startswith("input.")]
     assert np.array_equal(without["token.covariance"], moments["token.covariance"])
 
@@ -286,7 +286,7 @@ def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
     (path / RUN).write_text((path / RUN).read_text().replace("tau: 0.01", "tau: 0.02"))
     assert [problem.file for problem in verify(path).problems] == [RUN, f"tokens/{shard.name}"]
     with pytest.raises(ArtifactError, match=rf"tokens/{shard.name}: damaged: checksum"):
-        _ = Artifact.open(path).tokens_path
+        _ = ArtifactReader.open(path).tokens_path
     discard(path / "tokens")  # it may be removed
     (path / RUN).unlink()
     assert verify(path).ok
@@ -413,7 +413,7 @@ def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_pat
     more = TargetSettings(names=names[1:], max_length=64)
     assert add_target(out, more) == ("kept features" if keep else "pass")
     assert add_target(out, more) == "there already"
-    artifact = Artifact.open(out)
+    artifact = ArtifactReader.open(out)
     assert artifact.targets == ("facts", "more")
     grown = arrays(out)
     for name, expected in joint.items():
@@ -423,13 +423,13 @@ def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_pat
 
 def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
     out = build(world(root, features={"input_match": False}), tmp_path / "artifact")
-    manifest = Artifact.open(out).manifest
+    manifest = ArtifactReader.open(out).manifest
     del manifest.settings["features"]["input_match"]  # as if it had been built before there was one
     write_manifest(out, manifest)
     before = set(arrays(out))
     write_targets(root / "more.jsonl", task="more", seed=5)
     assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
-    artifact = Artifact.open(out)
+    artifact = ArtifactReader.open(out)
     assert set(artifact.array_names) == before
     with pytest.raises(ArtifactError, match=r"no 'input' relevance, only .*; build it with features.input_"):
         artifact.relevance_name("input")
@@ -437,7 +437,7 @@ def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
 
 def test_positions_that_were_kept_without_their_tokens_are_refused(root, tmp_path):
     out = build(world(root, keep_features=True), tmp_path / "artifact")
-    kept = Artifact.open(out).features.read(0)
+    kept = ArtifactReader.open(out).features.read(0)
     assert len(kept["position.input_P"]) == len(kept["position.row_P"])
     del kept["position.input_P"]
     with pytest.raises(ArtifactError, match=r"kept by another version, without \['input_P'\]; build the artifact"):

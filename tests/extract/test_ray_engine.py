@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.errors import EngineError, MissingExtraError, ModelError
 from grasp.extract import cluster
@@ -65,11 +65,13 @@ def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path
     expected = build(world(root, features=features, keep_features=True), tmp_path / "local")
     found = build(world(root, features=features, keep_features=True), tmp_path / "ray", cluster=spec)
     assert_same(arrays(found), arrays(expected))
-    moments = Artifact.open(expected).moments
-    for name, array in Artifact.open(found).moments.items():
+    moments = ArtifactReader.open(expected).moments
+    for name, array in ArtifactReader.open(found).moments.items():
         assert array.tobytes() == moments[name].tobytes(), name
-    theirs = {name: entry for name, entry in Artifact.open(expected).manifest.files.items() if "units" not in name}
-    ours = Artifact.open(found).manifest.files
+    theirs = {
+        name: entry for name, entry in ArtifactReader.open(expected).manifest.files.items() if "units" not in name
+    }
+    ours = ArtifactReader.open(found).manifest.files
     assert all(ours[name] == entry for name, entry in theirs.items())
 
 

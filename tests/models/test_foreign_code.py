@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ModelError, SettingsError
 from grasp.extract.extend import add_target
 from grasp.extract.local import build
@@ -66,7 +66,7 @@ def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
     assert "art/manifest.json: model.classifier.factory is" in refused(*asked)
     assert "got corpus as well" in refused(*asked, "--set", "corpus.limit=3")
     succeed(*asked, "--set", "model.classifier.factory=tests.models.images_world:TinyNet")
-    assert Artifact.open(art).targets == ("trusted", "more")
+    assert ArtifactReader.open(art).targets == ("trusted", "more")
 
 
 def test_a_build_goes_on_with_the_code_that_the_user_names(images, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.errors import ProtocolError
 from grasp.predict.families import parse_family
@@ -40,7 +40,7 @@ def artifact(tmp_path_factory):
             writer.write_shard(k, arrays, rows.slice(start, stop - start), {})
         settings = {"features": FAKE.feature_settings}
         writer.finish(manifest={"settings": settings}, moments={}, units=FAKE.units)
-    return Artifact.open(path)
+    return ArtifactReader.open(path)
 
 
 def test_predictions_are_those_of_the_arrays(artifact, tmp_path):

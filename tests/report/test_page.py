@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from plotly.offline import get_plotlyjs
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.predict.intervals import measures
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
@@ -149,7 +149,7 @@ def test_a_hundred_slices_and_ten_targets_stay_under_6_mb(tmp_path):
 
 
 def test_numbers_are_those_of_the_command(place, parsed):
-    artifact = Artifact.open(place / "art")
+    artifact = ArtifactReader.open(place / "art")
     asked = ["predict", artifact.path, "--by", "topic", "--protocol", place / "protocol.yaml"]
     succeed(*asked, "--out", place / "by.parquet")
     for line in pq.read_table(place / "by.parquet").to_pylist():
@@ -176,7 +176,7 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
 @pytest.mark.parametrize("components", [{}, {"joint.pair": -0.3, "hidden.cent": 0.2, "residual.self": 0.4}])
 def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, components):
     """Changes and intervals of random weights of slices, to rounding."""
-    artifact, environment = Artifact.open(place / "art"), Environment.open(place / "env")
+    artifact, environment = ArtifactReader.open(place / "art"), Environment.open(place / "env")
     chosen = ScoringProtocol(name="p", side=side, weighting="count", components=components)
     found = findings(artifact, chosen, Question(by=("topic",), environment=environment))
     slices = found.labels[0].slices
@@ -282,7 +282,7 @@ def test_figures_hold_what_was_found(parsed):
 
 
 def test_an_environment_of_another_corpus_is_refused(place, tmp_path):
-    artifact = Artifact.open(place / "art")
+    artifact = ArtifactReader.open(place / "art")
     write_environment(tmp_path / "env", artifact, corpus_fingerprint="other")
     message = refused("report", place / "art", "--environment", tmp_path / "env", "--out", tmp_path / "r.html")
     assert "corpus" in message
@@ -325,7 +325,7 @@ def test_a_file_that_is_no_mixture_is_refused(place, tmp_path):
 
 
 def test_an_unfinished_environment_needs_to_be_asked_for(place, tmp_path):
-    artifact = Artifact.open(place / "art")
+    artifact = ArtifactReader.open(place / "art")
     write_environment(tmp_path / "env", artifact, done=2)
     flags = ["--environment", tmp_path / "env", "--out", tmp_path / "r.html"]
     assert "46 runs are missing" in refused("report", place / "art", *flags)

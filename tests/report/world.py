@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.predict.families import parse_family
 from grasp.predict.slices import LabelTable
@@ -53,7 +53,7 @@ def write_artifact(
     sketches: bool = True,
     model: str = "models/last",
     seed: int = 0,
-) -> Artifact:
+) -> ArtifactReader:
     """Two kernels, three sketches, a topic and a format for every row."""
     rng = np.random.default_rng(seed)
     topic = np.concatenate([np.arange(len(topics)), rng.integers(0, len(topics), n_rows - len(topics))])
@@ -96,12 +96,12 @@ def write_artifact(
             "skipped": {"rows": {"counts": {"empty": 2}}},
         }
         writer.finish(manifest=manifest, moments={}, units=table)
-    return Artifact.open(path)
+    return ArtifactReader.open(path)
 
 
 def write_environment(
     path: Path,
-    artifact: Artifact,
+    artifact: ArtifactReader,
     *,
     n_subsets: int = 24,
     seeds: tuple[int, ...] = (0, 1),

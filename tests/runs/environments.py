@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.predict.families import parse_family
 from grasp.predict.slices import LabelTable
@@ -30,7 +30,7 @@ def units() -> list[Unit]:
     ]
 
 
-def write_artifact(path: Path, n_rows: int = N_ROWS, **settings) -> Artifact:
+def write_artifact(path: Path, n_rows: int = N_ROWS, **settings) -> ArtifactReader:
     """Sketches, the token kernel and a topic for every row; seven rows to a shard."""
     rng = np.random.default_rng(0)
     topic = rng.integers(0, 3, n_rows)
@@ -60,12 +60,12 @@ def write_artifact(path: Path, n_rows: int = N_ROWS, **settings) -> Artifact:
             writer.write_shard(k, part, rows.slice(start, stop - start), {})
         manifest = {"settings": settings, "fingerprints": {"corpus": FINGERPRINT}}
         writer.finish(manifest=manifest, moments={}, units=pa.table(columns))
-    return Artifact.open(path)
+    return ArtifactReader.open(path)
 
 
 def write_environment(
     path: Path,
-    artifact: Artifact,
+    artifact: ArtifactReader,
     utility: Callable[[int, int, str], float],
     *,
     family: str = "mixture:topic",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.layout import BUILD, PER_UNIT, part_dir, part_file
 from grasp.artifact.manifest import ArrayEntry, BuildRecord, Manifest, provenance, read_record, write_manifest
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec, ShardWriter, parquet_bytes
 from grasp.artifact.tables import check_units, units_per_target
 from grasp.artifact.writer import PartWriter, array_dtype, build_record, claim, lock_artifact, moment_bytes
@@ -24,7 +24,7 @@ from grasp.files import DirectoryLock, FileEntry, checksum, entry_of, out_of_spa
 class ArtifactExtension(PartWriter):
     """New units of an artifact being written, with the discipline of a build: lock, whole shards, resume."""
 
-    _artifact: Artifact
+    _artifact: ArtifactReader
     _part: int
     _units: pa.Table
 
@@ -52,10 +52,10 @@ class ArtifactExtension(PartWriter):
                 not the artifact's relevance arrays.
         """
         path = Path(path)
-        Artifact.open(path)  # before the lock, which would make the directory
+        ArtifactReader.open(path)  # before the lock, which would make the directory
         held = lock or lock_artifact(path)
         try:
-            artifact = Artifact.open(path)
+            artifact = ArtifactReader.open(path)
             check_units(units, _common_width(artifact, arrays))
             record = build_record(artifact.grid, arrays, dtype, {**identity, "units": _units_key(units)})
             part = _done_as(artifact, record) or len(artifact.manifest.units)
@@ -115,7 +115,7 @@ class ArtifactExtension(PartWriter):
             write_whole(self.path / units, parquet_bytes(self._units))
             write_whole(self.path / moment_file, contents)
             write_manifest(self.path, self._manifest(given, units, moment_file))
-        self._artifact = Artifact.open(self.path)
+        self._artifact = ArtifactReader.open(self.path)
 
     def _row_name(self, row: int) -> str:
         row_id = self._artifact.rows(np.array([row]))["row_id"][0].as_py()
@@ -156,7 +156,7 @@ class ArtifactExtension(PartWriter):
 _TABLES = (("units", ".parquet"), ("moments", ".safetensors"))
 
 
-def _common_width(artifact: Artifact, arrays: Mapping[str, ArraySpec]) -> int:
+def _common_width(artifact: ArtifactReader, arrays: Mapping[str, ArraySpec]) -> int:
     """Number of new columns, the same in all relevance arrays, which mean what the old columns mean."""
     wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
     if sorted(wanted) != sorted(arrays):
@@ -181,7 +181,7 @@ def _units_key(units: pa.Table) -> str:
     return checksum(repr(list(pairs)).encode())
 
 
-def _done_as(artifact: Artifact, record: BuildRecord) -> int | None:
+def _done_as(artifact: ArtifactReader, record: BuildRecord) -> int | None:
     """The extension that is this very one, if it was finished before."""
     for part in range(1, len(artifact.manifest.units)):
         if read_record(artifact.path / part_dir(part) / BUILD, BuildRecord) == record:
@@ -189,7 +189,7 @@ def _done_as(artifact: Artifact, record: BuildRecord) -> int | None:
     return None
 
 
-def _check_targets_are_new(artifact: Artifact, units: pa.Table, part: int) -> None:
+def _check_targets_are_new(artifact: ArtifactReader, units: pa.Table, part: int) -> None:
     known = sorted(set(units_per_target(units)) & set(artifact.targets))
     if known and part == len(artifact.manifest.units):
         raise ArtifactError(

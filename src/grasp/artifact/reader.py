@@ -59,7 +59,7 @@ VERIFY = "`grasp verify` names everything that is broken"
 Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
 
 
-class Artifact:
+class ArtifactReader:
     """A complete artifact. Opening reads the manifest only; arrays are read block by block."""
 
     def __init__(self, path: Path, manifest: Manifest, remote: RemoteFiles | None = None) -> None:

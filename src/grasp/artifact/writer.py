@@ -180,7 +180,7 @@ class ArtifactWriter(PartWriter):
 
         Args:
             manifest: mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`, any of them.
-            moments: what `Artifact.moments` gives back.
+            moments: what `ArtifactReader.moments` gives back.
             units: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
             gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
             rows_kept: tokens/ stays, and its checksums are taken.

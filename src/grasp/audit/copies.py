@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.image_store import CLASS_LABEL, HASH_LABEL
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, GraspError
@@ -34,7 +34,7 @@ class Copies:
         return best_N
 
 
-def exact_copies(artifact: Artifact, target: str) -> Copies:
+def exact_copies(artifact: ArtifactReader, target: str) -> Copies:
     """Rows that are a unit of `target`: the same pixels, or the same tokens but for end-of-text tokens round them.
 
     Where the tokens or their tokenizer are not there, rows whose text the row table keeps whole are compared by it.
@@ -99,6 +99,6 @@ def _pairs(unit_keys: Sequence[Any], row_keys: Iterable[Sequence[Any]]) -> set[P
     return {(unit, row) for row, keys in enumerate(row_keys) for key in keys for unit in places.get(key, ())}
 
 
-def _values(artifact: Artifact, name: str) -> Iterator[Any]:
+def _values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
     for batch in artifact.row_batches([name]):
         yield from batch.column(0).to_pylist()

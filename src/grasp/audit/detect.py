@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import RELEVANCE, Artifact
+from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.copies import Copies, exact_copies
 from grasp.audit.detection import (
     Agreement,
@@ -109,7 +109,7 @@ class _Scored:
 
 
 def detect(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     target: str,
     *,
     contamination: bool = False,
@@ -165,7 +165,7 @@ def detect(
 
 
 def _check(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     contamination: bool,
     label: str | None,
     truth: str | None,
@@ -200,7 +200,7 @@ def _check(
 
 
 def _wrong_rows(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     target: str,
     match: str | None,
     copies: Copies,
@@ -224,7 +224,9 @@ def _wrong_rows(
     return _Scored(scores, relevance_N, np.zeros(artifact.n_rows, dtype=np.bool_), notes=tuple(notes))
 
 
-def _geometry(artifact: Artifact, label: str, neighbours: int, progress: Progress) -> tuple[F64 | None, list[str]]:
+def _geometry(
+    artifact: ArtifactReader, label: str, neighbours: int, progress: Progress
+) -> tuple[F64 | None, list[str]]:
     """Disagreement with the neighbours, and what is to be said of it; none where it tells no row from another."""
     column = LabelTable(artifact.rows_path).column(label, "label")
     code_N = column.codes_N.astype(np.int64)
@@ -243,7 +245,7 @@ def _geometry(artifact: Artifact, label: str, neighbours: int, progress: Progres
 
 
 def _leaks(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     target: str,
     match: str | None,
     copies: Copies,
@@ -271,7 +273,7 @@ class UnitScores:
 
 
 def unit_scores(
-    rows: Artifact | MethodRows, target: str, match: str | None = None, progress: Progress | None = None
+    rows: ArtifactReader | MethodRows, target: str, match: str | None = None, progress: Progress | None = None
 ) -> UnitScores:
     """Relevance of all rows to the units of a target, or scores of a published method.
 
@@ -303,7 +305,7 @@ def unit_scores(
 # ------------------------------------------------------------------------------------- threshold and result
 
 
-def _threshold(artifact: Artifact, scored: _Scored, clean: str | None, rate: float) -> Threshold:
+def _threshold(artifact: ArtifactReader, scored: _Scored, clean: str | None, rate: float) -> Threshold:
     """By the rows known to be right, else by the null distribution of a score, copies left out."""
     ranking_N, copy_N = scored.ranking_N, scored.copy_N
     if clean is not None:
@@ -317,7 +319,7 @@ def _threshold(artifact: Artifact, scored: _Scored, clean: str | None, rate: flo
 
 
 def _result(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     target: str,
     scored: _Scored,
     cut: Threshold,
@@ -368,7 +370,9 @@ def _headline(ranking: str, cut: Threshold, n_rows: int) -> str:
     return f"{copies}{by_score:,} suspects by {ranking}; chance would flag {expected}."
 
 
-def _table(artifact: Artifact, target: str, scored: _Scored, flagged_N: Bool, order_N: NDArray[np.int64]) -> pa.Table:
+def _table(
+    artifact: ArtifactReader, target: str, scored: _Scored, flagged_N: Bool, order_N: NDArray[np.int64]
+) -> pa.Table:
     """Every row, the most suspicious first."""
     columns: dict[str, Any] = {
         "rank": np.arange(1, len(order_N) + 1),
@@ -384,7 +388,7 @@ def _table(artifact: Artifact, target: str, scored: _Scored, flagged_N: Bool, or
 
 
 def _shown(
-    artifact: Artifact, table: pa.Table, order_N: NDArray[np.int64], ranking: str, label: str | None
+    artifact: ArtifactReader, table: pa.Table, order_N: NDArray[np.int64], ranking: str, label: str | None
 ) -> pa.Table:
     """Some rows of the table as people read them."""
     rows = artifact.rows(order_N)
@@ -396,7 +400,7 @@ def _shown(
     return pa.table(named | extra | {"text": rows["snippet"]})
 
 
-def made_from(artifact: Artifact, target: str) -> dict[str, str]:
+def made_from(artifact: ArtifactReader, target: str) -> dict[str, str]:
     """What scores of the rows depend on: the corpus, the model, the features, and the target's units."""
     digest = hashlib.blake2b(digest_size=16)
     for unit in artifact.units.select(["target", "unit_id", "prompt", "completion"]).to_pylist():
@@ -410,7 +414,7 @@ def made_from(artifact: Artifact, target: str) -> dict[str, str]:
     }
 
 
-def _named(artifact: Artifact, target: str, copies: Copies) -> str:
+def _named(artifact: ArtifactReader, target: str, copies: Copies) -> str:
     """The copies, the first ten by name."""
     shown = copies.pairs[:LISTED]
     names = artifact.rows(np.array([row for _, row in shown], dtype=np.int64))["row_id"].to_pylist()
@@ -421,7 +425,7 @@ def _named(artifact: Artifact, target: str, copies: Copies) -> str:
     return f"{count} of {len(units)} trusted units of {target} are rows of the corpus: {listed}{more}"
 
 
-def _all(artifact: Artifact, name: str) -> NDArray[np.float32]:
+def _all(artifact: ArtifactReader, name: str) -> NDArray[np.float32]:
     """An array of the artifact, in memory once."""
     out = np.empty(artifact.array_shape(name), dtype=np.float32)
     for start, block in artifact.array_blocks(name):
@@ -429,12 +433,12 @@ def _all(artifact: Artifact, name: str) -> NDArray[np.float32]:
     return out
 
 
-def _column(artifact: Artifact, name: str) -> pa.ChunkedArray:
+def _column(artifact: ArtifactReader, name: str) -> pa.ChunkedArray:
     """A column of the row table."""
     return pa.chunked_array([batch.column(0) for batch in artifact.row_batches([name])])
 
 
-def _yes_or_no(artifact: Artifact, name: str, argument: str) -> Bool:
+def _yes_or_no(artifact: ArtifactReader, name: str, argument: str) -> Bool:
     """A column of true and false, or 1 and 0, in every row."""
     values = _column(artifact, name).to_pylist()
     for i, value in enumerate(values):

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import RELEVANCE, Artifact
+from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit import measures
 from grasp.audit.check import Check, check, missing
 from grasp.audit.kernels import Kernels
@@ -104,7 +104,7 @@ TOLD = {"look": "need a look", "not measured": "were not measured"}
 
 
 def diagnose(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     *,
     rows: int = 256,
     subsets: int = 64,
@@ -150,7 +150,7 @@ def diagnose(
 class _Subject:
     """The artifact, the sample, and what could be had of its features."""
 
-    artifact: Artifact
+    artifact: ArtifactReader
     index: NDArray[np.int64]
     weight_BN: F64
     origin: Origin | GraspError
@@ -158,7 +158,7 @@ class _Subject:
 
     @classmethod
     def of(
-        cls, artifact: Artifact, index: NDArray[np.int64], weight_BN: F64, own: Mapping[str, Any] | None
+        cls, artifact: ArtifactReader, index: NDArray[np.int64], weight_BN: F64, own: Mapping[str, Any] | None
     ) -> "_Subject":
         origin = _or_error(lambda: reopened(artifact, own))
         return cls(artifact, index, weight_BN, origin, _or_error(lambda: sample_features(artifact, index, origin)))
@@ -368,7 +368,7 @@ def _batches(subject: _Subject) -> Check:
     )
 
 
-def _stability(artifact: Artifact, environment: Environment, protocol: ScoringProtocol | None) -> Iterator[Check]:
+def _stability(artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol | None) -> Iterator[Check]:
     for points in agreement(artifact, environment, protocol or default_protocol()).points:
         found = measures.stability(points.predicted_B, points.realized_B)
         yield check(

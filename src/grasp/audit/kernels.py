@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit import measures
 from grasp.audit.sample import SampleFeatures
 from grasp.extract.finish import PooledKernel, whiten
@@ -52,7 +52,7 @@ class Kernels:
     positions: PositionKernels | None  # none: kept features without positions
 
     @classmethod
-    def of(cls, artifact: Artifact, features: SampleFeatures) -> Self:
+    def of(cls, artifact: ArtifactReader, features: SampleFeatures) -> Self:
         """Kernels of some rows of an artifact."""
         settings = FeatureSettings.model_validate(artifact.feature_settings)
         pooled = unspool_moments(artifact.moments, "pooled.")

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.predict.predictor import Predictor
@@ -148,7 +148,7 @@ def _cells(estimate: Estimate | None, form: str) -> list[str]:
 
 
 def retrieve(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     *,
     queries: Path | None = None,
     by: Sequence[str] = (),
@@ -273,14 +273,14 @@ class Sources:
 
     def __init__(
         self,
-        artifact: Artifact,
+        artifact: ArtifactReader,
         asked: Sequence[RowScore],
         methods: Sequence[ConfiguredMethod],
         cache: Path | None,
         progress: Progress | None,
     ) -> None:
         self.artifact = artifact
-        self._parts: dict[str, tuple[Artifact | MethodRows, str]] = {}  # rows and the name of their array
+        self._parts: dict[str, tuple[ArtifactReader | MethodRows, str]] = {}  # rows and the name of their array
         by_label = {method.label: method for method in methods}
         self.names = tuple(dict.fromkeys(part for one in asked for part in one.parts))
         for name in self.names:
@@ -308,7 +308,7 @@ class Sources:
 
 
 def _domains(
-    artifact: Artifact, queries: Path | None, by: Sequence[str], target: str | None, related: str | None
+    artifact: ArtifactReader, queries: Path | None, by: Sequence[str], target: str | None, related: str | None
 ) -> list[Domains]:
     """By queries and labels, or by a target and an expression."""
     given = {"queries": queries, "by": by or None, "target": target, "related": related}
@@ -322,7 +322,7 @@ def _domains(
     )
 
 
-def domains_by_label(artifact: Artifact, queries: Path, labels: Sequence[str]) -> list[Domains]:
+def domains_by_label(artifact: ArtifactReader, queries: Path, labels: Sequence[str]) -> list[Domains]:
     """Rows that have the query's own value of a label, for each label; units that the file lacks are no queries.
 
     Raises:
@@ -342,7 +342,7 @@ def domains_by_label(artifact: Artifact, queries: Path, labels: Sequence[str]) -
     return [_domains_of(rows, label, lines, place, queries) for label in labels]
 
 
-def _domain_by_expression(artifact: Artifact, target: str, expression: str) -> Domains:
+def _domain_by_expression(artifact: ArtifactReader, target: str, expression: str) -> Domains:
     """Rows that a label expression selects, for every unit of a target."""
     columns_Q = artifact.unit_columns(target)
     mask_N = LabelTable(artifact.rows_path).matching(expression).mask_N

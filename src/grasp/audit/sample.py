@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, GraspError, ModelError
 from grasp.extract.forward import Positions, ShardForward, forward_shard
 from grasp.extract.reopen import Origin
@@ -58,7 +58,7 @@ class SampleFeatures:
         return found
 
 
-def reopened(artifact: Artifact, own: Mapping[str, Any] | None = None) -> Origin:
+def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> Origin:
     """The model and the rows of an artifact, loaded; a model that is not on this machine is not asked of a hub.
 
     Raises:
@@ -82,7 +82,9 @@ def features_alone(origin: Origin, row_index: NDArray[np.int64]) -> PooledFeatur
     return PooledFeatures(hidden_NH, vstack([part.pooled.residual_NV for part in parts], format="csr"))
 
 
-def sample_features(artifact: Artifact, row_index: NDArray[np.int64], origin: Origin | GraspError) -> SampleFeatures:
+def sample_features(
+    artifact: ArtifactReader, row_index: NDArray[np.int64], origin: Origin | GraspError
+) -> SampleFeatures:
     """Kept features where they are, else those of the model, in the build's batches.
 
     Raises:
@@ -128,7 +130,7 @@ def _together(
     )
 
 
-def sample_rows(artifact: Artifact, n_rows: int, seed: int) -> NDArray[np.int64]:
+def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.int64]:
     """Rows drawn uniformly from at most eight shards drawn uniformly, in row order."""
     generator = stream(seed, "audit", "sample")
     grid = artifact.grid
@@ -148,7 +150,7 @@ def random_halves(n_rows: int, subsets: int, seed: int) -> F64:
 
 
 def environment_subsets(
-    artifact: Artifact, environment: Environment, row_index: NDArray[np.int64], subsets: int
+    artifact: ArtifactReader, environment: Environment, row_index: NDArray[np.int64], subsets: int
 ) -> F64:
     """Weights of an environment's first subsets as far as they are in the sample, each adding up to 1, (B, N).
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.documents import SpanTokenizer
 from grasp.corpus.packing import Row
 from grasp.corpus.store import Fingerprint, rows_with_texts
@@ -47,7 +47,7 @@ def checked_rule(text: str) -> Rule:
     raise SettingsError(f"documents: got {text!r}, expected any, half or all: how much of a document must be chosen")
 
 
-def corpus_settings(artifact: Artifact, path: str | None = None) -> CorpusSettings:
+def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> CorpusSettings:
     """How the corpus was read when the artifact was built.
 
     Args:
@@ -67,7 +67,7 @@ def corpus_settings(artifact: Artifact, path: str | None = None) -> CorpusSettin
     return settings if path is None else settings.model_copy(update={"path": path})
 
 
-def proven_rows(artifact: Artifact, settings: CorpusSettings, tokenizer: SpanTokenizer) -> Iterator[Row]:
+def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: SpanTokenizer) -> Iterator[Row]:
     """The rows of the artifact, in order; what is made of them counts only when the last one has come.
 
     Raises:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.choose.corpus_rows import Kept
 from grasp.corpus.packing import Row
 from grasp.corpus.sources import ArrowChunk, JsonRecord, open_source
@@ -79,7 +79,7 @@ def check_place(out: Path) -> None:
 
 
 def write_rows(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     rows: Iterator[Row],
     row_index: NDArray[np.int64],
     relevance: NDArray[np.float64],
@@ -137,7 +137,11 @@ def write_documents(corpus: CorpusSettings, kept: Kept, out: Path, kind: Format,
 
 
 def _row_tables(
-    artifact: Artifact, rows: Iterator[Row], order_N: NDArray[np.int64], relevance: NDArray[np.float64], decode: Decode
+    artifact: ArtifactReader,
+    rows: Iterator[Row],
+    order_N: NDArray[np.int64],
+    relevance: NDArray[np.float64],
+    decode: Decode,
 ) -> Iterator[pa.Table]:
     """The chosen rows, some thousands of the corpus at a time."""
     start = 0

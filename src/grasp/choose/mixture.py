@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Bound, parse_bounds, parse_share, parse_tokens, weighted_targets
 from grasp.choose.curve import Training
 from grasp.choose.limits import value_code
@@ -64,7 +64,7 @@ class Mixture(Result):
     unit: str = ""
     asked: Mapping[str, Any] = field(default_factory=dict)
     protocol: ScoringProtocol | None = None
-    artifact: Artifact | None = None
+    artifact: ArtifactReader | None = None
     slices: LabelSlices | None = None
 
     def save(self, path: Path | str) -> Path:
@@ -117,7 +117,7 @@ class Mixture(Result):
 
 
 def mix(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     by: str,
     target: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
@@ -173,7 +173,7 @@ def mix(
 
 
 def _mixture(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     predictor: Predictor,
     slices: LabelSlices,
     weights_T: F64,

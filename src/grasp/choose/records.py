@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import write_whole, written_aside
 from grasp.predict.protocol import ScoringProtocol, save_protocol
@@ -61,7 +61,7 @@ def read_exclusion(artifact: RowArrays, given: Path | str | Sequence[str]) -> Ex
 
 
 def write_with_summary(
-    table: pa.Table, summary: Mapping[str, Any], protocol: ScoringProtocol, artifact: Artifact, path: Path
+    table: pa.Table, summary: Mapping[str, Any], protocol: ScoringProtocol, artifact: ArtifactReader, path: Path
 ) -> Path:
     """Parquet, and beside it the summary (.json) and the protocol (.protocol.yaml); all say which corpus they are of.
 

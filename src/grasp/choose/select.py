@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.choose.additive import F64, best_rows
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
 from grasp.choose.corpus_rows import Rule, checked_rule, corpus_settings, kept_documents, proven_rows
@@ -76,7 +76,7 @@ class Selection(Result):
     unit: str = ""
     asked: Mapping[str, Any] = field(default_factory=dict)
     protocol: ScoringProtocol | None = None
-    artifact: Artifact | None = None
+    artifact: ArtifactReader | None = None
     row_index: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
@@ -210,7 +210,7 @@ class Selection(Result):
 
 
 def select(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     budget: str | float | None = None,
     target: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
@@ -274,7 +274,7 @@ def select(
 class Pool:
     """Rows with what they are worth to the targets that are asked for."""
 
-    artifact: Artifact
+    artifact: ArtifactReader
     predictor: Predictor
     weights_T: F64
     effect_N: F64
@@ -285,7 +285,7 @@ class Pool:
     @classmethod
     def of(
         cls,
-        artifact: Artifact,
+        artifact: ArtifactReader,
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
         allowed_N: NDArray[np.bool_],
@@ -362,7 +362,7 @@ def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequen
 
 
 def check_export(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     out: Path | None,
     *,
     documents: str | None = None,
@@ -407,7 +407,7 @@ def checked_worth(repeat_worth: float) -> float:
 
 
 def _allowed(
-    artifact: Artifact, table: LabelTable, exclude: Path | str | Sequence[str] | None, exclude_where: str | None
+    artifact: ArtifactReader, table: LabelTable, exclude: Path | str | Sequence[str] | None, exclude_where: str | None
 ) -> tuple[NDArray[np.bool_], list[str]]:
     """Rows that may be taken, and what is worth saying of the others."""
     said: list[str] = []

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.settings import describe
 
@@ -97,7 +97,7 @@ S = TypeVar("S", SelectionSummary, MixtureSummary)
 FLAGS = {"selection": "--selection", "mixture": "--mixture"}
 
 
-def read_selection(path: Path, artifact: Artifact, flag: str = "--selection") -> SelectionSummary:
+def read_selection(path: Path, artifact: ArtifactReader, flag: str = "--selection") -> SelectionSummary:
     """The summary of a selection from this artifact's corpus.
 
     Raises:
@@ -106,7 +106,7 @@ def read_selection(path: Path, artifact: Artifact, flag: str = "--selection") ->
     return _read(path, flag, SelectionSummary, "grasp select", artifact)
 
 
-def read_mixture(path: Path, artifact: Artifact, flag: str = "--mixture") -> MixtureSummary:
+def read_mixture(path: Path, artifact: ArtifactReader, flag: str = "--mixture") -> MixtureSummary:
     """The summary of a mixture over this artifact's corpus.
 
     Raises:
@@ -115,7 +115,7 @@ def read_mixture(path: Path, artifact: Artifact, flag: str = "--mixture") -> Mix
     return _read(path, flag, MixtureSummary, "grasp mix", artifact)
 
 
-def _read(path: Path, flag: str, kind: type[S], command: str, artifact: Artifact) -> S:
+def _read(path: Path, flag: str, kind: type[S], command: str, artifact: ArtifactReader) -> S:
     expected = f"expected the .json that {command} writes beside its --out"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -190,11 +190,11 @@ def _say(out: str, path: Path) -> None:
 
 
 def _say_added(out: str, added: str, source: str) -> None:
-    from grasp.artifact.reader import Artifact
+    from grasp.artifact.reader import ArtifactReader
 
     done = {
         "kept features": f"added {added} from the features that were kept",
         "pass": f"added {added} by a pass over the corpus",
         "there already": f"{added} is there already, with the same units; nothing was done",
     }
-    print(f"{out}: {done[source]}; targets now: {', '.join(Artifact.open(out).targets)}")
+    print(f"{out}: {done[source]}; targets now: {', '.join(ArtifactReader.open(out).targets)}")

@@ -61,12 +61,12 @@ def calibrate(
     missing = [flag for flag, given in (("ART", paths), ("--environment", environments), ("--out", out)) if not given]
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
-    from grasp.artifact.reader import Artifact
+    from grasp.artifact.reader import ArtifactReader
     from grasp.runs.selection import provenance_path
     from grasp.runs.verbs import calibrate as choose
     from grasp.runs.verbs import open_runs
 
-    artifacts = [Artifact.open(path) for path in paths]
+    artifacts = [ArtifactReader.open(path) for path in paths]
     for artifact in artifacts:
         read = artifact.reads | {"is an environment": environments, "--family reads": family}
         check_outputs({"--out": out, "the record of --out": provenance_path(out)}, read)

@@ -102,11 +102,11 @@ def evaluate(
     if not controls and (development or family is not None):
         raise SettingsError("evaluate: --development and --family have no meaning without --controls; leave them out")
     published = _methods(methods, method_settings, checkpoints, cache)
-    from grasp.artifact.reader import Artifact
+    from grasp.artifact.reader import ArtifactReader
     from grasp.runs.verbs import evaluate as compare
     from grasp.runs.verbs import open_runs
 
-    artifact, runs = Artifact.open(path), open_runs(environment)
+    artifact, runs = ArtifactReader.open(path), open_runs(environment)
     read: dict[str, Reads] = {
         "is the environment": environment,
         "--development reads": development,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from grasp.artifact.reader import Artifact
+    from grasp.artifact.reader import ArtifactReader
     from grasp.runs.configured import ConfiguredMethod
 
 TOP = 10
@@ -93,13 +93,13 @@ def score(
     given = {"--environment": environment, "--checkpoints": checkpoints}
     no_method = given | {"--method-settings": method_settings, "--cache": cache}
     asked = _method(method, {"--match": match, "--unit": unit}, no_method, method_settings)
-    from grasp.artifact.reader import Artifact
+    from grasp.artifact.reader import ArtifactReader
     from grasp.predict.ranking import label_columns
     from grasp.predict.ranking import score as ranked
     from grasp.predict.row_arrays import checked_targets
     from grasp.predict.slices import LabelTable
 
-    artifact = Artifact.open(art)
+    artifact = ArtifactReader.open(art)
     read = {"is the environment": environment, "is a checkpoint": checkpoints, "--protocol reads": protocol}
     check_outputs({"--out": out}, artifact.reads | read)
     if match is not None:
@@ -156,7 +156,7 @@ def _method(
 
 
 def _scored(
-    artifact: "Artifact",
+    artifact: "ArtifactReader",
     asked: "ConfiguredMethod",
     target: str,
     environment: Path | None,

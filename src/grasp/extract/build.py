@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from grasp.artifact import remote
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.dotted import leaf, put, take
 from grasp.errors import CorpusError, SettingsError, TargetError
@@ -62,7 +62,7 @@ def build(
     untrained: bool = False,
     cluster: ClusterSpec | None = None,
     progress: Progress | None = None,
-) -> Artifact:
+) -> ArtifactReader:
     """Run the model once over the corpus and write the artifact `out`.
 
     What is there already is not done again: a build that was cut off goes on, one that is finished is opened.
@@ -112,14 +112,14 @@ def build(
             if not resume:
                 raise SettingsError(f"--out: a complete artifact lies at {url}; choose another place, or delete it")
             progress.note(f"{url}: finished already; nothing was read again")
-            return Artifact.open(url)
+            return ArtifactReader.open(url)
         build_local(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
     if url is not None:
         remote.publish_artifact(staged, url)
         remote.discard_staging(url)
-    return Artifact.open(place if url is None else url)
+    return ArtifactReader.open(place if url is None else url)
 
 
 def _place(out: Path | str) -> tuple[Path, str | None, Path]:
@@ -161,7 +161,7 @@ def add_targets(
     place, url, _ = _place(out)
     if url is not None:
         raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
-    old = Artifact.open(place).manifest.settings["targets"]
+    old = ArtifactReader.open(place).manifest.settings["targets"]
     names, _ = _targets(targets, "completion")
     return add_target(
         place, target_settings({**old, "datasets": [], **given, "names": names}), own=own, progress=progress

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.extension import ArtifactExtension
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
@@ -37,9 +37,9 @@ def add_target(
         SettingsError: the artifact was built by code that `own` does not name as well.
     """
     progress = progress or Silent()
-    Artifact.open(out)  # before the lock, which would make the directory
+    ArtifactReader.open(out)  # before the lock, which would make the directory
     with lock_artifact(out) as lock:
-        artifact = Artifact.open(out)
+        artifact = ArtifactReader.open(out)
         origin = Origin(artifact, own)
         settings = origin.settings.model_copy(update={"targets": targets})
         inputs = prepare(settings, origin.model, out / "tokens", progress)
@@ -62,7 +62,7 @@ def add_target(
         return "kept features" if kept else "pass"
 
 
-def kernels(artifact: Artifact, inputs: Inputs) -> tuple[TokenKernel | None, PooledKernel]:
+def kernels(artifact: ArtifactReader, inputs: Inputs) -> tuple[TokenKernel | None, PooledKernel]:
     """The artifact's own moments, folded into the new units; the product sketch is there already."""
     features = inputs.settings.features.model_copy(update={"product_width": 0})
     token = None
@@ -73,7 +73,7 @@ def kernels(artifact: Artifact, inputs: Inputs) -> tuple[TokenKernel | None, Poo
 
 
 def write_columns(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     inputs: Inputs,
     token: TokenKernel | None,
     pooled: PooledKernel,
@@ -91,7 +91,7 @@ def write_columns(
         progress.advance(len(shard.loss_N), 0)
 
 
-def _source(artifact: Artifact, inputs: Inputs, token: TokenKernel | None) -> Callable[[int], ShardForward]:
+def _source(artifact: ArtifactReader, inputs: Inputs, token: TokenKernel | None) -> Callable[[int], ShardForward]:
     model, settings = inputs.model, inputs.settings.features
 
     def from_kept(k: int) -> ShardForward:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.dotted import leaf
@@ -29,7 +29,7 @@ class Origin:
         SettingsError: it was built with code that the user does not name.
     """
 
-    artifact: Artifact
+    artifact: ArtifactReader
     own: Mapping[str, Any] | None = None
 
     @cached_property

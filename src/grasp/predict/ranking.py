@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
@@ -50,7 +50,7 @@ class RankedRows(Result):
 
 
 def score(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     target: str,
     *,
     protocol: ScoringProtocol | Path | str | None = None,
@@ -145,7 +145,9 @@ def write_rows(
             writer.write_table(_rows(artifact, order[start : start + ROWS_AT_ONCE], values_N, by).cast(schema))
 
 
-def _among(artifact: Artifact, labels: LabelTable, where: str | None, min_tokens: int) -> NDArray[np.bool_] | None:
+def _among(
+    artifact: ArtifactReader, labels: LabelTable, where: str | None, min_tokens: int
+) -> NDArray[np.bool_] | None:
     among_N = None if where is None else labels.matching(where).mask_N
     if min_tokens:
         long_N = row_tokens(artifact) >= min_tokens
@@ -175,7 +177,7 @@ def _one_unit(artifact: RowArrays, target: str, unit: str | None) -> UnitSelecti
     return UnitSelection((target,), np.array(found[:1]), np.ones(1, dtype=np.int64))
 
 
-def label_columns(artifact: Artifact, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
+def label_columns(artifact: ArtifactReader, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
     """Columns of the row table to show: those asked for, else the first two labels."""
     if labels is None:
         return list(artifact.manifest.details.get("labels", []))[:2]

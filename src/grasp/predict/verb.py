@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
@@ -81,7 +81,7 @@ class SlicePrediction(Prediction):
 
 
 def predict(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     *,
     drop: str | None = None,
     keep: str | None = None,
@@ -182,7 +182,7 @@ def _one_question(asked: Mapping[str, object], idle: Mapping[str, bool]) -> None
 
 
 def _blocks(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     labels: LabelTable,
     drop: str | None,
     keep: str | None,
@@ -252,7 +252,7 @@ def _subset_table(subsets: Any) -> pa.Table:
 
 
 def _by(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     predictor: Predictor,
     slices: LabelSlices,
     labels: LabelTable,

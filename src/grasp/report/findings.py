@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grasp.artifact.inspection import info
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_mixture, read_selection
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.intervals import Intervals, measures
@@ -105,7 +105,7 @@ class Question:
 
     targets: Sequence[str] | None = None
     by: Sequence[str] = ()  # labels; none: those with a sensible number of values
-    previous: Sequence[Artifact] = ()
+    previous: Sequence[ArtifactReader] = ()
     environment: Environment | None = None
     partial: bool = False
     selection: Path | None = None
@@ -137,7 +137,7 @@ class Findings:
     suspects: ShownSuspects | Missing
 
 
-def findings(artifact: Artifact, protocol: ScoringProtocol, question: Question) -> Findings:
+def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Question) -> Findings:
     """Gather what a report shows.
 
     Memory: as `predict`; nothing grows with the corpus but a few numbers a row.
@@ -215,7 +215,7 @@ NO_INTERACTION = Missing(
 # ----------------------------------------------------------------------------------------- what was built
 
 
-def _built(artifact: Artifact, targets: Sequence[str], n_tokens: int) -> Built:
+def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> Built:
     manifest, found = artifact.manifest, info(artifact.where)
     settings = manifest.settings
     units = artifact.units.select(["target", "prompt", "completion"]).to_pylist()
@@ -243,14 +243,14 @@ def _built(artifact: Artifact, targets: Sequence[str], n_tokens: int) -> Built:
 # ------------------------------------------------------------------------------------------------ labels
 
 
-def _label(artifact: Artifact, predictor: Predictor, slices: LabelSlices) -> LabelFindings:
+def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> LabelFindings:
     effects = slice_effects(predictor, slices.codes_N, len(slices.names))
     low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices.codes_N)
     formula = SliceFormula.of(predictor, effects.sums)
     return LabelFindings(slices, effects, low_GT, high_GT, formula, interactions(formula) or NO_INTERACTION)
 
 
-def _nats(predictor: Predictor, artifact: Artifact, question: Question) -> Intervals | Missing:
+def _nats(predictor: Predictor, artifact: ArtifactReader, question: Question) -> Intervals | Missing:
     """Intervals, where the environment allows for them: a development one, finished, with enough subsets."""
     if question.environment is None:
         return NO_ENVIRONMENT
@@ -266,7 +266,7 @@ def _nats(predictor: Predictor, artifact: Artifact, question: Question) -> Inter
 
 
 def _target_rows(
-    artifact: Artifact, predictor: Predictor, target: str, labels: Sequence[str], least: int
+    artifact: ArtifactReader, predictor: Predictor, target: str, labels: Sequence[str], least: int
 ) -> TargetRows:
     effect_N = predictor.effect_NT[:, predictor.targets.index(target)]
     ranked = score(artifact, target, values_N=effect_N, top=ROWS_SHOWN, bottom=ROWS_SHOWN, min_tokens=least)
@@ -284,7 +284,7 @@ def _shown(row: Mapping[str, Any], labels: Sequence[str]) -> ShownRow:
 
 
 def _retraining(
-    artifact: Artifact, protocol: ScoringProtocol, targets: Sequence[str], question: Question
+    artifact: ArtifactReader, protocol: ScoringProtocol, targets: Sequence[str], question: Question
 ) -> Retraining | Missing:
     environment = question.environment
     if environment is None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
 from grasp.corpus.image_store import HASH_LABEL, ImageStore
 from grasp.corpus.images import decode_image
@@ -40,7 +40,7 @@ class ShownSuspects:
     units: Mapping[str, Mapping[str, str]]
 
 
-def read_suspects(path: Path, artifact: Artifact, labels: Sequence[str], flag: str = "--detect") -> ShownSuspects:
+def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str], flag: str = "--detect") -> ShownSuspects:
     """The first rows of a table that `grasp detect --out` wrote of this artifact.
 
     Raises:
@@ -59,7 +59,7 @@ def read_suspects(path: Path, artifact: Artifact, labels: Sequence[str], flag: s
     )
 
 
-def _table(path: Path, artifact: Artifact, flag: str) -> tuple[DetectionRecord, list[dict[str, Any]]]:
+def _table(path: Path, artifact: ArtifactReader, flag: str) -> tuple[DetectionRecord, list[dict[str, Any]]]:
     expected = "expected the .parquet that grasp detect --out writes"
     try:
         with pq.ParquetFile(path) as file:
@@ -83,7 +83,7 @@ def _table(path: Path, artifact: Artifact, flag: str) -> tuple[DetectionRecord, 
     return record, batch.to_pylist()
 
 
-def _row_index(artifact: Artifact, names: Sequence[str], where: str) -> NDArray[np.int64]:
+def _row_index(artifact: ArtifactReader, names: Sequence[str], where: str) -> NDArray[np.int64]:
     """Positions of some rows by name."""
     wanted = pa.array(names, pa.string())
     found: dict[str, int] = {}
@@ -97,7 +97,7 @@ def _row_index(artifact: Artifact, names: Sequence[str], where: str) -> NDArray[
     return np.array([found[name] for name in names], dtype=np.int64)
 
 
-def _pictures(artifact: Artifact, index: NDArray[np.int64]) -> list[bytes | None]:
+def _pictures(artifact: ArtifactReader, index: NDArray[np.int64]) -> list[bytes | None]:
     if HASH_LABEL not in pq.read_schema(artifact.rows_path).names:
         return [None] * len(index)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 from grasp.predict.label_slices import LabelSlices
 from grasp.predict.relevance import UnitSelection, relevance_sums
@@ -32,7 +32,7 @@ class LabelTrend:
 
 
 def label_trends(
-    artifacts: Sequence[Artifact], labels: Sequence[LabelSlices], targets: Sequence[str]
+    artifacts: Sequence[ArtifactReader], labels: Sequence[LabelSlices], targets: Sequence[str]
 ) -> tuple[LabelTrend, ...]:
     """Mean relevance of every slice at every checkpoint, and its share.
 
@@ -55,7 +55,7 @@ def label_trends(
     return tuple(trends)
 
 
-def checkpoint_names(artifacts: Sequence[Artifact]) -> tuple[str, ...]:
+def checkpoint_names(artifacts: Sequence[ArtifactReader]) -> tuple[str, ...]:
     """Names that tell the artifacts apart: those of their models' directories, else their own paths."""
     for of in (_model_name, lambda artifact: artifact.path.name, lambda artifact: str(artifact.path)):
         names = tuple(of(artifact) for artifact in artifacts)
@@ -64,11 +64,11 @@ def checkpoint_names(artifacts: Sequence[Artifact]) -> tuple[str, ...]:
     return tuple(f"{artifact.path} ({place + 1})" for place, artifact in enumerate(artifacts))
 
 
-def _model_name(artifact: Artifact) -> str:
+def _model_name(artifact: ArtifactReader) -> str:
     return Path(str(artifact.manifest.settings.get("model", {}).get("path", ""))).name
 
 
-def _check_belongs(artifact: Artifact, last: Artifact, targets: Sequence[str]) -> None:
+def _check_belongs(artifact: ArtifactReader, last: ArtifactReader, targets: Sequence[str]) -> None:
     own, expected = (one.manifest.fingerprints.get("corpus", "none") for one in (artifact, last))
     if own != expected:
         raise ArtifactError(
@@ -83,7 +83,7 @@ def _check_belongs(artifact: Artifact, last: Artifact, targets: Sequence[str]) -
         )
 
 
-def _common_kernel(artifacts: Sequence[Artifact]) -> str:
+def _common_kernel(artifacts: Sequence[ArtifactReader]) -> str:
     for kernel in ("token", "pooled"):
         if all(f"relevance_{kernel}" in artifact.array_names for artifact in artifacts):
             return kernel

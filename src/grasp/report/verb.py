@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
@@ -14,7 +14,7 @@ from grasp.runs.environment import Environment
 
 
 def report(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     out: Path | str,
     *,
     by: Sequence[str] = (),
@@ -25,7 +25,7 @@ def report(
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
-    previous: Sequence[Artifact] = (),
+    previous: Sequence[ArtifactReader] = (),
     command: str | None = None,
 ) -> Path:
     """Write one HTML page: slices, rows with their text, trust, a selection, a mixture, suspects, and a live what-if.
@@ -75,7 +75,7 @@ def report(
 
 
 def _command(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     out: Path,
     runs: Environment | None,
     by: Sequence[str],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64
@@ -44,7 +44,7 @@ class Agreement:
 
 
 def agreement(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     environment: Environment,
     protocol: ScoringProtocol,
     *,

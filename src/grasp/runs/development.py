@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, ProtocolLeakError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
@@ -34,7 +34,7 @@ class Scored:
 
     @classmethod
     def of(
-        cls, environment: Environment, artifact: Artifact, *, calibration_subsets: int = 256, seed: int = 0
+        cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256, seed: int = 0
     ) -> "Scored":
         """Check that both belong together, and draw a calibration family like the environment's own.
 
@@ -104,7 +104,7 @@ class Development:
     def of(
         cls,
         environment: Environment,
-        artifacts: Sequence[Artifact],
+        artifacts: Sequence[ArtifactReader],
         *,
         targets: Sequence[str] | None = None,
         calibration_subsets: int = 256,

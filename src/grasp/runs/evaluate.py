@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.runs.environment import ALL_SUFFIX, Environment
 from grasp.runs.environment_info import Role
@@ -240,7 +240,7 @@ def target_fingerprint(units: Sequence[Unit]) -> str:
     return UnitSet(tuple(units)).fingerprint
 
 
-def artifact_targets(environment: Environment, artifact: Artifact) -> dict[str, str]:
+def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict[str, str]:
     """Targets of the environment that the artifact has: environment's name -> artifact's name.
 
     An environment scores `sciq` with its loss on the completion and `sciq@all` with its loss on every token; an

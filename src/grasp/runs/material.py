@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
@@ -48,7 +48,7 @@ class Material:
         retrained: what is known of the environment, for methods that need one.
     """
 
-    artifact: Artifact
+    artifact: ArtifactReader
     block_rows: int | None = None
     batch_tokens: int | None = None
     checkpoint_places: tuple[Path, ...] = ()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.row_arrays import F32, Blocks
 from grasp.runs.configured import ConfiguredMethod
@@ -23,7 +23,7 @@ from grasp.runs.methods import retrained
 class MethodRows:
     """The rows of an artifact under the scores of a method, which are its one array."""
 
-    artifact: Artifact
+    artifact: ArtifactReader
     label: str
     found: MethodScores
 
@@ -51,7 +51,7 @@ class MethodRows:
 
 
 def method_rows(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     configured: ConfiguredMethod,
     *,
     environment: Environment | None = None,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side
@@ -63,7 +63,7 @@ class Contenders:
 
 
 def compare(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     environment: Environment,
     contenders: Contenders,
     *,
@@ -111,7 +111,7 @@ def compare(
 
 
 def _own_predictions(
-    artifact: Artifact, scored: Scored, contenders: Contenders, targets: Sequence[str]
+    artifact: ArtifactReader, scored: Scored, contenders: Contenders, targets: Sequence[str]
 ) -> list[Predictions]:
     """Additive cores, protocols and controls."""
     protocols = {name: candidate_of(protocol, artifact) for name, protocol in contenders.protocols.items()}
@@ -123,7 +123,7 @@ def _own_predictions(
 
 
 def _published(
-    artifact: Artifact, scored: Scored, utilities: Utilities, contenders: Contenders
+    artifact: ArtifactReader, scored: Scored, utilities: Utilities, contenders: Contenders
 ) -> tuple[list[Predictions], list[str]]:
     """Predictions of the methods asked for, and what must be said of them; all are checked before the first begins."""
     renamed = {own: name for own, name in scored.renamed.items() if name in utilities.targets}
@@ -150,7 +150,7 @@ def retrained(scored: Scored, utilities: Utilities) -> Retrained:
     )
 
 
-def cost_of(candidate: Candidate, artifact: Artifact) -> Cost:
+def cost_of(candidate: Candidate, artifact: ArtifactReader) -> Cost:
     """What a predictor of ours reads of every row: its relevance matrices and its sketches.
 
     Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
@@ -196,7 +196,7 @@ def control_methods(
 
 
 def developments_of(
-    artifacts: Sequence[Artifact],
+    artifacts: Sequence[ArtifactReader],
     environments: Sequence[Environment],
     *,
     targets: Sequence[str] | None = None,
@@ -231,13 +231,13 @@ def developments_of(
 
 
 def _shared_out(
-    environment: Environment, artifacts: Sequence[Artifact], targets: Sequence[str] | None
-) -> list[tuple[list[Artifact], Sequence[str] | None]]:
+    environment: Environment, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
+) -> list[tuple[list[ArtifactReader], Sequence[str] | None]]:
     """Artifacts that have targets in common, which tell feature settings apart, and the targets asked of them.
 
     Those of other targets, or of the other loss, stand beside each other.
     """
-    groups: list[tuple[set[str], list[Artifact]]] = []
+    groups: list[tuple[set[str], list[ArtifactReader]]] = []
     for one in artifacts:
         names = set(artifact_targets(environment, one))
         joined = [group for group in groups if group[0] & names]

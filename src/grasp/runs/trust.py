@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.intervals import COVERAGE, Intervals, NatsLine, Reach, distances, relative
 from grasp.predict.predictor import Predictor
@@ -19,7 +19,7 @@ from grasp.runs.environment import Environment
 
 
 def fit_intervals(
-    predictor: Predictor, artifact: Artifact, environment: Environment, *, coverage: float = COVERAGE
+    predictor: Predictor, artifact: ArtifactReader, environment: Environment, *, coverage: float = COVERAGE
 ) -> Intervals:
     """Fit the targets of a predictor that the environment has.
 
@@ -62,7 +62,7 @@ def fit_intervals(
     )
 
 
-def _theirs(environment: Environment, predictor: Predictor, artifact: Artifact) -> list[str]:
+def _theirs(environment: Environment, predictor: Predictor, artifact: ArtifactReader) -> list[str]:
     """Environment's names of the predictor's targets, those that are held out aside."""
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
     found = [

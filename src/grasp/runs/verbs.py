@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from grasp.artifact.reader import Artifact
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
@@ -104,7 +104,7 @@ class Calibration(Result):
 
 
 def calibrate(
-    artifacts: Artifact | Sequence[Artifact],
+    artifacts: ArtifactReader | Sequence[ArtifactReader],
     runs: Environment | Sequence[Environment],
     *,
     family: ProtocolFamily | Path | None = None,
@@ -125,7 +125,7 @@ def calibrate(
         ProtocolError: fewer than two results (runs x target).
         EnvironmentDataError: runs without an artifact of their corpus.
     """
-    artifacts = [artifacts] if isinstance(artifacts, Artifact) else list(artifacts)
+    artifacts = [artifacts] if isinstance(artifacts, ArtifactReader) else list(artifacts)
     runs = [runs] if isinstance(runs, Environment) else list(runs)
     chosen_from, why = _listed(family, runs)
     developments = developments_of(
@@ -194,7 +194,7 @@ class Evaluation(Result):
 
 
 def evaluate(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     runs: Environment,
     *,
     protocol: ScoringProtocol | Path | None = None,
@@ -265,7 +265,7 @@ def _protocols(protocol: ScoringProtocol | Path | None) -> dict[str, ScoringProt
 
 
 def _controls(
-    artifact: Artifact,
+    artifact: ArtifactReader,
     runs: Environment,
     development: Sequence[Environment],
     family: ProtocolFamily | Path | None,
