@@ -16,7 +16,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grasp.handle import Artifact, as_runs
+from grasp.handle import Artifact
 
 if TYPE_CHECKING:
     from grasp.extract.progress import Progress
@@ -117,6 +117,7 @@ def evaluate(
     progress: "Progress | None" = None,
 ) -> "Evaluation":
     """Compare predictions with retraining, method by method. See `grasp.runs.verbs.evaluate`."""
+    from grasp.runs.environment import as_runs
     from grasp.runs.verbs import evaluate
 
     return evaluate(
@@ -149,7 +150,7 @@ def calibrate(
     name: str = "calibrated",
 ) -> "Calibration":
     """Choose a protocol on development runs; `.protocol`, or `.save(path)`. See `grasp.runs.verbs.calibrate`."""
-    from grasp.runs.environment import Environment
+    from grasp.runs.environment import Environment, as_runs
     from grasp.runs.verbs import calibrate
 
     return calibrate(

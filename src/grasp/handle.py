@@ -3,11 +3,13 @@
 Nothing here computes: each verb is one function of the room that knows how. Heavy modules are imported inside verbs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from grasp.text import plain, size_text, text_table
 
@@ -17,9 +19,9 @@ if TYPE_CHECKING:
 
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
-    from grasp.audit.detect import Suspects
-    from grasp.audit.diagnose import Diagnosis
-    from grasp.audit.retrieval import Retrieval
+    from grasp.audit.detect import detect as _detect
+    from grasp.audit.diagnose import diagnose as _diagnose
+    from grasp.audit.retrieval import retrieve as _retrieve
     from grasp.choose.mixture import Mixture
     from grasp.choose.select import Selection
     from grasp.extract.progress import Progress
@@ -34,6 +36,24 @@ if TYPE_CHECKING:
     Protocol = ScoringProtocol | Path | str | None
     Runs = Environment | Path | str | None
     Targets = str | Sequence[str] | Mapping[str, float] | None
+    P = ParamSpec("P")
+    R = TypeVar("R")
+
+    def _typed(verb: Callable[Concatenate[ArtifactReader, P], R]) -> "Callable[Concatenate[Artifact, P], R]": ...
+
+
+class _Verb:
+    """A function of a room as a method with its documentation; the room is loaded when the method is looked at."""
+
+    def __init__(self, room: str) -> None:
+        self._room = room
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, artifact: "Artifact | None", owner: type) -> Any:
+        function = getattr(import_module(self._room), self._name)
+        return function if artifact is None else MethodType(function, artifact.files)
 
 
 class Artifact:
@@ -246,103 +266,16 @@ class Artifact:
             runs=self._intervals(runs),
         )
 
-    # ----------------------------------------------------------------------- what should not be there
+    # ---------------------------------------------------- what should not be there, and how far to trust it
 
-    def detect(
-        self,
-        target: str,
-        *,
-        contamination: bool = False,
-        label: str | None = None,
-        truth: str | None = None,
-        clean: str | None = None,
-        k: int | None = None,
-        neighbours: int | None = None,
-        false_positives: float = 0.01,
-        match: str | None = None,
-        against: Sequence[str] = (),
-        cache: "Place | None" = None,
-        top: int = 10,
-        progress: "Progress | None" = None,
-    ) -> "Suspects":
-        """Rows that look wrong to a target you trust, or that leak it; see `grasp.audit.detect.detect`."""
-        from grasp.audit.detect import detect
-
-        return detect(
-            self.files,
-            target,
-            contamination=contamination,
-            label=label,
-            truth=truth,
-            clean=clean,
-            k=k,
-            neighbours=neighbours,
-            false_positives=false_positives,
-            match=match,
-            against=against,
-            cache=None if cache is None else Path(cache),
-            top=top,
-            progress=progress,
-        )
-
-    def retrieve(
-        self,
-        *,
-        queries: "Place | None" = None,
-        by: Sequence[str] = (),
-        target: str | None = None,
-        related: str | None = None,
-        together: bool = False,
-        k: Sequence[int] = (1000,),
-        methods: Sequence[str] = ("grasp", "bm25", "overlap", "grasp+bm25", "grasp+overlap"),
-        fusion: Sequence[str] | None = None,
-        method_settings: "Place | None" = None,
-        cache: "Place | None" = None,
-        progress: "Progress | None" = None,
-    ) -> "Retrieval":
-        """Do the best rows for a unit come from its own domain? See `grasp.audit.retrieval.retrieve`."""
-        from grasp.audit.retrieval import retrieve
-
-        return retrieve(
-            self.files,
-            queries=None if queries is None else Path(queries),
-            by=by,
-            target=target,
-            related=related,
-            together=together,
-            k=k,
-            methods=methods,
-            fusion=fusion,
-            method_settings=None if method_settings is None else Path(method_settings),
-            cache=None if cache is None else Path(cache),
-            progress=progress,
-        )
-
-    # ---------------------------------------------------------------------------- how far to trust it
-
-    def diagnose(
-        self,
-        *,
-        rows: int = 256,
-        subsets: int = 64,
-        seed: int = 0,
-        runs: "Runs" = None,
-        protocol: "Protocol" = None,
-        own: Mapping[str, Any] | None = None,
-    ) -> "Diagnosis":
-        """Check the approximations of the artifact on a sample of its own rows."""
-        from grasp.audit.diagnose import diagnose
-        from grasp.predict.verb import as_protocol
-
-        return diagnose(
-            self.files,
-            rows=rows,
-            subsets=subsets,
-            seed=seed,
-            environment=None if runs is None else as_runs(runs),
-            protocol=None if protocol is None else as_protocol(protocol),
-            own=own,
-        )
+    if TYPE_CHECKING:
+        detect = _typed(_detect)
+        retrieve = _typed(_retrieve)
+        diagnose = _typed(_diagnose)
+    else:
+        detect = _Verb("grasp.audit.detect")
+        retrieve = _Verb("grasp.audit.retrieval")
+        diagnose = _Verb("grasp.audit.diagnose")
 
     def report(
         self,
@@ -361,6 +294,7 @@ class Artifact:
     ) -> Path:
         """Write one HTML page of all of it, with a live what-if; see `grasp.report.verb.report`."""
         from grasp.report.verb import report
+        from grasp.runs.environment import as_runs
 
         return report(
             self.files,
@@ -393,13 +327,7 @@ class Artifact:
         """What fits intervals in nats to retrained subsets; none without them."""
         if runs is None:
             return None
+        from grasp.runs.environment import as_runs
         from grasp.runs.trust import fit_intervals
 
         return partial(fit_intervals, artifact=self.files, environment=as_runs(runs))
-
-
-def as_runs(runs: "Environment | Place") -> "Environment":
-    """Runs, or the directory that holds them."""
-    from grasp.runs.environment import Environment
-
-    return Environment.open(Path(runs)) if isinstance(runs, Path | str) else runs

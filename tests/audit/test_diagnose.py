@@ -307,7 +307,7 @@ def test_a_model_that_mixes_rows_is_found_out(plain, monkeypatch):
 def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(tmp_path):
     art = write_artifact(tmp_path / "art")
     env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
-    found = diagnose(art, rows=60, subsets=12, environment=env)
+    found = diagnose(art, rows=60, subsets=12, runs=env)
     assert "rows, 12 subsets of env as far as they are among them" in found.notes[0]
     stable = [finding for finding in found.checks if finding.name.startswith("ranking stability, ")]
     assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, boolq"}
@@ -318,7 +318,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
     masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Scored.of(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
-    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample.*raise --rows"):
+    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample.*take more rows"):
         environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 

@@ -37,6 +37,7 @@ from grasp.predict.standardize import ComponentMoments, RowMoments
 from grasp.results import Result
 from grasp.runs.configured import configured_methods
 from grasp.runs.method_rows import MethodRows, method_rows
+from grasp.text import json_text
 
 F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
@@ -121,7 +122,7 @@ def detect(
     false_positives: float = FALSE_POSITIVES,
     match: str | None = None,
     against: Sequence[str] = (),
-    cache: Path | None = None,
+    cache: Path | str | None = None,
     top: int = LISTED,
     progress: Progress | None = None,
 ) -> Suspects:
@@ -155,7 +156,8 @@ def detect(
     progress, copies = progress or Silent(), exact_copies(artifact, target)
     if contamination:
         methods = configured_methods(against, where="against") if against else ()
-        others = [method_rows(artifact, one, cache=cache, progress=progress) for one in methods]
+        place = None if cache is None else Path(cache)
+        others = [method_rows(artifact, one, cache=place, progress=progress) for one in methods]
         scored = _leaks(artifact, target, match, copies, others, progress)
     else:
         scored = _wrong_rows(artifact, target, match, copies, label, neighbours or NEIGHBOURS, progress)
@@ -172,14 +174,15 @@ def _check(
     k: int | None,
     neighbours: int | None,
     against: Sequence[str],
-    cache: Path | None,
+    cache: Path | str | None,
 ) -> None:
     """Refuse what would have no effect, numbers out of range, and too few rows."""
     idle = {
         "label: no meaning with contamination": contamination and label is not None,
         "neighbours: no meaning with contamination": contamination and neighbours is not None,
         "neighbours: no meaning without a label": label is None and neighbours is not None,
-        "against: no meaning without contamination; see `grasp score --method`": bool(against) and not contamination,
+        "against: no meaning without contamination; rank by a method with `grasp score`": bool(against)
+        and not contamination,
         "cache: no meaning without against": cache is not None and not against,
         "k: no meaning without truth or against": k is not None and truth is None and not against,
     }
@@ -211,7 +214,7 @@ def _wrong_rows(
     if copies.pairs:
         raise ArtifactError(
             f"{artifact.where}: {_named(artifact, target, copies)}; take them out of one of the two and build again "
-            "(for leaked targets: --contamination)"
+            "(for leaked targets ask with contamination)"
         )
     notes = [] if copies.note is None else [copies.note]
     relevance_N = -unit_scores(artifact, target, match, progress).mean_N
@@ -233,7 +236,8 @@ def _geometry(
     if None in column.values:  # rows without a label are each alone
         none_N = np.flatnonzero(code_N == column.values.index(None))
         code_N[none_N] = len(column.values) + np.arange(len(none_N))
-    found = disagreement(_all(artifact, "hidden_sketch"), code_N, neighbours, progress)
+    _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
+    found = disagreement(sketch_ND, code_N, neighbours, progress)
     alone = int(found.alone_N.sum())
     if found.share_N.min() == found.share_N.max():
         why = f"every row is alone with its {label}" if alone else f"{label} is the same for all neighbours"
@@ -351,7 +355,7 @@ def _result(
     order_N = np.lexsort((-ranking_N, ~copy_N))
     table = _table(artifact, target, scored, flagged_N, order_N)
     return Suspects(
-        table.replace_schema_metadata({RECORD: json.dumps(asdict(record))}),
+        table.replace_schema_metadata({RECORD: json_text(asdict(record), indent=None)}),
         record.headline,
         record.notes,
         record=record,
@@ -423,14 +427,6 @@ def _named(artifact: ArtifactReader, target: str, copies: Copies) -> str:
     more = f" and {len(copies.pairs) - LISTED} more" if len(copies.pairs) > LISTED else ""
     count = len({unit for unit, _ in copies.pairs})
     return f"{count} of {len(units)} trusted units of {target} are rows of the corpus: {listed}{more}"
-
-
-def _all(artifact: ArtifactReader, name: str) -> NDArray[np.float32]:
-    """An array of the artifact, in memory once."""
-    out = np.empty(artifact.array_shape(name), dtype=np.float32)
-    for start, block in artifact.array_blocks(name):
-        out[start : start + len(block)] = block
-    return out
 
 
 def _column(artifact: ArtifactReader, name: str) -> pa.ChunkedArray:

@@ -19,7 +19,7 @@ SAFE = 2.0  # times 1 / sqrt(N): about the standard error of the lean
 FITTED = (
     "The threshold is an estimate from the scores themselves; it takes at most about 5 % of the rows to be wrong.",
     "Where nothing was planted, rates of 1 % and 5 % came out 0 to 4.4 times as large.",
-    "Rows checked to be right (--clean) hold the rate.",
+    "Rows checked to be right (clean) hold the rate.",
 )
 CHECKED = ("The rate holds on average for right rows like those checked, if these were drawn at random.",)
 ALIKE = ("Most rows have one and the same score: the threshold says nothing.",)

@@ -3,7 +3,6 @@
 Shape letters: N rows of the sample, B subsets, D sketch width.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,11 +33,12 @@ from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.forward import forward_shard
 from grasp.extract.reopen import Origin
 from grasp.files import write_whole
-from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.verb import as_protocol
 from grasp.results import Result
 from grasp.runs.agreement import agreement
-from grasp.runs.environment import Environment
-from grasp.text import plain
+from grasp.runs.environment import Environment, as_runs
+from grasp.text import json_text, plain
 
 F64 = NDArray[np.float64]
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Diagnosis(Result):
     def write_json(self, path: Path) -> None:
         """All checks with their numbers; the file appears only when whole."""
         data = {"headline": self.headline, "notes": self.notes, "checks": [asdict(one) for one in self.checks]}
-        write_whole(path, (json.dumps(data, indent=1) + "\n").encode())
+        write_whole(path, (json_text(data) + "\n").encode())
 
 
 TOLD = {"look": "need a look", "not measured": "were not measured"}
@@ -109,37 +109,38 @@ def diagnose(
     rows: int = 256,
     subsets: int = 64,
     seed: int = 0,
-    environment: Environment | None = None,
-    protocol: ScoringProtocol | None = None,
+    runs: Environment | Path | str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
-    """Measure everything that the artifact, its model and an environment allow, on a sample of rows and subsets.
+    """Check the approximations of the artifact on a sample of its own rows and of subsets of them.
 
     Args:
         rows: rows of the sample; memory is rows^2 numbers and their full features.
-        subsets: that K is compared on: of the environment, as far as they are in the sample, else halves of the sample.
-        environment: also for the stability of the ranking of its subsets.
-        protocol: what selects, and what predicts in the environment.
+        subsets: that K is compared on: of the runs, as far as they are in the sample, else halves of the sample.
+        runs: retrained subsets; then also whether predictions order them rightly.
+        protocol: what selects, and what predicts in the runs; None: the one that ships.
         own: settings of the user: code that the artifact was built with is run only if they name it as well.
     Raises:
         SettingsError: fewer than 8 rows or 3 subsets.
-        GraspError: the environment does not belong to the artifact.
+        GraspError: the runs do not belong to the artifact.
     """
     if rows < MIN_ROWS or subsets < 3:
         raise SettingsError(f"diagnose: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, diagnostics need at least {MIN_ROWS}")
+    environment = None if runs is None else as_runs(runs)
     if environment is None:
         weight_BN, compared = random_halves(len(index), subsets, seed), "halves of them"
     else:
         weight_BN = environment_subsets(artifact, environment, index, subsets)
         compared = f"subsets of {environment.name} as far as they are among them"
     subject = _Subject.of(artifact, index, weight_BN, own)
-    chosen = protocol or default_protocol()
+    chosen = as_protocol(protocol)
     checks = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
     if environment is None:
-        checks.append(missing("ranking stability", ENVIRONMENT, "name an environment"))
+        checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
     else:
         checks += _stability(artifact, environment, chosen)
     source = subject.features.source if isinstance(subject.features, SampleFeatures) else "nothing"
@@ -368,8 +369,8 @@ def _batches(subject: _Subject) -> Check:
     )
 
 
-def _stability(artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol | None) -> Iterator[Check]:
-    for points in agreement(artifact, environment, protocol or default_protocol()).points:
+def _stability(artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol) -> Iterator[Check]:
+    for points in agreement(artifact, environment, protocol).points:
         found = measures.stability(points.predicted_B, points.realized_B)
         yield check(
             f"ranking stability, {points.target}",

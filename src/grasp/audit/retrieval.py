@@ -7,7 +7,7 @@ Shape letters: N rows, Q queries, K rows at the top.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -40,7 +40,7 @@ KERNELS = ("token", "pooled", "input")
 SCORES = ("grasp", "bm25", "overlap", "grasp+bm25", "grasp+overlap")
 HELD_BYTES = 256 << 20
 EXAMPLES = 3
-Question = tuple[NDArray[np.int64], list[tuple[int, int]]]  # units that rank together; places of domain and query
+Part = tuple[ArtifactReader | MethodRows, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _cells(estimate: Estimate | None, form: str) -> list[str]:
 def retrieve(
     artifact: ArtifactReader,
     *,
-    queries: Path | None = None,
+    queries: Path | str | None = None,
     by: Sequence[str] = (),
     target: str | None = None,
     related: str | None = None,
@@ -158,8 +158,8 @@ def retrieve(
     k: Sequence[int] = (1000,),
     methods: Sequence[str] = SCORES,
     fusion: Sequence[str] | None = None,
-    method_settings: Path | None = None,
-    cache: Path | None = None,
+    method_settings: Path | str | None = None,
+    cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Retrieval:
     """Recall among the best k rows of every query, by every score; the others stand against the first score.
@@ -188,15 +188,12 @@ def retrieve(
             f"k: got {beyond[0] if beyond else 'none'}, expected numbers from 1 to the {artifact.n_rows:,} rows of "
             f"{artifact.where}"
         )
-    sources = Sources(artifact, asked, published, cache, progress)
-    lifts = _lifts(sources, asked, questions, k)
+    parts = _parts(artifact, asked, published, None if cache is None else Path(cache), progress)
+    lifts = _lifts(parts, asked, questions, k)
     recalls = []
-    for r, on in enumerate(questions):
-        for size in k:
-            for score in asked:
-                lift_Q, first_Q = lifts[score.name, r, size], lifts[asked[0].name, r, size]
-                against = None if score is asked[0] else mean_over_queries(lift_Q - first_Q)
-                recalls.append(Recall(score.name, on, size, lift_Q, mean_over_queries(lift_Q), against))
+    for (r, size, name), lift_Q in lifts.items():
+        against = None if name == asked[0].name else mean_over_queries(lift_Q - lifts[r, size, asked[0].name])
+        recalls.append(Recall(name, questions[r], size, lift_Q, mean_over_queries(lift_Q), against))
     return Retrieval.of(recalls, artifact.n_rows)
 
 
@@ -231,7 +228,9 @@ def parse_scores(names: Sequence[str], fusion: Sequence[str] | None = None) -> t
     return tuple(found)
 
 
-def _methods(asked: Sequence[RowScore], settings: Path | None, cache: Path | None) -> tuple[ConfiguredMethod, ...]:
+def _methods(
+    asked: Sequence[RowScore], settings: Path | str | None, cache: Path | str | None
+) -> tuple[ConfiguredMethod, ...]:
     """Published methods among the parts: all but the artifact's own kernels."""
     parts = dict.fromkeys(part for one in asked for part in one.parts)
     names = [name for name in parts if name not in (GRASP, *KERNELS)]
@@ -240,7 +239,9 @@ def _methods(asked: Sequence[RowScore], settings: Path | None, cache: Path | Non
             if value is not None:
                 raise SettingsError(f"{argument}: no meaning without a published method; leave it out")
         return ()
-    return configured_methods(names, None if settings is None else read_yaml(settings), str(settings or "methods"))
+    return configured_methods(
+        names, None if settings is None else read_yaml(Path(settings)), str(settings or "methods")
+    )
 
 
 def fuse(scores_N: Sequence[NDArray[np.floating[Any]]], rule: Fusion) -> F64:
@@ -268,53 +269,51 @@ def _standardised(score_N: NDArray[np.floating[Any]]) -> F64:
 _RULES = {"rrf": _reciprocal_rank, "z": _standardised}
 
 
-class Sources:
-    """Where the scores of every part lie, and their scores for sets of units."""
+def _parts(
+    artifact: ArtifactReader,
+    asked: Sequence[RowScore],
+    methods: Sequence[ConfiguredMethod],
+    cache: Path | None,
+    progress: Progress | None,
+) -> dict[str, Part]:
+    """Where the scores of every part lie: the rows, and the name of their array; of `grasp` none, it is predicted."""
+    by_label = {method.label: method for method in methods}
+    parts: dict[str, Part] = {}
+    for name in dict.fromkeys(part for one in asked for part in one.parts):
+        if name in by_label:
+            rows = method_rows(artifact, by_label[name], cache=cache, progress=progress)
+            parts[name] = rows, rows.array_names[0]
+        else:
+            parts[name] = artifact, None if name == GRASP else artifact.relevance_name(name)
+    return parts
 
-    def __init__(
-        self,
-        artifact: ArtifactReader,
-        asked: Sequence[RowScore],
-        methods: Sequence[ConfiguredMethod],
-        cache: Path | None,
-        progress: Progress | None,
-    ) -> None:
-        self.artifact = artifact
-        self._parts: dict[str, tuple[ArtifactReader | MethodRows, str]] = {}  # rows and the name of their array
-        by_label = {method.label: method for method in methods}
-        self.names = tuple(dict.fromkeys(part for one in asked for part in one.parts))
-        for name in self.names:
-            if name in by_label:
-                rows = method_rows(artifact, by_label[name], cache=cache, progress=progress)
-                self._parts[name] = (rows, rows.array_names[0])
-            elif name != GRASP:
-                self._parts[name] = (artifact, artifact.relevance_name(name))
 
-    def scores(self, name: str, sets: Sequence[NDArray[np.int64]]) -> F32:
-        """Score of every row for every set of units, (N, Q): of `grasp` the effect that `grasp score` ranks by."""
-        units = UnitSelection(
-            tuple(map(str, range(len(sets)))), np.concatenate(sets), np.array([len(columns) for columns in sets])
-        )
-        if name == GRASP:
-            return np.asarray(Predictor.of(self.artifact, units=units).effect_NT, dtype=np.float32)
-        rows, array = self._parts[name]
-        out_NQ = np.empty((rows.n_rows, len(sets)), dtype=np.float32, order="F")
-        for start, block in rows.array_blocks(array, columns=units.columns_E):
-            out_NQ[start : start + len(block)] = units.mean_per_task(block)
-        return out_NQ
+def _scores(part: Part, sets: Sequence[NDArray[np.int64]]) -> F32:
+    """Score of every row for every set of units, (N, Q): of `grasp` the effect that `grasp score` ranks by."""
+    rows, array = part
+    units = UnitSelection(
+        tuple(map(str, range(len(sets)))), np.concatenate(sets), np.array([len(columns) for columns in sets])
+    )
+    if array is None:
+        assert isinstance(rows, ArtifactReader)
+        return np.asarray(Predictor.of(rows, units=units).effect_NT, dtype=np.float32)
+    out_NQ = np.empty((rows.n_rows, len(sets)), dtype=np.float32, order="F")
+    for start, block in rows.array_blocks(array, columns=units.columns_E):
+        out_NQ[start : start + len(block)] = units.mean_per_task(block)
+    return out_NQ
 
 
 # ----------------------------------------------------------------------------------------------- domains
 
 
 def _domains(
-    artifact: ArtifactReader, queries: Path | None, by: Sequence[str], target: str | None, related: str | None
+    artifact: ArtifactReader, queries: Path | str | None, by: Sequence[str], target: str | None, related: str | None
 ) -> list[Domains]:
     """By queries and labels, or by a target and an expression."""
     given = {"queries": queries, "by": by or None, "target": target, "related": related}
     got = [name for name, value in given.items() if value is not None]
     if queries is not None and got == ["queries", "by"]:
-        return domains_by_label(artifact, queries, by)
+        return _domains_by_label(artifact, Path(queries), by)
     if target is not None and related is not None and len(got) == 2:
         return [_domain_by_expression(artifact, target, related)]
     raise SettingsError(
@@ -322,7 +321,7 @@ def _domains(
     )
 
 
-def domains_by_label(artifact: ArtifactReader, queries: Path, labels: Sequence[str]) -> list[Domains]:
+def _domains_by_label(artifact: ArtifactReader, queries: Path, labels: Sequence[str]) -> list[Domains]:
     """Rows that have the query's own value of a label, for each label; units that the file lacks are no queries.
 
     Raises:
@@ -412,40 +411,29 @@ def lift(score_N: NDArray[np.floating[Any]], k: int, related: Sequence[NDArray[n
 
 
 def _lifts(
-    sources: Sources, asked: Sequence[RowScore], questions: Sequence[Domains], ks: Sequence[int]
-) -> dict[tuple[str, int, int], F64]:
-    """Lifts of all queries, (Q,), by score, place of the domains, and k."""
-    lifts = {
-        (one.name, r, k): np.empty(len(on.unit_ids)) for one in asked for r, on in enumerate(questions) for k in ks
-    }
-    floats_each = sources.artifact.n_rows * (len(sources.names) + 3)  # 3 more while `grasp` adds its kernels up
-    for batch in _few(_questions(questions), floats_each):
-        held = {name: sources.scores(name, [columns for columns, _ in batch]) for name in sources.names}
-        for column, (_, places) in enumerate(batch):
+    parts: Mapping[str, Part], asked: Sequence[RowScore], domains: Sequence[Domains], ks: Sequence[int]
+) -> dict[tuple[int, int, str], F64]:
+    """Lifts of all queries, (Q,), by place of the domains, k and score; each set of units is ranked by once."""
+    lifts = {(r, k, one.name): np.empty(len(on.unit_ids)) for r, on in enumerate(domains) for k in ks for one in asked}
+    places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for r, on in enumerate(domains):
+        for q, columns in enumerate(on.columns):
+            places.setdefault(tuple(columns.tolist()), []).append((r, q))
+    questions = [(np.array(columns), of) for columns, of in sorted(places.items())]
+    floats_each = len(domains[0].codes_N) * (len(parts) + 3)  # 3 more while `grasp` adds its kernels up
+    most = max(1, HELD_BYTES // (4 * floats_each))
+    for start in range(0, len(questions), most):
+        batch = questions[start : start + most]
+        held = {name: _scores(part, [columns for columns, _ in batch]) for name, part in parts.items()}
+        for column, (_, of) in enumerate(batch):
             part_scores = {name: scores_NQ[:, column] for name, scores_NQ in held.items()}
-            related = [questions[r].rows_of(q) for r, q in places]
+            related = [domains[r].rows_of(q) for r, q in of]
             for one in asked:
                 score_N = one.of(part_scores)
                 for k in ks:
-                    for (r, q), value in zip(places, lift(score_N, k, related), strict=True):
-                        lifts[one.name, r, k][q] = value
+                    for (r, q), value in zip(of, lift(score_N, k, related), strict=True):
+                        lifts[r, k, one.name][q] = value
     return lifts
-
-
-def _questions(domains: Sequence[Domains]) -> list[Question]:
-    """Every set of units that is ranked by, once, with the places that it has."""
-    places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for r, one in enumerate(domains):
-        for q, columns in enumerate(one.columns):
-            places.setdefault(tuple(columns.tolist()), []).append((r, q))
-    return [(np.array(columns), of) for columns, of in sorted(places.items())]
-
-
-def _few(questions: Sequence[Question], floats_each: int) -> Iterator[list[Question]]:
-    """As many questions at a time as have scores that fit in memory, one at least."""
-    most = max(1, HELD_BYTES // (4 * floats_each))
-    for start in range(0, len(questions), most):
-        yield list(questions[start : start + most])
 
 
 def mean_over_queries(values_Q: F64) -> Estimate:

@@ -28,7 +28,7 @@ from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
-HOW_TO_KEEP = "restore what the artifact was built from, or build it with `grasp build --keep-features`"
+HOW_TO_KEEP = "restore what the artifact was built from, or build it with keep_features: true"
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,6 @@ def environment_subsets(
     if (total_B > 0).sum() < MIN_SUBSETS:
         raise EnvironmentDataError(
             f"{environment.path}: {int((total_B > 0).sum())} of its subsets have rows among the {len(row_index)} of "
-            f"the sample, expected at least {MIN_SUBSETS}; raise --rows"
+            f"the sample, expected at least {MIN_SUBSETS}; take more rows"
         )
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])

@@ -118,7 +118,7 @@ def _wider(half: str, wide: Fit | None) -> str:
 def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weight_BN: F64) -> Check:
     name = f"{half} sketch for product"
     if kernels.positions is None:
-        return missing(name, HEALTHY_PRODUCT, "positions were not kept; build with `--keep-features` and match: both")
+        return missing(name, HEALTHY_PRODUCT, "positions were not kept; build with keep_features: true and match: both")
     parts = [sketches[part] for part in (("hidden", "residual") if half == "joint" else (half,))]
     if half == "joint":
         parts = [part / (sqrt(float((part**2).sum(axis=1).mean())) or 1.0) for part in parts]

@@ -1,13 +1,12 @@
 """grasp info, grasp verify"""
 
-import json
 from pathlib import Path
 
 import typer
 
 from grasp.cli.app import command
 from grasp.cli.console import show
-from grasp.text import size_text, skipped_text
+from grasp.text import json_text, size_text, skipped_text
 
 
 @command("Example: grasp info art")
@@ -20,7 +19,7 @@ def info(
 
     found = describe(path)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json_text(found.to_dict()))
         return
     state = "complete" if found.complete else f"{found.finished_shards} of {found.n_shards} shards finished"
     print(

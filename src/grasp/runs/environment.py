@@ -433,3 +433,8 @@ class Environment:
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
                 f"{len(self.subset_ids)} with {self.info.masks_checksum}; these are not the subsets trained on"
             )
+
+
+def as_runs(runs: Environment | Path | str) -> Environment:
+    """Runs, or the directory that holds them."""
+    return Environment.open(Path(runs)) if isinstance(runs, Path | str) else runs
