@@ -318,7 +318,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
     masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Scored.of(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
-    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample.*take more rows"):
+    with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample"):
         environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 
