@@ -1,0 +1,171 @@
+"""Covariances between subsets before any run: the parts of the learned predictor's Gaussian process.
+
+What each part is for stands in `grasp.runs.learned`. Shape letters: B subsets (n of them runs), G slices of all labels,
+T tasks, M relevance kernels, D sketch width.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+
+TINY = 1e-12
+SHAPES = ("c", "additive length", "joint length")
+CURVES = ("linear", "additive", "joint")
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What is known of B subsets before any run: means over the rows that they retain.
+
+    Attributes:
+        share_BG: of the slices of every label, the labels side by side; no columns: no labels.
+        relevance_BT: predicted change of each task; 0 for a task that is learned from runs alone.
+        kernel_BTM: the mean of each relevance kernel.
+        sketch_BD: the mean sketch.
+    """
+
+    share_BG: F64
+    relevance_BT: F64
+    kernel_BTM: F64
+    sketch_BD: F64
+
+    @classmethod
+    def of_shares(cls, share_BG: F64, n_tasks: int) -> Self:
+        """Of mixtures without an artifact."""
+        n = len(share_BG)
+        return cls(
+            np.asarray(share_BG, np.float64), np.zeros((n, n_tasks)), np.zeros((n, n_tasks, 0)), np.zeros((n, 0))
+        )
+
+    def __len__(self) -> int:
+        return len(self.share_BG)
+
+    def take(self, index: NDArray[np.integer] | slice) -> "Features":
+        """Some of the subsets."""
+        return Features(self.share_BG[index], self.relevance_BT[index], self.kernel_BTM[index], self.sketch_BD[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler:
+    """Zero and unit of the features, from the runs: what is linear has mean 0 and mean square 1 over them."""
+
+    relevance_T: tuple[F64, F64]
+    kernel_TM: tuple[F64, F64]
+    sketch_D: tuple[F64, float]
+
+    @classmethod
+    def of(cls, runs: Features) -> Self:
+        spread = float(np.sqrt(runs.sketch_BD.var(axis=0).sum())) if len(runs) else 1.0
+        return cls(
+            (runs.relevance_BT.mean(axis=0), inverse_of(runs.relevance_BT.std(axis=0))),
+            (runs.kernel_BTM.mean(axis=0), inverse_of(runs.kernel_BTM.std(axis=0))),
+            (runs.sketch_BD.mean(axis=0), float(inverse_of(np.array([spread]))[0])),
+        )
+
+    def measure(self, features: Features) -> Features:
+        (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
+        return Features(
+            features.share_BG,
+            (features.relevance_BT - mean_T) * inverse_T,
+            (features.kernel_BTM - mean_TM) * inverse_TM,
+            (features.sketch_BD - mean_D) * inverse,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The parts of g that see shares, for one c and one pair of lengths, each with mean variance 1 over the runs."""
+
+    c: float
+    spread: float  # of log(share + c) over the runs
+    lengths: tuple[float, float]  # additive, joint
+    units: dict[str, float]
+
+    @classmethod
+    def of(cls, share_nG: F64, shape: Sequence[float] | F64) -> Self:
+        """Curves for runs.
+
+        Args:
+            share_nG: of the runs.
+            shape: logarithms of c, the additive length and the joint length.
+        """
+        c = float(np.exp(shape[0])) / max(share_nG.shape[1], 1)
+        spread = float(np.sqrt(np.log(share_nG + c).var(axis=0).mean())) if share_nG.size else 0.0
+        lengths = (float(np.exp(shape[1])), float(np.exp(shape[2])))
+        bare = cls(c, spread if spread > TINY else 1.0, lengths, dict.fromkeys(CURVES, 1.0))
+        seen_nG = bare.seen(share_nG)
+        variance = {k: float(np.diag(v).mean() - v.mean()) for k, v in bare.between(seen_nG, seen_nG).items()}
+        return cls(c, bare.spread, lengths, {k: 1.0 / v if v > TINY else 0.0 for k, v in variance.items()})
+
+    def seen(self, share_BG: F64) -> F64:
+        """log(share + c) over its spread."""
+        return np.asarray(np.log(share_BG + self.c) / self.spread)
+
+    def between(self, seen_BG: F64, other_nG: F64) -> dict[str, F64]:
+        """(B, n) covariance of two sets of subsets, by part."""
+        n_slices = max(seen_BG.shape[1], 1)
+        additive_Bn = np.zeros((len(seen_BG), len(other_nG)))
+        square_Bn = np.zeros_like(additive_Bn)
+        for g in range(seen_BG.shape[1]):
+            part_Bn = (seen_BG[:, g, None] - other_nG[None, :, g]) ** 2
+            square_Bn += part_Bn
+            part_Bn *= -0.5 / self.lengths[0] ** 2
+            additive_Bn += np.exp(part_Bn, out=part_Bn)
+        square_Bn *= -0.5 / (n_slices * self.lengths[1] ** 2)
+        found = {
+            "linear": seen_BG @ other_nG.T / n_slices,
+            "additive": additive_Bn / n_slices,
+            "joint": np.exp(square_Bn, out=square_Bn),
+        }
+        return {name: part * self.units[name] for name, part in found.items()}
+
+    def own(self, seen_BG: F64) -> dict[str, F64]:
+        """(B,) variance of each part at subsets."""
+        one_B = np.ones(len(seen_BG))
+        linear_B = np.einsum("bg,bg->b", seen_BG, seen_BG) / max(seen_BG.shape[1], 1)
+        found = {"linear": linear_B, "additive": one_B, "joint": one_B}
+        return {name: part * self.units[name] for name, part in found.items()}
+
+
+def linear_parts(own: Features, runs: Features) -> dict[str, F64]:
+    """Covariances that are linear in what is known, by part: (1 or T, B, n). Both are measured by one ruler."""
+    n_tasks, n_kernels = own.relevance_BT.shape[1], max(own.kernel_BTM.shape[2], 1)
+    slope_TBn = np.einsum("bt,nt->tbn", own.relevance_BT, runs.relevance_BT)
+    return {
+        "slope": slope_TBn,
+        "kernels": np.einsum("btm,ntm->tbn", own.kernel_BTM, runs.kernel_BTM) / n_kernels,
+        "tasks": slope_TBn.sum(axis=0, keepdims=True) / max(n_tasks, 1),
+        "sketch": (own.sketch_BD @ runs.sketch_BD.T)[None],
+    }
+
+
+def own_linear(own: Features) -> dict[str, F64]:
+    """The same of each subset with itself: (1 or T, B)."""
+    slope_TB = (own.relevance_BT**2).T
+    return {
+        "slope": slope_TB,
+        "kernels": np.einsum("btm,btm->tb", own.kernel_BTM, own.kernel_BTM) / max(own.kernel_BTM.shape[2], 1),
+        "tasks": slope_TB.mean(axis=0, keepdims=True),
+        "sketch": np.einsum("bd,bd->b", own.sketch_BD, own.sketch_BD)[None],
+    }
+
+
+def covariance(numbers: Mapping[str, float], curves: Curves, own: Features, other: Features) -> F64:
+    """(1 or T, B, n) covariance of g between two sets of measured subsets."""
+    curved = curves.between(curves.seen(own.share_BG), curves.seen(other.share_BG))
+    return add_parts(numbers, linear_parts(own, other) | {name: part[None] for name, part in curved.items()})
+
+
+def add_parts(numbers: Mapping[str, float], parts: Mapping[str, F64]) -> F64:
+    """The parts by their variances; one copy where no part differs between tasks."""
+    nothing = np.zeros((1, *parts["tasks"].shape[1:])) if "tasks" in parts else np.zeros((1, 1, 1))
+    return np.asarray(sum((numbers[name] * part for name, part in parts.items() if numbers[name]), nothing))
+
+
+def inverse_of(spread: F64) -> F64:
+    return np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > TINY)

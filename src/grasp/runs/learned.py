@@ -1,0 +1,362 @@
+"""The learned predictor: what runs teach beyond relevance. Arrays in, arrays out; start with `Learned.fit`.
+
+What a subset S does for a task is, in the runs' own unit,
+
+    utility(S) = level + s (r(S) + g(S) + noise),
+
+r the prediction without runs, brought to standard deviation 1 over the runs; s > 0 the task's scale; the level is free.
+g is a Gaussian process, a sum of independent parts, and each says in which way r may be wrong:
+
+    slope      linear in r: this task listens more or less to its relevance
+    kernels    linear in each relevance kernel by itself: another kernel counts for this model
+    tasks      linear in the predictions for all tasks: what helps one task helps this one
+    sketch     linear in the mean sketch: similar rows err alike
+    linear     linear in f(share) = log(share + c), of the slices of every label
+    additive   a smooth curve in each f(share): value saturates
+    joint      a smooth function of all f(share) together: slices stand in for each other
+
+How much each part counts (its variance), the lengths of the curves, c and the noise are one set of numbers for all
+tasks. They maximise the marginal likelihood times wide log-normal priors, s and the level being eliminated exactly.
+Each part is divided by its own mean variance over the runs, so that a prior means a share of what varies. Given these
+numbers everything is in closed form. With no relevance r = 0, and it is a regression on shares; far from the runs what
+they taught fades, and the interval widens.
+
+Noise has two variances: of a subset (what no part explains), and of a training run, which runs of one subset with
+several seeds tell apart: their squares within a subset enter the likelihood, and a mean over n seeds has 1 / n of it.
+
+Shape letters: B subsets (n of them runs), G slices of all labels, T tasks, M relevance kernels, D sketch width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from scipy.stats import t as student
+
+from grasp.errors import EnvironmentDataError, ShapeError
+from grasp.runs.covariance import (
+    CURVES,
+    SHAPES,
+    TINY,
+    Curves,
+    Features,
+    Ruler,
+    add_parts,
+    covariance,
+    inverse_of,
+    linear_parts,
+    own_linear,
+)
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+
+FEWEST = 2  # runs that anything is learned from
+JITTER = 1e-6
+TUNED_ON = 256  # runs at most that the hyperparameters are fitted to; all of them are learned from
+BLOCK = 4_096  # subsets predicted at once
+FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go; K stays well conditioned
+STEP = 1e-4  # of the difference quotients of lengths and c
+# Mean and standard deviation of the logarithm. Variances are against that of r (1); lengths against the spread of
+# f(share) over the runs; c against an even share.
+PRIORS = {
+    "c": (np.log(0.05), 1.5),
+    "additive length": (np.log(1.2), 0.7),
+    "joint length": (0.0, 0.7),
+    "linear": (-3.0, 1.5),
+    "additive": (-3.0, 1.5),
+    "joint": (-3.0, 1.5),
+    "slope": (-3.0, 1.0),
+    "kernels": (-3.5, 1.5),
+    "tasks": (-3.5, 1.5),
+    "sketch": (-3.5, 1.5),
+    "noise": (0.0, 2.0),
+    "seed noise": (0.0, 2.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Runs learned from. Made by `fit`; `predict` and `change` say what any subset does.
+
+    Attributes:
+        numbers: the hyperparameters, by the names of PRIORS; the variance of a part that sees nothing is 0.
+        runs: the different subsets that were learned from, measured by the ruler.
+        scale_T: s, in the unit of the utilities.
+    """
+
+    numbers: dict[str, float]
+    runs: Features
+    scale_T: F64
+    freedom: float
+    _ruler: Ruler
+    _curves: Curves
+    _solved: "_Solved"
+    _mean_T: F64  # of the utilities, taken off before
+    _rest_nT: F64  # P (u y - r)
+    _level_T: F64
+
+    @classmethod
+    def fit(cls, runs: Features, utility_nT: F64, *, seeds_n: F64 | None = None, within_T: F64 | None = None) -> Self:
+        """Learn from runs.
+
+        Args:
+            runs: of n different subsets.
+            utility_nT: mean over the seeds of each; higher is better.
+            seeds_n: runs of each subset; None: one.
+            within_T: sum over subsets and their seeds of the squared deviation from the subset's mean.
+        Raises:
+            ShapeError: numbers of runs or tasks differ.
+            EnvironmentDataError: fewer than 2 runs, or runs whose utilities are all the same for a task.
+        """
+        n_runs, n_tasks = utility_nT.shape
+        if runs.relevance_BT.shape != (n_runs, n_tasks):
+            raise ShapeError(f"learned: utilities {utility_nT.shape}, features of {runs.relevance_BT.shape}")
+        if n_runs < FEWEST:
+            raise EnvironmentDataError(
+                f"learning from runs: got {n_runs} of different subsets, expected {FEWEST} or more"
+            )
+        if (np.ptp(utility_nT, axis=0) == 0).any():
+            raise EnvironmentDataError("learning from runs: all of them came out the same; expected runs that differ")
+        ruler = Ruler.of(runs)
+        seeds_n = np.ones(n_runs) if seeds_n is None else np.asarray(seeds_n, np.float64)
+        within_T = np.zeros(n_tasks) if within_T is None else within_T
+        mean_T = utility_nT.mean(axis=0)
+        data = _Data(ruler.measure(runs), utility_nT - mean_T, seeds_n, within_T, float((seeds_n - 1).sum()))
+        numbers = _Evidence(data.sample(TUNED_ON)).maximise()
+        curves = Curves.of(data.runs.share_BG, [np.log(numbers[name]) for name in SHAPES])
+        solved = _Solved.of(covariance(numbers, curves, data.runs, data.runs) + data.noise_nn(numbers), data, numbers)
+        error_nT = data.utility_nT * solved.u_T - data.runs.relevance_BT
+        return cls(
+            numbers,
+            data.runs,
+            1.0 / solved.u_T,
+            n_runs - 1 + data.freedom,
+            ruler,
+            curves,
+            solved,
+            mean_T,
+            _apply(solved.inverse_Gnn, error_nT),
+            np.einsum("gn,nt->t" if len(solved.level_Gn) == 1 else "tn,nt->t", solved.level_Gn, error_nT),
+        )
+
+    def predict(self, features: Features) -> tuple[F64, F64]:
+        """Utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
+        means, spreads = [], []
+        for own in self._measured(features):
+            cross_Gbn = covariance(self.numbers, self._curves, own, self.runs)
+            mean_bT = self._level_T + own.relevance_BT + _cross(cross_Gbn, self._rest_nT)
+            variance_bG = self._own(own) - _explained(cross_Gbn, self._solved.inverse_Gnn)
+            variance_bG += (1 - 2 * np.einsum("gbn,gn->bg", cross_Gbn, self._solved.level_Gn) * self._solved.mass_G) / (
+                self._solved.mass_G
+            )
+            means.append(self._mean_T + self.scale_T * mean_bT)
+            spreads.append(self.scale_T * np.sqrt(np.maximum(variance_bG, 0.0) + self.numbers["noise"]))
+        return np.concatenate(means), np.concatenate(spreads)
+
+    def change(self, features: Features, corpus: Features) -> tuple[F64, F64]:
+        """Utility of subsets minus that of the corpus, and its standard deviation, (B, T) each.
+
+        What no part explains grows with the distance from the corpus as the parts do, up to that of the mean run.
+
+        Args:
+            corpus: the one subset that changes are counted from.
+        """
+        whole = self._ruler.measure(corpus)
+        whole_G1n = covariance(self.numbers, self._curves, whole, self.runs)
+        far_G = self._apart(self.runs, whole).mean(axis=0)
+        means, spreads = [], []
+        for own in self._measured(features):
+            cross_Gbn = covariance(self.numbers, self._curves, own, self.runs) - whole_G1n
+            apart_bG = self._apart(own, whole)
+            variance_bG = np.maximum(apart_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
+            variance_bG += 2 * self.numbers["noise"] * np.minimum(apart_bG / np.maximum(far_G, TINY), 1.0)
+            mean_bT = own.relevance_BT - whole.relevance_BT + _cross(cross_Gbn, self._rest_nT)
+            means.append(self.scale_T * mean_bT)
+            spreads.append(self.scale_T * np.sqrt(variance_bG))
+        return np.concatenate(means), np.concatenate(spreads)
+
+    def quantile(self, coverage: float) -> float:
+        """Standard deviations on either side of the mean that hold `coverage`: Student's, the scale being estimated."""
+        return float(student.ppf(0.5 + coverage / 2, self.freedom))
+
+    def _measured(self, features: Features) -> Iterator[Features]:
+        for start in range(0, len(features), BLOCK):
+            yield self._ruler.measure(features.take(slice(start, start + BLOCK)))
+
+    def _own(self, own: Features) -> F64:
+        """(B, 1 or T) variance of g before any run."""
+        parts = own_linear(own) | {k: v[None] for k, v in self._curves.own(self._curves.seen(own.share_BG)).items()}
+        return np.asarray(add_parts(self.numbers, parts).T)
+
+    def _apart(self, own: Features, whole: Features) -> F64:
+        """(B, 1 or T) variance of the difference of g to one subset, before any run."""
+        shared_Gb1 = covariance(self.numbers, self._curves, own, whole)
+        return np.asarray(np.maximum(self._own(own) + self._own(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0))
+
+
+# --------------------------------------------------------------------------------------------- hyperparameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """Measured runs and what came out; utilities have mean 0."""
+
+    runs: Features
+    utility_nT: F64
+    seeds_n: F64
+    within_T: F64
+    freedom: float  # of `within`
+
+    def sample(self, most: int) -> "_Data":
+        """Some of the runs, the same at every call."""
+        if len(self.runs) <= most:
+            return self
+        chosen = np.sort(stream(0, "learned", "sample", len(self.runs)).permutation(len(self.runs))[:most])
+        kept = most / len(self.runs)
+        utility_nT = self.utility_nT[chosen]
+        return _Data(
+            self.runs.take(chosen),
+            utility_nT - utility_nT.mean(axis=0),
+            self.seeds_n[chosen],
+            self.within_T * kept,
+            self.freedom * kept,
+        )
+
+    def noise_nn(self, numbers: dict[str, float]) -> F64:
+        """What noise adds to the covariance of the runs."""
+        return np.asarray(np.diag(numbers["noise"] + numbers["seed noise"] / self.seeds_n + JITTER))
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """What follows from the covariance K of the runs in closed form.
+
+    A free level is eliminated by P = K^-1 - K^-1 1 1'K^-1 / (1'K^-1 1), which stands where K^-1 stood, and adds
+    log(1'K^-1 1) to log det K (restricted likelihood). With q = y'P y, p = r'P y and m observations the logarithm of
+    the likelihood is m log u - q u^2 / 2 + p u - r'P r / 2 - (log det) / 2 by u = 1 / s; it is largest where
+    q u^2 - p u - m = 0.
+    """
+
+    inverse_Gnn: F64  # P; one copy where K is the same for all tasks
+    level_Gn: F64  # K^-1 1 / (1'K^-1 1): weights of the runs in the level
+    mass_G: F64  # 1'K^-1 1
+    u_T: F64
+    likelihood: float  # its logarithm, all tasks together
+
+    @classmethod
+    def of(cls, k_Gnn: F64, data: _Data, numbers: dict[str, float]) -> Self:
+        r_nT, y_nT = data.runs.relevance_BT, data.utility_nT
+        inverse_Gnn = np.linalg.inv(k_Gnn)
+        ones_Gn = inverse_Gnn.sum(axis=2)
+        mass_G = ones_Gn.sum(axis=1)
+        level_Gn = ones_Gn / mass_G[:, None]
+        projected_Gnn = inverse_Gnn - ones_Gn[:, :, None] * level_Gn[:, None, :]
+        solved_nT = _apply(projected_Gnn, y_nT)
+        q_T = np.einsum("nt,nt->t", y_nT, solved_nT)
+        p_T = np.einsum("nt,nt->t", r_nT, solved_nT)
+        log_det_G = np.linalg.slogdet(k_Gnn)[1] + np.log(mass_G)
+        if data.freedom:
+            q_T = q_T + data.within_T / numbers["seed noise"]
+            log_det_G = log_det_G + data.freedom * np.log(numbers["seed noise"])
+        count = len(y_nT) - 1 + data.freedom
+        u_T = (p_T + np.sqrt(p_T**2 + 4 * q_T * count)) / (2 * q_T)
+        fixed_T = np.einsum("nt,nt->t", r_nT, _apply(projected_Gnn, r_nT))
+        value_T = count * np.log(u_T) - 0.5 * q_T * u_T**2 + p_T * u_T - 0.5 * fixed_T
+        log_det = 0.5 * float(log_det_G.sum()) * len(u_T) / len(k_Gnn)
+        return cls(projected_Gnn, level_Gn, mass_G, u_T, float(value_T.sum()) - log_det)
+
+
+class _Evidence:
+    """Marginal likelihood of the runs by the logarithms of the hyperparameters."""
+
+    def __init__(self, data: _Data) -> None:
+        runs = data.runs
+        self.data = data
+        self.linear = {
+            name: part for name, part in linear_parts(runs, runs).items() if np.abs(part).max(initial=0.0) > 1e-12
+        }
+        self.has_curves = bool(runs.share_BG.size) and bool(np.ptp(runs.share_BG, axis=0).max() > 0)
+        names = [*(SHAPES + CURVES if self.has_curves else ()), *self.linear, "noise"]
+        self.names = (*names, *(("seed noise",) if data.freedom else ()))
+        self.prior = np.array([PRIORS[name] for name in self.names])
+        self.worth = _independent(data.utility_nT)
+
+    def maximise(self) -> dict[str, float]:
+        start, spread = self.prior.T
+        bounds = list(zip(start - FARTHEST * spread, start + FARTHEST * spread, strict=True))
+        found = minimize(self.loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40})
+        fitted = dict(zip(self.names, np.exp(found.x).tolist(), strict=True))
+        return {name: fitted.get(name, 1.0 if name in SHAPES else 0.0) for name in PRIORS}
+
+    def loss(self, theta: F64) -> tuple[float, F64]:
+        """Minus log posterior and its gradient: tr(M dK), M = d loss / dK; lengths and c by difference quotients."""
+        numbers = dict.fromkeys(PRIORS, 0.0) | dict(zip(self.names, np.exp(theta).tolist(), strict=True))
+        shape = theta[: len(SHAPES)]
+        curves = self._curves(shape)
+        parts = self.linear | {name: part[None] for name, part in curves.items()}
+        solved = _Solved.of(add_parts(numbers, parts) + self.data.noise_nn(numbers), self.data, numbers)
+        m_Gnn = self._bycovariance(solved)
+        slope = np.array([self._slope(name, numbers, parts, m_Gnn, solved.u_T) for name in self.names])
+        if self.has_curves:
+            for k in range(len(SHAPES)):
+                moved = self._curves(shape + STEP * (np.arange(len(SHAPES)) == k))
+                each = [numbers[name] * ((moved[name] - curves[name]) * m_Gnn).sum() for name in CURVES]
+                slope[k] = sum(each) / STEP
+        far = (theta - self.prior[:, 0]) / self.prior[:, 1]
+        return float(0.5 * far @ far - self.worth * solved.likelihood), self.worth * slope + far / self.prior[:, 1]
+
+    def _curves(self, shape: F64) -> dict[str, F64]:
+        if not self.has_curves:
+            return {}
+        curves = Curves.of(self.data.runs.share_BG, shape)
+        seen_nG = curves.seen(self.data.runs.share_BG)
+        return curves.between(seen_nG, seen_nG)
+
+    def _bycovariance(self, solved: _Solved) -> F64:
+        """d loss / dK, u being where the loss is least: (P - (P e)(P e)') / 2 with e = u y - r, by task."""
+        inverse_Gnn = solved.inverse_Gnn
+        rest_nT = _apply(inverse_Gnn, self.data.utility_nT * solved.u_T - self.data.runs.relevance_BT)
+        if len(inverse_Gnn) == 1:
+            return np.asarray(0.5 * (len(solved.u_T) * inverse_Gnn - (rest_nT @ rest_nT.T)[None]))
+        return np.asarray(0.5 * (inverse_Gnn - np.einsum("nt,mt->tnm", rest_nT, rest_nT)))
+
+    def _slope(self, name: str, numbers: dict[str, float], parts: dict[str, F64], m_Gnn: F64, u_T: F64) -> float:
+        if name in parts:
+            return float(numbers[name] * (parts[name] * m_Gnn).sum())
+        diagonal_n = np.einsum("gnn->n", m_Gnn)
+        if name == "noise":
+            return float(numbers[name] * diagonal_n.sum())
+        if name == "seed noise":
+            within = 0.5 * self.data.freedom * len(u_T) - 0.5 * float(u_T**2 @ self.data.within_T) / numbers[name]
+            return float(numbers[name] * (diagonal_n / self.data.seeds_n).sum()) + within
+        return 0.0  # c and lengths
+
+
+def _independent(utility_nT: F64) -> float:
+    """Share of the tasks that are news: 1 if their utilities are uncorrelated over the runs, 1 / T if all agree.
+
+    One model is scored on all tasks, so its noise is in all of them; counted T times it would pass for a pattern.
+    """
+    unit_nT = utility_nT * inverse_of(np.sqrt((utility_nT**2).sum(axis=0)))
+    return float(utility_nT.shape[1] / np.maximum(((unit_nT.T @ unit_nT) ** 2).sum(), 1.0))
+
+
+def _apply(matrix_Gnn: F64, values_nT: F64) -> F64:
+    if len(matrix_Gnn) == 1:
+        return np.asarray(matrix_Gnn[0] @ values_nT)
+    return np.asarray(np.einsum("tnm,mt->nt", matrix_Gnn, values_nT))
+
+
+def _cross(cross_Gbn: F64, rest_nT: F64) -> F64:
+    if len(cross_Gbn) == 1:
+        return np.asarray(cross_Gbn[0] @ rest_nT)
+    return np.asarray(np.einsum("tbn,nt->bt", cross_Gbn, rest_nT))
+
+
+def _explained(cross_Gbn: F64, inverse_Gnn: F64) -> F64:
+    """(b, 1 or T) what the runs take off the variance."""
+    return np.asarray(np.einsum("gbn,gbn->bg", cross_Gbn @ inverse_Gnn, cross_Gbn))

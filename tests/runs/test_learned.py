@@ -1,0 +1,132 @@
+"""The learned predictor: laws of the Gaussian process, and planted worlds where it must find what is there."""
+
+import numpy as np
+import pytest
+from scipy.optimize import approx_fprime
+from scipy.stats import spearmanr
+
+from grasp.errors import EnvironmentDataError
+from grasp.runs.covariance import Features, Ruler
+from grasp.runs.learned import Learned, _Data, _Evidence
+
+N_TASKS, N_SLICES = 3, 6
+
+
+def mixtures(n: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.dirichlet(np.full(N_SLICES, 0.4), size=n)
+
+
+def saturating(share_BG: np.ndarray) -> np.ndarray:
+    """Utilities of a world where every slice helps a task less and less."""
+    worth_GT = np.random.default_rng(7).normal(size=(N_SLICES, N_TASKS))
+    return np.log(share_BG + 0.01) @ worth_GT
+
+
+def world(n: int, seed: int = 0) -> tuple[Features, np.ndarray]:
+    """Relevance that is right but for a part that runs must teach."""
+    rng = np.random.default_rng(seed)
+    share_BG = mixtures(n, rng)
+    relevance_BT, other_BT = (share_BG @ rng.normal(size=(N_SLICES, N_TASKS)) for _ in range(2))
+    kernels = np.stack([relevance_BT, other_BT], axis=2)
+    utility_BT = relevance_BT + 0.7 * other_BT + 0.01 * rng.normal(size=relevance_BT.shape)
+    return Features(share_BG, relevance_BT, kernels, rng.normal(size=(n, 4))), utility_BT
+
+
+def rho(predicted_BT: np.ndarray, realized_BT: np.ndarray) -> float:
+    pairs = zip(predicted_BT.T, realized_BT.T, strict=True)
+    return float(np.mean([spearmanr(one, other).statistic for one, other in pairs]))
+
+
+def test_the_gradient_of_the_evidence_is_that_of_its_value() -> None:
+    features, utility_BT = world(15)
+    rng = np.random.default_rng(1)
+    within_T = np.full(N_TASKS, 0.3)
+    data = _Data(
+        Ruler.of(features).measure(features), utility_BT - utility_BT.mean(0), np.arange(15) % 3 + 1.0, within_T, 15.0
+    )
+    evidence = _Evidence(data)
+    theta = evidence.prior[:, 0] + 0.3 * rng.normal(size=len(evidence.names))
+    numeric = approx_fprime(theta, lambda at: evidence.loss(at)[0], 1e-5)
+    np.testing.assert_allclose(evidence.loss(theta)[1], numeric, rtol=2e-3, atol=2e-3)
+
+
+def test_changes_are_differences_of_predictions_and_the_corpus_has_none() -> None:
+    features, utility_BT = world(30)
+    learned = Learned.fit(features.take(np.arange(20)), utility_BT[:20])
+    corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
+    change_BT, spread_BT = learned.change(others, corpus)
+    level_BT, _ = learned.predict(others)
+    np.testing.assert_allclose(change_BT, level_BT - learned.predict(corpus)[0], atol=1e-8)
+    np.testing.assert_allclose([change_BT[5], spread_BT[5]], 0.0, atol=1e-6)
+    assert (spread_BT[:5] > 0).all()
+
+
+def test_unit_and_level_of_the_metric_do_not_matter() -> None:
+    features, utility_BT = world(24)
+    runs, rest = features.take(np.arange(16)), features.take(np.arange(16, 24))
+    plain = Learned.fit(runs, utility_BT[:16]).predict(rest)
+    scaled = Learned.fit(runs, 5.0 + 100.0 * utility_BT[:16]).predict(rest)
+    np.testing.assert_allclose(scaled[0], 5.0 + 100.0 * plain[0], rtol=1e-4)
+    np.testing.assert_allclose(scaled[1], 100.0 * plain[1], rtol=1e-3)
+
+
+def test_value_that_saturates_is_learned_from_shares_alone() -> None:
+    rng = np.random.default_rng(3)
+    runs, rest = mixtures(40, rng), mixtures(300, rng)
+    noisy = saturating(runs) + 0.05 * rng.normal(size=(40, N_TASKS))
+    learned = Learned.fit(Features.of_shares(runs, N_TASKS), noisy)
+    predicted, spread = learned.predict(Features.of_shares(rest, N_TASKS))
+    linear = np.linalg.lstsq(runs - runs.mean(0), noisy - noisy.mean(0), rcond=None)[0]
+    assert rho(predicted, saturating(rest)) > 0.97 > rho(rest @ linear, saturating(rest)) + 0.03
+    inside = np.abs(predicted - saturating(rest)) <= learned.quantile(0.9) * spread
+    assert 0.82 < inside.mean() <= 1.0
+
+
+def test_runs_say_which_kernel_counts() -> None:
+    features, utility_BT = world(140, seed=4)
+    learned = Learned.fit(features.take(np.arange(24)), utility_BT[:24])
+    rest = features.take(np.arange(24, 140))
+    assert rho(learned.predict(rest)[0], utility_BT[24:]) > rho(rest.relevance_BT, utility_BT[24:]) + 0.05
+
+
+def test_runs_that_are_noise_leave_relevance_as_it_is() -> None:
+    rng = np.random.default_rng(5)
+    features, utility_BT = world(104, seed=5)
+    noisy = features.relevance_BT + 3.0 * rng.normal(size=utility_BT.shape)
+    for k in (4, 12):
+        learned = Learned.fit(features.take(np.arange(k)), noisy[:k])
+        rest = features.take(np.arange(20, 104))
+        assert rho(learned.predict(rest)[0], rest.relevance_BT) > 0.95
+
+
+def test_seeds_of_a_subset_tell_noise_of_training_apart() -> None:
+    rng = np.random.default_rng(6)
+    features, utility_BT = world(40, seed=6)
+    seeds = utility_BT[:, None] + 0.5 * rng.normal(size=(40, 3, N_TASKS))
+    mean_BT = seeds.mean(axis=1)
+    within_T = ((seeds - mean_BT[:, None]) ** 2).sum(axis=(0, 1))
+    learned = Learned.fit(features, mean_BT, seeds_n=np.full(40, 3.0), within_T=within_T)
+    noise_T = learned.scale_T * np.sqrt(learned.numbers["seed noise"])
+    np.testing.assert_allclose(noise_T.mean(), 0.5, rtol=0.25)
+    alone = Learned.fit(features, mean_BT)
+    assert learned.numbers["noise"] * learned.scale_T.mean() ** 2 < alone.numbers["noise"] * alone.scale_T.mean() ** 2
+
+
+def test_intervals_widen_away_from_the_runs() -> None:
+    rng = np.random.default_rng(8)
+    shares = 0.5 * mixtures(30, rng) + 0.5 / N_SLICES
+    learned = Learned.fit(
+        Features.of_shares(shares, N_TASKS), saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
+    )
+    corpus = Features.of_shares(np.full((1, N_SLICES), 1 / N_SLICES), N_TASKS)
+    path = [np.eye(N_SLICES)[:1] * far + (1 - far) / N_SLICES for far in (0.1, 0.4, 0.7, 0.99)]
+    _, spread = learned.change(Features.of_shares(np.concatenate(path), N_TASKS), corpus)
+    assert (np.diff(spread, axis=0) > 0).all()
+
+
+def test_one_run_and_runs_that_came_out_alike_are_refused() -> None:
+    features, utility_BT = world(5)
+    with pytest.raises(EnvironmentDataError, match="got 1 of different subsets, expected 2 or more"):
+        Learned.fit(features.take(np.arange(1)), utility_BT[:1])
+    with pytest.raises(EnvironmentDataError, match="came out the same"):
+        Learned.fit(features, np.ones_like(utility_BT))
