@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 from grasp.artifact.layout import BUILD, PER_UNIT, part_dir, part_file
 from grasp.artifact.manifest import ArrayEntry, BuildRecord, Manifest, provenance, read_record, write_manifest
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec, ShardWriter, parquet_bytes
+from grasp.artifact.shards import ArraySpec, PartWriter, parquet_bytes
 from grasp.artifact.tables import check_units, units_per_target
-from grasp.artifact.writer import PartWriter, array_dtype, build_record, claim, lock_artifact, moment_bytes
+from grasp.artifact.writer import lock_artifact, moment_bytes
 from grasp.errors import ArtifactError
-from grasp.files import DirectoryLock, FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
+from grasp.files import DirectoryLock, FileEntry, checksum, entry_of, out_of_space, write_whole
 
 
 class ArtifactExtension(PartWriter):
     """New units of an artifact being written, with the discipline of a build: lock, whole shards, resume."""
 
     _artifact: ArtifactReader
-    _part: int
     _units: pa.Table
 
     @classmethod
@@ -57,15 +56,14 @@ class ArtifactExtension(PartWriter):
         try:
             artifact = ArtifactReader.open(path)
             check_units(units, _common_width(artifact, arrays))
-            record = build_record(artifact.grid, arrays, dtype, {**identity, "units": _units_key(units)})
-            part = _done_as(artifact, record) or len(artifact.manifest.units)
-            _check_targets_are_new(artifact, units, part)
-            shards = ShardWriter(path, part, artifact.grid, arrays, array_dtype(dtype))
-            claim(path / part_dir(part), record, resume=resume, over=f"delete {path / part_dir(part)}")
-            remove_parts(path, path / part_dir(part))
-            shards.prepare()
-            extension = cls(path, shards, held, owns_lock=lock is None)
-            extension._artifact, extension._part, extension._units = artifact, part, units
+            part, key = len(artifact.manifest.units), {**identity, "units": _units_key(units)}
+            extension = cls(path, part, artifact.grid, arrays, dtype, key)
+            if (done := _done_as(artifact, extension.record)) is None:
+                _check_targets_are_new(artifact, units)
+            else:
+                extension = cls(path, done, artifact.grid, arrays, dtype, key)
+            extension._artifact, extension._units = artifact, units
+            extension.begin(held, owns_lock=lock is None, resume=resume)
             return extension
         except BaseException:
             if lock is None:
@@ -92,7 +90,7 @@ class ArtifactExtension(PartWriter):
         if unknown:
             raise ArtifactError(f"sums: the artifact has no {unknown} to join to, only {list(self._artifact.sums)}")
         start, _ = self.bounds(k)
-        self._shards.write(k, arrays, None, sums, lambda i: self._row_name(start + i))
+        self._write(k, arrays, None, sums, lambda i: self._row_name(start + i))
 
     def finish(
         self, *, manifest: Mapping[str, Any] | None = None, moments: Mapping[str, NDArray[Any]] | None = None
@@ -109,9 +107,9 @@ class ArtifactExtension(PartWriter):
         clash = sorted(set(moments or {}) & set(self._artifact.moments))
         if clash:
             raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
-        contents = moment_bytes(moments or {}, self._shards.sums())
+        contents = moment_bytes(moments or {}, self.sums())
         units, moment_file = (part_file(*names, self._part) for names in _TABLES)
-        with out_of_space(f"{self.path}: the targets were not added", self._shards.progress):
+        with out_of_space(f"{self.path}: the targets were not added", self.progress):
             write_whole(self.path / units, parquet_bytes(self._units))
             write_whole(self.path / moment_file, contents)
             write_manifest(self.path, self._manifest(given, units, moment_file))
@@ -130,7 +128,7 @@ class ArtifactExtension(PartWriter):
         old = self._artifact.manifest
         build = (part_dir(self._part) / BUILD).as_posix()
         new_files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in (build, units, moments)}
-        groups = self._shards.groups({name: entry.width for name, entry in old.arrays.items()})
+        groups = self._groups({name: entry.width for name, entry in old.arrays.items()})
         widened = {
             name: ArrayEntry(
                 width=group.stop,
@@ -147,7 +145,7 @@ class ArtifactExtension(PartWriter):
                 "arrays": old.arrays | widened,
                 "units": (*old.units, units),
                 "moments": (*old.moments, moments),
-                "files": old.files | new_files | self._shards.files(),
+                "files": old.files | new_files | self._files(),
                 **{name: getattr(old, name) | entries for name, entries in given.items()},
             }
         )
@@ -189,9 +187,8 @@ def _done_as(artifact: ArtifactReader, record: BuildRecord) -> int | None:
     return None
 
 
-def _check_targets_are_new(artifact: ArtifactReader, units: pa.Table, part: int) -> None:
-    known = sorted(set(units_per_target(units)) & set(artifact.targets))
-    if known and part == len(artifact.manifest.units):
+def _check_targets_are_new(artifact: ArtifactReader, units: pa.Table) -> None:
+    if known := sorted(set(units_per_target(units)) & set(artifact.targets)):
         raise ArtifactError(
             f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
             "or build a new artifact"

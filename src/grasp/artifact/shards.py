@@ -1,28 +1,40 @@
-"""Writing shards: every file whole or not there, the completion mark last."""
+"""Writing shards under one lock: every file whole or not there, the completion mark last."""
 
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, cast, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.layout import ShardGrid, chunk_file, group_name, part_dir, scale_file
+from grasp.artifact.layout import BUILD, MANIFEST, ShardGrid, chunk_file, group_name, part_dir, scale_file
 from grasp.artifact.manifest import (
     ArrayDtype,
+    BuildRecord,
     ColumnGroup,
     ShardMark,
     SumEntry,
     dump_json,
     finished_shards,
+    plain_json,
     read_record,
 )
 from grasp.errors import ArtifactError, ShapeError
-from grasp.files import FileEntry, checksum, entry_of, out_of_space, remove_parts, write_whole
+from grasp.files import (
+    DirectoryLock,
+    FileEntry,
+    checksum,
+    differences,
+    entry_of,
+    out_of_space,
+    remove_parts,
+    write_whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,46 +76,113 @@ class ArraySpec:
         }
 
 
-class ShardWriter:
-    """The shards of one part of an artifact: of the build itself (part 0) or of its part-th extension."""
+class PartWriter:
+    """One part of an artifact, the build itself (part 0) or its part-th extension: its shards, under one lock."""
 
     def __init__(
-        self, root: Path, part: int, grid: ShardGrid, arrays: Mapping[str, ArraySpec], dtype: ArrayDtype
+        self,
+        path: Path,
+        part: int,
+        grid: ShardGrid,
+        arrays: Mapping[str, ArraySpec],
+        dtype: str,
+        identity: Mapping[str, Any],
     ) -> None:
         for name, spec in arrays.items():
             if spec.width < 1:
                 raise ArtifactError(f"{name}: got width {spec.width}, expected at least one column")
-        self.root = root
+        if dtype not in get_args(ArrayDtype):
+            raise ArtifactError(f"array_dtype: got {dtype!r}, expected one of {list(get_args(ArrayDtype))}")
+        self.path = path
         self.grid = grid
         self.arrays = dict(arrays)
-        self.dtype: ArrayDtype = dtype
+        self.dtype = cast(ArrayDtype, dtype)
+        self.record = BuildRecord(
+            n_rows=grid.n_rows,
+            shard_rows=grid.shard_rows,
+            arrays={name: spec.record(dtype) for name, spec in sorted(arrays.items())},
+            identity=plain_json(identity, "identity"),
+        )
         self._part = part
-        self._marks_dir = root / part_dir(part) / "shards"
+        self._marks_dir = path / part_dir(part) / "shards"
         self._scales = {name: spec.scale() for name, spec in arrays.items()}
         self._shards: dict[int, dict[str, FileEntry]] = {}  # files of those that are finished
+        self._lock: DirectoryLock | None = None
+        self._owns_lock = False
 
-    def prepare(self) -> None:
-        """Make directories, write the scales, clear what a kill left aside, find the finished shards."""
-        self._shards = finished_shards(self.root, self._part, self.grid)
-        with out_of_space(f"{self.root}: nothing was written", self.progress):
+    def begin(self, lock: DirectoryLock, *, owns_lock: bool, resume: bool) -> None:
+        """Claim the place, make directories, write the scales, clear what a kill left aside, find finished shards."""
+        self._lock, self._owns_lock = lock, owns_lock
+        directory = self.path / part_dir(self._part)
+        self._claim(directory, resume)
+        remove_parts(self.path, directory)
+        self._shards = finished_shards(self.path, self._part, self.grid)
+        with out_of_space(f"{self.path}: nothing was written", self.progress):
             self._marks_dir.mkdir(parents=True, exist_ok=True)
             for name, scale_E in self._scales.items():
-                path, content = self.root / self._scale_file(name), npy_bytes(scale_E)
+                path, content = self.path / self._scale_file(name), npy_bytes(scale_E)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 remove_parts(path.parent)
                 if not path.exists() or path.read_bytes() != content:
                     write_whole(path, content)
         remove_parts(self._marks_dir)
 
+    def _claim(self, directory: Path, resume: bool) -> None:
+        """Begin the build in `directory`, or make sure that it is the one begun there."""
+        path, over = directory / BUILD, f"delete {directory}"
+        if not path.exists():
+            if (directory / MANIFEST).exists():
+                raise ArtifactError(f"{directory}: damaged: a {MANIFEST} but no {BUILD}; {over} to start again")
+            directory.mkdir(parents=True, exist_ok=True)
+            with out_of_space(str(directory), lambda: "nothing is written yet"):
+                write_whole(path, dump_json(self.record))
+            return
+        if not resume:
+            raise ArtifactError(
+                f"{directory}: a build was begun here; run again with --resume to go on, or {over} to start again"
+            )
+        old, new = (each.model_dump(mode="json") for each in (read_record(path, BuildRecord), self.record))
+        if different := list(differences(old | old.pop("identity"), new | new.pop("identity"))):
+            raise ArtifactError(
+                f"{directory}: the build begun here is another one: {'; '.join(different)}; "
+                f"go on with the old settings, choose another place, or {over} to start again"
+            )
+
+    @property
+    def n_shards(self) -> int:
+        return self.grid.n_shards
+
     @property
     def finished(self) -> frozenset[int]:
+        """Shards that need not be written again."""
         return frozenset(self._shards)
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """First row of shard k, and the row after its last."""
+        return self.grid.bounds(k)
+
+    def close(self) -> None:
+        """Give the lock back, if it was taken here."""
+        if self._owns_lock and self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_writable(self) -> None:
+        if self._lock is None or not self._lock.held:
+            raise ArtifactError(f"{self.path}: this writer is closed")
 
     def progress(self) -> str:
         """How far the build is, in words."""
         return f"{len(self._shards)} of {self.grid.n_shards} shards are finished"
 
-    def groups(self, first_column: Mapping[str, int]) -> dict[str, ColumnGroup]:
+    def _groups(self, first_column: Mapping[str, int]) -> dict[str, ColumnGroup]:
         """The column group of every array, whose columns begin where `first_column` says (0 by default)."""
         return {
             name: ColumnGroup(
@@ -115,7 +194,7 @@ class ShardWriter:
             for name, spec in self.arrays.items()
         }
 
-    def write(
+    def _write(
         self,
         k: int,
         arrays: Mapping[str, NDArray[Any]],
@@ -132,46 +211,45 @@ class ShardWriter:
         if table is not None:
             files[self._relative(k, ".parquet")] = parquet_bytes(table)
         totals = {name: _sum_entry(name, value, k) for name, value in sums.items()}
-        mark = ShardMark(start=start, stop=stop, files={}, sums=totals)
-        where = f"{self.root}: shard {k} was not written"
-        with out_of_space(where, self.progress):
+        mark = self._relative(k, ".json")
+        with out_of_space(f"{self.path}: shard {k} was not written", self.progress):
             try:
-                self._shards[k] = self._commit(k, files, mark).files
+                entries = {path.as_posix(): write_whole(self.path / path, data) for path, data in files.items()}
+                record = ShardMark(start=start, stop=stop, files=entries, sums=totals)
+                write_whole(self.path / mark, dump_json(record))
             except OSError:
-                self._withdraw(k, files)
+                for relative in (mark, *files):  # the mark first: no mark without its files
+                    (self.path / relative).unlink(missing_ok=True)
                 raise
+        self._shards[k] = entries
 
-    def files(self) -> dict[str, FileEntry]:
+    def _files(self) -> dict[str, FileEntry]:
         """Size and checksum of everything this part wrote, by path relative to the artifact."""
         scales = [self._scale_file(name) for name in self.arrays]
-        entries = {path.as_posix(): entry_of(self.root / path) for path in scales}
+        entries = {path.as_posix(): entry_of(self.path / path) for path in scales}
         for k in sorted(self._shards):
             entries |= self._shards[k]
             mark = self._relative(k, ".json")
-            entries[mark.as_posix()] = entry_of(self.root / mark)
+            entries[mark.as_posix()] = entry_of(self.path / mark)
         return entries
 
     def sums(self) -> dict[str, NDArray[np.float64]]:
         """Totals over all shards, added in the order of the rows whatever order they were written in."""
         if len(self._shards) < self.grid.n_shards:
-            raise ArtifactError(f"{self.root}: {self.progress()}: totals need all of them")
+            raise ArtifactError(f"{self.path}: {self.progress()}: totals need all of them")
         totals = self._sums_of(0)
         for k in range(1, self.grid.n_shards):
             part = self._sums_of(k)
             if _shapes(part) != _shapes(totals):
-                raise ShapeError(f"{self.root}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(totals)}")
+                raise ShapeError(f"{self.path}: sums: shard {k} has {_shapes(part)}, shard 0 has {_shapes(totals)}")
             totals = {name: totals[name] + part[name] for name in totals}
         return totals
-
-    def table_path(self, k: int) -> Path:
-        """Row table of shard k."""
-        return self.root / self._relative(k, ".parquet")
 
     def _scale_file(self, name: str) -> Path:
         return scale_file(group_name(name, self._part))
 
     def _sums_of(self, k: int) -> dict[str, NDArray[np.float64]]:
-        mark = read_record(self.root / self._relative(k, ".json"), ShardMark)
+        mark = read_record(self.path / self._relative(k, ".json"), ShardMark)
         return {name: mark.sums[name].array() for name in sorted(mark.sums)}
 
     def _relative(self, k: int, suffix: str) -> Path:
@@ -194,16 +272,6 @@ class ShardWriter:
             )
             for name, spec in self.arrays.items()
         }
-
-    def _commit(self, k: int, files: Mapping[Path, bytes], mark: ShardMark) -> ShardMark:
-        entries = {path.as_posix(): write_whole(self.root / path, data) for path, data in files.items()}
-        mark = mark.model_copy(update={"files": entries})
-        write_whole(self.root / self._relative(k, ".json"), dump_json(mark))
-        return mark
-
-    def _withdraw(self, k: int, files: Mapping[Path, bytes]) -> None:
-        for relative in (self._relative(k, ".json"), *files):  # the mark first: no mark without its files
-            (self.root / relative).unlink(missing_ok=True)
 
 
 def encode(

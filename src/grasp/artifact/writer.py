@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast, get_args
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -21,74 +20,21 @@ from grasp.artifact.layout import (
     ShardGrid,
     part_file,
 )
-from grasp.artifact.manifest import (
-    ArrayDtype,
-    ArrayEntry,
-    BuildRecord,
-    Manifest,
-    dump_json,
-    plain_json,
-    provenance,
-    read_manifest,
-    read_record,
-    write_manifest,
-)
-from grasp.artifact.shards import ArraySpec, ShardWriter, parquet_bytes
+from grasp.artifact.manifest import ArrayEntry, Manifest, provenance, read_manifest, write_manifest
+from grasp.artifact.shards import ArraySpec, PartWriter, parquet_bytes
 from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table, units_per_target
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import (
     DirectoryLock,
     FileEntry,
-    differences,
     entry_of,
     is_part,
     out_of_space,
     own_directory,
-    remove_parts,
     write_whole,
 )
 
 __all__ = ["ArraySpec", "ArtifactWriter"]
-
-
-class PartWriter:
-    """What the build of an artifact and of an extension have in common: shards of their own, under one lock."""
-
-    def __init__(self, path: Path, shards: ShardWriter, lock: DirectoryLock, *, owns_lock: bool) -> None:
-        self.path = path
-        self._shards = shards
-        self._lock = lock
-        self._owns_lock = owns_lock
-
-    @property
-    def n_shards(self) -> int:
-        return self._shards.grid.n_shards
-
-    @property
-    def finished(self) -> frozenset[int]:
-        """Shards that need not be written again."""
-        return self._shards.finished
-
-    def bounds(self, k: int) -> tuple[int, int]:
-        """First row of shard k, and the row after its last."""
-        return self._shards.grid.bounds(k)
-
-    def close(self) -> None:
-        """Give the lock back, if it was taken here."""
-        if self._owns_lock:
-            self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _require_writable(self) -> None:
-        if not self._lock.held:
-            raise ArtifactError(f"{self.path}: this writer is closed")
 
 
 class ArtifactWriter(PartWriter):
@@ -120,16 +66,10 @@ class ArtifactWriter(PartWriter):
                 differing field named; `resume` is False and there is a build.
         """
         path = Path(path)
-        grid = ShardGrid(n_rows, shard_rows)
-        shards = ShardWriter(path, 0, grid, arrays, array_dtype(dtype))
+        writer = cls(path, 0, ShardGrid(n_rows, shard_rows), arrays, dtype, identity)
         _unit_columns(arrays)
-        record = build_record(grid, arrays, dtype, identity)
-        held = lock or lock_artifact(path)
-        writer = cls(path, shards, held, owns_lock=lock is None)
         try:
-            claim(path, record, resume=resume, over=f"delete {path}")
-            remove_parts(path)
-            shards.prepare()
+            writer.begin(lock or lock_artifact(path), owns_lock=lock is None, resume=resume)
         except BaseException:
             writer.close()
             raise
@@ -161,11 +101,7 @@ class ArtifactWriter(PartWriter):
         self._require_writable()
         start, stop = self.bounds(k)
         table = shard_table(rows, start, stop)
-        self._shards.write(k, arrays, table, sums, lambda i: row_name(table, start, i))
-
-    def sums(self) -> dict[str, NDArray[np.float64]]:
-        """Totals over all rows; all shards must be finished."""
-        return self._shards.sums()
+        self._write(k, arrays, table, sums, lambda i: row_name(table, start, i))
 
     def finish(
         self,
@@ -190,15 +126,13 @@ class ArtifactWriter(PartWriter):
         self._require_writable()
         given = provenance(manifest)
         self._check_gains(gains or {})
-        check_units(units, _unit_columns(self._shards.arrays))
+        check_units(units, _unit_columns(self.arrays))
         missing = sorted(set(range(self.n_shards)) - self.finished)
         if missing:
-            raise ArtifactError(
-                f"{self.path}: {self._shards.progress()}; write the others first, from shard {missing[0]}"
-            )
+            raise ArtifactError(f"{self.path}: {self.progress()}; write the others first, from shard {missing[0]}")
         contents = moment_bytes(moments, self.sums())
-        with out_of_space(f"{self.path}: not finished", self._shards.progress):
-            assemble_rows([self._shards.table_path(k) for k in range(self.n_shards)], self.path / ROWS)
+        with out_of_space(f"{self.path}: not finished", self.progress):
+            assemble_rows([self.path / self._relative(k, ".parquet") for k in range(self.n_shards)], self.path / ROWS)
             write_whole(self.path / part_file("units", ".parquet", 0), parquet_bytes(units))
             write_whole(self.path / part_file("moments", ".safetensors", 0), contents)
             write_manifest(self.path, self._manifest(given, units, gains or {}, rows_kept))
@@ -209,7 +143,7 @@ class ArtifactWriter(PartWriter):
             raise ArtifactError(f"{self.path}: is complete; a finished artifact is not written again")
 
     def _check_gains(self, gains: Mapping[str, float]) -> None:
-        unknown = sorted(gains.keys() - self._shards.arrays)
+        unknown = sorted(gains.keys() - self.arrays)
         wrong = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
         if unknown or wrong:
             raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
@@ -218,14 +152,14 @@ class ArtifactWriter(PartWriter):
         self, given: Mapping[str, Any], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
     ) -> Manifest:
         kept = (self.path / TOKENS).iterdir() if rows_kept else ()
-        groups = self._shards.groups({})
+        groups = self._groups({})
         names = (BUILD, ROWS, part_file("units", ".parquet", 0), part_file("moments", ".safetensors", 0))
         files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in names}
-        files |= self._shards.files()
+        files |= self._files()
         files |= FeatureSpool(self.path / "features").files(self.path)
         return Manifest(
-            n_rows=self._shards.grid.n_rows,
-            shard_rows=self._shards.grid.shard_rows,
+            n_rows=self.grid.n_rows,
+            shard_rows=self.grid.shard_rows,
             targets=units_per_target(units),
             arrays={
                 name: ArrayEntry(
@@ -235,7 +169,7 @@ class ArtifactWriter(PartWriter):
                     gain=gains.get(name, 1.0),
                     groups=(groups[name],),
                 )
-                for name, spec in self._shards.arrays.items()
+                for name, spec in self.arrays.items()
             },
             units=(part_file("units", ".parquet", 0),),
             moments=(part_file("moments", ".safetensors", 0),),
@@ -262,53 +196,6 @@ def is_artifact(path: Path) -> bool:
         return bool(read_manifest(path))
     except ArtifactError:
         return False
-
-
-def array_dtype(dtype: str) -> ArrayDtype:
-    """`dtype`, if arrays can be stored in it."""
-    known = get_args(ArrayDtype)
-    if dtype not in known:
-        raise ArtifactError(f"array_dtype: got {dtype!r}, expected one of {list(known)}")
-    return cast(ArrayDtype, dtype)
-
-
-def build_record(
-    grid: ShardGrid, arrays: Mapping[str, ArraySpec], dtype: str, identity: Mapping[str, Any]
-) -> BuildRecord:
-    """What a resumed build must agree with, in every field."""
-    return BuildRecord(
-        n_rows=grid.n_rows,
-        shard_rows=grid.shard_rows,
-        arrays={name: spec.record(dtype) for name, spec in sorted(arrays.items())},
-        identity=plain_json(identity, "identity"),
-    )
-
-
-def claim(directory: Path, record: BuildRecord, *, resume: bool, over: str) -> None:
-    """Begin the build that `record` describes in `directory`, or make sure that it is the one begun there.
-
-    Raises:
-        ArtifactError: another build was begun there; `over` says how to start again.
-    """
-    path = directory / BUILD
-    if not path.exists():
-        if (directory / MANIFEST).exists():
-            raise ArtifactError(f"{directory}: damaged: a {MANIFEST} but no {BUILD}; {over} to start again")
-        directory.mkdir(parents=True, exist_ok=True)
-        with out_of_space(str(directory), lambda: "nothing is written yet"):
-            write_whole(path, dump_json(record))
-        return
-    if not resume:
-        raise ArtifactError(
-            f"{directory}: a build was begun here; run again with --resume to go on, or {over} to start again"
-        )
-    old, new = (each.model_dump(mode="json") for each in (read_record(path, BuildRecord), record))
-    different = list(differences(old | old.pop("identity"), new | new.pop("identity")))
-    if different:
-        raise ArtifactError(
-            f"{directory}: the build begun here is another one: {'; '.join(different)}; "
-            f"go on with the old settings, choose another place, or {over} to start again"
-        )
 
 
 def moment_bytes(moments: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[np.float64]]) -> bytes:
