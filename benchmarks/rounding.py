@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.protocol import default_protocol, load_protocol
+from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
+from grasp.runs.compare import compare
 from grasp.runs.environment import Environment
-from grasp.runs.methods import Contenders, compare
 
 RELATIVE = 2.0**-11
 
@@ -32,11 +32,11 @@ class RoundedAgain(ArtifactReader):
 
 
 def fidelity(
-    artifact: ArtifactReader, environment: Environment, contenders: Contenders
+    artifact: ArtifactReader, environment: Environment, protocols: dict[str, ScoringProtocol]
 ) -> dict[tuple[str, str], float]:
     """Task rho of every method and target."""
-    report = json.loads(compare(artifact, environment, contenders, resamples=10).to_json())
-    return {(one["method"], one["target"]): one["task_rho"] for one in report["results"] if one["task_rho"] is not None}
+    lines = compare(artifact, environment, protocols, resamples=10).records()
+    return {(one["method"], one["target"]): one["task_rho"] for one in lines if one["task_rho"] is not None}
 
 
 def main() -> None:
@@ -48,9 +48,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     protocols = {"default": default_protocol()} | ({"selected": load_protocol(args.protocol)} if args.protocol else {})
-    environment, contenders = Environment.open(args.environment), Contenders(protocols=protocols)
-    stored = fidelity(ArtifactReader.open(args.artifact), environment, contenders)
-    again = [fidelity(RoundedAgain.open(args.artifact), environment, contenders) for _ in range(args.draws)]
+    environment = Environment.open(args.environment)
+    stored = fidelity(ArtifactReader.open(args.artifact), environment, protocols)
+    again = [fidelity(RoundedAgain.open(args.artifact), environment, protocols) for _ in range(args.draws)]
     changes = {key: [abs(one[key] - rho) for one in again] for key, rho in stored.items()}
     average = [change for (_, target), found in changes.items() if target == "average" for change in found]
     single = [change for (_, target), found in changes.items() if target != "average" for change in found]

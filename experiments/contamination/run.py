@@ -28,8 +28,9 @@ from grasp.extract.local import build
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.configured import configured_methods
-from grasp.runs.method_rows import method_rows
-from grasp.runs.recipe import TrainingRecipe, named_recipe, train
+from grasp.runs.method_scores import method_rows
+from grasp.runs.recipe import TrainingRecipe, named_recipe
+from grasp.runs.train import train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
 from grasp.targets import Unit, load_units

@@ -38,8 +38,8 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment, Run
 from grasp.runs.environment_info import EnvironmentInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
-from grasp.runs.finished_runs import run_bytes
 from grasp.runs.retrain_plan import row_index
+from grasp.runs.run_tables import run_bytes
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 

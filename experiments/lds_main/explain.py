@@ -25,11 +25,20 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
-from grasp.runs.development import Scored
 from grasp.runs.environment import Environment
-from grasp.runs.metrics import spearman, unit_leverage
+from grasp.runs.metrics import spearman
+from grasp.runs.scored import Scored
 
 F64 = NDArray[np.float64]
+
+
+def unit_leverage(values_BE: F64) -> F64:
+    """Share of each unit in the variance of the units' mean, (E,), sums to 1; nan if the mean is constant."""
+    mean_B = values_BE.mean(axis=1)
+    if mean_B.max() == mean_B.min():
+        return np.full(values_BE.shape[1], np.nan)
+    mean_B = mean_B - mean_B.mean()
+    return np.asarray(mean_B @ values_BE / (mean_B @ mean_B * values_BE.shape[1]))
 
 
 def standardised_mean(values_BSE: F64) -> F64:

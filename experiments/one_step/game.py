@@ -31,7 +31,7 @@ from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.runs.llama import StackedLlama
 from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.stacked import StackedModels
+from grasp.runs.train import StackedModels
 from grasp.targets.units import UnitTokens
 
 F64 = NDArray[np.float64]

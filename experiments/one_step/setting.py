@@ -20,7 +20,8 @@ from grasp.extract.local import build
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.llama import StackedLlama
-from grasp.runs.recipe import TrainingRecipe, named_recipe, train
+from grasp.runs.recipe import TrainingRecipe, named_recipe
+from grasp.runs.train import train
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units

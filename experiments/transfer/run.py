@@ -100,7 +100,7 @@ def tested(artifact: ArtifactReader, environment: Environment, candidate: Candid
     return {
         record["target"]: {name: value for name, value in record.items() if name.startswith(wanted)}
         for record in report.records()
-        if "role" in record
+        if record["role"]
     }
 
 

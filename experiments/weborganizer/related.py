@@ -29,7 +29,8 @@ from grasp.extract.local import build
 from grasp.files import aside, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.metrics import Estimate
-from grasp.runs.recipe import named_recipe, train
+from grasp.runs.recipe import named_recipe
+from grasp.runs.train import train
 from grasp.settings import CorpusSettings, build_settings
 
 LABELS = ("topic", "format")

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api import build, calibrate, evaluate, open, open_runs, retrain  # noqa: A004
+    from grasp.api import build, open  # noqa: A004
     from grasp.handle import Artifact
     from grasp.results import Result
     from grasp.runs.environment import Environment
+    from grasp.runs.verbs import calibrate, evaluate, open_runs, retrain
 
 __version__ = "0.1.0"
 
@@ -24,11 +25,11 @@ _HOMES = {
     "Environment": "grasp.runs.environment",
     "Result": "grasp.results",
     "build": "grasp.api",
-    "calibrate": "grasp.api",
-    "evaluate": "grasp.api",
+    "calibrate": "grasp.runs.verbs",
+    "evaluate": "grasp.runs.verbs",
     "open": "grasp.api",
-    "open_runs": "grasp.api",
-    "retrain": "grasp.api",
+    "open_runs": "grasp.runs.verbs",
+    "retrain": "grasp.runs.verbs",
 }
 __all__ = [
     "Artifact",

@@ -8,24 +8,17 @@
     grasp.evaluate(art, runs), grasp.calibrate(art, runs).save("protocol.yaml")
 
 A verb gives a result with `.to_pandas()`, `.to_arrow()`, `.write(path)`; printing it shows the answer. Rows are named
-by their row_id.
+by their row_id. The verbs of runs (retrain, open_runs, evaluate, calibrate) live in `grasp.runs.verbs`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grasp.handle import Artifact
 
 if TYPE_CHECKING:
     from grasp.extract.progress import Progress
-    from grasp.handle import Place, Protocol
-    from grasp.runs.candidates import ProtocolFamily
-    from grasp.runs.configured import ConfiguredMethod
-    from grasp.runs.environment import Environment
-    from grasp.runs.retrain import RetrainStatus
-    from grasp.runs.verbs import Calibration, Evaluation
+    from grasp.handle import Place
 
 
 def build(
@@ -85,125 +78,3 @@ def open(path: "Place") -> Artifact:  # noqa: A001 - the word that everybody loo
         ArtifactError: nothing there, not finished, or damaged.
     """
     return Artifact.open(path)
-
-
-def open_runs(path: "Place") -> "Environment":
-    """Open an environment: models retrained on parts of a corpus, and how well each did.
-
-    Raises:
-        EnvironmentDataError: nothing there, or damaged.
-    """
-    from grasp.runs.environment import Environment
-
-    return Environment.open(Path(path))
-
-
-def evaluate(
-    art: Artifact,
-    runs: "Environment | Place",
-    *,
-    protocol: "Protocol" = None,
-    targets: Sequence[str] | None = None,
-    methods: "Sequence[ConfiguredMethod]" = (),
-    controls: bool = False,
-    development: "Sequence[Environment | Place]" = (),
-    family: "ProtocolFamily | Path | None" = None,
-    predictions: "Sequence[Place]" = (),
-    oracles: Sequence[str] = (),
-    checkpoints: "Sequence[Place]" = (),
-    cache: "Place | None" = None,
-    partial: bool = False,
-    resamples: int = 1_000,
-    progress: "Progress | None" = None,
-) -> "Evaluation":
-    """Compare predictions with retraining, method by method. See `grasp.runs.verbs.evaluate`."""
-    from grasp.runs.environment import as_runs
-    from grasp.runs.verbs import evaluate
-
-    return evaluate(
-        art.files,
-        as_runs(runs),
-        protocol=Path(protocol) if isinstance(protocol, str) else protocol,
-        targets=targets,
-        methods=methods,
-        controls=controls,
-        development=[as_runs(one) for one in development],
-        family=family,
-        predictions=[Path(place) for place in predictions],
-        oracles=oracles,
-        checkpoints=[Path(place) for place in checkpoints],
-        cache=None if cache is None else Path(cache),
-        partial=partial,
-        resamples=resamples,
-        progress=progress,
-    )
-
-
-def calibrate(
-    arts: Artifact | Sequence[Artifact],
-    runs: "Environment | Place | Sequence[Environment | Place]",
-    *,
-    family: "ProtocolFamily | Path | None" = None,
-    targets: Sequence[str] | None = None,
-    delta: float = 0.05,
-    resamples: int = 1_000,
-    name: str = "calibrated",
-) -> "Calibration":
-    """Choose a protocol on development runs; `.protocol`, or `.save(path)`. See `grasp.runs.verbs.calibrate`."""
-    from grasp.runs.environment import Environment, as_runs
-    from grasp.runs.verbs import calibrate
-
-    return calibrate(
-        [art.files for art in ([arts] if isinstance(arts, Artifact) else arts)],
-        [as_runs(one) for one in ([runs] if isinstance(runs, Environment | Path | str) else runs)],
-        family=family,
-        targets=targets,
-        delta=delta,
-        resamples=resamples,
-        name=name,
-    )
-
-
-def retrain(
-    corpus: "Place | None" = None,
-    targets: Sequence[str] | None = None,
-    *,
-    out: "Place",
-    family: str | None = None,
-    count: int | None = None,
-    seeds: int | None = None,
-    recipe: str | None = None,
-    role: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    progress: "Callable[[RetrainStatus], None] | None" = None,
-) -> "Environment":
-    """Train a model on each of many subsets and score it, or go on with what was begun in `out`.
-
-    Args:
-        corpus: file, directory or URL.
-        targets: tasks and files of units.
-        family: how subsets are drawn, e.g. mixture:topic; `count` of them, each trained with so many `seeds`.
-        recipe: model and training: tiny, small or paper-50m.
-        role: dev: protocols may be chosen on it; held-out: only judged.
-        settings: any other settings, nested; arguments win.
-    Raises:
-        GraspError: bad input, named, before anything is trained. No finished run is lost.
-    """
-    from grasp.dotted import put
-    from grasp.runs.retrain import retrain
-    from grasp.settings import retrain_settings
-
-    data = deepcopy(dict(settings or {}))
-    arguments = {
-        "corpus.path": None if corpus is None else str(corpus),
-        "targets.names": None if targets is None else [targets] if isinstance(targets, str) else list(targets),
-        "family": family,
-        "n_subsets": count,
-        "seeds": None if seeds is None else list(range(seeds)),
-        "recipe": recipe,
-        "role": role,
-    }
-    for name, value in arguments.items():
-        if value is not None:
-            put(data, name, value)
-    return retrain(retrain_settings(data), Path(out), progress)

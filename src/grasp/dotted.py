@@ -35,3 +35,11 @@ def take(data: dict[str, Any], name: str) -> Any:
     if not group:
         del data[step]
     return value
+
+
+def over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings, one over the other."""
+    for name, value in above.items():
+        inner = below.get(name)
+        below[name] = over(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return below

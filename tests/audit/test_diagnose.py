@@ -20,7 +20,7 @@ from grasp.extract.moments import unspool_moments
 from grasp.features.whitening import Whitener
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.weights import as_csr
-from grasp.runs.development import Scored
+from grasp.runs.scored import Scored
 from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world

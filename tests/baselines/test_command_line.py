@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.runs.method_predictions import predict, scores
+from grasp.runs.method_scores import predict, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
 from tests.cli.grasp_command import cells, refused, succeed
 
@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_the_library(world, kept, tmp_path):
     succeed(*evaluate(world, kept, "--methods", "bm25", "--json", out))
     (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
     material = world.material()
-    found = predict(asked("bm25"), material, material.environment.subsets, cache(kept, material)).predictions
+    found = predict(asked("bm25"), material, material.environment.subsets, cache(kept, material))
     realized = material.environment.utilities.values_BSE.mean(axis=1).mean(axis=1)
     ranks = [np.argsort(np.argsort(values)) for values in (found.values_BE.mean(axis=1), realized)]
     assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
@@ -140,7 +140,7 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
     art = world.root / "art"
     assert refused("methods", "bm52").startswith("method: got 'bm52'; did you mean bm25? there are activation_sim")
     assert "did you mean tracin?" in refused(*evaluate(world, kept, "--methods", "trakin"))
-    assert refused(*evaluate(world, kept)) == ("--cache: no meaning without --methods; name a method, or leave it out")
+    assert refused(*evaluate(world, kept)) == ("cache: no meaning without methods; name a method, or leave it out")
     assert refused("score", art, "--target", "facts", "--checkpoints", tmp_path) == (
         "--checkpoints: no meaning without --method; name a method, or leave it out"
     )
@@ -168,7 +168,7 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
         "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--environment", world.root / "env"
     ) == ("--environment: no meaning with --method bm25, which looks at none; leave it out")
     assert refused(*evaluate(world, kept, "--methods", "bm25,loss", "--checkpoints", tmp_path)) == (
-        "--checkpoints: no meaning with these methods, none of which looks at any; leave it out"
+        "checkpoints: no meaning with these methods, none of which looks at any; leave it out"
     )
     for text in ("", ","):
         assert refused("evaluate", art, "--environment", world.root / "env", "--methods", text) == (

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grasp.runs.configured import entry_of
 from grasp.runs.contract import RowMethod, SubsetMethod
-from grasp.runs.method_predictions import predict, scores
-from grasp.runs.plugins import entry_of
+from grasp.runs.method_scores import predict, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, copies, matrix
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.
@@ -148,7 +148,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
     one = asked(name, **SMALL.get(name, {}))
     kept = cache(place, material)
     found = predict(one, material, subsets, kept, renamed={"facts": "theirs"})
-    predictions = found.predictions
+    predictions = found
     assert predictions.method == name
     assert predictions.targets == ("theirs",)
     assert len(predictions.units) == N_UNITS
@@ -156,7 +156,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
     assert np.isfinite(predictions.values_BE).all()
     assert all(line.startswith(f"{name}: ") for line in found.notes)
     assert (predictions.standing == "supervised oracle") == one.method.supervised
-    backwards = predict(one, material, subsets[::-1], kept).predictions
+    backwards = predict(one, material, subsets[::-1], kept)
     where = [backwards.subset_ids.index(subset) for subset in predictions.subset_ids]
     np.testing.assert_allclose(backwards.values_BE[where], predictions.values_BE, rtol=1e-9, atol=1e-12)
 
@@ -167,14 +167,14 @@ def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
     one, kept = asked(name, **SMALL.get(name, {})), cache(place, material)
     found = np.broadcast_to(matrix(scores(one, material, kept)), (N_ROWS, N_UNITS))
     (block,) = material.environment.subsets
-    predicted = predict(one, material, [block], kept).predictions
+    predicted = predict(one, material, [block], kept)
     for b in range(len(block.subset_ids)):
         rows = block.weights_BN[[b]].indices
         of_rows = found[rows].mean(axis=0) if one.method.weighting == "mean" else found[rows].sum(axis=0)
         np.testing.assert_allclose(predicted.values_BE[b], of_rows, rtol=1e-6, atol=1e-9)
     assert predicted.cost is not None
     assert predicted.cost.wall_seconds > 0
-    taught = predict(replace(one, negative=0.0), material, [block], kept).predictions
+    taught = predict(replace(one, negative=0.0), material, [block], kept)
     rows = block.weights_BN[[0]].indices
     summed = np.maximum(found[rows], 0.0).sum(axis=0)
     np.testing.assert_allclose(taught.values_BE[0] * (len(rows) if one.method.weighting == "mean" else 1), summed)

@@ -8,7 +8,7 @@ import pytest
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.runs.material import Material, Retrained
-from grasp.runs.method_predictions import predict
+from grasp.runs.method_scores import predict
 from grasp.runs.metrics import spearman
 from grasp.runs.oracles import lasso_oracle, mask_features
 from tests.baselines.world import N_ROWS, asked, cache
@@ -41,7 +41,7 @@ def run(material, place, **choice):
 @pytest.mark.parametrize("penalty", ["lasso", "ridge"])
 def test_planted_linear_utilities_are_predicted_out_of_fold(penalty, world, tmp_path):
     material, values = planted(world, few_rows)
-    found = run(material, tmp_path, penalty=penalty).predictions
+    found = run(material, tmp_path, penalty=penalty)
     assert spearman(found.values_BE, values).min() > (0.9 if penalty == "lasso" else 0.6)
     assert found.standing == "supervised oracle"
 
@@ -49,7 +49,7 @@ def test_planted_linear_utilities_are_predicted_out_of_fold(penalty, world, tmp_
 def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
     noise = np.random.default_rng(3).normal(size=(64, 6))
     material, values = planted(world, lambda masks, e: noise[:, e])
-    found = run(material, tmp_path).predictions
+    found = run(material, tmp_path)
     rho = np.nan_to_num(spearman(found.values_BE, values))  # nan: no coefficient is left, so it ranks nothing
     assert abs(rho.mean()) < 0.25
 
@@ -59,7 +59,7 @@ def test_it_is_the_oracle_of_the_evaluation(world, tmp_path):
     expected = lasso_oracle(
         mask_features(material.environment.subsets), material.environment.utilities, folds=4, seed=5
     )
-    found = run(material, tmp_path, folds=4, seed=5).predictions
+    found = run(material, tmp_path, folds=4, seed=5)
     np.testing.assert_array_equal(found.values_BE, expected.values_BE)
 
 
@@ -67,7 +67,7 @@ def test_shares_of_a_label_are_another_view(world, tmp_path):
     topic = np.arange(N_ROWS) % 3
     material, values = planted(world, lambda masks, e: (masks * (topic == e % 3)).sum(axis=1) / masks.sum(axis=1))
     found = run(material, tmp_path, sees="topic", penalty="ridge")
-    assert spearman(found.predictions.values_BE, values).min() > 0.9
+    assert spearman(found.values_BE, values).min() > 0.9
     assert found.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
 
 

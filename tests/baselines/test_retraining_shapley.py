@@ -12,8 +12,9 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.environment import Environment
-from grasp.runs.method_predictions import predict, scores
-from grasp.runs.recipe import TrainingRecipe, train
+from grasp.runs.method_scores import predict, scores
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.train import train
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 
 TOPIC = np.arange(N_ROWS) % 3
@@ -114,8 +115,7 @@ def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
     subsets = material.environment.subsets
     place = cache(tmp_path, material)
     first, second = (
-        predict(asked("retraining_shapley", players="topic", permutations=n), material, subsets, place).predictions
-        for n in (0, 1)
+        predict(asked("retraining_shapley", players="topic", permutations=n), material, subsets, place) for n in (0, 1)
     )
     assert first.cost is not None
     assert second.cost is not None

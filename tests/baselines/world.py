@@ -14,14 +14,12 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
 from grasp.models.tokenizer import train_tokenizer
-from grasp.runs.configured import ConfiguredMethod, configured_methods
+from grasp.runs.configured import ConfiguredMethod, configured_methods, methods
 from grasp.runs.contract import MethodScores
-from grasp.runs.development import Scored
 from grasp.runs.environment import Environment
-from grasp.runs.material import Material
-from grasp.runs.methods import retrained
-from grasp.runs.plugins import methods
+from grasp.runs.material import Material, Retrained
 from grasp.runs.retrain import retrain
+from grasp.runs.scored import Scored
 from grasp.settings import build_settings, retrain_settings
 from tests.extract.world import TOPICS, texts, write_targets
 
@@ -48,7 +46,7 @@ class World:
     def material(self, **changes: Any) -> Material:
         """The artifact with its environment, opened afresh."""
         scored = Scored.of(self.environment, self.artifact)
-        known = retrained(scored, self.environment.utilities())
+        known = Retrained.of(scored, self.environment.utilities())
         return replace(Material(self.artifact, retrained=known), **changes)
 
 

@@ -25,9 +25,9 @@ from grasp.cli import progress
 from grasp.cli.progress import Watch
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.runs.candidates import candidate_of, default_family, load_family
-from grasp.runs.development import Scored
 from grasp.runs.environment import Environment
 from grasp.runs.retrain import RetrainStatus
+from grasp.runs.scored import Scored
 from grasp.settings import read_yaml, write_yaml
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import write_targets
@@ -122,8 +122,12 @@ def plant_protocol(env: Path, art: Path) -> None:
 
 
 def set_role(env: Path, role: str) -> None:
+    set_info(env, role=role)
+
+
+def set_info(env: Path, **fields: str) -> None:
     info = json.loads((env / "environment.json").read_text())
-    (env / "environment.json").write_text(json.dumps(info | {"role": role, "checksum": ""}))
+    (env / "environment.json").write_text(json.dumps(info | fields | {"checksum": ""}))
 
 
 def lines_of(out: str) -> dict[str, list[str]]:
@@ -321,7 +325,7 @@ def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_pat
     printed = lines_of(succeed("evaluate", art, "--environment", own_env, *given).out)
     assert printed["truth"][3].startswith("1.000 [")
     assert printed["array"][3].startswith("-1.000 [")
-    assert printed[str(tmp_path / "other" / "truth.parquet")][3:] == printed["truth"][3:]
+    assert printed["other/truth.parquet"][3:] == printed["truth"][3:]
     assert printed["rows"][3:9] == printed["token additive"][3:9]
 
 
@@ -344,7 +348,9 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     assert float(printed["full"][3].split()[0]) > 0.95
     assert "weights of every control were selected on other/facts, copy/facts" in out
     assert "control full: retained | mean | pooled | -1 joint.pair | mean_relevance" in out
-    assert printed["full"][1] == "facts (held-out)"
+    assert printed["full"][1] == "facts (in sample)"  # the same runs in another directory, whatever their role there
+    assert printed["token additive"][1] == "facts (held-out)"
+    assert "in sample: the method was chosen by these very figures; on other runs expect less" in out
 
 
 def test_undefined_rho_is_said_to_be(art, own_env, tmp_path):
@@ -414,7 +420,7 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
         (["--targets", "facts,sums"], "targets: got ['facts', 'sums']; environment and artifact have ['facts']"),
         (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
-        (["--development", "elsewhere"], "have no meaning without --controls"),
+        (["--development", "elsewhere"], "development, family: no meaning without controls"),
         (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "--json: got nowhere/r.json, but there is no directory nowhere"),
@@ -466,10 +472,14 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     assert float(lines_of(evaluated)["chosen"][3].split()[0]) > 0.95
     assert lines_of(evaluated)["chosen"][1] == "facts (in sample)"
     assert lines_of(evaluated)["default"][1] == "facts"
-    elsewhere = shutil.copytree(places[0], tmp_path / "elsewhere")
-    result = tmp_path / "r.json"
-    out_of_sample = succeed("evaluate", art, "--environment", elsewhere, "--protocol", out, "--json", result).out
-    assert lines_of(out_of_sample)["chosen"][1] == "facts"
+    elsewhere, result = shutil.copytree(places[0], tmp_path / "elsewhere"), tmp_path / "r.json"
+    copied = succeed("evaluate", art, "--environment", elsewhere, "--protocol", out, "--json", result).out
+    assert lines_of(copied)["chosen"][1] == "facts (in sample)"
+    assert {line["method"] for line in json.loads(result.read_text())["results"] if line["in_sample"]} == {"chosen"}
+    other = Path(shutil.copytree(places[0], tmp_path / "more" / "one"))  # other runs in a directory of the same name
+    set_info(other, recipe="small")
+    others = succeed("evaluate", art, "--environment", other, "--protocol", out, "--json", result).out
+    assert lines_of(others)["chosen"][1] == "facts"
     assert not any(line["in_sample"] for line in json.loads(result.read_text())["results"])
 
 

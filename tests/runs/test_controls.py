@@ -5,7 +5,7 @@ import pytest
 
 from grasp.errors import ShapeError
 from grasp.runs import controls as module
-from grasp.runs.controls import CONTROLS, ShuffledPairs, named_controls, row_permutation
+from grasp.runs.controls import CONTROLS, ShuffledPairs, ShuffledRows, named_controls
 
 FULL = ("joint.self", "joint.pair", "hidden.raw", "residual.raw", "product.cent")
 LEFT = {
@@ -79,8 +79,9 @@ def test_too_many_rows_and_other_rows_are_refused(monkeypatch):
         ShuffledPairs.of(np.zeros((5, 2)), seed=0).pair(np.zeros((2, 4)))
 
 
-def test_a_row_permutation_moves_every_row_once():
-    moved = row_permutation(100, seed=0)
-    assert sorted(moved) == list(range(100))
-    np.testing.assert_array_equal(moved, row_permutation(100, seed=0))
-    assert (moved != np.arange(100)).mean() > 0.9
+def test_shuffled_rows_move_every_sketch_once():
+    sketch_ND = np.random.default_rng(0).normal(size=(100, 3))
+    moved_ND = ShuffledRows.of(sketch_ND, seed=0).moved_ND
+    np.testing.assert_array_equal(np.sort(moved_ND, axis=0), np.sort(sketch_ND, axis=0))
+    np.testing.assert_array_equal(moved_ND, ShuffledRows.of(sketch_ND, seed=0).moved_ND)
+    assert (moved_ND != sketch_ND).all(axis=1).mean() > 0.9

@@ -68,7 +68,7 @@ def test_a_table_and_an_array_give_what_the_numbers_give(env, tmp_path):
     row = direct.methods[0].targets[0]
     realized = env.utilities("sciq").values_BSE.mean(axis=(1, 2))
     expected = stats.spearmanr(noisy.values_BE[:, :3].mean(axis=1), realized).statistic
-    assert row.task_rho.value == pytest.approx(expected)
+    assert row["task_rho"].value == pytest.approx(expected)
     assert (kind_of(tmp_path / "m.parquet"), kind_of(tmp_path / "m.npy")) == ("table", "array")
 
 
@@ -88,9 +88,9 @@ def test_subsets_and_units_meet_by_name(env):
 def test_a_table_of_tasks_has_task_metrics_only(env, tmp_path):
     report = evaluate(env, [read_table(save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20)
     row = report.methods[0].targets[1]
-    assert row.task_rho.value == pytest.approx(1)
-    assert row.mean_lds.value is None
-    assert row.mean_lds.reason == "no predictions for units"
+    assert row["task_rho"].value == pytest.approx(1)
+    assert row["mean_lds"].value is None
+    assert row["mean_lds"].reason == "no predictions for units"
     assert "no predictions for units: 2" in report.records()[1]["undefined_why"]
 
 
@@ -112,7 +112,7 @@ def test_row_scores_are_summed_over_the_subset(env, tmp_path, weighting, side):
         got = opened.sum_over(env.subset_blocks(ROWS), weighting=weighting, side=side)
         assert (got.subset_ids, got.units) == (env.subset_ids, UNITS)
         np.testing.assert_allclose(got.values_BE, expected, rtol=1e-6)
-        assert evaluate(env, [got], resamples=9).methods[0].targets[0].task_rho.value is not None
+        assert evaluate(env, [got], resamples=9).methods[0].targets[0]["task_rho"].value is not None
 
 
 def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
@@ -177,7 +177,7 @@ def test_arrays_without_names_are_refused(env, tmp_path):
 def test_constant_predictions_are_said_to_be_undefined_everywhere(env):
     flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
     report = evaluate(env, [flat], resamples=9)
-    table = report.table()
+    table = repr(report)
     assert "undefined: task_rho of flat on sciq: predictions are constant" in table
     assert "left out: 3 of 3 units of sciq for flat: predictions are constant" in table
     assert "nan" not in table
@@ -195,20 +195,18 @@ def test_the_report_says_the_same_as_text_json_and_csv(env):
     ]
     for record, line in zip(records, csv.DictReader(io.StringIO(report.to_csv())), strict=True):
         assert float(line["task_rho"]) == record["task_rho"]
-        assert (
-            f"{record['task_rho']:.3f} [{record['task_rho_low']:.3f}, {record['task_rho_high']:.3f}]" in report.table()
-        )
+        assert f"{record['task_rho']:.3f} [{record['task_rho_low']:.3f}, {record['task_rho_high']:.3f}]" in repr(report)
     assert records[0]["task_rho"] == pytest.approx(1)
     assert records[2]["task_rho"] == pytest.approx((records[0]["task_rho"] + records[1]["task_rho"]) / 2)
     assert records[0]["task_rho_seed_sd"] > 0
-    assert "10 subsets, seeds 0, 1" in report.table()
+    assert "10 subsets, seeds 0, 1" in repr(report)
 
 
 def test_one_seed_and_held_out_targets_are_marked(tmp_path):
     env = filled(tmp_path, seeds=(0,), held_out_targets=("sciq@all",))
     report = evaluate(env, [truth(env)], resamples=9)
-    assert "sciq@all (held-out)" in report.table()
-    assert "undefined: task_ceiling on sciq: one seed" in report.table()
+    assert "sciq@all (held-out)" in repr(report)
+    assert "undefined: task_ceiling on sciq: one seed" in repr(report)
     assert report.records()[0]["task_ceiling"] is None
 
 

@@ -105,8 +105,8 @@ def test_intervals_cover_the_truth_of_a_planted_world():
         y = r * x + np.sqrt(1 - r * r) * rng.normal(size=64)
         got = m.target_metrics("t", x[:, None], y[:, None, None], weights)
         hits += [
-            got.task_rho.low <= rho <= got.task_rho.high,
-            got.pairwise.low <= accuracy <= got.pairwise.high,
+            got["task_rho"].low <= rho <= got["task_rho"].high,
+            got["pairwise"].low <= accuracy <= got["pairwise"].high,
         ]
     share = hits / worlds
     assert (share > 0.90).all(), share
@@ -122,7 +122,7 @@ def test_interval_of_the_positive_fraction_covers_its_expectation():
         shared = rng.normal(size=(48, 1))
         x = 0.6 * shared + 0.8 * rng.normal(size=(48, 40))
         y = strength * x + np.sqrt(1 - strength**2) * rng.normal(size=(48, 40))
-        got.append(m.target_metrics("t", x, y[:, None], weights).positive)
+        got.append(m.target_metrics("t", x, y[:, None], weights)["positive"])
     truth = np.mean([estimate.value for estimate in got])
     assert np.mean([estimate.low <= truth <= estimate.high for estimate in got]) > 0.88
 
@@ -144,25 +144,25 @@ def test_the_truth_scores_at_its_ceiling_on_task_and_units():
     truth = rng.normal(size=(200, 1)) + 0.5 * rng.normal(size=(200, 30))
     realized = truth[:, None] + rng.normal(size=(200, 2, 30)) + 0.5 * rng.normal(size=(200, 2, 1))
     got = m.target_metrics("t", truth, realized, bootstrap_weights(200, resamples=50))
-    assert got.task_rho.value == pytest.approx(got.ceilings.task_rho.value, abs=0.04)
-    assert got.mean_lds.value == pytest.approx(got.ceilings.mean_lds.value, abs=0.04)
-    assert got.ceilings.task_rho.low < got.ceilings.task_rho.value < got.ceilings.task_rho.high
+    assert got["task_rho"].value == pytest.approx(got["task_ceiling"].value, abs=0.04)
+    assert got["mean_lds"].value == pytest.approx(got["lds_ceiling"].value, abs=0.04)
+    assert got["task_ceiling"].low < got["task_ceiling"].value < got["task_ceiling"].high
 
 
 def test_one_seed_has_no_ceiling_and_no_spread():
     rng = np.random.default_rng(2)
     got = m.target_metrics("t", rng.normal(size=(9, 2)), rng.normal(size=(9, 1, 2)), bootstrap_weights(9, resamples=9))
-    assert got.ceilings.task_rho == m.Estimate.undefined(m.ONE_SEED)
+    assert got["task_ceiling"] == m.Estimate.undefined(m.ONE_SEED)
     assert got.over_seeds["task_rho"].sd is None
-    assert got.over_seeds["task_rho"].mean == pytest.approx(got.task_rho.value)
+    assert got.over_seeds["task_rho"].mean == pytest.approx(got["task_rho"].value)
 
 
 def test_seeds_that_contradict_each_other_have_no_ceiling():
     x = np.arange(10.0)
     realized = np.stack([x, -x + 0.1 * x**2], axis=1)[:, :, None]
     ceilings = m.noise_ceilings(realized, bootstrap_weights(10, resamples=20))
-    assert ceilings.task_rho.value is None
-    assert "do not agree" in ceilings.task_rho.reason
+    assert ceilings["task_ceiling"].value is None
+    assert "do not agree" in ceilings["task_ceiling"].reason
 
 
 def test_spread_over_seeds_holds_masks_and_predictions_fixed():
@@ -170,22 +170,18 @@ def test_spread_over_seeds_holds_masks_and_predictions_fixed():
     predicted, realized = rng.normal(size=(12, 4)), rng.normal(size=(12, 3, 4))
     got = m.target_metrics("t", predicted, realized, bootstrap_weights(12, resamples=5)).over_seeds["task_rho"]
     each = [scipy_rho(predicted.mean(1), realized[:, s].mean(1)) for s in range(3)]
-    assert (got.mean, got.sd, got.n_seeds) == (
-        pytest.approx(np.mean(each)),
-        pytest.approx(np.std(each, ddof=1)),
-        3,
-    )
+    assert (got.mean, got.sd) == (pytest.approx(np.mean(each)), pytest.approx(np.std(each, ddof=1)))
 
 
 def test_constant_predictions_are_undefined_and_say_so():
     rng = np.random.default_rng(4)
     got = m.target_metrics("t", np.ones((8, 3)), rng.normal(size=(8, 2, 3)), bootstrap_weights(8, resamples=9))
-    for estimate in (got.task_rho, got.pairwise):
+    for estimate in (got["task_rho"], got["pairwise"]):
         assert estimate == m.Estimate(None, reason="predictions are constant")
-    assert got.mean_lds == m.Estimate(None, reason="no unit has a defined rho")
+    assert got["mean_lds"] == m.Estimate(None, reason="no unit has a defined rho")
     assert got.undefined_units == {"predictions are constant": 3}
-    assert str(got.task_rho) == "undefined"
-    assert m.average_over_targets([got], "task_rho").reason == "undefined on t"
+    assert str(got["task_rho"]) == "undefined"
+    assert m.average([got], "task_rho").reason == "undefined on t"
 
 
 def test_constant_units_are_counted_and_left_out():
@@ -195,13 +191,13 @@ def test_constant_units_are_counted_and_left_out():
     got = m.target_metrics("t", predicted, realized, bootstrap_weights(10, resamples=9))
     assert got.undefined_units == {"predictions are constant": 1, "utilities are constant": 1}
     np.testing.assert_array_equal(np.isnan(got.rho_E), [False, True, True, False])
-    assert got.mean_lds.value == pytest.approx(np.mean(got.rho_E[[0, 3]]))
-    assert got.positive.value == pytest.approx(np.mean(got.rho_E[[0, 3]] > 0))
+    assert got["mean_lds"].value == pytest.approx(np.mean(got.rho_E[[0, 3]]))
+    assert got["positive"].value == pytest.approx(np.mean(got.rho_E[[0, 3]] > 0))
 
 
 def test_two_subsets_are_too_few():
     got = m.target_metrics("t", np.eye(2), np.eye(2)[:, None], bootstrap_weights(2, resamples=4))
-    assert got.task_rho.reason == got.ceilings.task_rho.reason.replace(m.ONE_SEED, m.TOO_FEW_SUBSETS)
+    assert got["task_rho"].reason == got["task_ceiling"].reason.replace(m.ONE_SEED, m.TOO_FEW_SUBSETS)
     assert got.undefined_units == {m.TOO_FEW_SUBSETS: 2}
 
 
@@ -212,20 +208,16 @@ def test_a_task_prediction_of_its_own_moves_task_metrics_only():
     weights = bootstrap_weights(20, resamples=9)
     plain = m.target_metrics("t", predicted, realized, weights)
     got = m.target_metrics("t", predicted, realized, weights, task_predicted_B=own)
-    assert got.task_rho.value == pytest.approx(1) == got.pairwise.value
-    assert got.mean_lds == plain.mean_lds
+    assert got["task_rho"].value == pytest.approx(1) == got["pairwise"].value
+    assert got["mean_lds"] == plain["mean_lds"]
 
 
 def test_one_loud_unit_leads_the_mean_and_not_the_standardised_mean():
     rng = np.random.default_rng(10)
     quiet = rng.normal(size=(50, 1)) + 0.3 * rng.normal(size=(50, 20))
     values = np.concatenate([quiet, 500 * rng.normal(size=(50, 1))], axis=1)
-    leverage = m.unit_leverage(values)
-    assert leverage.sum() == pytest.approx(1)
-    assert leverage[-1] > 0.95
     assert scipy_rho(m.standardised_mean(values), quiet.mean(axis=1)) > 0.95
     assert abs(scipy_rho(values.mean(axis=1), quiet.mean(axis=1))) < 0.5
-    assert np.isnan(m.unit_leverage(np.ones((4, 2)))).all()
     np.testing.assert_array_equal(m.standardised_mean(np.ones((4, 2))), np.zeros(4))
 
 
@@ -234,6 +226,8 @@ def test_average_over_targets_resamples_them_together():
     predicted, realized = rng.normal(size=(30, 5)), rng.normal(size=(30, 2, 5))
     realized += predicted[:, None]
     row = m.target_metrics("a", predicted, realized, bootstrap_weights(30, resamples=200))
-    both = m.average_over_targets([row, row], "task_rho")
-    assert (both.value, both.low, both.high) == pytest.approx((row.task_rho.value, row.task_rho.low, row.task_rho.high))
-    assert m.average_ceilings([row, row], "task_rho").value == pytest.approx(row.ceilings.task_rho.value)
+    both = m.average([row, row], "task_rho")
+    assert (both.value, both.low, both.high) == pytest.approx(
+        (row["task_rho"].value, row["task_rho"].low, row["task_rho"].high)
+    )
+    assert m.average([row, row], "task_ceiling").value == pytest.approx(row["task_ceiling"].value)

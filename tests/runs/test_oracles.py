@@ -116,7 +116,7 @@ def test_an_oracle_is_evaluated_like_any_other_prediction(tmp_path):
     features = oracles.mask_features(env.subset_blocks(ROWS))
     report = evaluate(env, [oracles.ridge_oracle(features, env.utilities())], resamples=9)
     assert report.methods[0].method == "oracle-ridge-masks"
-    assert report.methods[0].targets[0].task_rho.value is not None
+    assert report.methods[0].targets[0]["task_rho"].value is not None
 
 
 def test_too_few_subsets_and_missing_features_are_refused():

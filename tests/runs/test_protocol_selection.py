@@ -15,10 +15,11 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import Binding, Candidate, ProtocolFamily, candidate_of, default_family, load_family
 from grasp.runs.controls import named_controls
 from grasp.runs.criteria import standard_errors
-from grasp.runs.development import Development, Scored, variant_names
+from grasp.runs.development import Development, variant_names
 from grasp.runs.environment import Environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import evaluate
+from grasp.runs.scored import Scored
 from grasp.runs.selection import freeze, provenance, provenance_path, select, write_provenance
 from tests.predict.source import FakeSource
 
@@ -263,15 +264,15 @@ def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(develo
     report = evaluate(development.environment, predictions, resamples=20)
     rows = report.methods[0].targets
     assert [row.target for row in rows] == ["sciq", "boolq"]
-    assert all(row.task_rho.value > 0.98 for row in rows)
-    assert all(row.mean_lds.value is not None for row in rows)
+    assert all(row["task_rho"].value > 0.98 for row in rows)
+    assert all(row["mean_lds"].value is not None for row in rows)
 
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 def test_shuffled_pairs_are_standardised_and_lose_the_planted_signal(tmp_path, source, monkeypatch, exact, side):
     if not exact:
-        monkeypatch.setattr("grasp.runs.parts.EXACT_ROWS", 10)
+        monkeypatch.setattr("grasp.runs.scored.EXACT_ROWS", 10)
     truth = Candidate(Binding(side, "mean", "mean_relevance"), (), (("joint.pair", -1.0),))
     environment = make_environment(tmp_path / "dev", source, truth=truth, noise=0.01)
     shuffled = dataclasses.replace(truth, shuffled=True)

@@ -13,7 +13,8 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.recipe import RECIPES, TrainingRecipe, named_recipe, train
+from grasp.runs.recipe import RECIPES, TrainingRecipe, named_recipe
+from grasp.runs.train import train
 from grasp.settings import CorpusSettings
 from tests.models.toy import RECIPE, corpus, units
 
@@ -96,12 +97,15 @@ def test_a_killed_run_goes_on_to_the_same_weights_bit_for_bit(tmp_path, killed_a
     assert left == (tmp_path / "whole" / "checkpoint-8" / "model.safetensors").read_bytes()
 
 
-def test_half_written_checkpoints_are_thrown_away(tmp_path):
-    (tmp_path / "checkpoint-8.part").mkdir()
-    (tmp_path / "checkpoint-8.part" / "training.json").write_text("{")
+def test_half_written_checkpoints_are_thrown_away_and_nothing_else(tmp_path):
+    for name in (f".checkpoint-8.{'0' * 32}.part", "theirs.part", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "training.json").write_text("{")
     trained = train(RECIPE, ROWS, seed=5, out=tmp_path, checkpoints=(4,))
     assert_same(weights(trained), weights(train(RECIPE, ROWS, seed=5)))
-    assert not list(tmp_path.glob("*.part"))
+    assert [path.name for path in trained.checkpoints] == ["checkpoint-4"]
+    assert [path.name for path in tmp_path.glob("*.part")] == ["theirs.part"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_finished_run_is_loaded_and_not_trained_again(tmp_path):

@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.corpus import RowStore
-from grasp.errors import EnvironmentDataError, GraspError, ModelError, SettingsError, SubsetError
+from grasp.errors import CorpusError, EnvironmentDataError, GraspError, ModelError, SettingsError, SubsetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs import retrain as module
 from grasp.runs.environment import Environment, Run
-from grasp.runs.recipe import train
 from grasp.runs.retrain import Worker, retrain
 from grasp.runs.retrain_plan import resolved_recipe, row_index
+from grasp.runs.train import train
 from grasp.settings import read_yaml, retrain_settings
 
 TOPICS = {
@@ -233,6 +233,26 @@ def test_bad_settings_are_refused_before_anything_is_trained(inputs, tmp_path, c
     with pytest.raises(error, match=message):
         retrain(settings(inputs, **changes), tmp_path / "env")
     assert not (tmp_path / "env" / "environment.json").exists()
+
+
+def test_where_nothing_is_begun_another_corpus_makes_room(inputs, whole, tmp_path):
+    lines = (inputs / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "wrong.jsonl").write_text("".join(lines[:60]).replace("river", "mountain"))
+    wrong = {"path": str(tmp_path / "wrong.jsonl"), "max_length": 64}
+    with pytest.raises(SubsetError, match="retains 3 rows"):
+        retrain(settings(inputs, corpus=wrong, family="uniform:0.05"), tmp_path / "env")
+    before = (tmp_path / "env/tokenizer/tokenizer.json").read_bytes()
+    seen = []
+    env = retrain(settings(inputs), tmp_path / "env", lambda status: seen.append(status.stage))
+    assert seen[:2] == ["tokenizer", "rows"]
+    assert (env.path / "tokenizer/tokenizer.json").read_bytes() != before
+    for name in ("utilities.parquet", "environment.json", "tokenizer/tokenizer.json"):
+        assert (env.path / name).read_bytes() == (whole.path / name).read_bytes()
+    with pytest.raises(CorpusError, match="begun"):  # from now on it is the environment's own
+        retrain(settings(inputs, corpus=wrong), env.path)
+    assert (env.path / "tokenizer/tokenizer.json").read_bytes() == (
+        whole.path / "tokenizer/tokenizer.json"
+    ).read_bytes()
 
 
 def test_rows_and_units_longer_than_the_recipe_reads_are_refused(inputs, tmp_path):

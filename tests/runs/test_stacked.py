@@ -9,8 +9,7 @@ import torch
 
 from grasp.errors import ModelError, ShapeError
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.recipe import train
-from grasp.runs.stacked import train_stacked
+from grasp.runs.train import train, train_stacked
 from tests.models.toy import RECIPE, corpus, units
 
 ROWS = corpus()

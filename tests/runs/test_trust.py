@@ -14,6 +14,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.verb import predict
+from grasp.runs.scored import Scored
 from grasp.runs.trust import fit_intervals
 from tests.predict.source import FakeSource
 from tests.runs.environments import write_artifact, write_environment
@@ -179,9 +180,14 @@ def test_too_few_subsets_give_no_interval(artifact, predictor, tmp_path):
 
 
 def test_what_else_should_be_known_is_noted(artifact, environment, tmp_path):
-    selected = PROTOCOL.model_copy(update={"selected_on": ("env/sciq", "other/sciq")})
+    runs = Scored.of(environment, artifact).runs_fingerprint
+    selected = PROTOCOL.model_copy(
+        update={"selected_on": ("before/sciq", "env/sciq"), "selected_runs": {"before/sciq": runs, "env/sciq": "other"}}
+    )
     notes = fit_intervals(bind(artifact, selected), artifact, environment).notes
     assert notes == ("the protocol was selected on env: its intervals are somewhat too narrow",)
+    selected = selected.model_copy(update={"selected_on": ("env/sciq",)})
+    assert fit_intervals(bind(artifact, selected), artifact, environment).notes == ()
     value_BT = changes(bind(artifact), draw(artifact, 40))
     order = {b: float(value_BT[b, 0]) for b in range(40)}
     down = write_environment(tmp_path / "falls", artifact, lambda b, s, _: -order[b])

@@ -36,7 +36,7 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.standardize import ComponentMoments, RowMoments
 from grasp.results import Result
 from grasp.runs.configured import configured_methods
-from grasp.runs.method_rows import MethodRows, method_rows
+from grasp.runs.method_scores import MethodRows, method_rows
 from grasp.text import json_text
 
 F64 = NDArray[np.float64]

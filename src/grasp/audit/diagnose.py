@@ -36,7 +36,7 @@ from grasp.files import write_whole
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.verb import as_protocol
 from grasp.results import Result
-from grasp.runs.agreement import agreement
+from grasp.runs.compare import agreement
 from grasp.runs.environment import Environment, as_runs
 from grasp.text import json_text, plain
 

@@ -28,7 +28,7 @@ from grasp.predict.row_arrays import F32, F64
 from grasp.predict.slices import LabelTable
 from grasp.results import Result
 from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
-from grasp.runs.method_rows import MethodRows, method_rows
+from grasp.runs.method_scores import MethodRows, method_rows
 from grasp.runs.metrics import Estimate, interval
 from grasp.seeds import bootstrap_weights
 from grasp.settings import read_yaml

@@ -21,9 +21,9 @@ from grasp.extract.reopen import Origin
 from grasp.features.pooling import PooledFeatures
 from grasp.models.causal_lm import REPOSITORY
 from grasp.predict.weights import as_csr
-from grasp.runs.development import Scored
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import MIN_SUBSETS
+from grasp.runs.scored import Scored
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]

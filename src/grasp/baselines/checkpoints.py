@@ -1,6 +1,6 @@
 """Checkpoints of one training run: where they are, which learning rate led to them, their Adam moments.
 
-`grasp retrain` and `grasp.runs.recipe.train` keep `checkpoint-<step>` directories with `model.safetensors`,
+`grasp retrain` and `grasp.runs.train.train` keep `checkpoint-<step>` directories with `model.safetensors`,
 `optimizer.safetensors` and `training.json`, which holds the recipe. A checkpoint of the Hugging Face trainer has its
 learning rate in `trainer_state.json`; its moments are a pickle, which is not read.
 """
@@ -25,7 +25,8 @@ from grasp.files import entry_of
 from grasp.models.causal_lm import ReferenceModel
 from grasp.runs.llama import StackedLlama
 from grasp.runs.material import Material
-from grasp.runs.recipe import OPTIMIZER, RECORD, WEIGHTS, TrainingRecipe
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.train import OPTIMIZER, RECORD, WEIGHTS
 
 CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"

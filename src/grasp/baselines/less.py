@@ -18,7 +18,7 @@ from grasp.baselines.gradients.settings import WeightedSettings
 from grasp.baselines.gradients.store import Update
 from grasp.errors import ModelError, SettingsError
 from grasp.runs.material import Material
-from grasp.runs.recipe import RECORD
+from grasp.runs.train import RECORD
 from grasp.settings import refuse_idle
 
 EPSILON = 1e-8

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import tell
 from grasp.cli.options import TargetNames, names
@@ -61,18 +62,15 @@ def calibrate(
     missing = [flag for flag, given in (("ART", paths), ("--environment", environments), ("--out", out)) if not given]
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
-    from grasp.artifact.reader import ArtifactReader
     from grasp.runs.selection import provenance_path
-    from grasp.runs.verbs import calibrate as choose
-    from grasp.runs.verbs import open_runs
 
-    artifacts = [ArtifactReader.open(path) for path in paths]
-    for artifact in artifacts:
-        read = artifact.reads | {"is an environment": environments, "--family reads": family}
+    arts = [grasp.open(path) for path in paths]
+    for art in arts:
+        read = art.files.reads | {"is an environment": environments, "--family reads": family}
         check_outputs({"--out": out, "the record of --out": provenance_path(out)}, read)
-    result = choose(
-        artifacts,
-        [open_runs(path) for path in environments],
+    result = grasp.calibrate(
+        arts,
+        environments,
         family=family,
         targets=names(targets),
         delta=delta,

@@ -1,19 +1,15 @@
 """grasp evaluate"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import TargetNames, asked_names, names, published_methods
+from grasp.cli.options import Quiet, TargetNames, asked_names, names
 from grasp.cli.progress import Watch
-from grasp.errors import SettingsError
 from grasp.files import STREAMS, Reads, check_outputs, write_whole
 from grasp.text import printable
-
-if TYPE_CHECKING:
-    from grasp.runs.configured import ConfiguredMethod
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -92,38 +88,34 @@ def evaluate(
     resamples: int = typer.Option(
         1_000, "--resamples", min=10, metavar="N", help="Bootstrap resamples of the subsets.", rich_help_panel=MORE
     ),
-    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar.", rich_help_panel=MORE),
+    quiet: Quiet = False,
 ) -> None:
     """Compare predictions with retraining, method by method.
 
     Rho is Spearman's, with 95 % intervals, beside the noise ceiling: what a perfect predictor would reach. Scores of
     published methods are computed once and kept; after a kill the same command goes on where it was.
     """
-    if not controls and (development or family is not None):
-        raise SettingsError("evaluate: --development and --family have no meaning without --controls; leave them out")
-    published = _methods(methods, method_settings, checkpoints, cache)
-    from grasp.artifact.reader import ArtifactReader
-    from grasp.runs.verbs import evaluate as compare
-    from grasp.runs.verbs import open_runs
-
-    artifact, runs = ArtifactReader.open(path), open_runs(environment)
+    art = grasp.open(path)
     read: dict[str, Reads] = {
         "is the environment": environment,
+        "is a checkpoint": checkpoints,
         "--development reads": development,
         "--predictions reads": predictions,
+        "--protocol reads": protocol,
+        "--family reads": family,
+        "--method-settings reads": method_settings,
     }
-    read |= {"--protocol reads": protocol, "--family reads": family, "--method-settings reads": method_settings}
-    read |= {"is a checkpoint": checkpoints}
-    check_outputs({"--json": json_file, "--csv": csv_file}, artifact.reads | read, streamed=("--json", "--csv"))
+    check_outputs({"--json": json_file, "--csv": csv_file}, art.files.reads | read, streamed=("--json", "--csv"))
     with Watch(quiet=quiet) as watch:
-        result = compare(
-            artifact,
-            runs,
+        result = grasp.evaluate(
+            art,
+            environment,
             protocol=protocol,
             targets=names(targets),
-            methods=published,
+            methods=asked_names("--methods", methods),
+            method_settings=method_settings,
             controls=controls,
-            development=[open_runs(place) for place in development],
+            development=development,
             family=family,
             predictions=predictions,
             oracles=oracle,
@@ -133,27 +125,10 @@ def evaluate(
             resamples=resamples,
             progress=watch,
         )
-    report = result.report
-    assert report is not None
     if not {json_file, csv_file} & {*STREAMS}:
-        print(report.table(), end="")
-    for file, text in ((json_file, report.to_json), (csv_file, report.to_csv)):
+        print(result)
+    for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):
         if file in STREAMS:
             print(printable(text()), end="")
         elif file is not None:
             write_whole(file, text().encode())
-
-
-def _methods(
-    text: str | None, method_settings: Path | None, checkpoints: list[Path], cache: Path | None
-) -> "tuple[ConfiguredMethod, ...]":
-    """The published methods that are asked for.
-
-    Raises:
-        SettingsError: no such method, none named where one should be, or a flag that none of them has a use for.
-    """
-    asked = asked_names("--methods", text)
-    found = published_methods(asked, method_settings, {"--checkpoints": checkpoints, "--cache": cache})
-    if checkpoints and not any("checkpoints" in one.method.looks_at for one in found):
-        raise SettingsError("--checkpoints: no meaning with these methods, none of which looks at any; leave it out")
-    return found

@@ -30,8 +30,8 @@ def methods(
 
     They are what `grasp evaluate --methods` and `grasp score --method` take.
     """
-    from grasp.runs.plugins import entry_of
-    from grasp.runs.plugins import methods as installed
+    from grasp.runs.configured import entry_of
+    from grasp.runs.configured import methods as installed
 
     if name is None:
         show("methods", ("name", "text"), [(entry.name, entry.says()) for entry in installed().values()])

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import tell
-from grasp.cli.options import Quiet, cluster, merged, names, require
+from grasp.cli.options import Quiet, cluster, merged, names
 from grasp.cli.progress import Watch
-from grasp.settings import retrain_settings
 
-REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
 Examples:
@@ -89,27 +88,23 @@ def retrain(
     Says first what it will cost. What is finished is never trained again: the same command, or --resume, goes on after
     a kill, and adds subsets or seeds.
     """
-    flags = {
-        "corpus.path": corpus,
-        "targets.names": names(targets),
-        "recipe": recipe,
-        "family": family,
-        "n_subsets": count,
-        "seeds": None if seeds is None else list(range(seeds)),
-        "role": role,
-        "workers": workers,
-        "stack": stack,
-    }
-    replay = out / "run.yaml"
-    if config is None and resume and replay.exists():
-        config = replay
-    data = merged(config, assign, flags)
-    require(data, REQUIRED, f"retrain --resume: there is no {replay}" if resume and config is None else "retrain")
-    settings = retrain_settings(data)
-    from grasp.runs.retrain import retrain as train
-    from grasp.runs.verbs import retraining
-
-    spec = cluster(engine, settings.workers, address, settings.threads)
+    settings = merged(config or {}, assign, {}) if config or assign else None
+    spec = cluster(engine, workers, address, None)
     with Watch(quiet=quiet) as watch:
-        environment = train(settings, out, watch.runs, cluster=spec)
-    tell(retraining(environment))
+        environment = grasp.retrain(
+            corpus,
+            names(targets),
+            out=out,
+            family=family,
+            count=count,
+            seeds=seeds,
+            recipe=recipe,
+            role=role,
+            workers=workers,
+            stack=stack,
+            settings=settings,
+            resume=resume,
+            cluster=spec,
+            progress=watch.runs,
+        )
+    tell(environment.summary())

@@ -166,7 +166,7 @@ def _scored(
 ) -> "NDArray[np.float64]":
     """What the method gives every row."""
     from grasp.runs.environment import Environment
-    from grasp.runs.method_rows import method_rows, method_values
+    from grasp.runs.method_scores import method_rows, method_values
 
     known = None if environment is None else Environment.open(environment)
     with Watch(quiet=quiet) as watch:

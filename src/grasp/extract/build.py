@@ -16,7 +16,7 @@ from torch import nn
 from grasp.artifact import remote
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
-from grasp.dotted import leaf, put, take
+from grasp.dotted import leaf, over, put, take
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.extend import Source as Added
@@ -103,7 +103,7 @@ def build(
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
         data, in_memory = _with_inputs(data, model, tokenizer, corpus, targets, dtype)
         if resume and (staged / "run.yaml").exists():
-            data = _over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
+            data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
         _require(data, staged if resume and not (staged / "run.yaml").exists() else None)
         checked, progress = build_settings(data), progress or Silent()
         if cluster is not None and in_memory.model is not None:
@@ -239,14 +239,6 @@ def split_names(text: str) -> list[str]:
     if Path(text).is_file():
         return [text]
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings, one over the other."""
-    for name, value in above.items():
-        inner = below.get(name)
-        below[name] = _over(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
-    return below
 
 
 def _require(data: Mapping[str, Any], resumed: Path | None) -> None:

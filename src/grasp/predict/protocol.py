@@ -93,6 +93,9 @@ class ScoringProtocol(Settings):
     selected_on: tuple[str, ...] | None = Field(
         None, description="Development environments that the protocol was selected on; null: none."
     )
+    selected_runs: dict[str, str] = Field(
+        {}, description="Fingerprint of the runs behind each of selected_on, by which they are known in any directory."
+    )
 
     @field_validator("match")
     @classmethod
@@ -122,6 +125,10 @@ class ScoringProtocol(Settings):
         if self.selected_on:
             return f"selected on {', '.join(self.selected_on)}"
         return NOT_SELECTED_OTHER if self.components else NOT_SELECTED
+
+    def chosen_on(self, fingerprint: str) -> set[str]:
+        """Targets of the runs with this fingerprint by which the protocol was selected."""
+        return chosen_on({name: self.selected_runs.get(name, "") for name in self.selected_on or ()}, fingerprint)
 
     def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
         """This protocol with `match: auto` resolved, kernels in the order of `Match`, if the artifact can serve it.
@@ -153,6 +160,11 @@ class ScoringProtocol(Settings):
                 return {"pooled": 1.0}
             return {"token": 1.0, "input": 1.0} if "relevance_input" in array_names else {"token": 1.0}
         return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
+
+
+def chosen_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
+    """Targets of the runs with this fingerprint, out of fingerprints by `environment/target`."""
+    return {result.partition("/")[2] for result, theirs in runs.items() if theirs == fingerprint}
 
 
 def default_protocol() -> ScoringProtocol:

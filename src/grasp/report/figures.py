@@ -17,8 +17,8 @@ from grasp.report.findings import LabelFindings
 from grasp.report.interactions import Interactions
 from grasp.report.texts import plotted
 from grasp.report.trends import LabelTrend
-from grasp.runs.agreement import TargetPoints
-from grasp.runs.evaluate import EvaluationReport
+from grasp.runs.compare import TargetPoints
+from grasp.runs.evaluate import Evaluation
 from grasp.runs.metrics import Estimate
 
 go = require("plotly.graph_objects", extra="report", feature="a report")
@@ -139,13 +139,15 @@ def trend(found: LabelTrend, names: Sequence[str], t: int) -> Figure:
 PATTERNS = ("", "/", "", "\\", "", "x", "")
 
 
-def fidelity(report: EvaluationReport) -> Figure:
+def fidelity(report: Evaluation) -> Figure:
     """Rho of every method on every target, with intervals, and the noise ceiling."""
     targets = [row.target for row in report.methods[0].targets]
     figure = _figure(height=90 + 52 * len(targets))
     offsets = np.linspace(-0.28, 0.28, len(report.methods)) if len(report.methods) > 1 else np.zeros(1)
     for place, method in enumerate(report.methods):
-        known = [(at, *_ends(row.task_rho)) for at, row in enumerate(method.targets) if row.task_rho.value is not None]
+        known = [
+            (at, *_ends(row["task_rho"])) for at, row in enumerate(method.targets) if row["task_rho"].value is not None
+        ]
         figure.add_scatter(
             x=_numbers([value for _, value, _, _ in known]),
             y=_numbers([at + offsets[place] for at, _, _, _ in known]),
@@ -161,7 +163,7 @@ def fidelity(report: EvaluationReport) -> Figure:
             marker={"color": SERIES[place % len(SERIES)], "symbol": SYMBOLS[place % len(SYMBOLS)], "size": 9},
             hovertemplate="rho %{x:.3f}<extra>%{fullData.name}</extra>",
         )
-    ceilings = [(at, row.ceilings.task_rho.value) for at, row in enumerate(report.methods[0].targets)]
+    ceilings = [(at, row["task_ceiling"].value) for at, row in enumerate(report.methods[0].targets)]
     marks = [(at, value) for at, value in ceilings if value is not None]
     figure.add_scatter(
         x=_numbers([value for _, value in marks]),

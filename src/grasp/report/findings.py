@@ -27,7 +27,7 @@ from grasp.predict.tables import provenance
 from grasp.report.interactions import Interactions, interactions
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
-from grasp.runs.agreement import Agreement, agreement
+from grasp.runs.compare import Agreement, agreement
 from grasp.runs.environment import Environment
 from grasp.runs.trust import fit_intervals
 from grasp.settings import read_yaml, yaml_text

@@ -25,8 +25,8 @@ from grasp.report.suspects import suspects_view
 from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend
 from grasp.report.whatif import payload
-from grasp.runs.agreement import Agreement, TargetPoints
-from grasp.runs.evaluate import AVERAGE, MethodResult, estimate_of
+from grasp.runs.compare import Agreement, TargetPoints
+from grasp.runs.evaluate import AVERAGE, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.text import LONGEST_CELL, different, ending, name, plain, skipped_text
 
@@ -279,9 +279,9 @@ def _card_rho(found: Findings, target: str) -> View:
     report, protocol = found.retraining.agreement.report, found.retraining.agreement.protocol
     (result,) = [one for one in report.methods if one.method == protocol]
     rows = [row for row in result.targets if row.target.partition("@")[0] == target]
-    if not rows or rows[0].task_rho.value is None:
+    if not rows or rows[0]["task_rho"].value is None:
         return {"rho": None}
-    return {"rho": _cell(rows[0].task_rho), "ceiling": _value(rows[0].ceilings.task_rho)}
+    return {"rho": _cell(rows[0]["task_rho"]), "ceiling": _value(rows[0]["task_ceiling"])}
 
 
 def _trends(found: Findings, trends: Sequence[LabelTrend], plots: dict[str, draw.Figure]) -> list[View]:
@@ -358,8 +358,8 @@ def _unfinished(known: Agreement) -> str:
 
 
 def _point(points: TargetPoints, row: TargetMetrics) -> View:
-    ceiling = _value(row.ceilings.task_rho)
-    reached = f"rho {_estimate(row.task_rho)}" + (f", ceiling {ceiling}" if ceiling else "")
+    ceiling = _value(row["task_ceiling"])
+    reached = f"rho {_estimate(row['task_rho'])}" + (f", ceiling {ceiling}" if ceiling else "")
     return {"target": name(points.target), "caption": f"{name(points.target)}{_held_out(points.role)}: {reached}"}
 
 
@@ -378,8 +378,7 @@ def _fidelity_lines(result: MethodResult, roles: Mapping[str, str]) -> list[View
         } | shown
 
     lines = [
-        line(name(row.target) + _held_out(roles[row.target]), row.n_units, functools.partial(estimate_of, row))
-        for row in result.targets
+        line(name(row.target) + _held_out(roles[row.target]), row.n_units, row.__getitem__) for row in result.targets
     ]
     if len(result.targets) > 1:
         lines.append(line(AVERAGE, sum(row.n_units for row in result.targets), result.average))

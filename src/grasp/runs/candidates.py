@@ -1,5 +1,9 @@
-"""A finite family of protocols, as a file that can be read and edited: what selection chooses from, and no more."""
+"""A finite family of protocols, as a file that can be read and edited: what selection chooses from, and no more.
 
+And how many retrained subsets it takes to choose among how many of them.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
@@ -8,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator
+from scipy.stats import norm
 
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import written_aside
@@ -21,6 +26,9 @@ from grasp.settings import Settings, describe, read_yaml
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
 MAX_MEMBERS = 20_000
+DELTA = 0.05  # that a bound of any member fails
+# How far below its mean rho the bound of a protocol may lie by the length of the list alone, before luck decides.
+WIDEST = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +221,47 @@ def load_family(path: Path | str) -> ProtocolFamily:
         return ProtocolFamily.model_validate(data)
     except ValidationError as err:
         raise ProtocolError(describe(err, f"family {path}")) from err
+
+
+# ------------------------------------------------------------------------- how many subsets choose among how many
+
+
+def evidence(n_subsets: int) -> str:
+    """What `calibrate` can choose from with so many subsets, and what it takes to choose from more."""
+    lists = {"short list": short_family().size, "whole list": default_family().size}
+    for name, size in reversed(lists.items()):
+        if n_subsets >= subsets_for(size):
+            carried = f"{n_subsets} subsets carry its {name} of {size:,} protocols, on two tasks or more"
+            break
+    else:
+        carried = f"{n_subsets} subsets are too few to choose by"
+    short_of = {name: size for name, size in lists.items() if n_subsets < subsets_for(size)}
+    wanting = [f"{subsets_for(size)} carry its {name} of {size:,}" for name, size in short_of.items()]
+    more = f"; {', '.join(wanting)}: the same command with a larger -B goes on from here" if wanting else ""
+    return f"for grasp calibrate: {carried}{more}"
+
+
+def family_for(n_subsets: int) -> tuple[ProtocolFamily, list[str]]:
+    """What so many subsets can choose from, and why it is the short list where it is."""
+    whole, short = default_family(), short_family()
+    if n_subsets >= subsets_for(whole.size):
+        return whole, []
+    return short, [
+        f"short list of {short.size} protocols without geometry: with {n_subsets} subsets the best of {whole.size:,} "
+        f"would be luck; {subsets_for(whole.size)} subsets carry them (a family of your own tries them all the same)"
+    ]
+
+
+def short_family() -> ProtocolFamily:
+    """What few subsets can tell apart: the kernels and their sums, on the side and scale of the protocol that ships."""
+    few = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
+    return default_family().model_copy(update=few)
+
+
+def subsets_for(n_protocols: int, delta: float = DELTA) -> int:
+    """How many subsets can choose among so many protocols.
+
+    The rho of a predictor that knows nothing has a standard error of 1 / sqrt(B - 1) on B subsets, and the bound of
+    one of K protocols lies z_(1 - delta/K) of them below its mean: at most WIDEST.
+    """
+    return 1 + math.ceil((float(norm.ppf(1 - delta / n_protocols)) / WIDEST) ** 2)

@@ -1,24 +1,118 @@
-"""Configured methods: by name, or by a label that a settings file gives to a configuration.
+"""Methods by name, or by a label that a settings file gives to a configuration.
+
+The names are those that installed packages put under the entry point group `grasp.methods`. A settings file:
 
 tracin: {projection: 64}                          # settings of a method under its own name
 tracin-all: {method: tracin, layers: all}         # another configuration beside it
 trak-best: {method: trak, oracle_selected: true}  # chosen on the utilities that it will be judged by
 """
 
+import ast
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from grasp.errors import SettingsError
+from grasp.errors import MissingExtraError, SettingsError
 from grasp.extras import require
 from grasp.predict.geometry import Weighting
 from grasp.runs.contract import Method, SubsetMethod
-from grasp.runs.plugins import entry_of, methods
-from grasp.settings import Settings, describe
+from grasp.settings import Settings, describe, read_yaml
 
+GROUP = "grasp.methods"
 GRASP = "grasp"  # may be named among the methods; its own predictions are always there
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A method by name."""
+
+    point: EntryPoint
+
+    @property
+    def name(self) -> str:
+        """What it is asked for by."""
+        return self.point.name
+
+    @property
+    def package(self) -> str:
+        """The package that brings it."""
+        return self.point.dist.name if self.point.dist is not None else "?"
+
+    def says(self) -> str:
+        """First line of its docstring; read from the source, since a list of methods must not wait for torch."""
+        spec = find_spec(self.point.module)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            return ""
+        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name == self.point.attr:
+                return (ast.get_docstring(node) or "").partition("\n")[0]
+        return ""
+
+    def load(self) -> type[Method[Any]]:
+        """The class; its module is imported here, and torch only with those that need it.
+
+        Raises:
+            MissingExtraError: it cannot be imported.
+            SettingsError: it is no method.
+        """
+        where = f"method {self.name}: {self.point.value} of package {self.package}"
+        try:
+            kind = self.point.load()
+        except (ImportError, AttributeError) as err:
+            raise MissingExtraError(f"{where} cannot be imported: {err}; repair the package or uninstall it") from err
+        if not (isinstance(kind, type) and issubclass(kind, Method)):
+            raise SettingsError(f"{where}: got {kind!r}, expected a class derived from grasp.runs.contract.Method")
+        return kind
+
+
+def methods() -> dict[str, Entry]:
+    """All methods by name.
+
+    Raises:
+        SettingsError: two packages have a method of one name.
+    """
+    return _installed(tuple(sys.path))
+
+
+@cache
+def _installed(path: tuple[str, ...]) -> dict[str, Entry]:
+    del path  # what is installed is looked for along it
+    found: dict[str, Entry] = {}
+    for entry in map(Entry, sorted(entry_points(group=GROUP), key=lambda point: point.name)):
+        if other := found.get(entry.name):
+            raise SettingsError(
+                f"method {entry.name}: packages {other.package} and {entry.package} both have one; uninstall either"
+            )
+        found[entry.name] = entry
+    return found
+
+
+def entry_of(name: str, where: str = "method") -> Entry:
+    """A method by name.
+
+    Args:
+        where: what a message names.
+    Raises:
+        SettingsError: no such method; the message lists those there are.
+    """
+    known = methods()
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        there = ", ".join(known) or "none: install grasp-attribution with pip, which makes its methods known"
+        raise SettingsError(f"{where}: got {name!r}; {hint}there are {there}")
+    return known[name]
+
+
+# --------------------------------------------------------------------------------------------------- configurations
 
 
 class _Beside(Settings):
@@ -67,6 +161,32 @@ def configured_methods(
         if label not in chosen:  # a mistake in what is not asked for is a mistake all the same
             _valid(where, label, (_Beside, beside))
     return tuple(_configured(name, given.get(name, {}), where, labels=given) for name in chosen)
+
+
+def published_methods(
+    names: Sequence[str] | None,
+    settings: Mapping[str, Any] | Path | str | None,
+    *,
+    checkpoints: Sequence[Path | str] = (),
+    cache: Path | str | None = None,
+) -> tuple[ConfiguredMethod, ...]:
+    """Methods by name, by the labels of a settings file, or by both; none where neither is given.
+
+    Raises:
+        SettingsError: as `configured_methods`; or checkpoints or a cache for which none of them has a use.
+    """
+    if names is None and settings is None:
+        idle = [name for name, value in {"checkpoints": checkpoints, "cache": cache}.items() if value]
+        if idle:
+            raise SettingsError(f"{', '.join(idle)}: no meaning without methods; name a method, or leave it out")
+        return ()
+    is_file = settings is not None and not isinstance(settings, Mapping)
+    given = read_yaml(Path(str(settings))) if is_file else settings
+    assert given is None or isinstance(given, Mapping)
+    found = configured_methods(names, given, str(settings) if is_file else "methods")
+    if checkpoints and not any("checkpoints" in one.method.looks_at for one in found):
+        raise SettingsError("checkpoints: no meaning with these methods, none of which looks at any; leave it out")
+    return found
 
 
 def _configured(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> ConfiguredMethod:

@@ -139,11 +139,23 @@ class ShuffledPairs:
         return np.asarray(2.0 * total_B)
 
 
-def row_permutation(n_rows: int, *, seed: int) -> NDArray[np.int64]:
-    """Which row's sketch each row gets, where pairs are too many to be permuted one by one.
+@dataclass(frozen=True, slots=True)
+class ShuffledRows:
+    """Every row's sketch taken from another row, where pairs are too many to be permuted one by one.
 
     With phi_i replaced by phi_perm(i) in K_pair alone, the Gram matrix is permuted by rows and columns alike: the
     multiset of pair similarities, the norms and the spectrum are all preserved, and which training row has which
     sketch is destroyed. The exact shuffle destroys the Gram structure as well. Needs no N x N matrix.
     """
-    return stream(seed, "fidelity", "row-shuffled").permutation(n_rows)
+
+    moved_ND: NDArray[np.floating]
+
+    @classmethod
+    def of(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledRows":
+        return cls(sketch_ND[stream(seed, "fidelity", "row-shuffled").permutation(len(sketch_ND))])
+
+    def pair(self, weights_BN: F64) -> F64:
+        """K_pair with the sketches that were moved, (B,)."""
+        total_BD = weights_BN @ self.moved_ND
+        self_B = weights_BN**2 @ np.einsum("nd,nd->n", self.moved_ND, self.moved_ND)
+        return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - self_B)

@@ -22,7 +22,7 @@ from grasp.runs.candidates import Candidate, Criterion
 from grasp.runs.development import Development
 from grasp.runs.environment import Utilities
 from grasp.runs.metrics import mean_defined, rank_correlations
-from grasp.runs.parts import Parts
+from grasp.runs.scored import Parts
 from grasp.seeds import bootstrap_weights, stream
 
 COLUMNS_AT_ONCE = 2_048

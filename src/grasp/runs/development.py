@@ -1,87 +1,17 @@
-"""What protocols are compared on: artifacts beside environments, and of those the ones that may be selected on."""
+"""Environments that protocols may be selected on, each with the artifacts of its corpus."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ProtocolError, ProtocolLeakError
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
-from grasp.predict.row_arrays import RowArrays
-from grasp.predict.slices import LabelTable
-from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import Binding, Candidate, candidate_of
+from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
+from grasp.predict.protocol import Requirements
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
-from grasp.runs.parts import Parts, PartsSource
-from grasp.runs.predictions import Predictions
-
-DEFAULT_CALIBRATION = "uniform:0.5"
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """An artifact beside an environment: what predictions for its subsets are made of. Says nothing of roles."""
-
-    environment: Environment
-    source: RowArrays
-    renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
-    blocks: tuple[SubsetBlock, ...]
-    calibration: Calibration  # by which geometry is standardised here
-    fingerprints: Mapping[str, str]
-
-    @classmethod
-    def of(
-        cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256, seed: int = 0
-    ) -> "Scored":
-        """Check that both belong together, and draw a calibration family like the environment's own.
-
-        Its stream is another than that of the subsets that were retrained, so no intervention that is scored
-        standardises itself. A table of given subsets has no family: uniform:0.5 stands in.
-
-        Raises:
-            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
-        """
-        common = artifact_targets(environment, artifact)
-        spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
-        calibration = Calibration(family=spec, n_subsets=calibration_subsets, seed=seed)
-        label = calibration.parsed.label
-        labels = LabelTable(artifact.rows_path).column(label) if label is not None else None
-        blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
-        return cls(
-            environment=environment,
-            source=artifact,
-            renamed={own: name for name, own in common.items()},
-            blocks=blocks,
-            calibration=calibration,
-            fingerprints=dict(artifact.manifest.fingerprints),
-        )
-
-    def parts(
-        self, candidates: Sequence[Candidate], targets: Sequence[str], *, per_unit: bool = False
-    ) -> dict[Binding, Parts]:
-        """Parts of every binding that occurs, for targets by the environment's names."""
-        own = {name: mine for mine, name in self.renamed.items()}
-        maker = PartsSource(self.source, tuple(own[name] for name in targets), self.blocks, self.calibration)
-        groups: dict[Binding, list[Candidate]] = {}
-        for candidate in candidates:
-            groups.setdefault(candidate.binding, []).append(candidate)
-        return {binding: maker.parts(binding, group, per_unit=per_unit) for binding, group in groups.items()}
-
-    def predictions(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
-        """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
-        parts = self.parts(tuple(candidates.values()), targets, per_unit=True)
-        return [parts[c.binding].predictions(c, name, self.renamed) for name, c in candidates.items()]
-
-    def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
-        """Predictions of units and tasks by frozen protocols, standardised by the environment's calibration family.
-
-        Raises:
-            ProtocolError: the artifact does not fit a protocol.
-        """
-        return self.predictions({n: candidate_of(p, self.source) for n, p in protocols.items()}, targets)
+from grasp.runs.scored import Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +29,12 @@ class Development:
                 f"{self.environment.path}: selection was given {held_out}, which are held out; pass development "
                 "environments and targets only"
             )
+
+    @property
+    def results(self) -> dict[str, str]:
+        """What is selected on, `environment/target`, and the fingerprint of the runs behind it."""
+        (fingerprint,) = {one.runs_fingerprint for one in self.variants.values()}
+        return {f"{self.environment.name}/{target}": fingerprint for target in self.targets}
 
     @classmethod
     def of(
@@ -142,3 +78,60 @@ def variant_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     fields = list(Requirements.model_fields)
     differing = [name for name in fields if len({json.dumps(own.get(name)) for own in settings}) > 1]
     return [", ".join(f"{name}={own.get(name)}" for name in differing) for own in settings]
+
+
+def developments_of(
+    artifacts: Sequence[ArtifactReader],
+    environments: Sequence[Environment],
+    *,
+    targets: Sequence[str] | None = None,
+    calibration_subsets: int = 256,
+) -> list[Development]:
+    """Give every environment the artifacts of its corpus.
+
+    Args:
+        targets: by the environments' names; None: all development targets.
+    Raises:
+        ProtocolLeakError: an environment, or a target that was asked for, is held out.
+        EnvironmentDataError: an environment without an artifact of its corpus, or an artifact without an environment.
+    """
+    used: set[Path] = set()
+    bound: list[Development] = []
+    for environment in environments:
+        same = [
+            one for one in artifacts if one.manifest.fingerprints.get("corpus") == environment.info.corpus_fingerprint
+        ]
+        used |= {one.path for one in same}
+        # without one of its corpus, the first artifact's mismatch is told
+        bound += [
+            Development.of(environment, group, targets=wanted, calibration_subsets=calibration_subsets)
+            for group, wanted in _shared_out(environment, same or artifacts[:1], targets)
+        ]
+    idle = [str(one.path) for one in artifacts if one.path not in used]
+    if idle:
+        raise EnvironmentDataError(
+            f"{', '.join(idle)}: of no corpus that an environment was trained on; leave it out, or pass its environment"
+        )
+    return bound
+
+
+def _shared_out(
+    environment: Environment, artifacts: Sequence[ArtifactReader], targets: Sequence[str] | None
+) -> list[tuple[list[ArtifactReader], Sequence[str] | None]]:
+    """Artifacts that have targets in common, which tell feature settings apart, and the targets asked of them.
+
+    Those of other targets, or of the other loss, stand beside each other.
+    """
+    groups: list[tuple[set[str], list[ArtifactReader]]] = []
+    for one in artifacts:
+        names = set(artifact_targets(environment, one))
+        joined = [group for group in groups if group[0] & names]
+        groups = [group for group in groups if not group[0] & names]
+        groups.append((names.union(*(own for own, _ in joined)), [a for _, some in joined for a in some] + [one]))
+    if targets is None or len(groups) == 1:
+        return [(group, targets) for _, group in groups]
+    missing = sorted(set(targets).difference(*(names for names, _ in groups)))
+    if missing:
+        raise EnvironmentDataError(f"targets: got {missing}, which {environment.path} and the artifacts do not share")
+    shared = [(group, [name for name in targets if name in names]) for names, group in groups]
+    return [(group, wanted) for group, wanted in shared if wanted]

@@ -12,23 +12,28 @@ Every file is written aside and renamed, so what exists is whole. A run is one s
 whole corpus is called `full`. Readers see arrays (B, S, E): subsets, seeds, units.
 """
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
-from grasp.files import TTL_SECONDS, Lease, is_part, remove_stale, take, write_whole
+from grasp.files import TTL_SECONDS, Lease, aside, discard, is_part, remove_stale, take, write_whole
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.results import Result
+from grasp.runs.candidates import evidence
 from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info, write_info
-from grasp.runs.finished_runs import EXAMPLES, FULL, Run, read_runs, run_bytes, runs_in
-from grasp.runs.subset_table import MaskDigest, SubsetTable
+from grasp.runs.run_tables import EXAMPLES, FULL, MaskDigest, Run, read_runs, run_bytes, runs_in, write_subsets
 
 F64 = NDArray[np.float64]
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
@@ -107,22 +112,50 @@ class Environment:
                 subsets are none, unnamed, repeated or weighted.
         """
         path.mkdir(parents=True, exist_ok=True)
-        table = SubsetTable(path / SUBSETS, rows)
+        part = aside(path / SUBSETS)
         try:
-            ids, checksums = table.write(blocks)
+            ids, checksums = write_subsets(part, blocks, rows, path / SUBSETS)
             info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
             if (path / INFO).exists():
                 begun = read_info(path / INFO)
                 if begun == info.model_copy(update={"made_by": begun.made_by}):
                     return cls(path, begun)
                 check_growth(path, begun, info, checksums)
-            table.publish()
+            os.replace(part, path / SUBSETS)
         finally:
-            table.remove_part()
+            discard(part)
         write_info(path / INFO, info)
         return cls(path, info)
 
     # ---------------------------------------------------------------------------------------- what it is
+
+    def summary(self) -> Result:
+        """What was trained, a line a target: its units, and how far the subsets lie apart; and what comes next."""
+        utilities = self.utilities(partial=True)
+        lines = []
+        for name, target in self.info.targets.items():
+            task_BS = utilities.of(name).values_BSE.mean(axis=2)
+            lines.append(
+                {
+                    "target": name,
+                    "units": len(target.unit_ids),
+                    "utility": float(task_BS.mean()) if task_BS.size else None,
+                    "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
+                }
+            )
+        headline = (
+            f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
+            f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
+        )
+        build = self.info.build_command(self.path)
+        steps = [f"next: {build}", f"then: grasp evaluate art --environment {self.path}"] if build else []
+        return Result(pa.Table.from_pylist(lines), headline, (*steps, evidence(len(self.subset_ids))))
+
+    def __repr__(self) -> str:
+        return repr(self.summary())
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
 
     @property
     def name(self) -> str:
@@ -153,6 +186,17 @@ class Environment:
         self._check_target(target)
         held_out = {target, target.removesuffix(ALL_SUFFIX)} & set(self.info.held_out_targets)
         return "held-out" if held_out else self.info.role
+
+    def fingerprint(self, first: SubsetBlock) -> str:
+        """What these runs are known by in any directory: corpus, recipe and draw; more subsets or seeds keep it.
+
+        Args:
+            first: the first block of the subsets; the first of them stands for the draw where a table gave them.
+        """
+        info = self.info
+        drawn = info.family.model_dump() if info.family else np.sort(first.weights_BN[[0]].indices).tolist()
+        known = [info.corpus_fingerprint, info.recipe, info.recipe_settings, drawn]
+        return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     # --------------------------------------------------------------------------------------- filling it
 

@@ -2,31 +2,33 @@
 
 import csv
 import io
-import json
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
-from grasp.runs.environment import ALL_SUFFIX, Environment
+from grasp.results import Result
+from grasp.runs.environment import ALL_SUFFIX, Environment, Utilities
 from grasp.runs.environment_info import Role
 from grasp.runs.metrics import (
+    CEILINGS,
     METRICS,
     RESAMPLES,
     Estimate,
     TargetMetrics,
-    average_ceilings,
-    average_over_targets,
+    average,
     noise_ceilings,
     target_metrics,
 )
 from grasp.runs.predictions import Cost, Predictions, Standing
 from grasp.seeds import bootstrap_weights
 from grasp.targets.units import Unit, UnitSet
+from grasp.text import json_text, text_table
 
 AVERAGE = "average"
-IN_SAMPLE = "in sample"
 APART: dict[Standing, str] = {
     "oracle-selected": "oracle-selected: configured on the utilities they are judged by, so no match for the others",
     "supervised oracle": "supervised oracles: fitted on other subsets of this environment, so a ceiling and no match",
@@ -40,134 +42,134 @@ HEADINGS = {
     "lds_ceiling": "ceiling",
     "pairwise": "pairwise",
 }
+MARKS = {  # behind the name of a target, and what each means
+    "in sample": "the method was chosen by these very figures; on other runs expect less",
+    "same runs": "the method was chosen on these retrained models, by other targets; on other models expect less",
+    "held-out": "kept back: no protocol may be chosen on it",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """One method on every target, and the mean over targets."""
+    """One method on every target."""
 
-    method: str
+    predictions: Predictions
     targets: tuple[TargetMetrics, ...]
-    standing: Standing = "predictor"
-    cost: Cost | None = None
-    in_sample: bool = False  # chosen on this environment: its figures are better than they would be elsewhere
+    chosen_on: Collection[str] = ()  # targets of these very runs that the method was chosen by
+
+    @property
+    def method(self) -> str:
+        return self.predictions.method
+
+    @property
+    def standing(self) -> Standing:
+        return self.predictions.standing
+
+    @property
+    def cost(self) -> Cost | None:
+        return self.predictions.cost
+
+    @property
+    def n_units(self) -> int:
+        return sum(row.n_units for row in self.targets)
 
     def average(self, metric: str) -> Estimate:
-        """Mean over targets of a metric, or of `task_ceiling` and `lds_ceiling`."""
-        if metric in ("task_ceiling", "lds_ceiling"):
-            return average_ceilings(self.targets, _CEILINGS[metric])
-        return average_over_targets(self.targets, metric)
+        """Mean over targets of a metric or a ceiling."""
+        return average(self.targets, metric)
 
 
-_CEILINGS = {"task_ceiling": "task_rho", "lds_ceiling": "mean_lds"}
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Evaluation(Result):
+    """How well predictions agree with retraining: a line a method and target, and one for the mean over targets.
 
-
-@dataclass(frozen=True, slots=True)
-class EvaluationReport:
-    """What methods reach in one environment."""
+    An undefined value is null in the table and has a reason beside it.
+    """
 
     environment: str
     recipe: str
     family: str
-    n_subsets: int
-    seeds: tuple[int, ...]
+    utilities: Utilities
     resamples: int
-    roles: dict[str, Role]  # of each target
+    roles: Mapping[str, Role]  # of each target
     methods: tuple[MethodResult, ...]
-    notes: tuple[str, ...] = ()  # how the methods came about
 
-    def noted(self, note: str) -> "EvaluationReport":
-        """The same with one more note."""
-        return replace(self, notes=(*self.notes, note))
+    @property
+    def n_subsets(self) -> int:
+        return len(self.utilities.subset_ids)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.utilities.seeds
 
     def records(self) -> list[dict[str, Any]]:
-        """One flat record a method and target, and one a method for the mean over its targets."""
-        out: list[dict[str, Any]] = []
-        for result in self.methods:
-            about = _about(result)
-            out += [self._record(result.method, row) | about for row in result.targets]
-            record: dict[str, Any] = {"method": result.method, "target": AVERAGE, "n_subsets": self.n_subsets}
-            record["n_units"] = sum(row.n_units for row in result.targets)
-            for metric in (*METRICS, *_CEILINGS):
-                record |= _flat(metric, result.average(metric))
-            out.append(record | about)
-        return out
-
-    def _record(self, method: str, row: TargetMetrics) -> dict[str, Any]:
-        record: dict[str, Any] = {
-            "method": method,
-            "target": row.target,
-            "role": self.roles[row.target],
-            "n_subsets": row.n_subsets,
-            "n_units": row.n_units,
-        }
-        for metric in (*METRICS, *_CEILINGS):
-            record |= _flat(metric, estimate_of(row, metric))
-        for metric, spread in row.over_seeds.items():
-            record |= {f"{metric}_seed_mean": spread.mean, f"{metric}_seed_sd": spread.sd}
-        record["undefined_units"] = sum(row.undefined_units.values())
-        record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
-        return record
+        """The lines of the table."""
+        records: list[dict[str, Any]] = self.table.to_pylist()
+        return records
 
     def to_json(self) -> str:
-        """Everything but the resamples; an undefined value is null and has a reason beside it."""
-        head = asdict(self) | {"methods": None}
-        del head["methods"]
-        return json.dumps(head | {"results": self.records()}, indent=1, allow_nan=False) + "\n"
+        """Everything but the resamples."""
+        fields = ("environment", "recipe", "family", "n_subsets", "seeds", "resamples", "roles", "notes")
+        return json_text({name: getattr(self, name) for name in fields} | {"results": self.records()}) + "\n"
 
     def to_csv(self) -> str:
         """The records, one a line; an undefined value is an empty cell."""
-        records = self.records()
-        fields = list(dict.fromkeys(name for record in records for name in record))
         out = io.StringIO()
-        writer = csv.DictWriter(out, fields, lineterminator="\n")
+        writer = csv.DictWriter(out, self.table.column_names, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(records)
+        writer.writerows(self.records())
         return out.getvalue()
 
-    def table(self) -> str:
-        """Plain text: a line a method and target, oracles apart; what is undefined is explained below."""
-        with_cost = any(result.cost is not None for result in self.methods)
-        lines = [["method", "target", "units", *HEADINGS.values(), *(COSTS if with_cost else ())]]
+    def __repr__(self) -> str:
+        """A line a method and target, oracles apart; what is undefined or marked is explained below."""
         order: list[Standing] = ["predictor", *APART]
-        sorted_methods = sorted(self.methods, key=lambda result: order.index(result.standing))
-        standings: list[Standing] = []
-        for result in sorted_methods:
-            own = self._lines(result, with_cost)
-            lines += own
-            standings += [result.standing] * len(own)
-        head = (
-            f"environment {self.environment}: recipe {self.recipe}, {self.family}, {self.n_subsets} subsets, "
-            f"seeds {', '.join(map(str, self.seeds))}; 95 % intervals over {self.resamples} resamples of the subsets"
-        )
-        return "\n".join([head, *_set_apart(_columns(lines), standings), *self._notes()]) + "\n"
+        methods = sorted(self.methods, key=lambda result: order.index(result.standing))
+        lines = [(result.standing, line) for result in methods for line in self._lines(result)]
+        headings = ["method", "target", "units", *HEADINGS.values(), *(COSTS if self._with_cost else ())]
+        heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
+        text, before = [self.headline, heading], "predictor"
+        for (standing, _), line in zip(lines, body, strict=True):
+            text += [APART[standing]] if standing != before else []
+            text.append(line)
+            before = standing
+        return "\n".join([*text, *self._below()])
 
-    def _lines(self, result: MethodResult, with_cost: bool) -> list[list[str]]:
+    @property
+    def _with_cost(self) -> bool:
+        return any(result.cost is not None for result in self.methods)
+
+    def _lines(self, result: MethodResult) -> list[list[str]]:
         """Cells of one method: a line a target, and the mean over targets where there are several."""
-        cost = list(_cost_cells(result.cost)) if with_cost else []
-        seen = f" ({IN_SAMPLE})" if result.in_sample else ""
+        cost = list(_cost_cells(result.cost)) if self._with_cost else []
         lines = []
         for row in result.targets:
-            name = row.target + (" (held-out)" if self.roles[row.target] == "held-out" else "") + seen
-            cells = [_cell(metric, estimate_of(row, metric)) for metric in HEADINGS]
-            lines.append([result.method, name, str(row.n_units), *cells, *cost])
+            cells = [_cell(metric, row[metric]) for metric in HEADINGS]
+            lines.append([result.method, self._marked(row.target, result), str(row.n_units), *cells, *cost])
         if len(result.targets) > 1:
             cells = [_cell(metric, result.average(metric)) for metric in HEADINGS]
-            lines.append([result.method, AVERAGE + seen, str(sum(r.n_units for r in result.targets)), *cells, *cost])
+            seen = " (in sample)" if result.chosen_on else ""
+            lines.append([result.method, AVERAGE + seen, str(result.n_units), *cells, *cost])
         return lines
 
-    def _notes(self) -> list[str]:
-        notes: dict[str, None] = dict.fromkeys(self.notes)
+    def _marked(self, target: str, result: MethodResult) -> str:
+        """The target, with what is to be known of the method's figures on it; the words are those of `MARKS`."""
+        if target in result.chosen_on:
+            return f"{target} (in sample)"
+        marks = ["held-out"] * (self.roles[target] == "held-out") + ["same runs"] * bool(result.chosen_on)
+        return f"{target} ({', '.join(marks)})" if marks else target
+
+    def _below(self) -> list[str]:
+        marked = " ".join(self._marked(row.target, result) for result in self.methods for row in result.targets)
+        lines: dict[str, None] = {f"{mark}: {says}": None for mark, says in MARKS.items() if mark in marked}
+        lines |= dict.fromkeys(self.notes)
         for result in self.methods:
             for row in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
-                    reason = estimate_of(row, metric).reason
-                    whose = "" if metric in _CEILINGS else f" of {result.method}"  # a ceiling is the environment's
-                    if reason:
-                        notes[f"undefined: {metric}{whose} on {row.target}: {reason}"] = None
+                    whose = "" if metric in CEILINGS else f" of {result.method}"  # a ceiling is the environment's
+                    if reason := row[metric].reason:
+                        lines[f"undefined: {metric}{whose} on {row.target}: {reason}"] = None
                 for why, n in row.undefined_units.items():
-                    notes[f"left out: {n} of {row.n_units} units of {row.target} for {result.method}: {why}"] = None
-        return list(notes)
+                    lines[f"left out: {n} of {row.n_units} units of {row.target} for {result.method}: {why}"] = None
+        return list(lines)
 
 
 def evaluate(
@@ -180,8 +182,8 @@ def evaluate(
     resamples: int = RESAMPLES,
     seed: int = 0,
     notes: Sequence[str] = (),
-    in_sample: Collection[str] = (),
-) -> EvaluationReport:
+    chosen_on: Mapping[str, Collection[str]] | None = None,
+) -> Evaluation:
     """Compare predictions with the utilities of an environment.
 
     Args:
@@ -191,7 +193,7 @@ def evaluate(
         partial: of an unfinished environment use the subsets that are there.
         seed: of the resamples.
         notes: how the methods came about, kept in the report.
-        in_sample: methods that were chosen on this environment.
+        chosen_on: by method, the targets of these very runs that it was chosen by.
     Raises:
         EnvironmentDataError: utilities or predictions are incomplete or not finite; the message names which.
     """
@@ -212,27 +214,50 @@ def evaluate(
             target, values_BE, own.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
         )
 
-    return EvaluationReport(
-        environment=environment.name,
-        recipe=environment.info.recipe,
-        family=environment.info.family.spec if environment.info.family else "given subsets",
-        n_subsets=len(utilities.subset_ids),
-        seeds=utilities.seeds,
-        resamples=resamples,
-        roles={name: environment.role_of(name) for name in names},
-        methods=tuple(
-            MethodResult(p.method, tuple(metrics(p, name) for name in names), p.standing, p.cost, p.method in in_sample)
-            for p in predictions
-        ),
+    roles = {name: environment.role_of(name) for name in names}
+    seen = chosen_on or {}
+    methods = tuple(
+        MethodResult(p, tuple(metrics(p, name) for name in names), seen.get(p.method, ())) for p in predictions
+    )
+    info = environment.info
+    family = info.family.spec if info.family else "given subsets"
+    return Evaluation(
+        table=_table(methods, roles),
+        headline=f"environment {environment.name}: recipe {info.recipe}, {family}, {len(utilities.subset_ids)} "
+        f"subsets, seeds {', '.join(map(str, utilities.seeds))}; 95 % intervals over {resamples} resamples of the "
+        "subsets",
         notes=tuple(notes),
+        environment=environment.name,
+        recipe=info.recipe,
+        family=family,
+        utilities=utilities.of(*names),
+        resamples=resamples,
+        roles=roles,
+        methods=methods,
     )
 
 
-def estimate_of(row: TargetMetrics, metric: str) -> Estimate:
-    """A metric of a target, or one of its ceilings, by name."""
-    source = (row.ceilings, _CEILINGS[metric]) if metric in _CEILINGS else (row, metric)
-    estimate: Estimate = getattr(*source)
-    return estimate
+def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Table:
+    records: list[dict[str, Any]] = []
+    for result in methods:
+        about = {"standing": result.standing} | _cost_fields(result.cost)
+        for row in result.targets:
+            record: dict[str, Any] = {"method": result.method, "target": row.target, "role": roles[row.target]}
+            record |= {"n_subsets": row.n_subsets, "n_units": row.n_units}
+            for metric in (*METRICS, *CEILINGS):
+                record |= _flat(metric, row[metric])
+            for metric, spread in row.over_seeds.items():
+                record |= {f"{metric}_seed_mean": spread.mean, f"{metric}_seed_sd": spread.sd}
+            record["undefined_units"] = sum(row.undefined_units.values())
+            record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
+            records.append(record | about | {"in_sample": row.target in result.chosen_on})
+        record = {"method": result.method, "target": AVERAGE, "n_subsets": result.targets[0].n_subsets}
+        record["n_units"] = result.n_units
+        for metric in (*METRICS, *CEILINGS):
+            record |= _flat(metric, result.average(metric))
+        records.append(record | about | {"in_sample": bool(result.chosen_on)})
+    fields = dict.fromkeys(name for record in records for name in record)
+    return pa.Table.from_pylist([{name: record.get(name) for name in fields} for record in records])
 
 
 def target_fingerprint(units: Sequence[Unit]) -> str:
@@ -288,12 +313,8 @@ def _flat(metric: str, estimate: Estimate) -> dict[str, Any]:
     return flat | ({f"{metric}_reason": estimate.reason} if estimate.reason else {})
 
 
-def _about(result: MethodResult) -> dict[str, Any]:
-    """How a method stands and what it costs, flat."""
-    cost = result.cost
+def _cost_fields(cost: Cost | None) -> dict[str, Any]:
     return {
-        "standing": result.standing,
-        "in_sample": result.in_sample,
         "feature_floats": None if cost is None else cost.features,
         "score_floats": None if cost is None else cost.scores,
         "build_wall_seconds": None if cost is None else cost.wall_seconds,
@@ -309,30 +330,7 @@ def _cost_cells(cost: Cost | None) -> tuple[str, str]:
     return floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"
 
 
-def _set_apart(lines: list[str], standings: Sequence[Standing]) -> list[str]:
-    """A heading before the first method of each standing that is no match for the others; lines[0] has the columns."""
-    out, before = lines[:1], "predictor"
-    for line, standing in zip(lines[1:], standings, strict=True):
-        if standing != before:
-            out.append(APART[standing])
-            before = standing
-        out.append(line)
-    return out
-
-
 def _cell(metric: str, estimate: Estimate) -> str:
-    if estimate.value is not None and metric in _CEILINGS:
+    if estimate.value is not None and metric in CEILINGS:
         return f"{estimate.value:.3f}"
     return str(estimate)
-
-
-def _columns(lines: list[list[str]]) -> list[str]:
-    """Left-aligned names, right-aligned numbers."""
-    widths = [max(len(line[c]) for line in lines) for c in range(len(lines[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if c < 2 else cell.rjust(width)
-            for c, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

@@ -20,6 +20,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import Origin
 from grasp.predict.blocks import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
+from grasp.runs.scored import Scored
 from grasp.settings import BuildSettings
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 
@@ -35,6 +36,13 @@ class Retrained:
     environment: Environment
     utilities: Utilities
     subsets: tuple[SubsetBlock, ...]
+
+    @classmethod
+    def of(cls, scored: Scored, utilities: Utilities) -> "Retrained":
+        """Of utilities whose targets have the environment's names."""
+        own = {name: mine for mine, name in scored.renamed.items()}
+        renamed = replace(utilities, targets=tuple(own[name] for name in utilities.targets))
+        return cls(scored.environment, renamed, scored.blocks)
 
 
 @dataclass(frozen=True, eq=False)

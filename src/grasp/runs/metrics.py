@@ -32,7 +32,11 @@ from numpy.typing import NDArray
 from grasp.errors import ShapeError
 
 F64 = NDArray[np.float64]
+Weights = NDArray[np.floating[Any]]
 
+# The lowest value of each metric; the highest is 1.
+METRICS = {"task_rho": -1.0, "mean_lds": -1.0, "positive": 0.0, "pairwise": 0.0, "task_rho_standardised": -1.0}
+CEILINGS = ("task_ceiling", "lds_ceiling")
 RESAMPLES = 1_000
 LEVEL = 0.95
 _BLOCK_NUMBERS = 500_000  # numbers in one block of comparisons or ranks: it stays in the cache
@@ -73,34 +77,23 @@ class Spread:
 
     mean: float | None
     sd: float | None
-    n_seeds: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """What a predictor equal to the truth would reach on one target, given the noise between seeds."""
-
-    task_rho: Estimate
-    mean_lds: Estimate
 
 
 @dataclass(frozen=True, slots=True)
 class TargetMetrics:
-    """What one prediction reaches on one target; the resamples stay so that targets can be averaged."""
+    """What one prediction reaches on one target: `row["task_rho"]`, and so for all METRICS and CEILINGS."""
 
     target: str
     n_subsets: int
     n_units: int
-    task_rho: Estimate
-    mean_lds: Estimate
-    positive: Estimate
-    pairwise: Estimate
-    task_rho_standardised: Estimate
-    ceilings: "Ceilings"
+    estimates: Mapping[str, Estimate]
     over_seeds: Mapping[str, Spread]
     undefined_units: Mapping[str, int]
     rho_E: F64
-    resamples: Mapping[str, F64] = field(repr=False)
+    resamples: Mapping[str, F64] = field(repr=False)  # they stay so that targets can be averaged
+
+    def __getitem__(self, name: str) -> Estimate:
+        return self.estimates[name]
 
 
 # ---------------------------------------------------------------------------------------------- ranks
@@ -112,9 +105,7 @@ def _comparisons(values_BE: F64, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.sign(values_EB[:, None, :] - values_EB[:, :, None]).astype(dtype) / 2
 
 
-def rank_correlations(
-    columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: NDArray[np.floating[Any]]
-) -> F64:
+def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: Weights) -> F64:
     """Spearman's rho between pairs of column sets, for every unit and every resample.
 
     A resample is a row of integer weights: how often each subset was drawn. The mid-rank of a subset, less
@@ -171,7 +162,7 @@ def spearman(x_BE: F64, y_BE: F64) -> F64:
     return rank_correlations([x_BE, y_BE], [(0, 1)], np.ones((1, len(x_BE))))[0, :, 0]
 
 
-def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
+def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Weights) -> F64:
     """Share of pairs of subsets ordered as retraining orders them, (R,).
 
     A pair whose utilities tie is left out; a pair whose predictions tie counts one half. In a resample a pair
@@ -214,12 +205,6 @@ def mean_defined(values: F64, axis: int) -> F64:
     return out
 
 
-def _positive_defined(rho_ER: F64) -> F64:
-    """Share of the defined rho that are above zero, (R,)."""
-    positive = np.where(np.isfinite(rho_ER), (rho_ER > 0).astype(np.float64), np.nan)
-    return mean_defined(positive, axis=0)
-
-
 # -------------------------------------------------------------------------------------- noise ceiling
 
 
@@ -233,7 +218,7 @@ def ceiling_from_correlation(correlation: F64, n_seeds: int) -> F64:
     return out
 
 
-def seed_agreement(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
+def seed_agreement(realized_BSE: F64, weights_RB: Weights) -> F64:
     """Mean over all pairs of seeds of the rank correlation between two seeds, (E, R); nan if S < 2."""
     _, n_seeds, n_units = realized_BSE.shape
     pairs = [(a, b) for a in range(n_seeds) for b in range(a + 1, n_seeds)]
@@ -243,21 +228,19 @@ def seed_agreement(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> 
     return mean_defined(rank_correlations(runs, pairs, weights_RB), axis=0)
 
 
-def noise_ceilings(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> Ceilings:
-    """Ceilings of one target; they depend on the utilities alone, so one call serves every method.
+def noise_ceilings(realized_BSE: F64, weights_RB: Weights) -> dict[str, Estimate]:
+    """CEILINGS of one target; they depend on the utilities alone, so one call serves every method.
 
     Args:
         realized_BSE: realized utilities of each seed.
         weights_RB: from `bootstrap_weights`.
     Source: design section 4, point 11; the formula stands at the module's head.
     """
-    return Ceilings(
-        task_rho=_ceiling(realized_BSE.mean(axis=2, keepdims=True), weights_RB),
-        mean_lds=_ceiling(realized_BSE, weights_RB),
-    )
+    task_BS1 = realized_BSE.mean(axis=2, keepdims=True)
+    return {"task_ceiling": _ceiling(task_BS1, weights_RB), "lds_ceiling": _ceiling(realized_BSE, weights_RB)}
 
 
-def _ceiling(realized_BSE: F64, weights_RB: NDArray[np.floating[Any]]) -> Estimate:
+def _ceiling(realized_BSE: F64, weights_RB: Weights) -> Estimate:
     n_subsets, n_seeds, _ = realized_BSE.shape
     if n_seeds < 2:
         return Estimate.undefined(ONE_SEED)
@@ -290,15 +273,6 @@ def standardised_mean(values_BE: F64) -> F64:
     return np.asarray(z_BE.mean(axis=1))
 
 
-def unit_leverage(values_BE: F64) -> F64:
-    """Share of each unit in the variance of the units' mean, (E,), sums to 1; nan if the mean is constant."""
-    mean_B = values_BE.mean(axis=1)
-    if mean_B.max() == mean_B.min():
-        return np.full(values_BE.shape[1], np.nan)
-    mean_B = mean_B - mean_B.mean()
-    return np.asarray(mean_B @ values_BE / (mean_B @ mean_B * values_BE.shape[1]))
-
-
 def _varies(values_BE: F64) -> NDArray[np.bool_]:
     return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
 
@@ -310,10 +284,10 @@ def target_metrics(
     target: str,
     predicted_BE: F64 | None,
     realized_BSE: F64,
-    weights_RB: NDArray[np.floating[Any]],
+    weights_RB: Weights,
     *,
     task_predicted_B: F64 | None = None,
-    ceilings: Ceilings | None = None,
+    ceilings: Mapping[str, Estimate] | None = None,
 ) -> TargetMetrics:
     """All metrics of one prediction on one target.
 
@@ -350,15 +324,14 @@ def target_metrics(
     units_why = NO_UNIT_PREDICTIONS if only_task else units_why
     reasons = dict.fromkeys(METRICS, units_why) | {"task_rho": task_why, "pairwise": task_why}
     estimates = {
-        name: interval(float(values[name][0]), resamples[name], lowest=_LOWEST[name], highest=1.0, reason=reasons[name])
-        for name in METRICS
+        name: interval(float(values[name][0]), resamples[name], lowest=lowest, highest=1.0, reason=reasons[name])
+        for name, lowest in METRICS.items()
     }
     return TargetMetrics(
         target=target,
         n_subsets=n_subsets,
         n_units=n_units,
-        **estimates,
-        ceilings=ceilings or noise_ceilings(realized_BSE, weights_RB),
+        estimates=estimates | dict(ceilings or noise_ceilings(realized_BSE, weights_RB)),
         over_seeds=_over_seeds(predicted_BE, task_B, realized_BSE),
         undefined_units={units_why: n_units} if only_task else _undefined_units(predicted_BE, realized_BE),
         rho_E=rho_E[:, 0],
@@ -366,23 +339,11 @@ def target_metrics(
     )
 
 
-METRICS = ("task_rho", "mean_lds", "positive", "pairwise", "task_rho_standardised")
-_LOWEST = {
-    "task_rho": -1.0,
-    "mean_lds": -1.0,
-    "positive": 0.0,
-    "pairwise": 0.0,
-    "task_rho_standardised": -1.0,
-}
-
-
 def _ones(n_subsets: int) -> F64:
     return np.ones((1, n_subsets))
 
 
-def _metrics(
-    predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: NDArray[np.floating[Any]]
-) -> tuple[dict[str, F64], F64]:
+def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Weights) -> tuple[dict[str, F64], F64]:
     """Every metric under every resample, (R,) each, and the units' rho (E, R)."""
     n_resamples, n_units = len(weights_RB), predicted_BE.shape[1]
     if len(task_B) < MIN_SUBSETS:
@@ -399,7 +360,7 @@ def _metrics(
     return {
         "task_rho": task_2R[0],
         "mean_lds": mean_defined(rho_ER, axis=0),
-        "positive": _positive_defined(rho_ER),
+        "positive": mean_defined(np.where(np.isfinite(rho_ER), rho_ER > 0, np.nan), axis=0),
         "pairwise": pairs_R,
         "task_rho_standardised": task_2R[1],
     }, rho_ER
@@ -431,27 +392,22 @@ def _over_seeds(predicted_BE: F64, task_B: F64, realized_BSE: F64) -> dict[str, 
 
 def _spread(values_S: F64) -> Spread:
     if not np.isfinite(values_S).all():
-        return Spread(None, None, len(values_S))
-    sd = float(values_S.std(ddof=1)) if len(values_S) > 1 else None
-    return Spread(float(values_S.mean()), sd, len(values_S))
+        return Spread(None, None)
+    return Spread(float(values_S.mean()), float(values_S.std(ddof=1)) if len(values_S) > 1 else None)
 
 
-def average_over_targets(rows: Sequence[TargetMetrics], name: str) -> Estimate:
-    """Mean of one metric over targets; undefined if it is undefined on any of them, which is then named.
+def average(rows: Sequence[TargetMetrics], name: str) -> Estimate:
+    """Mean of one metric over targets, or of a ceiling; undefined if it is on any of them, which is then named.
 
-    The resamples are those of the targets, draw by draw, so the interval knows that targets share subsets.
+    The resamples of a metric are those of the targets, draw by draw, so the interval knows that targets share subsets.
+    A mean ceiling has no interval.
     """
-    missing = [row.target for row in rows if getattr(row, name).value is None]
+    values = {row.target: row[name].value for row in rows}
+    missing = [target for target, value in values.items() if value is None]
     if missing or not rows:
         return Estimate.undefined(f"undefined on {', '.join(missing)}" if missing else "no targets")
-    value = float(np.mean([getattr(row, name).value for row in rows]))
+    value = float(np.mean([row[name].value for row in rows]))
+    if name in CEILINGS:
+        return Estimate(value)
     resampled_R = np.mean([row.resamples[name] for row in rows], axis=0)
-    return interval(value, resampled_R, lowest=_LOWEST[name], highest=1.0, reason="")
-
-
-def average_ceilings(rows: Sequence[TargetMetrics], name: str) -> Estimate:
-    """Mean ceiling over targets, without an interval; undefined if it is on any of them."""
-    missing = [row.target for row in rows if getattr(row.ceilings, name).value is None]
-    if missing or not rows:
-        return Estimate.undefined(f"undefined on {', '.join(missing)}" if missing else "no targets")
-    return Estimate(float(np.mean([getattr(row.ceilings, name).value for row in rows])))
+    return interval(value, resampled_R, lowest=METRICS[name], highest=1.0, reason="")

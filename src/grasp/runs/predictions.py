@@ -11,7 +11,7 @@ Higher is better. Shape letters: B subsets, E units, N rows.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,7 @@ class Predictions:
     task_B: Mapping[str, F64] = field(default_factory=dict)  # of a target; else the mean over its units
     standing: Standing = "predictor"
     cost: Cost | None = None
+    notes: tuple[str, ...] = ()  # what must be said of them
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -206,7 +207,7 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
         scores = _load(path)
         if scores.shape != (rows.n_rows, len(units)):
             raise EnvironmentDataError(f"{path}: shape {scores.shape}, expected {(rows.n_rows, len(units))} (N, E)")
-        return RowScores(method or path.stem, units, rows.n_rows, _Blocks(scores))
+        return RowScores(method or path.stem, units, rows.n_rows, _blocks(scores))
     table = _open(path, ("row_id",))
     names = [name for name in table.column_names if name != "row_id"]
     order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
@@ -214,7 +215,7 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
     scores = np.stack([table.column(name).to_numpy() for name in names], axis=1) if names else np.empty((0, 0))
     if not names:
         raise EnvironmentDataError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
-    return RowScores(method or path.stem, columns, rows.n_rows, _Blocks(scores[order]))
+    return RowScores(method or path.stem, columns, rows.n_rows, _blocks(scores[order]))
 
 
 def read_predictions(
@@ -249,15 +250,9 @@ def kind_of(path: Path) -> Literal["table", "array", "rows"]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Slices of an array in memory or on disk; can be gone through more than once."""
-
-    array: NDArray[Any]
-
-    def __iter__(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        for start in range(0, len(self.array), ROWS_AT_ONCE):
-            yield start, np.asarray(self.array[start : start + ROWS_AT_ONCE])
+def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
+    """Views of an array in memory or on disk."""
+    return [(start, array[start : start + ROWS_AT_ONCE]) for start in range(0, len(array), ROWS_AT_ONCE)]
 
 
 def _split(method: str, ids: tuple[str, ...], columns: Sequence[tuple[str, str | None]], values_BE: F64) -> Predictions:

@@ -29,10 +29,8 @@ from grasp.extract.cluster import ClusterSpec, connected
 from grasp.files import held
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.families import parse_family
+from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment
-from grasp.runs.evidence import evidence
-from grasp.runs.finished_runs import FULL, Run
-from grasp.runs.recipe import train
 from grasp.runs.retrain_plan import (
     checked_tokens,
     fitted_lengths,
@@ -45,7 +43,8 @@ from grasp.runs.retrain_plan import (
     row_index,
     tokenizer_of,
 )
-from grasp.runs.stacked import train_stacked
+from grasp.runs.run_tables import FULL, Run
+from grasp.runs.train import train, train_stacked
 from grasp.settings import RetrainSettings
 from grasp.targets.units import UnitTokens
 

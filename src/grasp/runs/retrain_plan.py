@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 import grasp
 from grasp.corpus import RowStore, read_documents
+from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
-from grasp.files import one_at_a_time, own_directory, written_aside
+from grasp.files import discard, one_at_a_time, own_directory, written_aside
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
@@ -25,9 +26,11 @@ from grasp.runs.recipe import TrainingRecipe, named_recipe
 from grasp.settings import RetrainSettings, describe, write_yaml
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
+from grasp.text import json_text
 
 PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another
 SHARD_ROWS = 4096
+TRAINED_ON = "trained_on.json"  # beside a tokenizer that was trained on the corpus
 TOKENIZER_CHARS = 50_000_000  # of the corpus, from its beginning; more teaches a small vocabulary nothing
 Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
 
@@ -37,9 +40,14 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
     recipe = resolved_recipe(settings)
     own_directory(out, MARKER, is_environment)
     with one_at_a_time(out / MARKER):
-        tokenizer = tokenizer_of(settings, recipe, out, stage)
+        if not settings.tokenizer:
+            _train_tokenizer(settings, recipe, out, stage)
+        tokenizer = tokenizer_of(settings, recipe, out)
         stage("rows")
-        store = RowStore.write(out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS)
+        # before the environment is begun nothing depends on the rows: those of another corpus make room
+        store = RowStore.write(
+            out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
+        )
         targets = recorded_targets(settings)
         checked_tokens(settings, recipe, tokenizer, targets)
         rows = row_index(store)
@@ -119,17 +127,10 @@ def row_index(store: RowStore) -> RowIndex:
     )
 
 
-def tokenizer_of(
-    settings: RetrainSettings, recipe: TrainingRecipe, out: Path, stage: Stage | None = None
-) -> HfTokenizer:
-    """The tokenizer that is given, or one trained on the corpus the first time it is asked for."""
+def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -> HfTokenizer:
+    """The tokenizer that is given, or the one that was trained on the corpus."""
     vocab_size = recipe.shape.vocab_size
     directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
-    if not settings.tokenizer and not directory.exists():
-        if stage is not None:
-            stage("tokenizer")
-        with written_aside(directory) as part:
-            train_tokenizer(_texts(settings), vocab_size=vocab_size).save_pretrained(part)
     if not directory.is_dir():
         raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -139,6 +140,28 @@ def tokenizer_of(
             f"set overrides.shape.vocab_size to {len(tokenizer)} or more"
         )
     return HfTokenizer(tokenizer, vocab_size=vocab_size)
+
+
+def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, stage: Stage) -> None:
+    """Train a tokenizer on the corpus, unless one is there: of this corpus, or of an environment that was begun."""
+    directory = out / "tokenizer"
+    source = open_source(settings.corpus.path, settings.corpus.split)
+    trained_on = json_text(
+        {
+            "corpus": source.identity(),
+            "settings": settings.corpus.model_dump(mode="json", exclude={"path"}),
+            "vocab_size": recipe.shape.vocab_size,
+        }
+    )
+    record = directory / TRAINED_ON
+    known = record.read_text(encoding="utf-8") if record.exists() else ""
+    if directory.exists() and (is_environment(out) or known == trained_on):
+        return
+    stage("tokenizer")
+    discard(directory)
+    with written_aside(directory) as part:
+        train_tokenizer(_texts(settings), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
+        (part / TRAINED_ON).write_text(trained_on, encoding="utf-8")
 
 
 def _texts(settings: RetrainSettings) -> Iterator[str]:

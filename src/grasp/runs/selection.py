@@ -26,12 +26,12 @@ from grasp.errors import ProtocolError
 from grasp.files import write_whole
 from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
 from grasp.predict.row_arrays import F64
-from grasp.runs.candidates import Candidate, ProtocolFamily
+from grasp.runs.candidates import DELTA, Candidate, ProtocolFamily
 from grasp.runs.criteria import agreement, standard_errors
-from grasp.runs.development import DEFAULT_CALIBRATION, Development
+from grasp.runs.development import Development
 from grasp.runs.metrics import RESAMPLES
+from grasp.runs.scored import DEFAULT_CALIBRATION
 
-DELTA = 0.05
 TIE = 1e-9
 
 
@@ -81,7 +81,7 @@ def select(
             artifacts can serve, or none whose predictions vary; utilities that are constant.
     """
     developments = _grouped(developments)
-    results = tuple(f"{one.environment.name}/{target}" for one in developments for target in one.targets)
+    results = tuple(name for one in developments for name in one.results)
     if len(set(results)) < len(results):
         raise ProtocolError(f"selection: results {list(results)} are not all different; pass each once")
     if len(results) < 2:
@@ -166,6 +166,7 @@ def freeze(
         Requirements.model_validate(required),
         calibration=Calibration(family=spec, n_subsets=family.calibration_subsets),
         selected_on=selection.results,
+        selected_runs={name: fingerprint for one in developments for name, fingerprint in one.results.items()},
     )
 
 

@@ -6,7 +6,6 @@ Shape letters: K models, B rows of a batch, L tokens, T = B L, H hidden width.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,28 +14,9 @@ from torch import Tensor
 
 from grasp.errors import ModelError
 from grasp.runs.head_loss import head_loss
-from grasp.runs.llama import LlamaShape, StackedLlama
+from grasp.runs.llama import StackedLlama
+from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.training_rows import Share, TokenBatch
-
-
-class LoopSettings(Protocol):
-    """What the loop reads of a recipe."""
-
-    @property
-    def shape(self) -> LlamaShape: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def micro_rows(self) -> int | None: ...
-    @property
-    def betas(self) -> tuple[float, float]: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def clip_norm(self) -> float: ...
-    @property
-    def cuda_autocast(self) -> bool: ...
-    def learning_rate_at(self, step: int, /) -> float: ...
 
 
 class Trainer:
@@ -45,7 +25,7 @@ class Trainer:
     Every model has its own loss, gradient norm and updates: nothing passes from one to another.
     """
 
-    def __init__(self, recipe: LoopSettings, seeds: Sequence[int], device: str | torch.device) -> None:
+    def __init__(self, recipe: TrainingRecipe, seeds: Sequence[int], device: str | torch.device) -> None:
         self.recipe = recipe
         self.device = torch.device(device)
         self.model = StackedLlama(recipe.shape, len(seeds), self.device)

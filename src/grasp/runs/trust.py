@@ -58,7 +58,7 @@ def fit_intervals(
         f"in {environment.name} (recipe {environment.info.recipe}, mean of {seeds})",
         lines=lines,
         reach=reach,
-        notes=tuple(_notes(predictor, environment, lines)),
+        notes=tuple(_notes(predictor, environment, lines, scored.runs_fingerprint)),
     )
 
 
@@ -78,7 +78,9 @@ def _theirs(environment: Environment, predictor: Predictor, artifact: ArtifactRe
     return [name for name in found if environment.role_of(name) == "dev"] or found
 
 
-def _notes(predictor: Predictor, environment: Environment, lines: Mapping[str, NatsLine]) -> list[str]:
+def _notes(
+    predictor: Predictor, environment: Environment, lines: Mapping[str, NatsLine], fingerprint: str
+) -> list[str]:
     notes = [
         f"{name}: realized utility does not rise with the prediction in {environment.name}: trust the interval alone"
         for name, line in lines.items()
@@ -87,7 +89,6 @@ def _notes(predictor: Predictor, environment: Environment, lines: Mapping[str, N
     missing = [name for name in predictor.targets if name not in lines]
     if missing:
         notes.append(f"no interval for {', '.join(missing)}: no development target of {environment.name}")
-    selected = [name for name in predictor.protocol.selected_on or () if name.split("/")[0] == environment.name]
-    if selected:
+    if predictor.protocol.chosen_on(fingerprint):
         notes.append(f"the protocol was selected on {environment.name}: its intervals are somewhat too narrow")
     return notes

@@ -1,6 +1,6 @@
-"""Components of the predictor for an environment's subsets, once; every candidate is a weighted sum of them.
+"""An artifact beside an environment: components of the predictor for its subsets, made once for all candidates.
 
-Shape letters: B subsets, E units, T targets, N rows, D sketch width.
+Every candidate is a weighted sum of components. Shape letters: B subsets, E units, T targets, N rows, D sketch width.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,22 +9,27 @@ from functools import cached_property
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import SubsetMass, Weighting, halves_needed
 from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import Calibration, Match
-from grasp.predict.row_arrays import F64, Blocks, RowArrays
+from grasp.predict.protocol import Calibration, Match, ScoringProtocol
+from grasp.predict.row_arrays import F64, RowArrays
 from grasp.predict.sketches import Sketch
+from grasp.predict.slices import LabelTable
 from grasp.predict.standardize import MomentsAccumulator, RowMoments, has_closed_form, relevance_moments
-from grasp.runs.candidates import Binding, Candidate
-from grasp.runs.controls import EXACT_ROWS, ShuffledPairs, row_permutation
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.candidates import Binding, Candidate, candidate_of
+from grasp.runs.controls import EXACT_ROWS, ShuffledPairs, ShuffledRows
+from grasp.runs.environment import Environment
+from grasp.runs.evaluate import artifact_targets
 from grasp.runs.predictions import Predictions
 
+DEFAULT_CALIBRATION = "uniform:0.5"
 SHUFFLED = "shuffled "  # before the name of a component that comes from shuffled pairs
 
 
@@ -89,21 +94,79 @@ def _part_name(component: str, *, shuffled: bool) -> str:
 
 
 @dataclass(frozen=True)
-class PartsSource:
-    """Makes the parts of one artifact for the subsets of one environment, and keeps the shuffles it made."""
+class Scored:
+    """An artifact beside an environment: what predictions for its subsets are made of. Says nothing of roles."""
 
+    environment: Environment
     source: RowArrays
-    targets: tuple[str, ...]  # the artifact's names
+    renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
-    calibration: Calibration
-    seed: int = 0  # of the shuffles
+    calibration: Calibration  # by which geometry is standardised here
+    fingerprints: Mapping[str, str]  # of the artifact
 
-    def parts(self, binding: Binding, candidates: Sequence[Candidate], *, per_unit: bool = False) -> Parts:
-        """Parts that `candidates`, which share `binding`, are made of.
+    @classmethod
+    def of(
+        cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256, seed: int = 0
+    ) -> "Scored":
+        """Check that both belong together, and draw a calibration family like the environment's own.
+
+        Its stream is another than that of the subsets that were retrained, so no intervention that is scored
+        standardises itself. A table of given subsets has no family: uniform:0.5 stands in.
+
+        Raises:
+            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
+        """
+        common = artifact_targets(environment, artifact)
+        spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
+        calibration = Calibration(family=spec, n_subsets=calibration_subsets, seed=seed)
+        label = calibration.parsed.label
+        labels = LabelTable(artifact.rows_path).column(label) if label is not None else None
+        blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
+        return cls(
+            environment=environment,
+            source=artifact,
+            renamed={own: name for name, own in common.items()},
+            blocks=blocks,
+            calibration=calibration,
+            fingerprints=dict(artifact.manifest.fingerprints),
+        )
+
+    @property
+    def runs_fingerprint(self) -> str:
+        """See `Environment.fingerprint`."""
+        return self.environment.fingerprint(self.blocks[0])
+
+    def predictions(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
+        """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
+        parts = self.parts(tuple(candidates.values()), targets, per_unit=True)
+        return [parts[c.binding].predictions(c, name, self.renamed) for name, c in candidates.items()]
+
+    def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
+        """Predictions of units and tasks by frozen protocols, standardised by the environment's calibration family.
+
+        Raises:
+            ProtocolError: the artifact does not fit a protocol.
+        """
+        return self.predictions({n: candidate_of(p, self.source) for n, p in protocols.items()}, targets)
+
+    def parts(
+        self, candidates: Sequence[Candidate], targets: Sequence[str], *, per_unit: bool = False
+    ) -> dict[Binding, Parts]:
+        """Parts that the candidates are made of, by binding, for targets by the environment's names.
 
         Raises:
             ProtocolError: the artifact lacks a kernel or a sketch, or no kernel at all.
         """
+        theirs = {name: own for own, name in self.renamed.items()}
+        groups: dict[Binding, list[Candidate]] = {}
+        for candidate in candidates:
+            groups.setdefault(candidate.binding, []).append(candidate)
+        own = tuple(theirs[name] for name in targets)
+        return {binding: self._parts(binding, group, own, per_unit=per_unit) for binding, group in groups.items()}
+
+    def _parts(
+        self, binding: Binding, candidates: Sequence[Candidate], targets: tuple[str, ...], *, per_unit: bool
+    ) -> Parts:
         kernels = list(dict.fromkeys(kernel for c in candidates for kernel, _ in c.match))
         components = list(dict.fromkeys(name for c in candidates for name, _ in c.omega))
         task: dict[str, F64] = {}
@@ -111,7 +174,8 @@ class PartsSource:
         task_std: dict[str, F64] = {}
         unit_std: dict[str, F64] = {}
         for kernel in kernels:
-            predictor = self._bound(binding, kernel, [], per_unit=per_unit)
+            protocol = binding.protocol([kernel], []).model_copy(update={"calibration": self.calibration})
+            predictor = Predictor.of(self.source, protocol, targets, per_unit=per_unit)
             task[kernel], unit[kernel] = self._changes(predictor, self.blocks)
             if components:
                 task_std[kernel], unit_std[kernel] = self._spread(predictor)
@@ -119,17 +183,13 @@ class PartsSource:
         unit_ids = self.source.units.column("unit_id").to_pylist()
         return Parts(
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
-            targets=self.targets,
-            units=tuple((target, unit_ids[e]) for target in self.targets for e in self.source.unit_columns(target)),
+            targets=targets,
+            units=tuple((target, unit_ids[e]) for target in targets for e in self.source.unit_columns(target)),
             task=task | geometry,
             unit=unit | geometry if per_unit else {},
             task_std=task_std,
             unit_std=unit_std,
         )
-
-    def _bound(self, binding: Binding, kernel: Match, components: Sequence[str], *, per_unit: bool) -> Predictor:
-        protocol = binding.protocol([kernel], components).model_copy(update={"calibration": self.calibration})
-        return Predictor.of(self.source, protocol, self.targets, per_unit=per_unit)
 
     def _changes(self, predictor: Predictor, blocks: Sequence[SubsetBlock]) -> tuple[F64, F64]:
         """Of tasks and, where the predictor has them, of units."""
@@ -204,58 +264,25 @@ class PartsSource:
         own_BN = own_BN * SubsetMass.of(weights_BN).factor(side, weighting)[:, None]
         out: dict[str, F64] = {}
         for half in halves:
-            sketch_ND, pairs = self._sketches[half], self._pairs(half)
-            norm_N = np.einsum("nd,nd->n", sketch_ND, sketch_ND)
-            pair_B = _permuted_pair(own_BN, sketch_ND, self._permutation) if pairs is None else pairs.pair(own_BN)
-            out[f"{half}.pair"] = pair_B
-            out[f"{half}.raw"] = pair_B + own_BN**2 @ norm_N
+            sketch_ND, pairs = self._sketch(half)
+            out[f"{half}.pair"] = pair_B = pairs.pair(own_BN)
+            out[f"{half}.raw"] = pair_B + own_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
         return out
 
     @cached_property
     def _family(self) -> CalibrationFamily:
         return CalibrationFamily.of(self.calibration, self.source)
 
-    def _pairs(self, half: str) -> ShuffledPairs | None:
-        if self.source.n_rows > EXACT_ROWS:
-            return None
-        if half not in self._made:
-            self._made[half] = ShuffledPairs.of(self._sketches[half], seed=self.seed)
-        return self._made[half]
-
     @cached_property
-    def _made(self) -> dict[str, ShuffledPairs]:
+    def _sketches(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
         return {}
 
-    @cached_property
-    def _permutation(self) -> NDArray[np.int64]:
-        return row_permutation(self.source.n_rows, seed=self.seed)
-
-    @cached_property
-    def _sketches(self) -> "_Sketches":
-        return _Sketches(self.source)
-
-
-class _Sketches:
-    """Sketches in memory, (N, D) float64, by half; joint is hidden beside residual."""
-
-    def __init__(self, source: RowArrays) -> None:
-        self._source = source
-        self._held: dict[str, F64] = {}
-
-    def __getitem__(self, half: str) -> F64:
-        if half not in self._held:
-            parts = halves_needed({f"{half}.pair": 1.0})
-            self._held[half] = np.concatenate([self._read(part) for part in parts], axis=1)
-        return self._held[half]
-
-    def _read(self, half: str) -> F64:
-        blocks: Blocks = self._source.array_blocks(f"{half}_sketch")
-        return np.concatenate([block.astype(np.float64) for _, block in blocks])
-
-
-def _permuted_pair(weights_BN: F64, sketch_ND: F64, order_N: NDArray[np.int64]) -> F64:
-    """K_pair with every row's sketch taken from another row, (B,)."""
-    moved_ND = sketch_ND[order_N]
-    total_BD = weights_BN @ moved_ND
-    own_B = weights_BN**2 @ np.einsum("nd,nd->n", moved_ND, moved_ND)
-    return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - own_B)
+    def _sketch(self, half: str) -> tuple[F64, ShuffledPairs | ShuffledRows]:
+        """A sketch in memory, (N, D), joint is hidden beside residual, and its shuffle; both are kept."""
+        if half not in self._sketches:
+            arrays = [self.source.array_blocks(f"{part}_sketch") for part in halves_needed({f"{half}.pair": 1.0})]
+            parts = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in arrays]
+            sketch_ND = np.concatenate(parts, axis=1)
+            shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
+            self._sketches[half] = sketch_ND, shuffle.of(sketch_ND, seed=0)
+        return self._sketches[half]

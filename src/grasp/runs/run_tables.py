@@ -1,9 +1,12 @@
-"""Tables of results: `subset_id, seed, target, unit_id, utility`, in any order, checked line by line on reading.
+"""The tables of an environment: results line by line, checked on reading; and the subsets that were trained on.
+
+Results are `subset_id, seed, target, unit_id, utility` in any order; subsets are `subset_id, row_id`.
 
 Shape letters: R runs, E units.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
 from grasp.files import checksum
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.subset_tables import RowIndex
 
 F64 = NDArray[np.float64]
 
@@ -193,3 +198,55 @@ def _check_counts(
             f"{path}: subset {run.subset_id!r}, seed {run.seed} lacks {target} unit {unit!r} "
             f"({len(holes)} such); expected every unit"
         )
+
+
+# ---------------------------------------------------------------------------------------------------------- subsets
+
+
+def write_subsets(
+    part: Path, blocks: Iterable[SubsetBlock], rows: RowIndex, where: Path
+) -> tuple[tuple[str, ...], list[str]]:
+    """Write a table of subsets; its ids, and the checksum after each subset.
+
+    Args:
+        where: the name it will have, for messages.
+    Raises:
+        EnvironmentDataError: the subsets are none, unnamed, repeated or weighted.
+    """
+    digest, names_N = MaskDigest(), rows.ids()
+    schema = pa.schema([("subset_id", pa.string()), ("row_id", pa.string())])
+    with pq.ParquetWriter(part, schema, compression="zstd", compression_level=19) as writer:
+        for block in blocks:
+            if (block.weights_BN.data != 1.0).any():
+                raise EnvironmentDataError(f"{where}: weighted subsets cannot be retrained; drop the weights")
+            digest.add(block)
+            subset_of = np.repeat(np.arange(len(block.subset_ids)), block.sizes_B)
+            names = pa.array(block.subset_ids, pa.string()).take(pa.array(subset_of))
+            row_ids = names_N.take(pa.array(block.weights_BN.indices)).combine_chunks()
+            writer.write_table(pa.table([names, row_ids], schema=schema))
+    ids = digest.ids
+    if not ids:
+        raise EnvironmentDataError(f"{where}: got no subsets, expected at least one")
+    wrong = sorted({name for name in ids if ids.count(name) > 1} | ({FULL} & set(ids)))
+    if wrong:
+        raise EnvironmentDataError(
+            f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
+        )
+    return tuple(ids), digest.checksums
+
+
+class MaskDigest:
+    """Running checksum over the ids and rows of subsets, in order."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.ids: list[str] = []
+        self.checksums: list[str] = []  # after each subset
+
+    def add(self, block: SubsetBlock) -> None:
+        matrix = block.weights_BN
+        for b, subset_id in enumerate(block.subset_ids):
+            rows = np.sort(matrix.indices[matrix.indptr[b] : matrix.indptr[b + 1]])
+            self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
+            self.ids.append(subset_id)
+            self.checksums.append(self._digest.hexdigest())

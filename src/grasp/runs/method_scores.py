@@ -1,4 +1,4 @@
-"""From a method to predictions of subsets, with what it costs and what must be said of it.
+"""What a published method gives: scores of rows, ranks of rows, and predictions of subsets with what they cost.
 
 Shape letters: N rows, E units, B subsets.
 """
@@ -8,26 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
+from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import Weighting
+from grasp.predict.row_arrays import F32, Blocks
 from grasp.runs.configured import ConfiguredMethod
 from grasp.runs.contract import Account, MethodScores, RowMethod, SubsetMethod
-from grasp.runs.material import Material
+from grasp.runs.environment import Environment
+from grasp.runs.material import Material, Retrained
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
+from grasp.runs.scored import Scored
 
 CACHE = "baselines"  # inside the artifact
 ANY = ("", "any")  # the one column of scores that do not depend on the unit
 COUNTED = "scores are added up over a subset, not averaged"
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """Predictions under the label of the configuration, and what a reader must know."""
-
-    predictions: Predictions
-    notes: tuple[str, ...]
 
 
 def predict(
@@ -38,8 +36,8 @@ def predict(
     *,
     renamed: Mapping[str, str] | None = None,
     side: Side = "retained",
-) -> Predicted:
-    """Predict subsets by a method; its scores are computed unless they are stored.
+) -> Predictions:
+    """Predict subsets by a method, under its label; its scores are computed unless they are stored.
 
     Args:
         subsets: retained sides over the artifact's rows.
@@ -67,9 +65,8 @@ def predict(
         standing = "oracle-selected"
     if renamed is not None:
         predictions = _renamed(predictions, renamed)
-    return Predicted(
-        replace(predictions, method=configured.label, standing=standing, cost=cost), _notes(configured.label, account)
-    )
+    notes = _notes(configured.label, account)
+    return replace(predictions, method=configured.label, standing=standing, cost=cost, notes=notes)
 
 
 def scores(configured: ConfiguredMethod, material: Material, cache: Path | None = None) -> MethodScores:
@@ -136,3 +133,67 @@ def _notes(label: str, account: Account) -> tuple[str, ...]:
 
 def _shortened(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names) if len(names) <= most else ", ".join(names[:most]) + f" and {len(names) - most} more"
+
+
+# ------------------------------------------------------------------------------------------------------ rows by rank
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRows:
+    """The rows of an artifact under the scores of a method, which are its one array."""
+
+    artifact: ArtifactReader
+    label: str
+    found: MethodScores
+
+    @property
+    def n_rows(self) -> int:
+        return self.artifact.n_rows
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        return (f"relevance_{self.label}",)
+
+    def unit_columns(self, target: str) -> NDArray[np.int64]:
+        """Columns of the target's units: those of the artifact."""
+        return self.artifact.unit_columns(target)
+
+    def array_blocks(
+        self, name: str, *, columns: NDArray[np.int64] | None = None, block_rows: int | None = None
+    ) -> Blocks:
+        """Scores in blocks of the stored size; one that does not depend on the unit is the same in every column."""
+        del name, block_rows
+        chosen = np.arange(len(self.artifact.units)) if columns is None else columns
+        for start, block in self.found:
+            own: F32 = block.astype(np.float32)
+            yield start, own[:, chosen] if own.shape[1] > 1 else np.repeat(own, len(chosen), axis=1)
+
+
+def method_rows(
+    artifact: ArtifactReader,
+    configured: ConfiguredMethod,
+    *,
+    environment: Environment | None = None,
+    checkpoints: Sequence[Path] = (),
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> MethodRows:
+    """Score the rows by a method, unless that was done before.
+
+    Args:
+        environment: for a method that is made from retrained subsets.
+    Raises:
+        GraspError: what the method needs is not there, or it scores no rows.
+    """
+    known = None
+    if environment is not None:
+        scored = Scored.of(environment, artifact)
+        known = Retrained.of(scored, environment.utilities().of(*scored.renamed.values()))
+    material = Material(artifact, checkpoint_places=tuple(checkpoints), retrained=known, progress=progress or Silent())
+    return MethodRows(artifact, configured.label, scores(configured, material, cache))
+
+
+def method_values(rows: MethodRows, target: str) -> NDArray[np.float64]:
+    """Score of every row for a target, the mean over its units, (N,)."""
+    blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(target))
+    return np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])

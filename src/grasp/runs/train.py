@@ -1,0 +1,295 @@
+"""Training models from scratch on subsets of a corpus: one that is kept with its checkpoints, or K at once.
+
+K models of one recipe are one batched program. Every model has its own seed, subset, data order and weights; only the
+work is shared: one batched matrix product instead of K, one optimizer call. What is learned is what `train` learns, up
+to the rounding of batched kernels.
+
+That is meant for a GPU, where a small model is bound by the number of kernels started. On a CPU one small model
+already fills a core: K of them take K times as long, and separate processes use several cores better.
+
+Tolerance: 1e-5 nats while training has not yet amplified rounding (tens of steps). A whole `tiny` run
+    amplifies it as it would for one model under another order of summation: single units then differ by up
+    to 0.1 nats and means over 200 units by 1e-3 to 4e-3, where two subsets and seeds differ by 0.2.
+
+Shape letters: K models, E units, B rows of a batch, L tokens, P supervised positions, H hidden width.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+from transformers.utils import logging as hf_logging
+
+from grasp.errors import ModelError, ShapeError
+from grasp.files import aside, remove_parts, written_aside
+from grasp.models.tokenizer import HfTokenizer
+from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
+from grasp.runs.llama import StackedLlama
+from grasp.runs.recipe import TrainingRecipe
+from grasp.runs.training import Trainer
+from grasp.runs.training_rows import RowSource, Share, batch_order, token_batches
+from grasp.targets.units import UnitTokens
+
+RECORD = "training.json"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A finished training run."""
+
+    model: LlamaForCausalLM  # on the CPU, float32, eval mode
+    recipe: TrainingRecipe
+    seed: int
+    n_retained: int
+    losses: NDArray[np.float32]  # (steps,), nats a label
+    path: Path | None
+    checkpoints: tuple[Path, ...]  # intermediate ones, by step
+
+
+def train(
+    recipe: TrainingRecipe,
+    rows: RowSource,
+    *,
+    seed: int,
+    retained: NDArray[np.bool_] | None = None,
+    weights: NDArray[np.float64] | None = None,
+    tokenizer: HfTokenizer | None = None,
+    out: Path | None = None,
+    checkpoints: tuple[int, ...] = (),
+    device: str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> TrainedModel:
+    """Train a model from scratch on a subset of a corpus.
+
+    Deterministic: on a CPU, the same arguments and number of threads give the same weights bit for bit, also
+        when a run was killed and went on from its last checkpoint. On a GPU they agree within rounding.
+
+    Args:
+        retained: (N,) rows that are trained on; none: all.
+        weights: (N,) weight of each row in the loss, relative to the other rows of its batch; none: 1.
+        tokenizer: saved with the model.
+        out: directory of the finished Hugging Face checkpoint; `training.json` in it, written last, says
+            that it is whole. A finished one of the same arguments is loaded, an unfinished one goes on.
+        checkpoints: numbers of steps after which ``<out>/checkpoint-<step>``, a Hugging Face checkpoint with
+            the optimizer's state, is kept.
+        progress: called with the number of steps done, after each.
+    Raises:
+        ShapeError: `retained` or `weights` has not one entry a row.
+        ModelError: fewer rows than a batch; a row too long or outside the vocabulary; a loss that is not a
+            number; `out` holds a run of other arguments.
+    """
+    share = Share.of(rows.n_rows, recipe.batch_rows, retained, weights)
+    _check_checkpoints(recipe, checkpoints, out)
+    identity = {
+        "recipe": recipe.model_dump(mode="json"),
+        "seed": seed,
+        "rows": rows.fingerprint,
+        "subset": share.fingerprint,
+    }
+    run = None if out is None else _Run(out, identity, tokenizer)
+    trainer = Trainer(recipe, [seed], device)
+    if run is not None:
+        run.resume(trainer)
+    for step in _steps(trainer, rows, [share], [seed]):
+        if run is not None and step in checkpoints:
+            run.save_checkpoint(trainer)
+        if progress is not None:
+            progress(step)
+    model = trainer.model.to_hf(0, tokenizer.eos_id if tokenizer is not None else None)
+    if run is not None:
+        run.finish(trainer, model)
+    return TrainedModel(
+        model=model,
+        recipe=recipe,
+        seed=seed,
+        n_retained=share.n_kept,
+        losses=trainer.losses[:, 0],
+        path=out,
+        checkpoints=() if run is None else run.checkpoints(),
+    )
+
+
+def _check_checkpoints(recipe: TrainingRecipe, checkpoints: tuple[int, ...], out: Path | None) -> None:
+    outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
+    if outside:
+        raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
+    if checkpoints and out is None:
+        raise ModelError("checkpoints: got steps without `out`, expected a directory to keep them in")
+
+
+def _steps(trainer: Trainer, rows: RowSource, shares: Sequence[Share], seeds: Sequence[int]) -> Iterator[int]:
+    """Train to the end of the recipe, model k on ``shares[k]``; the number of steps done, after each."""
+    recipe, first = trainer.recipe, trainer.step
+    orders = [
+        batch_order(share.kept_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
+        for share, seed in zip(shares, seeds, strict=True)
+    ]
+    shape = recipe.shape
+    steps = recipe.steps - first
+    for batch in token_batches(rows, orders, steps=steps, context=shape.context, vocab_size=shape.vocab_size):
+        trainer.advance(batch, shares)
+        yield trainer.step
+    trainer.check()
+
+
+class _Run:
+    """The directory of a training run. What is written is written aside and renamed: what exists is whole."""
+
+    def __init__(self, out: Path, identity: dict[str, Any], tokenizer: HfTokenizer | None) -> None:
+        self._out = out
+        self._identity = identity
+        self._tokenizer = tokenizer
+        out.mkdir(parents=True, exist_ok=True)
+        remove_parts(out)  # of a run that was killed
+
+    def checkpoints(self) -> tuple[Path, ...]:
+        found = {path.name.removeprefix("checkpoint-"): path for path in self._out.glob("checkpoint-*")}
+        return tuple(found[step] for step in sorted(filter(str.isdigit, found), key=int))
+
+    def resume(self, trainer: Trainer) -> None:
+        """Load the finished model, else the last checkpoint, else nothing."""
+        places = [*self.checkpoints(), *([self._out] if (self._out / RECORD).exists() else [])]
+        if not places:
+            return
+        record = json.loads((places[-1] / RECORD).read_text(encoding="utf-8"))
+        if record["identity"] != self._identity:
+            other = [key for key, value in self._identity.items() if record["identity"].get(key) != value]
+            raise ModelError(
+                f"{places[-1]}: trained with another {', '.join(other)}, expected the same; give another directory"
+                " or remove it"
+            )
+        trainer.model.load(0, load_file(places[-1] / WEIGHTS))
+        state = load_file(places[-1] / OPTIMIZER)
+        trainer.restore(record["step"], state, np.asarray(record["losses"], dtype=np.float32)[:, None])
+
+    def save_checkpoint(self, trainer: Trainer) -> None:
+        trainer.check()
+        target = self._out / f"checkpoint-{trainer.step}"
+        if not target.exists():
+            with written_aside(target) as part:
+                self._write(trainer, trainer.model.to_hf(0, self._eos_id), part)
+
+    def finish(self, trainer: Trainer, model: LlamaForCausalLM) -> None:
+        if (self._out / RECORD).exists():
+            return
+        part = aside(self._out / "final")
+        self._write(trainer, model, part)
+        # the record goes last: a kill in between leaves files that the next run writes again
+        for path in sorted(part.iterdir(), key=lambda path: path.name == RECORD):
+            path.replace(self._out / path.name)
+        part.rmdir()
+
+    @property
+    def _eos_id(self) -> int | None:
+        return None if self._tokenizer is None else self._tokenizer.eos_id
+
+    def _write(self, trainer: Trainer, model: LlamaForCausalLM, part: Path) -> None:
+        hf_logging.disable_progress_bar()  # the terminal belongs to the command line
+        model.save_pretrained(part)
+        if self._tokenizer is not None:
+            self._tokenizer.save(part)
+        save_file(trainer.optimizer_state(), part / OPTIMIZER)
+        record = {
+            "identity": self._identity,
+            "step": trainer.step,
+            "losses": [float(loss) for loss in trainer.losses[:, 0]],
+        }
+        (part / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------- K at once
+
+
+@dataclass(frozen=True, slots=True)
+class StackedModels:
+    """K trained models."""
+
+    recipe: TrainingRecipe
+    seeds: tuple[int, ...]
+    losses: NDArray[np.float32]  # (steps, K), nats a label
+    llama: StackedLlama
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def model(self, k: int, eos_id: int | None = None) -> LlamaForCausalLM:
+        """Model k as an ordinary Hugging Face model on the CPU."""
+        return self.llama.to_hf(k, eos_id)
+
+    def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> NDArray[np.float64]:
+        """`grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats a label.
+
+        Args:
+            batch_tokens: tokens of one forward pass: of all models together on a CPU, of each of them on a GPU.
+        """
+        if self.llama.device.type == "cpu":
+            batch_tokens = max(1, batch_tokens // len(self))
+        losses_KE = np.full((len(self), len(unit_tokens)), np.nan)
+        lengths = [len(unit.input_ids) for unit in unit_tokens]
+        with torch.inference_mode():
+            for index_B in length_batches(lengths, batch_tokens):
+                losses_KE[:, index_B] = self._losses([unit_tokens[int(i)] for i in index_B])
+        for losses_E in losses_KE:
+            refuse_non_finite(losses_E)
+        return losses_KE
+
+    def _losses(self, units: Sequence[UnitTokens]) -> NDArray[np.float64]:
+        ids_BL, labelled_BL = padded(units)
+        ids_KBL = ids_BL.to(self.llama.device).expand(len(self), -1, -1)
+        hidden_KBLH = self.llama.hidden(ids_KBL)
+        hidden_KPH = [supervised(hidden_BLH, labelled_BL) for hidden_BLH in hidden_KBLH]
+        pairs = zip(hidden_KPH, self.llama.head, strict=True)
+        return np.stack([mean_losses(hidden @ head.T, ids_BL, labelled_BL) for hidden, head in pairs])
+
+
+def _in_cache(recipe: TrainingRecipe, n_models: int, device: str) -> TrainingRecipe:
+    """On a CPU, K models read a K-th of the batch at a time: more activations at once would only leave the
+    cache."""
+    if torch.device(device).type != "cpu" or recipe.micro_rows is not None:
+        return recipe
+    return recipe.model_copy(update={"micro_rows": -(-recipe.batch_rows // n_models)})
+
+
+def train_stacked(
+    recipe: TrainingRecipe,
+    rows: RowSource,
+    *,
+    seeds: Sequence[int],
+    retained: Sequence[NDArray[np.bool_] | None],
+    weights: Sequence[NDArray[np.float64] | None] | None = None,
+    device: str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> StackedModels:
+    """Train K models from scratch, model k from ``seeds[k]`` on the rows ``retained[k]``.
+
+    Args:
+        retained: K subsets, (N,) each; none: all rows.
+        weights: K row weights, (N,) each; none: 1.
+        progress: called with the number of steps done, after each.
+    Raises:
+        ShapeError: not as many subsets as seeds, or a subset that is not of the corpus.
+        ModelError: as `train`.
+    """
+    weights = [None] * len(seeds) if weights is None else weights
+    if not len(seeds) == len(retained) == len(weights) or not seeds:
+        raise ShapeError(
+            f"train_stacked: got {len(seeds)} seeds, {len(retained)} subsets, {len(weights)} weights, expected as"
+            " many of each, and at least one"
+        )
+    shares = [
+        Share.of(rows.n_rows, recipe.batch_rows, kept, weight) for kept, weight in zip(retained, weights, strict=True)
+    ]
+    trainer = Trainer(_in_cache(recipe, len(seeds), device), seeds, device)
+    for step in _steps(trainer, rows, shares, seeds):
+        if progress is not None:
+            progress(step)
+    return StackedModels(recipe, tuple(seeds), trainer.losses, trainer.model)
