@@ -43,7 +43,26 @@ class CorpusSettings(Settings):
 
     path: str = Field(description="File, directory or fsspec URL: Parquet, JSONL(.gz/.zst), or a `datasets` directory.")
     split: str | None = Field(None, description="Split to read, where the corpus has several.")
-    text_column: str = Field("text", description="Column that holds the text.")
+    text_column: str | None = Field(
+        None,
+        description="Column of the text, or of the turns of a conversation; none: text, messages or conversations.",
+    )
+    form: Literal["prompt", "instruction"] | None = Field(
+        None,
+        description="Records of several columns: prompt and completion; or instruction, input and output. None: by the "
+        "columns that there are.",
+    )
+    prompt: str | None = Field(
+        None,
+        description="What is read before the answer, out of any columns: 'Question: {question}\nAnswer:', or Jinja. "
+        "Goes with completion.",
+    )
+    completion: str | None = Field(None, description="The answer, likewise: ' {answer}'.")
+    loss_on: Literal["assistant", "completion", "all"] | None = Field(
+        None,
+        description="Tokens that carry loss: every turn of the assistant, its last one, or all. None: assistant for "
+        "conversations and pairs, all for texts.",
+    )
     ids_column: str = Field("input_ids", description="Column of token ids; where present it is used as it is.")
     row_id_column: str | None = Field(
         None, description="Column with the stable name of a row; none: row_id or id, if there; empty: names are made."
@@ -74,6 +93,14 @@ class CorpusSettings(Settings):
     class_column: str | None = Field(
         None, description="Column of the classes of images, numbers from 0 or names; none: label."
     )
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt, completion: one is given without the other; give both templates")
+        if self.prompt is not None:
+            refuse_idle(self, ("text_column", "form"), "prompt and completion say how records are read")
+        return self
 
 
 class TargetSettings(Settings):

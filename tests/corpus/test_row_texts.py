@@ -40,7 +40,7 @@ def test_rows_and_texts_are_those_of_the_store(packing, texts, bytes_tokenizer, 
     store = RowStore.write(place / "rows", asked, bytes_tokenizer, shard_rows=5)
     found, digest = list(rows_with_texts(asked, bytes_tokenizer)), Fingerprint()
     for row in found:
-        digest.add(row.row_id, row.input_ids)
+        digest.add(row)
     assert [(row.row_id, row.input_ids.tolist()) for row in found] == [(r["row_id"], ids) for r, ids in rows_of(store)]
     assert str(digest) == store.fingerprint
 

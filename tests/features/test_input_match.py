@@ -188,10 +188,7 @@ def test_where_the_body_is_the_identity_it_is_the_inner_product_of_exact_embeddi
     model = embedding_as_body(tied=tied, cap=cap)
     rng = np.random.default_rng(2)
     rows, units = ([rng.integers(0, 20, size=n).astype(np.int32) for n in lengths] for lengths in ((9, 4, 14), (5, 7)))
-    features = []
-    for sequences in (rows, units):
-        ids, length = pad_rows(sequences)
-        features.append(extract(model, ids, torch.zeros_like(length), length, ("all",), V))
+    features = [extract(model, *pad_rows(sequences), ("all",), V) for sequences in (rows, units)]
     precondition = rng.uniform(0.5, 2.0, size=V)
     root = rng.normal(size=(H, H))
     whitener = Whitener(np.zeros(H), root @ root.T, precondition)

@@ -86,8 +86,7 @@ def test_a_row_has_the_same_features_alone_in_a_batch_and_beside_longer_rows(fam
     specs = ("tail:32", "all")
     results = []
     for batch in ([short], [other, short, other], [long, short]):
-        ids, length = pad_rows(batch)
-        found = extract(model, ids, torch.zeros_like(length), length, specs, VOCAB - 1)
+        found = extract(model, *pad_rows(batch), specs, VOCAB - 1)
         results.append(dense(found, 1, [line is short for line in batch].index(True)))
     for hidden, residual in results[1:]:
         np.testing.assert_allclose(hidden, results[0][0], atol=TOLERANCE * np.abs(hidden).max())
@@ -97,8 +96,8 @@ def test_a_row_has_the_same_features_alone_in_a_batch_and_beside_longer_rows(fam
 def test_residual_times_hidden_is_the_gradient_of_the_output_layer(family):
     """The law that carries everything else: d loss / d W = sum_t xi_t (x) h_t, with every coordinate kept."""
     model = reference(family)
-    ids, length = pad_rows(rows(12))
-    found = extract(model, ids, torch.zeros_like(length), length, ("all",), VOCAB)
+    ids, labelled = pad_rows(rows(12))
+    found = extract(model, ids, labelled, ("all",), VOCAB)
     hidden, residual = dense(found, 0, 0)
 
     leaf = model.hidden(ids)[0, :-1].clone()

@@ -57,11 +57,12 @@ def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
     seen = [np.concatenate([batch.row_index_KB[k] for batch in batches]).tolist() for k in range(2)]
     assert seen == [order(k, steps=5, batch=3) for k in kept]
     for batch in batches:
-        for ids, length, row in zip(
-            batch.ids_KBL.reshape(6, -1), batch.lengths_KB.ravel(), batch.row_index_KB.ravel(), strict=True
-        ):
+        flat = (batch.ids_KBL.reshape(6, -1), batch.labelled_KBL.reshape(6, -1), batch.row_index_KB.ravel())
+        for ids, labelled, row in zip(*flat, strict=True):
+            length = 2 + row % 4
             assert ids[:length].tolist() == [row, row + 1, *range(row % 4)]
             assert not ids[length:].any()
+            assert labelled.nonzero()[0].tolist() == list(range(1, length))
 
 
 def test_labels_of_padding_weigh_nothing_and_rows_share_one_batch():
@@ -72,6 +73,15 @@ def test_labels_of_padding_weigh_nothing_and_rows_share_one_batch():
         weight[0] * (1 + 3 * 3 + 4), [[1, 0, 0, 0, 0], [3, 3, 3, 0, 0], [1, 1, 1, 1, 0]], rtol=1e-6
     )
     assert weight.dtype == np.float32
+
+
+def test_only_tokens_that_carry_loss_weigh_in_a_batch():
+    masks = [np.arange(2 + n % 4) == 1 + n % 2 for n in range(20)]
+    rows = InMemoryRows.of([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
+    (batch,) = token_batches(rows, [iter([np.array([2, 3])])], steps=1, context=8, vocab_size=30)
+    weight = label_weights(batch, [Share.of(20, 2, None, None)])
+    np.testing.assert_allclose(weight[0] * 2, [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
+    assert rows.fingerprint != ROWS.fingerprint
 
 
 @pytest.mark.parametrize(

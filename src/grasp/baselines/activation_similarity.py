@@ -79,7 +79,8 @@ class _RowsHidden:
     def _run(self, start: int, stop: int) -> NDArray[np.float32]:
         rows = self.material.rows(start, stop)
         sequences = [rows.ids(i) for i in range(len(rows))]
-        return pooled_hidden(self.material.model, sequences, [0] * len(rows), self.positions)
+        first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
+        return pooled_hidden(self.material.model, sequences, first, self.positions)
 
 
 class _Cosine(RowScorer):

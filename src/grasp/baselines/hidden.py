@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grasp.errors import ModelError
-from grasp.features.positions import position_mask
+from grasp.features.positions import position_mask, supervised_positions
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 
 F32 = NDArray[np.float32]
+First = int | NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,13 @@ class Positions:
 
 
 def hidden_at(
-    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[int], spec: str
+    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[First], spec: str
 ) -> Positions:
     """Hidden states at chosen positions of every sequence.
 
     Args:
-        first: first position of each sequence that may be used; position t predicts token t + 1.
+        first: first position of each sequence that may be used, position t predicts token t + 1; or a mask of the
+            tokens that carry loss.
         spec: which of them: all, tail:n or stride:n.
     Raises:
         ModelError: a hidden state is not a number.
@@ -59,7 +61,7 @@ def hidden_at(
 
 
 def pooled_hidden(
-    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[int], spec: str
+    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[First], spec: str
 ) -> F32:
     """Mean hidden state of each sequence over chosen positions, (n, H); see `hidden_at`."""
     out_nH = np.empty((len(sequences), model.hidden_size), dtype=np.float32)
@@ -72,14 +74,14 @@ def pooled_hidden(
 
 
 def _passes(
-    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[int], spec: str
+    model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[First], spec: str
 ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor, Tensor]]:
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     for index_B in batches(lengths, model.batch_tokens):
-        ids_BL, length_B = pad_rows([sequences[i] for i in index_B])
-        ids_BL, length_B = ids_BL.to(model.device), length_B.to(model.device)
-        first_B = torch.tensor([first[i] for i in index_B], device=model.device)
-        mask_BL = position_mask(spec, first_B, length_B, ids_BL.shape[1])
+        own_B = [first[i] for i in index_B]
+        labels_B = [own if isinstance(own, np.ndarray) else own + 1 for own in own_B]
+        ids_BL, labelled_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
+        mask_BL = position_mask(spec, supervised_positions(labelled_BL))
         yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
 
 

@@ -165,7 +165,7 @@ class _Plan:
             rows = material.rows_at(index)
             for at in range(0, len(index), self.batch_rows):
                 here = range(at, min(at + self.batch_rows, len(index)))
-                yield index[here.start : here.stop], [Example(rows.ids(i)) for i in here]
+                yield index[here.start : here.stop], [Example(rows.ids(i), labelled=rows.mask(i)) for i in here]
 
 
 def _drawn(target_E: list[str], wanted: int | None, seed: int) -> NDArray[np.int64]:

@@ -162,7 +162,8 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
         """Positions of rows [start, stop) among the nearest; how many they are."""
         rows = material.rows(start, stop)
         sequences = [rows.ids(i) for i in range(len(rows))]
-        found = hidden_at(material.model, sequences, [0] * len(rows), self.settings.positions)
+        first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
+        found = hidden_at(material.model, sequences, first, self.settings.positions)
         first_n = np.searchsorted(found.sequence_P, np.arange(len(rows)))
         place_P = np.minimum(np.arange(len(found.label_P)) - first_n[found.sequence_P], (1 << PLACE_BITS) - 1)
         where_P = ((start + found.sequence_P) << PLACE_BITS) + place_P

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.documents import SpanTokenizer
+from grasp.corpus.documents import Tokenizer
 from grasp.corpus.packing import Row
 from grasp.corpus.store import Fingerprint, rows_with_texts
 from grasp.errors import CorpusError, SettingsError
@@ -67,7 +67,13 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
     return settings if path is None else settings.model_copy(update={"path": path})
 
 
-def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: SpanTokenizer) -> Iterator[Row]:
+def are_records(artifact: ArtifactReader) -> bool:
+    """Whether a row is a record of the corpus, which holds a conversation, a pair or an instruction."""
+    columns = artifact.manifest.details.get("columns") or {}
+    return not {"text", "input_ids"} & columns.keys()
+
+
+def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[Row]:
     """The rows of the artifact, in order; what is made of them counts only when the last one has come.
 
     Raises:
@@ -82,7 +88,7 @@ def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: S
         if row is None or row.row_id != name:
             here = "ends" if row is None else f"has {row.row_id!r}"
             raise CorpusError(f"{settings.path}: {here} where {artifact.where} has row {name!r}; {remedy}")
-        found.add(row.row_id, row.input_ids)
+        found.add(row)
         yield row
     extra = next(rows, None)
     if extra is not None:

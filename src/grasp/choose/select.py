@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.additive import F64, best_rows
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
-from grasp.choose.corpus_rows import Rule, checked_rule, corpus_settings, kept_documents, proven_rows
+from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
 from grasp.choose.curve import Curve, Training, best_length, curve_of, even_places
 from grasp.choose.export import Export, Format, check_place, checked_format, write_documents, write_rows
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
@@ -110,6 +110,8 @@ class Selection(Result):
     ) -> Export:
         """Write a corpus to train on: exactly the chosen rows, or whole documents.
 
+        Conversations, pairs and instructions are written as the user's own records, all columns as they are.
+
         Args:
             out: new directory; it appears when it is whole.
             documents: whole documents of which any, half or all tokens were chosen; None: exactly the rows.
@@ -128,18 +130,18 @@ class Selection(Result):
         rows = proven_rows(artifact, settings, tokenizer)
         asked: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
         asked |= {"asked": dict(self.asked)}
-        if rule is None:
+        if rule is None and not are_records(artifact):
             effect = self.table["effect"].to_numpy()
             return write_rows(artifact, rows, self.row_index, effect, place, kind, asked, tokenizer.decode)
-        kept = kept_documents(rows, self._mask(), rule)
-        if say is not None:
+        kept = kept_documents(rows, self._mask(), rule or "all")
+        if say is not None and rule is not None:
             say(
                 f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens; {kept.added:,} of these "
                 f"were not chosen, {kept.lost:,} chosen ones are dropped"
             )
         if ids is not None:
             write_ids(kept.names, Path(ids))
-        return write_documents(settings, kept, place, kind, asked | {"documents": rule})
+        return write_documents(settings, kept, place, kind, asked | ({} if rule is None else {"documents": rule}))
 
     def summary(self) -> dict[str, Any]:
         """All but the rows, as plain JSON."""

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.corpus.conversations import Content, Conversation, Span, form_of
 from grasp.corpus.labels import Label, is_text
-from grasp.corpus.records import Record, check_id_columns, id_columns, is_list, names_and_labels, read_records, valid
+from grasp.corpus.records import check_id_columns, id_columns, is_list, names_and_labels, read_records
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -32,20 +33,22 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""
 
+    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
+        """The ids of `encode`, and the character after each token; None where the tokenizer cannot tell."""
+
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Text of each row of token ids."""
 
-
-class SpanTokenizer(Tokenizer, Protocol):
-    """A tokenizer that knows where in the text its tokens end."""
-
-    def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
-        """The ids of `encode`, and the character after each token; None where the tokenizer cannot tell."""
+    def chat(self, conversation: Conversation, *, last_only: bool = False) -> tuple[str, list[Span]]:
+        """A conversation as the model's chat template writes it, and where in it the assistant's turns stand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One record of the corpus. Its `input_ids`, if any, are used as they are; `text` is then for reading."""
+    """One record of the corpus. Its `input_ids`, if any, are used as they are; `text` is then for reading.
+
+    A conversation has no text until a tokenizer writes it out.
+    """
 
     index: int  # position in the corpus, from 0, skipped documents included
     doc_id: str
@@ -53,6 +56,8 @@ class Document:
     text: str | None
     input_ids: NDArray[np.int32] | None
     labels: Mapping[str, Label]
+    answers: tuple[Span, ...] | None = None  # what of the text carries loss; none: all of it
+    conversation: Conversation | None = None
     where: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
 
@@ -62,70 +67,74 @@ def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Docu
 
     Raises:
         CorpusError: at the call, when there is nothing to read; while streaming, when a file is damaged,
-            or has neither the text nor the ids column.
+            or has no columns that can be read, or some that can be read in several ways.
     """
     return documents_of(open_source(settings.path, settings.split), settings, start=start)
 
 
 def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
     """Documents of a source that is open, from position `start` to the limit that the settings give."""
-    content = settings.text_column, settings.ids_column
 
-    def check(columns: Mapping[str, pa.DataType | None], where: str) -> None:
-        _check_columns(columns, settings, where)
+    def content(columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str, ...]:
+        return _content_columns(columns, settings, where)
 
-    for record in read_records(source, settings, content, check, start):
-        text, ids = record.values.get(settings.text_column), record.values.get(settings.ids_column)
-        if not isinstance(text, str | None):
-            raise CorpusError(
-                f"{record.where}: text column {settings.text_column!r} holds {type(text).__name__}, expected text"
-            )
-        text, ids = None if text is None else valid(text), _token_ids(ids, settings.ids_column, record.where)
-        row_id, doc_id, labels = names_and_labels(record, settings, content)
+    for record in read_records(source, settings, content, start):
+        ids = _token_ids(record.values.get(settings.ids_column), settings.ids_column, record.where)
+        said = form_of(record.values.keys(), settings, record.where).read(record.values, record.where)
+        row_id, doc_id, labels = names_and_labels(record, settings)
         yield Document(
             index=record.index,
-            doc_id=_made_id(record, text, ids) if doc_id is None else doc_id,
+            doc_id=_made_id(record.index, said, ids) if doc_id is None else doc_id,
             row_id=row_id,
-            text=text,
+            text=said.text,
             input_ids=ids,
             labels=labels,
+            answers=said.answers,
+            conversation=said.conversation,
             where=record.where,
             ignored=record.ignored,
         )
 
 
 def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
-    """Which column of the first record became what: text or input_ids, row_id, doc_id."""
-    content = settings.text_column, settings.ids_column
-    record = next(read_records(source, settings, content, lambda *_: None, 0), None)
+    """Which column of the first record became what: text, turns or the columns of another form, ids, names."""
+    record = next(
+        read_records(source, settings, lambda columns, where: _content_columns(columns, settings, where), 0), None
+    )
     if record is None:
         return {}
+    form = form_of(record.values.keys(), settings, record.where)
+    first = "text" if isinstance(record.values.get(form.columns[0]), str | None) else "turns"
+    content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}
     row, doc = id_columns(settings, record.values)
-    roles = {"text": content[0], "input_ids": content[1], "row_id": row, "doc_id": doc}
+    roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
-def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, where: str) -> None:
-    """A text or ids column must exist and be of its type, and so must an id column that was asked for by name."""
-    text, ids = settings.text_column, settings.ids_column
-    if text not in columns and ids not in columns:
-        raise CorpusError(
-            f"{where}: no text column {text!r} and no ids column {ids!r}; columns found: "
-            f"{', '.join(columns) or 'none'}; name the one that holds the text with --text-column (corpus.text_column)"
-        )
+def _content_columns(
+    columns: Mapping[str, pa.DataType | None], settings: CorpusSettings, where: str
+) -> tuple[str, ...]:
+    """Columns that are no labels; they must be of their types, and an id column that was asked for must be there."""
+    form, ids = form_of(columns.keys(), settings, where), settings.ids_column
     check_id_columns(settings, list(columns), where)
     kind = columns.get(ids)
     if kind is not None and not pa.types.is_null(kind) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
         raise CorpusError(f"{where}: ids column {ids!r} holds {kind}, expected lists of integers")
+    text = form.columns[0]
     kind = columns.get(text)
-    if kind is not None and not is_text(kind) and not pa.types.is_null(kind):
-        raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text")
+    if (
+        form.kind == "text"
+        and kind is not None
+        and not (is_text(kind) or pa.types.is_nested(kind) or pa.types.is_null(kind))
+    ):
+        raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text or a list of turns")
+    return (*form.columns, ids)
 
 
-def _made_id(record: Record, text: str | None, ids: NDArray[np.int32] | None) -> str:
+def _made_id(index: int, said: Content, ids: NDArray[np.int32] | None) -> str:
     """Name out of content and position: 64 bits of a hash, and the index, which keeps repeats apart."""
-    digest = content_hash(text or "") if ids is None else _hash(ids.astype("<i4").tobytes())
-    return f"{digest}-{record.index}"
+    text = (said.text or "") if said.conversation is None else said.conversation.content
+    return f"{content_hash(text) if ids is None else _hash(ids.astype('<i4').tobytes())}-{index}"
 
 
 def content_hash(text: str) -> str:

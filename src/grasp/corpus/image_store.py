@@ -75,7 +75,6 @@ class ImageStore(ShardStore[ImageShard]):
     holds: ClassVar[str] = "images"
     seed: ClassVar[bytes] = b"grasp images 1"
     content: ClassVar[tuple[str, ...]] = (INDEX_COLUMN, BYTES_COLUMN)
-    unpredicted: ClassVar[int] = 0  # every position of a row carries loss
 
     @classmethod
     def write(

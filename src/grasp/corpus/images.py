@@ -59,11 +59,12 @@ def images_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> It
     """Images of a source that is open, from position `start` to the limit that the settings give."""
     image = settings.image_column or IMAGE_COLUMN
 
-    def check(columns: Mapping[str, pa.DataType | None], where: str) -> None:
+    def content(columns: Mapping[str, pa.DataType | None], where: str) -> tuple[str]:
         _check_columns(columns, settings, where)
+        return (image,)
 
-    for record in read_records(source, settings, (image,), check, start):
-        row_id, doc_id, labels = names_and_labels(record, settings, (image,))
+    for record in read_records(source, settings, content, start):
+        row_id, doc_id, labels = names_and_labels(record, settings)
         yield ImageRecord(
             index=record.index,
             where=record.where,

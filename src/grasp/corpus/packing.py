@@ -1,17 +1,18 @@
-"""Documents become rows: cut one by one (`document`), or as one EOS-joined stream (`concat`).
+"""Documents become rows: cut one by one (`document`), or as one EOS-joined stream (`concat`). Turns are one row.
 
 A row carries the cursor at which the row after it begins. Packing from that cursor on gives the same rows as
 packing everything, and that is all that resuming takes.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.corpus.conversations import Span
 from grasp.corpus.documents import Document, Tokenizer
 from grasp.corpus.labels import Label
 from grasp.errors import CorpusError
@@ -49,6 +50,7 @@ class Row(StoredRow):
     """One training sequence."""
 
     input_ids: NDArray[np.int32]
+    labelled: NDArray[np.bool_] | None = None  # tokens that carry loss; None: all but the first
     text: str | None = None  # the spans of its documents, a blank line between two; None: nobody told where tokens end
 
 
@@ -57,7 +59,8 @@ class Skipped:
     """What was left out: counts by reason, and the first ids of each.
 
     Reasons: `empty`, `whitespace` (documents); `one_token` (rows); `cut` (documents that lost their end to
-    `max_rows_per_document`).
+    `max_rows_per_document`); `turn_order`, `empty_answer`, `no_answer` (see `Conversation.fault`); `no_loss`
+    (conversations of which no token carries loss); `cut_begin` (conversations that are longer than a row).
     """
 
     counts: Mapping[str, int]
@@ -111,6 +114,16 @@ class _Piece:
         begin = int(self.ends[first - 1]) if first else self.begin
         return _Piece(self.document, self.first + first, self.total, self.ids[first:stop], begin, self.ends[first:stop])
 
+    def labelled(self, answers: Sequence[Span]) -> NDArray[np.bool_]:
+        """Which of its tokens are of answers that begin after its first token, or with the text."""
+        assert self.ends is not None
+        labelled = np.zeros(len(self.ids), dtype=np.bool_)
+        for start, stop in answers:
+            if start > self.begin or not self.first:
+                labelled |= (self.ends > start) & (self.ends <= stop)
+        labelled[:1] = False
+        return labelled
+
     @property
     def text(self) -> str | None:
         """Its span of the document."""
@@ -153,7 +166,10 @@ class Packer:
             CorpusError: an id outside the vocabulary.
         """
         self._next_document = document.index + 1
-        if document.input_ids is not None:
+        fault = None if document.conversation is None else document.conversation.fault
+        if fault is not None:
+            self._log.add(fault, _base_id(document))
+        elif document.input_ids is not None:
             yield from self._flush(Cursor(document.index))
             if not len(document.input_ids):
                 self._log.add("empty", _base_id(document))
@@ -164,9 +180,13 @@ class Packer:
         elif not tokens:
             self._log.add("empty", _base_id(document))
         else:
-            ids = np.concatenate([self._checked(document, np.asarray(tokens, dtype=np.int64)), self._eos])
+            mark = self._eos if document.conversation is None else self._eos[:0]  # a template brings its own
+            ids = np.concatenate([self._checked(document, np.asarray(tokens, dtype=np.int64)), mark])
             whole = _Piece(document, 0, len(ids), ids, ends=_ends(document.text, ends, len(ids)))
-            yield from (self._concat if self._settings.packing == "concat" else self._cut)(whole)
+            if document.answers is not None:
+                yield from self._answered(whole, document.answers)
+            else:
+                yield from (self._concat if self._settings.packing == "concat" else self._cut)(whole)
 
     def finish(self) -> Iterator[Row]:
         """The last, short row of a stream."""
@@ -181,6 +201,32 @@ class Packer:
             yield from self._row([whole.cut(first, first + length)], after)
         if stop < whole.total:
             self._log.add("cut", _base_id(document))
+
+    def _answered(self, whole: _Piece, answers: Sequence[Span]) -> Iterator[Row]:
+        """A text of which the answers carry loss, as one row; too long, it keeps the last answer and what is before."""
+        if self._settings.packing == "concat":
+            raise CorpusError(
+                f"{whole.document.where}: a row is one conversation; corpus.packing: got concat, expected document"
+            )
+        if whole.ends is None:
+            raise CorpusError(
+                f"{whole.document.where}: the tokenizer cannot tell which tokens are the answer; use a fast one "
+                "(tokenizer.json)"
+            )
+        labelled = whole.labelled(answers)
+        if not labelled.any():
+            self._log.add("no_loss", _base_id(whole.document))
+            return
+        if whole.total > self._length:
+            self._log.add("cut_begin", _base_id(whole.document))
+            last = int(np.flatnonzero(labelled)[-1])
+            # an answer that is longer than a row loses its end, so that it is read from its beginning
+            answer = int(np.searchsorted(whole.ends, answers[-1][0], side="right"))
+            first = min(max(0, last + 1 - self._length), max(0, answer - 1))
+            whole = whole.cut(first, first + self._length)
+            labelled = whole.labelled(answers)
+        after = Cursor(whole.document.index + 1)
+        yield from self._row([whole], after, None if labelled[1:].all() else labelled)
 
     def _concat(self, whole: _Piece) -> Iterator[Row]:
         """`concat` packing: rows of exactly max_length out of the stream.
@@ -221,7 +267,7 @@ class Packer:
             n_tokens -= len(head.ids)
         return taken
 
-    def _row(self, pieces: list[_Piece], after: Cursor) -> Iterator[Row]:
+    def _row(self, pieces: list[_Piece], after: Cursor, labelled: NDArray[np.bool_] | None = None) -> Iterator[Row]:
         """The row, unless too short; named after the document with the most tokens, the earliest on a tie."""
         main = _dominant(pieces)
         document = main.document
@@ -239,6 +285,7 @@ class Packer:
             document=document.index,
             n_tokens=len(ids),
             input_ids=ids,
+            labelled=labelled,
             snippet=self._snippet(main),
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
@@ -249,6 +296,8 @@ class Packer:
     def _snippet(self, main: _Piece) -> str:
         """Text for reading; decoded where the document came as ids alone."""
         n_chars = self._settings.snippet_chars
+        if main.document.conversation is not None:
+            return _snippet(str(main.document.conversation), 0.0, n_chars)
         if main.document.text is not None or not n_chars:
             return _snippet(main.document.text or "", main.first / main.total, n_chars)
         (text,) = self._tokenizer.decode([main.ids[:n_chars].tolist()])

@@ -1,7 +1,7 @@
 """Records of a source as plain values, whatever they are stored in, and which of their columns are what."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from grasp.settings import CorpusSettings
 ROW_ID_COLUMNS = ("row_id", "id")  # the first that is there names the rows, unless a setting says otherwise
 DOC_ID_COLUMN = "doc_id"
 
-# Sees the columns of a table with their types, or of a JSON record without, and raises if they will not do.
-Check = Callable[[Mapping[str, pa.DataType | None], str], None]
+# Sees the columns of a table with their types, or of a JSON record without; says which are content, or raises.
+ContentOf = Callable[[Mapping[str, pa.DataType | None], str], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,48 +27,46 @@ class Record:
     name: str  # of its file
     where: str  # file and line or row, for messages
     values: Mapping[str, Any]  # scalars, and the columns of content
+    content: Sequence[str]  # columns that are no labels
     ignored: tuple[str, ...]  # columns that cannot be labels: nested or binary
 
 
-def read_records(
-    source: Source, settings: CorpusSettings, content: Sequence[str], check: Check, start: int
-) -> Iterator[Record]:
+def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf, start: int) -> Iterator[Record]:
     """Records from position `start` to the limit of the settings.
 
     Args:
-        content: columns that are read whatever they hold; of lists the values are Arrow arrays.
+        content_of: columns that are read whatever they hold; of lists the values are Arrow arrays.
     Raises:
-        CorpusError: a file is damaged, `check` refuses its columns, or a text is not UTF-8.
+        CorpusError: a file is damaged, `content_of` refuses its columns, or a text is not UTF-8.
     """
-    ignored: dict[str, tuple[str, ...]] = {}
+    known: dict[str, tuple[Sequence[str], tuple[str, ...]]] = {}  # content and ignored columns of each file
 
     def select(schema: pa.Schema, name: str) -> list[str]:
-        check({column.name: column.type for column in schema}, name)
+        content = content_of({column.name: column.type for column in schema}, name)
         read = [column.name for column in schema if column.name in content or is_label(column.type)]
-        ignored[name] = tuple(sorted(set(schema.names) - set(read)))
+        known[name] = content, tuple(sorted(set(schema.names) - set(read)))
         return read
 
     for chunk in source.chunks(start, select):
-        records = (
-            [_of_line(chunk, content, check)]
-            if isinstance(chunk, JsonRecord)
-            else _of_batch(chunk, ignored[chunk.name])
-        )
+        if isinstance(chunk, JsonRecord):
+            records: Iterable[Record] = [_of_line(chunk, content_of)]
+        else:
+            records = _of_batch(chunk, *known[chunk.name])
         for record in records:
             if settings.limit is not None and record.index >= settings.limit:
                 return
             yield record
 
 
-def _of_line(chunk: JsonRecord, content: Sequence[str], check: Check) -> Record:
-    where = f"{chunk.name}:{chunk.line}"
-    check(dict.fromkeys(chunk.record), where)
-    ignored = tuple(sorted(k for k, v in chunk.record.items() if isinstance(v, list | dict) and k not in content))
-    values = {name: value for name, value in chunk.record.items() if name not in ignored}
-    return Record(chunk.index, chunk.name, where, values, ignored)
+def _of_line(chunk: JsonRecord, content_of: ContentOf) -> Record:
+    where, line = f"{chunk.name}:{chunk.line}", _valid(chunk.record)
+    content = content_of(dict.fromkeys(line), where)
+    ignored = tuple(sorted(k for k, v in line.items() if isinstance(v, list | dict) and k not in content))
+    values = {name: value for name, value in line.items() if name not in ignored}
+    return Record(chunk.index, chunk.name, where, values, content, ignored)
 
 
-def _of_batch(chunk: ArrowChunk, ignored: tuple[str, ...]) -> Iterator[Record]:
+def _of_batch(chunk: ArrowChunk, content: Sequence[str], ignored: tuple[str, ...]) -> Iterator[Record]:
     batch = chunk.batch
     try:
         columns = {name: _values(batch.column(name)) for name in batch.schema.names}
@@ -76,7 +74,8 @@ def _of_batch(chunk: ArrowChunk, ignored: tuple[str, ...]) -> Iterator[Record]:
         raise CorpusError(f"{chunk.name}: rows from {chunk.first} on: text is not UTF-8: {err}") from err
     for i in range(batch.num_rows):
         where = f"{chunk.name}, row {chunk.first + i}"
-        yield Record(chunk.index + i, chunk.name, where, {name: col[i] for name, col in columns.items()}, ignored)
+        values = {name: column[i] for name, column in columns.items()}
+        yield Record(chunk.index + i, chunk.name, where, values, content, ignored)
 
 
 def _values(column: pa.Array | pa.ChunkedArray) -> Sequence[Any]:
@@ -103,15 +102,12 @@ def id_columns(settings: CorpusSettings, names: Mapping[str, Any] | Sequence[str
     return row or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
 
 
-def names_and_labels(
-    record: Record, settings: CorpusSettings, content: Sequence[str]
-) -> tuple[str | None, str | None, dict[str, Label]]:
+def names_and_labels(record: Record, settings: CorpusSettings) -> tuple[str | None, str | None, dict[str, Label]]:
     """The row_id and doc_id that a record brings, and its labels; a label that is not a number is missing."""
     row, doc = id_columns(settings, record.values)
-    given = [None if name is None else label_text(record.values.get(name)) for name in (row, doc)]
-    row_id, doc_id = (None if text is None else valid(text) for text in given)
-    special = {*content, row, doc}
-    labels = {valid(label_name(k)): _label(value) for k, value in record.values.items() if k not in special}
+    row_id, doc_id = (None if name is None else label_text(record.values.get(name)) for name in (row, doc))
+    special = {*record.content, row, doc}
+    labels = {label_name(k): _label(value) for k, value in record.values.items() if k not in special}
     return row_id, doc_id, labels
 
 
@@ -125,16 +121,18 @@ def check_id_columns(settings: CorpusSettings, names: Sequence[str], where: str)
             )
 
 
-def valid(text: str) -> str:
-    """Text that UTF-8 can hold: JSON may spell halves of surrogate pairs, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+def _valid(value: Any) -> Any:
+    """The same in text that UTF-8 can hold: JSON may spell halves of surrogate pairs, which no tokenizer takes."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value
+    if isinstance(value, dict):
+        return {_valid(key): _valid(part) for key, part in value.items()}
+    return [_valid(part) for part in value] if isinstance(value, list) else value
 
 
 def _label(value: Label) -> Label:
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    return valid(value) if isinstance(value, str) else value
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -181,6 +181,10 @@ class ShardStore(ABC, Generic[S]):
         shards = [read_shard(self._directory, k, ["n_tokens"]) for k in range(self.n_shards)]
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
+    def supervised(self) -> NDArray[np.int64]:
+        """Positions of every row that carry loss, (N,)."""
+        return self.lengths()
+
     def rows(self, row_index: NDArray[np.int64]) -> S:
         """Rows by position, in the order given, repeats allowed; only the shards they lie in are read.
 

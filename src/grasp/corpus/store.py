@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.corpus.documents import Document, SpanTokenizer, Tokenizer, column_roles, documents_of
-from grasp.corpus.labels import IDS_COLUMN
+from grasp.corpus.documents import Document, Tokenizer, column_roles, documents_of
+from grasp.corpus.labels import IDS_COLUMN, LABELLED_COLUMN
 from grasp.corpus.packing import Cursor, Packer, Row, SkipLog
-from grasp.corpus.shard_files import FORMAT, RowStream, ShardStore
+from grasp.corpus.shard_files import FORMAT, RowStream, ShardStore, read_shard
 from grasp.corpus.sources import Source, open_source
-from grasp.errors import CorpusError
+from grasp.errors import CorpusError, ModelError
 from grasp.settings import CorpusSettings
 
 ENCODE_DOCUMENTS: Final = 256
@@ -35,10 +35,15 @@ class RowShard:
     flat_ids: NDArray[np.int32]
     offsets: NDArray[np.int64]  # (n + 1,)
     table: pa.Table  # row_id, doc_id, n_tokens, snippet, then the labels
+    labelled: NDArray[np.bool_] | None = None  # tokens that carry loss, beside flat_ids; None: all but a row's first
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """Token ids of row i of this shard."""
         return self.flat_ids[self.offsets[i] : self.offsets[i + 1]]
+
+    def mask(self, i: int) -> NDArray[np.bool_] | None:
+        """Which of them carry loss; None: all but the first."""
+        return None if self.labelled is None else self.labelled[self.offsets[i] : self.offsets[i + 1]]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -57,7 +62,8 @@ class RowShard:
         lengths = np.diff(self.offsets)[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         flat = np.repeat(self.offsets[:-1][index] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return RowShard(-1, self.flat_ids[flat], offsets, self.table.take(pa.array(index)))
+        labelled = None if self.labelled is None else self.labelled[flat]
+        return RowShard(-1, self.flat_ids[flat], offsets, self.table.take(pa.array(index)), labelled)
 
     @classmethod
     def joined(cls, parts: Sequence["RowShard"]) -> "RowShard":
@@ -65,7 +71,19 @@ class RowShard:
         lengths = np.concatenate([np.diff(part.offsets) for part in parts])
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         flat = np.concatenate([part.flat_ids for part in parts])
-        return cls(-1, flat, offsets, pa.concat_tables([part.table for part in parts]))
+        labelled = None
+        if any(part.labelled is not None for part in parts):
+            labelled = np.concatenate(
+                [_all_but_the_first(part.offsets) if part.labelled is None else part.labelled for part in parts]
+            )
+        return cls(-1, flat, offsets, pa.concat_tables([part.table for part in parts]), labelled)
+
+
+def _all_but_the_first(offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The mask of rows of which every token is predicted."""
+    labelled = np.ones(offsets[-1], dtype=np.bool_)
+    labelled[offsets[:-1]] = False
+    return labelled
 
 
 class RowStore(ShardStore[RowShard]):
@@ -73,8 +91,7 @@ class RowStore(ShardStore[RowShard]):
 
     holds: ClassVar[str] = "tokens"
     seed: ClassVar[bytes] = b"grasp rows 1"
-    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN,)
-    unpredicted: ClassVar[int] = 1  # nothing comes before the first token of a row that could predict it
+    content: ClassVar[tuple[str, ...]] = (IDS_COLUMN, LABELLED_COLUMN)
 
     @classmethod
     def write(
@@ -102,7 +119,8 @@ class RowStore(ShardStore[RowShard]):
                 `directory` was begun with.
         """
         source = source or open_source(settings.path, settings.split)
-        first = list(islice(documents_of(source, settings), ENCODE_DOCUMENTS))
+        documents = documents_of(source, settings)
+        first = [_written_out(document, tokenizer, settings) for document in islice(documents, ENCODE_DOCUMENTS)]
         settings = settings.model_copy(update={"max_length": row_length(settings, context, first)})
         plan = _plan(source, settings, tokenizer, shard_rows, first)
         stream = TextRows(source, settings, tokenizer)
@@ -112,61 +130,99 @@ class RowStore(ShardStore[RowShard]):
     def _shard(self, start: int, whole: pa.Table) -> RowShard:
         ids = whole.column(IDS_COLUMN).combine_chunks()
         offsets = ids.offsets.to_numpy().astype(np.int64)
-        return RowShard(start, ids.values.to_numpy(), offsets, self._public(whole))
+        return RowShard(start, ids.values.to_numpy(), offsets, self._public(whole), _mask_of(whole))
+
+    def supervised(self) -> NDArray[np.int64]:
+        parts = []
+        for k in range(self.n_shards):
+            table = read_shard(self._directory, k, ["n_tokens", LABELLED_COLUMN])
+            labelled = _mask_of(table)
+            lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+            starts = np.cumsum(lengths) - lengths
+            parts.append(lengths - 1 if labelled is None else np.add.reduceat(labelled.astype(np.int64), starts))
+        return np.concatenate(parts)
 
     @staticmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:
         ids = whole.column(IDS_COLUMN).combine_chunks()
-        flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+        flat, offsets, labelled = ids.values.to_numpy(), ids.offsets.to_numpy(), _mask_of(whole)
         for i, name in enumerate(whole.column("row_id").to_pylist()):
-            yield _row_bytes(name, flat[offsets[i] : offsets[i + 1]])
+            row = slice(offsets[i], offsets[i + 1])
+            yield _row_bytes(name, flat[row], None if labelled is None else labelled[row])
 
 
 class TextRows(RowStream[Row]):
-    """Documents, tokenised a batch at a time and packed; none is packed before it is due."""
+    """Documents, tokenised a batch at a time and packed; none is packed before it is due.
 
-    def __init__(self, source: Source, settings: CorpusSettings, tokenizer: Tokenizer) -> None:
+    Args:
+        with_texts: each row has the span of text that it holds.
+    """
+
+    def __init__(
+        self, source: Source, settings: CorpusSettings, tokenizer: Tokenizer, *, with_texts: bool = False
+    ) -> None:
         super().__init__(settings)
-        self._source, self._tokenizer = source, tokenizer
+        self._source, self._tokenizer, self._with_texts = source, tokenizer, with_texts
 
     def rows(self, cursor: Cursor, log: SkipLog) -> Iterator[Row]:
         packer = Packer(self.settings, self._tokenizer, cursor, log)
-        for batch in _batches(documents_of(self._source, self.settings, start=cursor.document)):
-            texts = [document.text for document in batch if document.text is not None and _is_tokenised(document)]
-            encoded = iter(self._encode(texts) if texts else [])
+        documents = documents_of(self._source, self.settings, start=cursor.document)
+        for batch in _batches(_written_out(document, self._tokenizer, self.settings) for document in documents):
+            encoded = iter(self._encode([document for document in batch if _is_tokenised(document)]))
             for document in batch:
                 self.next_document = document.index + 1
                 yield from packer.feed(document, *(next(encoded) if _is_tokenised(document) else (None, None)))
         yield from packer.finish()
 
-    def _encode(self, texts: list[str]) -> Iterable[tuple[list[int], list[int] | None]]:
+    def _encode(self, documents: Sequence[Document]) -> Iterable[tuple[list[int], list[int] | None]]:
+        texts = [document.text for document in documents if document.text is not None]
+        if self._with_texts or any(document.answers is not None for document in documents):
+            return self._tokenizer.encode_with_ends(texts)
         return ((ids, None) for ids in self._tokenizer.encode(texts))
 
     def payload(self, rows: Sequence[Row]) -> dict[str, pa.Array]:
-        offsets = np.concatenate([[0], np.cumsum([row.n_tokens for row in rows])]).astype(np.int32)
-        return {IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows]))}
+        offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
+        ids = {IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows]))}
+        if all(row.labelled is None for row in rows):
+            return ids
+        masks = [
+            _all_but_the_first(np.array([0, row.n_tokens])) if row.labelled is None else row.labelled for row in rows
+        ]
+        return ids | {LABELLED_COLUMN: pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))}
 
     def where(self, document: int) -> str:
         return next(documents_of(self._source, self.settings, start=document)).where
 
 
-class _TextRowsWithTexts(TextRows):
-    """The same, each with the span of text that it holds."""
-
-    _tokenizer: SpanTokenizer
-
-    def _encode(self, texts: list[str]) -> Iterable[tuple[list[int], list[int] | None]]:
-        return self._tokenizer.encode_with_ends(texts)
-
-
-def rows_with_texts(settings: CorpusSettings, tokenizer: SpanTokenizer) -> Iterator[Row]:
+def rows_with_texts(settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[Row]:
     """The rows of a corpus as a store has them, each with its text, streamed; nothing is written.
 
     Raises:
         CorpusError: the corpus is malformed.
     """
     source = open_source(settings.path, settings.split)
-    return _TextRowsWithTexts(source, settings, tokenizer).rows(Cursor(), SkipLog())
+    return TextRows(source, settings, tokenizer, with_texts=True).rows(Cursor(), SkipLog())
+
+
+def _written_out(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
+    """A conversation as the text that the model reads, and what of a text carries loss."""
+    text, answers, loss_on = document.text, document.answers, settings.loss_on
+    if document.conversation is not None:
+        if document.conversation.fault is not None:
+            return document
+        try:
+            text, spans = tokenizer.chat(document.conversation, last_only=loss_on == "completion")
+            answers = tuple(spans)
+        except ModelError as err:
+            raise CorpusError(f"{document.where}: {err}") from err
+    if answers is None or text is None:
+        if loss_on in ("assistant", "completion"):
+            raise CorpusError(
+                f"{document.where}: has no answer that could carry loss; corpus.loss_on: got {loss_on}, expected all"
+            )
+        return document
+    chosen = {"all": ((0, len(text)),), "completion": answers[-1:]}.get(loss_on or "", answers)
+    return replace(document, text=text, answers=chosen)
 
 
 def _is_tokenised(document: Document) -> bool:
@@ -212,26 +268,35 @@ def _plan(
 def _probe(tokenizer: Tokenizer, first: Sequence[Document]) -> str:
     """Hash of what the tokenizer makes of the first texts: two that differ seldom agree on them."""
     tokenised = (document for document in first if _is_tokenised(document))
-    texts = [str(document.text)[:PROBE_CHARS] for document in islice(tokenised, PROBE_TEXTS)]
-    encoded = tokenizer.encode(texts) if texts else []
+    probes = list(islice(tokenised, PROBE_TEXTS))
+    encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
+    encoded += [document.answers for document in probes if document.answers is not None]
     return hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
 
 
 class Fingerprint:
-    """Hash over (row_id, input_ids) in row order, lengths included; that of a store of these rows."""
+    """Hash over row_id, input_ids and tokens that carry loss, in row order; that of a store of these rows."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(RowStore.seed, digest_size=16)
 
-    def add(self, row_id: str, input_ids: NDArray[np.int32]) -> None:
+    def add(self, row: Row) -> None:
         """The next row."""
-        self._digest.update(_row_bytes(row_id, input_ids))
+        self._digest.update(_row_bytes(row.row_id, row.input_ids, row.labelled))
 
     def __str__(self) -> str:
         return self._digest.hexdigest()
 
 
-def _row_bytes(row_id: str, input_ids: NDArray[np.int32]) -> bytes:
+def _mask_of(whole: pa.Table) -> NDArray[np.bool_] | None:
+    if LABELLED_COLUMN not in whole.column_names:
+        return None
+    labelled: NDArray[np.bool_] = whole.column(LABELLED_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
+    return labelled
+
+
+def _row_bytes(row_id: str, input_ids: NDArray[np.int32], labelled: NDArray[np.bool_] | None) -> bytes:
     name = row_id.encode()
     sizes = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
-    return sizes + input_ids.astype("<i4", copy=False).tobytes()
+    mask = b"" if labelled is None or labelled[1:].all() else b"labelled" + np.packbits(labelled).tobytes()
+    return sizes + input_ids.astype("<i4", copy=False).tobytes() + mask

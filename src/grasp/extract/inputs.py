@@ -158,14 +158,16 @@ def _texts(
 def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> None:
     """Which column became what, and how long rows are."""
     roles = store.details["columns"]
-    names = {"text": "text", "input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
-    progress.note("columns: " + ", ".join(f"{names[role]} from {column!r}" for role, column in roles.items()))
+    names = {"input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
+    progress.note("columns: " + ", ".join(f"{names.get(role, role)} from {column!r}" for role, column in roles.items()))
     labels = ", ".join(store.label_columns) or "none, so no question can be asked by slice"
     left_out = f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}" * bool(store.ignored_columns)
     progress.note(f"labels: {labels}{left_out}")
     reads = f"the model reads {model.context:,}" if model.context else "the model names no limit"
+    supervised = int(store.supervised().sum())
+    loss = f", {supervised:,} with loss" if supervised < store.n_tokens - store.n_rows else ""
     progress.note(
-        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens, at most "
+        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
         f"{store.details['max_length']:,} in a row ({reads})"
     )
 

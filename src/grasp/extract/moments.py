@@ -53,7 +53,7 @@ def build_token_moments(
     if work.has(0):
         return unspool_position_moments(work.read(0))
     length_N = store.lengths()
-    index = sample_rows(length_N - store.unpredicted, settings.moment_positions, settings.seed)
+    index = sample_rows(store.supervised(), settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]
     sums = PositionSums.empty(model, settings)

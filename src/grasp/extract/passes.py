@@ -26,8 +26,8 @@ def row_passes(model: Reference, rows: Rows, specs: tuple[str, ...], top_k: int)
         return
     assert isinstance(model, ReferenceModel)
     for index in batches(np.diff(rows.offsets), model.batch_tokens):
-        ids, length_B = pad_rows([rows.ids(int(i)) for i in index])
-        yield index, extract(model, ids, torch.zeros_like(length_B), length_B, specs, top_k)
+        padded = pad_rows([rows.ids(int(i)) for i in index], [rows.mask(int(i)) for i in index])
+        yield index, extract(model, *padded, specs, top_k)
 
 
 def unit_passes(model: Reference, units: Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
@@ -37,10 +37,9 @@ def unit_passes(model: Reference, units: Units, specs: tuple[str, ...], top_k: i
         return
     assert isinstance(model, ReferenceModel)
     length_E = np.fromiter((len(unit.input_ids) for unit in units), dtype=np.int64, count=len(units))
-    first_E = torch.tensor([unit.first - 1 for unit in units])
     for index in batches(length_E, model.batch_tokens):
-        ids, length_B = pad_rows([units[e].input_ids for e in index])
-        yield index, extract(model, ids, first_E[index], length_B, specs, top_k)
+        padded = pad_rows([units[e].input_ids for e in index], [units[e].first for e in index])
+        yield index, extract(model, *padded, specs, top_k)
 
 
 def _image_passes(model: Reference, images: ImageShard, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:

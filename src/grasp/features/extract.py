@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grasp.features.positions import position_mask
+from grasp.features.positions import position_mask, supervised_positions
 from grasp.features.residuals import SparseResidual, head_residual
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.classifier import ImageClassifier
@@ -46,20 +46,19 @@ class BatchFeatures:
 def extract(
     model: ReferenceModel,
     ids_BL: Tensor,
-    first_B: Tensor,
-    length_B: Tensor,
+    labelled_BL: Tensor,
     specs: tuple[str, ...],
     top_k: int,
 ) -> BatchFeatures:
     """Run the body once and the head at the union of the positions that `specs` name.
 
     Args:
-        first_B: first supervised position of each row; 0 for training rows.
+        labelled_BL: tokens that carry loss; never the first of a row, which nothing predicts.
         specs: position specifications, see `position_mask`.
     """
     ids_BL = ids_BL.to(model.device)
-    first_B, length_B = first_B.to(model.device), length_B.to(model.device)
-    masks = [position_mask(spec, first_B, length_B, ids_BL.shape[1]) for spec in specs]
+    supervised_BL = supervised_positions(labelled_BL.to(model.device))
+    masks = [position_mask(spec, supervised_BL) for spec in specs]
     union_BL = torch.stack(masks).any(dim=0)
     row_P, t_P = union_BL.nonzero(as_tuple=True)
     hidden_PH = model.hidden(ids_BL)[row_P, t_P]

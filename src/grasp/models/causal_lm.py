@@ -375,13 +375,23 @@ def _body(model: nn.Module) -> nn.Module:
     return body
 
 
-def pad_rows(rows: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
-    """Right-pad rows of token ids with 0: (B, L) int64 and their lengths (B,)."""
-    length_B = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
-    ids_BL = np.zeros((len(rows), int(length_B.max(initial=1))), dtype=np.int64)
-    for row, ids in zip(ids_BL, rows, strict=True):
-        row[: len(ids)] = ids
-    return torch.from_numpy(ids_BL), torch.from_numpy(length_B)
+def pad_rows(
+    rows: Sequence[NDArray[np.int32]], labels: Sequence[int | NDArray[np.bool_] | None] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids (B, L), padded on the right with 0, and which of them carry loss, (B, L).
+
+    Args:
+        labels: of each row the first token that carries loss, as all after it do, or a mask; None: 1.
+    """
+    ids_BL = np.zeros((len(rows), max((len(row) for row in rows), default=1)), dtype=np.int64)
+    labelled_BL = np.zeros(ids_BL.shape, dtype=np.bool_)
+    for b, (row, own) in enumerate(zip(rows, labels or [None] * len(rows), strict=True)):
+        ids_BL[b, : len(row)] = row
+        if isinstance(own, np.ndarray):
+            labelled_BL[b, : len(row)] = own
+        else:
+            labelled_BL[b, own or 1 : len(row)] = True
+    return torch.from_numpy(ids_BL), torch.from_numpy(labelled_BL)
 
 
 # Rows in one batch at most: bounds what grows with rows rather than tokens when rows are short.

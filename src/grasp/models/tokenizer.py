@@ -9,14 +9,16 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from grasp.corpus.conversations import Conversation, Span
 from grasp.errors import ModelError
+from grasp.models.chat import written_out
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 
 
 class HfTokenizer:
-    """`grasp.corpus.documents.SpanTokenizer` over a transformers tokenizer.
+    """`grasp.corpus.documents.Tokenizer` over a transformers tokenizer.
 
     Args:
         tokenizer: any transformers tokenizer.
@@ -71,6 +73,10 @@ class HfTokenizer:
             list(rows), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return texts
+
+    def chat(self, conversation: Conversation, *, last_only: bool = False) -> tuple[str, list[Span]]:
+        """See `grasp.models.chat.written_out`."""
+        return written_out(self.tokenizer, conversation, last_only=last_only)
 
     def save(self, directory: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads."""

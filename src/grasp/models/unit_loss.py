@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from grasp.errors import ModelError
+from grasp.models.causal_lm import pad_rows
 from grasp.targets.units import UnitTokens
 
 
@@ -56,14 +57,8 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[NDArra
 
 
 def padded(units: Sequence[UnitTokens]) -> tuple[Tensor, Tensor]:
-    """Token ids (B, L), padded on the right with 0, and which of them are supervised labels, (B, L)."""
-    length = max(len(unit.input_ids) for unit in units)
-    ids_BL = torch.zeros(len(units), length, dtype=torch.int64)
-    labelled_BL = torch.zeros(len(units), length, dtype=torch.bool)
-    for row, unit in enumerate(units):
-        ids_BL[row, : len(unit.input_ids)] = torch.from_numpy(unit.input_ids.astype(np.int64))
-        labelled_BL[row, unit.first : len(unit.input_ids)] = True
-    return ids_BL, labelled_BL
+    """Token ids (B, L), padded on the right with 0, and which of them carry loss, (B, L)."""
+    return pad_rows([unit.input_ids for unit in units], [unit.first for unit in units])
 
 
 def supervised(states_BLX: Tensor, labelled_BL: Tensor) -> Tensor:

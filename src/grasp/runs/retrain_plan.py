@@ -169,8 +169,8 @@ def _texts(settings: RetrainSettings) -> Iterator[str]:
     for document in read_documents(settings.corpus):
         if document.text is None:
             raise CorpusError(
-                f"{settings.corpus.path}: holds token ids, so no tokenizer can be trained on it; name theirs in "
-                "`tokenizer`"
+                f"{settings.corpus.path}: holds token ids or conversations, so no tokenizer can be trained on it; name "
+                "theirs in `tokenizer`"
             )
         yield document.text
         chars += len(document.text)

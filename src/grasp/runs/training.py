@@ -126,10 +126,11 @@ class Trainer:
 def label_weights(batch: TokenBatch, shares: Sequence[Share]) -> NDArray[np.float32]:
     """Weight of every position's label in the loss, (K, B, L); sums to 1 for each model, 0 on padding."""
     row_KB = np.stack([share.weight(index) for share, index in zip(shares, batch.row_index_KB, strict=True)])
-    labels_KB = batch.lengths_KB - 1
+    has_label_KBL = np.zeros_like(batch.labelled_KBL)
+    has_label_KBL[..., :-1] = batch.labelled_KBL[..., 1:]  # position t predicts token t + 1
+    labels_KB = has_label_KBL.sum(axis=2)
     row_KB /= np.maximum((row_KB * labels_KB).sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
-    has_label = np.arange(batch.ids_KBL.shape[2]) < labels_KB[..., None]
-    return np.where(has_label, row_KB[..., None], 0.0).astype(np.float32)
+    return np.where(has_label_KBL, row_KB[..., None], 0.0).astype(np.float32)
 
 
 def _grad(tensor: Tensor) -> Tensor:

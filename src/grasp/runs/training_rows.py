@@ -18,12 +18,15 @@ WINDOW_ROWS = 16_384  # rows fetched at once: a shard on disk is read a few time
 
 
 class FlatRows(Protocol):
-    """Ragged rows: row i is ``flat_ids[offsets[i]:offsets[i + 1]]``."""
+    """Ragged rows: row i is ``flat_ids[offsets[i]:offsets[i + 1]]``; which of its tokens carry loss stands in
+    ``labelled`` at the same places, None: all but the first."""
 
     @property
     def flat_ids(self) -> NDArray[np.int32]: ...
     @property
     def offsets(self) -> NDArray[np.int64]: ...
+    @property
+    def labelled(self) -> NDArray[np.bool_] | None: ...
 
 
 class RowSource(Protocol):
@@ -42,12 +45,16 @@ class InMemoryRows:
 
     flat_ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
+    labelled: NDArray[np.bool_] | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int] | NDArray[np.int32]]) -> "InMemoryRows":
+    def of(
+        cls, rows: Sequence[Sequence[int] | NDArray[np.int32]], labelled: Sequence[NDArray[np.bool_]] | None = None
+    ) -> "InMemoryRows":
         flat = [np.asarray(row, dtype=np.int32) for row in rows]
         offsets = np.cumsum([0, *(len(row) for row in flat)], dtype=np.int64)
-        return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), offsets)
+        masks = None if labelled is None else np.concatenate([*labelled, np.zeros(0, np.bool_)])
+        return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), offsets, masks)
 
     @property
     def n_rows(self) -> int:
@@ -57,11 +64,14 @@ class InMemoryRows:
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(self.flat_ids.tobytes(), digest_size=16)
         digest.update(self.offsets.tobytes())
+        if self.labelled is not None:
+            digest.update(np.packbits(self.labelled).tobytes())
         return digest.hexdigest()
 
     def rows(self, row_index: NDArray[np.int64], /) -> "InMemoryRows":
-        parts = [self.flat_ids[self.offsets[i] : self.offsets[i + 1]] for i in row_index]
-        return InMemoryRows.of(parts)
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in row_index]
+        masks = None if self.labelled is None else [self.labelled[span] for span in spans]
+        return InMemoryRows.of([self.flat_ids[span] for span in spans], masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +156,11 @@ def batch_order(
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One step for K models: `ids_KBL` padded on the right with 0, rows of `lengths_KB` tokens."""
+    """One step for K models: `ids_KBL` padded on the right with 0, and which of these tokens carry loss."""
 
     row_index_KB: NDArray[np.int64]
     ids_KBL: NDArray[np.int64]
-    lengths_KB: NDArray[np.int64]
+    labelled_KBL: NDArray[np.bool_]
 
 
 def token_batches(
@@ -175,11 +185,15 @@ def _fetched(rows: RowSource, index_SKB: NDArray[np.int64], context: int, vocab_
     starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
     _check(fetched, unique, lengths, context, vocab_size)
     flat = np.append(fetched.flat_ids, 0)  # the last one is what padding reads
+    flat_labelled = np.append(
+        np.ones(len(fetched.flat_ids), np.bool_) if fetched.labelled is None else fetched.labelled, False
+    )
+    flat_labelled[starts] = False  # nothing predicts the first token of a row
     for index_KB, chosen_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
         lengths_KB = lengths[chosen_KB]
         reach_L = np.arange(lengths_KB.max())
         at_KBL = np.where(reach_L < lengths_KB[..., None], starts[chosen_KB][..., None] + reach_L, -1)
-        yield TokenBatch(index_KB, flat[at_KBL].astype(np.int64), lengths_KB)
+        yield TokenBatch(index_KB, flat[at_KBL].astype(np.int64), flat_labelled[at_KBL])
 
 
 def _check(

@@ -30,14 +30,15 @@ CUDA_LOGITS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tokens of a row or a unit; the labels that carry loss are ``input_ids[first:]``, first >= 1."""
+    """Tokens of a row or a unit; the labels that carry loss are ``input_ids[first:]``, first >= 1, or by a mask."""
 
     input_ids: NDArray[np.int32]
     first: int = 1
+    labelled: NDArray[np.bool_] | None = None
 
     @property
     def labels(self) -> int:
-        return len(self.input_ids) - self.first
+        return len(self.input_ids) - self.first if self.labelled is None else int(self.labelled.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,13 @@ class PerExample:
         Raises:
             ModelError: the loss of an example is not a number.
         """
-        ids_BL, _ = pad_rows([example.input_ids for example in examples])
-        ids_BL = ids_BL.to(self.model.device)
+        marks = [example.first if example.labelled is None else example.labelled for example in examples]
+        ids_BL, labelled_BL = (
+            part.to(self.model.device) for part in pad_rows([example.input_ids for example in examples], marks)
+        )
         scale_B = torch.tensor([1.0 / example.labels for example in examples], dtype=self.work)
         scale_B = scale_B.to(self.model.device)
-        places = _places(examples, ids_BL, uniforms)
+        places = _places(ids_BL, labelled_BL, uniforms)
         capture = Capture(
             self.layers,
             consume,
@@ -203,14 +206,14 @@ class _Places:
     uniform_BS: Tensor | None
 
 
-def _places(examples: Sequence[Example], ids_BL: Tensor, uniforms: Sequence[NDArray[np.float64]] | None) -> _Places:
+def _places(ids_BL: Tensor, labelled_BL: Tensor, uniforms: Sequence[NDArray[np.float64]] | None) -> _Places:
     device = ids_BL.device
-    first_B = torch.tensor([example.first for example in examples], device=device)
-    labels_B = torch.tensor([example.labels for example in examples], device=device)
-    reach_S = torch.arange(int(labels_B.max()), device=device)
-    mask_BS = reach_S < labels_B[:, None]
-    at_BS = torch.where(mask_BS, first_B[:, None] - 1 + reach_S, 0)
-    label_BS = ids_BL.gather(1, torch.where(mask_BS, at_BS + 1, 0))
+    labels_B = labelled_BL.sum(dim=1)
+    mask_BS = torch.arange(int(labels_B.max()), device=device) < labels_B[:, None]
+    # a stable sort brings the labelled tokens to the front, in their order
+    token_BS = labelled_BL.int().argsort(dim=1, descending=True, stable=True)[:, : mask_BS.shape[1]]
+    at_BS = torch.where(mask_BS, token_BS - 1, 0)
+    label_BS = ids_BL.gather(1, torch.where(mask_BS, token_BS, 0))
     uniform_BS = None
     if uniforms is not None:
         padded = np.zeros(tuple(mask_BS.shape))

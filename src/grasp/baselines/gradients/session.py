@@ -20,9 +20,9 @@ F64 = NDArray[np.float64]
 
 
 def row_examples(material: Material, start: int, stop: int) -> list[Example]:
-    """Rows [start, stop); every next token of a row carries loss."""
+    """Rows [start, stop); of a conversation the tokens that are trained on carry loss, of a text every next one."""
     rows = material.rows(start, stop)
-    return [Example(rows.ids(i)) for i in range(len(rows))]
+    return [Example(rows.ids(i), labelled=rows.mask(i)) for i in range(len(rows))]
 
 
 def sampled_rows(material: Material, count: int, seed: int, *purpose: str, prefix: int | None = None) -> list[int]:
@@ -42,7 +42,7 @@ def examples_at(material: Material, rows: Sequence[int]) -> list[Example]:
         inside = [row for row in range(start, stop) if row in wanted]
         if inside:
             shard = material.rows(start, stop)
-            found += [Example(shard.ids(row - start)) for row in inside]
+            found += [Example(shard.ids(row - start), labelled=shard.mask(row - start)) for row in inside]
     return found
 
 

@@ -1,0 +1,247 @@
+"""What a record says, in the forms that people have: a text, or a question and its answer, or turns of a conversation.
+
+Turns of OpenAI (`role`, `content`) or ShareGPT (`from`, `value`); an instruction, its input and its output; a prompt
+and its completion; any columns by two templates. Turns become text later, by the chat template of a model.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Final
+
+import pyarrow as pa
+
+from grasp.corpus.templates import Template
+from grasp.errors import CorpusError
+from grasp.settings import CorpusSettings
+
+Span = tuple[int, int]  # characters of a text: the first, and the first that is outside
+
+TEXT: Final = "text"
+TURNS: Final = ("messages", "conversations", "conversation")
+INPUTS: Final = ("input", "context")
+OUTPUTS: Final = ("output", "response")
+ROLES: Final = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
+    **{name: name for name in ("system", "developer")},
+}
+BEFORE: Final = {  # what may come before a turn; "" is the beginning
+    "system": ("",),
+    "developer": ("", "system"),
+    "user": ("", "system", "developer", "assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns as chat templates take them, and the tools that the assistant had."""
+
+    turns: tuple[dict[str, Any], ...]
+    tools: tuple[Any, ...] = ()
+
+    @property
+    def answers(self) -> list[int]:
+        """Positions of the assistant's turns."""
+        return [k for k, turn in enumerate(self.turns) if turn["role"] == "assistant"]
+
+    @property
+    def fault(self) -> str | None:
+        """Why no model can be trained on it: `turn_order`, `empty_answer`, `no_answer`; None: nothing is wrong."""
+        roles = ["", *(turn["role"] for turn in self.turns)]
+        if any(before not in BEFORE[role] for before, role in pairwise(roles)):
+            return "turn_order"
+        if any(not self.turns[k]["content"].strip() and not self.turns[k].get("tool_calls") for k in self.answers):
+            return "empty_answer"
+        return None if self.answers else "no_answer"
+
+    def __str__(self) -> str:
+        """What is said, without the system's turns, for reading."""
+        return " ".join(f"{turn['role']}: {turn['content']}" for turn in self.turns if turn["role"] != "system")
+
+    @property
+    def content(self) -> str:
+        """All that it is made of, as one text."""
+        return json.dumps([self.turns, self.tools], sort_keys=True, ensure_ascii=False, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a record says: a text, of which the answers carry loss or all of it; or turns, which have no text yet."""
+
+    text: str | None = None
+    answers: tuple[Span, ...] | None = None
+    conversation: Conversation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a record is read, and out of which columns."""
+
+    kind: str  # text (a text or turns), prompt, instruction or template
+    columns: tuple[str, ...]
+    templates: tuple[Template, ...] = ()
+
+    def read(self, values: Mapping[str, Any], where: str) -> Content:
+        """What a record says.
+
+        Raises:
+            CorpusError: its columns hold something else than they promise, an unknown role among it.
+        """
+        given = {name: _plain(values.get(name)) for name in self.columns}
+        if self.kind == "template":
+            return _pair(*(template.fill(given, where) for template in self.templates))
+        if self.kind == "instruction":
+            return Content(conversation=_instruction(given, where))
+        said = given[self.columns[0]]
+        if self.kind == "prompt":
+            if isinstance(said, str) and isinstance(given["completion"], str):
+                return _pair(said, given["completion"])
+            said = [*_turns(said, "prompt", where), *_turns(given["completion"], "completion", where)]
+        elif isinstance(said, str | None):
+            return Content(text=said)
+        return Content(conversation=_conversation(said, given, self.columns[0], where))
+
+
+def forms_in(names: Collection[str]) -> dict[str, Form]:
+    """Every way to read records with these columns, by what says to choose it."""
+    extra = tuple(name for name in ("system", "tools") if name in names)
+    forms = {f"--text-column {name}": Form("text", (name, *extra)) for name in TURNS if name in names}
+    if TEXT in names:
+        forms[f"--text-column {TEXT}"] = Form("text", (TEXT,))
+    if "prompt" in names and "completion" in names:
+        forms["--set corpus.form=prompt"] = Form("prompt", ("prompt", "completion", *extra))
+    output = next((name for name in OUTPUTS if name in names), None)
+    if "instruction" in names and output is not None:
+        inputs = tuple(name for name in INPUTS if name in names)[:1]
+        forms["--set corpus.form=instruction"] = Form("instruction", ("instruction", output, *inputs, *extra))
+    return forms
+
+
+def form_of(names: Collection[str], settings: CorpusSettings, where: str) -> Form:
+    """How records with these columns are read.
+
+    Raises:
+        CorpusError: there is nothing to read, or there is more than one way and the settings do not say which.
+    """
+    try:
+        return _form_of(tuple(names), settings)
+    except CorpusError as err:
+        raise CorpusError(f"{where}: {err}") from err
+
+
+@lru_cache(maxsize=256)
+def _form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
+    columns, forms = ", ".join(names) or "none", forms_in(names)
+    if settings.prompt is not None and settings.completion is not None:
+        templates = (Template(settings.prompt, "corpus.prompt"), Template(settings.completion, "corpus.completion"))
+        used = sorted(templates[0].columns | templates[1].columns)
+        if missing := [name for name in used if name not in names]:
+            raise CorpusError(
+                f"no column {', '.join(missing)}, which corpus.prompt or completion reads; columns found: {columns}"
+            )
+        return Form("template", tuple(used), templates)
+    if settings.form is not None:
+        chosen = forms.get(f"--set corpus.form={settings.form}")
+        if chosen is None:
+            raise CorpusError(
+                f"corpus.form: got {settings.form}, which takes {_NEEDED[settings.form]}; columns found: {columns}"
+            )
+        return chosen
+    if settings.text_column in names:
+        return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
+    if settings.ids_column in names:
+        return Form("text", (settings.text_column or TEXT,))
+    if settings.text_column is not None or not forms:
+        raise CorpusError(
+            f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; columns "
+            f"found: {columns}; name the one that holds the text with --text-column (corpus.text_column)"
+        )
+    if len(forms) > 1:
+        raise CorpusError(
+            f"can be read in {len(forms)} ways; say which with {' or '.join(forms)}; columns found: {columns}"
+        )
+    return next(iter(forms.values()))
+
+
+_NEEDED = {"prompt": "`prompt` and `completion`", "instruction": "`instruction` and `output` or `response`"}
+
+
+def conversation_in(record: Mapping[str, Any], where: str) -> Conversation | None:
+    """The conversation of a record that holds one, in whatever form.
+
+    Raises:
+        CorpusError: it is none that can be read.
+    """
+    for form in forms_in([name for name, value in record.items() if value is not None]).values():
+        found = form.read(record, where).conversation
+        if found is not None:
+            return found
+    return None
+
+
+def _pair(prompt: str, completion: str) -> Content:
+    return Content(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
+
+
+def _plain(value: Any) -> Any:
+    return value.to_pylist() if isinstance(value, pa.Array) else value
+
+
+def _instruction(given: Mapping[str, Any], where: str) -> Conversation:
+    first, output, *rest = (name for name in given if name not in ("system", "tools"))
+    if strange := [name for name in (first, output, *rest) if not isinstance(given[name], str | None)]:
+        raise CorpusError(f"{where}: column {strange[0]!r} holds {type(given[strange[0]]).__name__}, expected text")
+    asked = "\n\n".join(text for name in (first, *rest) if (text := given[name] or "").strip())
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": given[output] or ""}]
+    return _conversation(turns, given, first, where)
+
+
+def _conversation(said: Any, given: Mapping[str, Any], column: str, where: str) -> Conversation:
+    turns = [_turn(turn, f"{where}: turn {k}") for k, turn in enumerate(_turns(said, column, where))]
+    system, tools = given.get("system"), given.get("tools") or ()
+    if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
+        turns.insert(0, {"role": "system", "content": system})
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as err:
+            raise CorpusError(f"{where}: tools: got {tools!r:.60}, expected a list, or JSON of one: {err}") from err
+    if not isinstance(tools, list | tuple):
+        raise CorpusError(f"{where}: tools: got {type(tools).__name__}, expected a list of descriptions")
+    return Conversation(tuple(turns), tuple(tools))
+
+
+def _turns(said: Any, column: str, where: str) -> list[Any]:
+    """Turns in a list; `datasets` may have made a struct of lists of them."""
+    if isinstance(said, Mapping) and said and all(isinstance(part, list) for part in said.values()):
+        lengths = {len(part) for part in said.values()}
+        if len(lengths) == 1:
+            return [dict(zip(said, line, strict=True)) for line in zip(*said.values(), strict=True)]
+    if not isinstance(said, list) or not all(isinstance(turn, Mapping) for turn in said):
+        kind = f"a list of {type(said[0]).__name__}" if isinstance(said, list) and said else type(said).__name__
+        raise CorpusError(
+            f"{where}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
+        )
+    return said
+
+
+def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A turn as chat templates take it."""
+    given = {name: value for name, value in turn.items() if value is not None}
+    role, content = given.pop("role", given.pop("from", None)), given.pop("content", given.pop("value", ""))
+    known = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if known is None:
+        raise CorpusError(f"{where}: got the role {role!r:.60}, expected one of {', '.join(ROLES)}")
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise CorpusError(f"{where} ({known}): got {content!r:.60}, expected words; pictures and sounds are not read")
+    return {"role": known, "content": content, **given}

@@ -1,0 +1,230 @@
+"""Conversations, pairs and instructions become rows of which the answers carry loss."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grasp.corpus import RowStore
+from grasp.errors import CorpusError
+from tests.corpus.chats import DROPS, MARKED, REWRITES, STRICT, chat_tokenizer, turns
+from tests.corpus.world import settings_for, write_jsonl
+
+ASKED, ANSWERED = "what is water?", "water is wet."
+AGAIN, LAST = "and fire?", "fire is hot. it burns."
+TURNS = turns(ASKED, ANSWERED, AGAIN, LAST)
+SHAREGPT = [{"from": ("human", "gpt")[k % 2], "value": turn["content"]} for k, turn in enumerate(TURNS)]
+END = "<|im_end|>"
+
+
+def stored(tmp_path, records, tokenizer=None, name="c.jsonl", **settings) -> RowStore:
+    path = write_jsonl(tmp_path / name, records) if records is not None else tmp_path / name
+    asked = settings_for(path, **{"max_length": 200, **settings})
+    return RowStore.write(tmp_path / "rows", asked, tokenizer or chat_tokenizer(), shard_rows=2)
+
+
+def said(store: RowStore, i: int = 0) -> tuple[str, str]:
+    """A row as text, and what of it carries loss."""
+    shard, raw = store.rows(np.array([i])), chat_tokenizer().tokenizer
+    mask = shard.mask(0)
+    mask = np.arange(len(shard.ids(0))) > 0 if mask is None else mask
+    return raw.decode(shard.ids(0)), raw.decode(shard.ids(0)[mask])
+
+
+def refused(tmp_path, records, tokenizer=None, **settings) -> str:
+    with pytest.raises(CorpusError) as caught:
+        stored(tmp_path, records, tokenizer, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": TURNS},
+        {"conversations": SHAREGPT},
+        {"messages": {"role": [t["role"] for t in TURNS], "content": [t["content"] for t in TURNS]}},
+        {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+    ],
+)
+def test_the_assistants_words_and_the_mark_at_their_end_carry_loss(tmp_path, record):
+    text, loss = said(stored(tmp_path, [{**record, "topic": "a"}]))
+    assert text.startswith("<|im_start|>system\nYou help.")
+    assert loss == ANSWERED + END + LAST + END
+
+
+def test_a_template_that_marks_the_assistants_words_gives_the_same(tmp_path):
+    assert said(stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(MARKED)))[1] == ANSWERED + END + LAST + END
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "expected"), [("completion", LAST + END), ("assistant", ANSWERED + END + LAST + END)]
+)
+def test_loss_on_says_which_answers(tmp_path, loss_on, expected):
+    assert said(stored(tmp_path, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
+
+
+def test_loss_on_all_is_a_text(tmp_path):
+    store = stored(tmp_path, [{"messages": TURNS}], loss_on="all")
+    assert store.shard(0).labelled is None
+    assert store.supervised().tolist() == [store.n_tokens - 1]
+
+
+def test_an_instruction_is_a_conversation_of_two_turns(tmp_path):
+    text, loss = said(stored(tmp_path, [{"instruction": ASKED, "input": "salt", "response": ANSWERED, "kind": "k"}]))
+    assert f"{ASKED}\n\nsalt{END}" in text
+    assert loss == ANSWERED + END
+    assert RowStore.open(tmp_path / "rows").label_columns == ("kind",)
+
+
+def test_a_pair_is_a_text_as_it_is_and_ends_with_the_end_of_text(tmp_path):
+    store = stored(tmp_path, [{"prompt": "Q: water?\nA:", "completion": " wet."}])
+    assert said(store) == ("Q: water?\nA: wet.<|endoftext|>", " wet.<|endoftext|>")
+
+
+@pytest.mark.parametrize("prompt", ["Q: {ask[0]}\nA:", "Q: {{ ask[0] }}\nA:"])
+def test_templates_over_columns(tmp_path, prompt):
+    records = [{"ask": ["water?"], "say": "wet.", "text": "a label"}]
+    assert said(stored(tmp_path, records, prompt=prompt, completion=" {say}"))[1] == " wet.<|endoftext|>"
+
+
+def test_system_and_tool_turns_are_read_and_carry_no_loss(tmp_path):
+    conversation = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": "look it up", "tool_calls": None},
+        {"role": "tool", "content": "water: wet"},
+        {"role": "assistant", "content": ANSWERED},
+    ]
+    text, loss = said(stored(tmp_path, [{"messages": conversation, "tools": "[]"}]))
+    assert "You help." not in text
+    assert "tool\nwater: wet" in text
+    assert loss == "look it up" + END + ANSWERED + END
+
+
+def test_a_row_that_is_too_long_keeps_its_last_answer_and_is_counted(tmp_path):
+    store = stored(tmp_path, [{"messages": TURNS, "row_id": "long"}], max_length=30)
+    text, loss = said(store)
+    assert store.lengths().tolist() == [30]
+    assert loss == LAST + END
+    assert text.endswith(LAST + END)
+    assert store.skipped.counts == {"cut_begin": 1}
+    assert store.skipped.ids == {"cut_begin": ("long",)}
+
+
+def test_an_answer_that_is_longer_than_a_row_is_read_from_its_beginning(tmp_path):
+    text, loss = said(stored(tmp_path, [{"messages": TURNS}], max_length=6))
+    assert LAST.startswith(loss)
+    assert text == "\n" + loss
+
+
+def test_what_carries_no_loss_is_left_out_counted_and_named(tmp_path):
+    records = [
+        {"messages": TURNS, "row_id": "good"},
+        {"messages": TURNS[:1], "row_id": "asked"},
+        {"messages": turns(ASKED, "  "), "row_id": "silent"},
+        {"messages": [TURNS[1], TURNS[0]], "row_id": "backwards"},
+        {"messages": [TURNS[0], {"role": "system", "content": "late"}, TURNS[1]], "row_id": "late"},
+        {"messages": [], "row_id": "none"},
+        {"messages": TURNS, "row_id": "again"},
+    ]
+    store = stored(tmp_path, records)
+    assert [row["row_id"] for k in range(store.n_shards) for row in store.table(k).to_pylist()] == ["good", "again"]
+    assert store.skipped.ids == {
+        "no_answer": ("asked", "none"),
+        "empty_answer": ("silent",),
+        "turn_order": ("backwards", "late"),
+    }
+
+
+def test_a_pair_without_an_answer_is_left_out(tmp_path):
+    records = [{"prompt": "Q", "completion": "", "row_id": "q"}, {"prompt": "Q", "completion": " a"}]
+    tokenizer = chat_tokenizer()
+    store = stored(tmp_path, records, tokenizer)
+    assert store.n_rows == 2 - len(store.skipped.ids.get("no_loss", ()))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"messages": [{"role": "owner", "content": "x"}]},
+            r"c.jsonl:1: turn 0: got the role 'owner', expected one of user",
+        ),
+        ({"messages": [{"content": "x"}]}, "turn 0: got the role None, expected one of"),
+        ({"messages": [{"role": "user", "content": {"image": 1}}]}, "expected words; pictures and sounds are not read"),
+        ({"messages": "hello", "text": "a"}, "say which with --text-column messages or --text-column text"),
+        ({"messages": ["hello"]}, "column 'messages' holds a list of str, expected text or a list of turns"),
+        ({"prompt": "a", "completion": TURNS}, "column 'prompt' holds str, expected text or a list of turns"),
+        ({"messages": TURNS, "tools": "{"}, "tools: got '{', expected a list"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named(tmp_path, record, message):
+    assert message.replace("c.jsonl:1", "c.jsonl:1") in refused(tmp_path, [record])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "c.jsonl:1: the tokenizer has no chat template, so turns cannot be written out"),
+        (DROPS, "turn 1: the chat template leaves out the assistant's words 'water is wet.'"),
+        (REWRITES, "turn 1: the chat template writes it otherwise once others follow"),
+        (STRICT, "the chat template refuses the turns: Conversation roles must alternate"),
+    ],
+)
+def test_a_template_that_cannot_be_trusted_is_refused(tmp_path, template, message):
+    thought = turns(ASKED, f"<think>hm</think>{ANSWERED}" if template is REWRITES else ANSWERED, AGAIN, LAST)
+    assert message in refused(tmp_path, [{"messages": thought}], chat_tokenizer(template))
+
+
+def test_the_last_answer_of_a_template_that_rewrites_can_be_had(tmp_path):
+    thought = turns(ASKED, f"<think>hm</think>{ANSWERED}", AGAIN, LAST)
+    assert (
+        said(stored(tmp_path, [{"messages": thought}], chat_tokenizer(REWRITES), loss_on="completion"))[1] == LAST + END
+    )
+
+
+def test_loss_on_an_answer_of_a_text_is_refused(tmp_path):
+    message = "has no answer that could carry loss; corpus.loss_on: got completion, expected all"
+    assert message in refused(tmp_path, [{"text": "water"}], loss_on="completion")
+
+
+def test_conversations_are_not_joined(tmp_path):
+    assert "a row is one conversation; corpus.packing" in refused(tmp_path, [{"messages": TURNS}], packing="concat")
+
+
+def test_the_mask_is_part_of_the_fingerprint_and_of_what_was_begun(tmp_path):
+    record = [{"prompt": "Q: water?", "completion": " wet."}]
+    pair = stored(tmp_path / "a", record)
+    text = stored(tmp_path / "b", record, loss_on="all")
+    assert np.array_equal(pair.shard(0).flat_ids, text.shard(0).flat_ids)
+    assert pair.fingerprint != text.fingerprint
+    with pytest.raises(CorpusError, match="was begun with other input"):
+        stored(tmp_path / "a", record, loss_on="all")
+
+
+def test_nested_parquet_and_rows_without_a_mask_go_together(tmp_path):
+    table = pa.Table.from_pylist(
+        [{"messages": TURNS, "id": "a", "extra": [1]}, {"messages": TURNS[:2], "id": "b", "extra": [2]}]
+    )
+    pq.write_table(table, tmp_path / "c.parquet")
+    store = stored(tmp_path, None, name="c.parquet")
+    assert [said(store, i)[1].count(END) for i in (1, 0)] == [1, 2]
+    assert store.ignored_columns == ("extra",)
+    assert store.rows(np.array([1, 0, 1])).mask(2).tolist() == store.rows(np.array([1])).mask(0).tolist()
+
+
+def test_a_datasets_directory_with_features_of_turns(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    records = [{"conversations": SHAREGPT, "score": 1.0}, {"conversations": SHAREGPT[:2], "score": 2.0}]
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
+    store = stored(tmp_path, None, name="saved")
+    assert said(store)[1] == ANSWERED + END + LAST + END
+    assert store.label_columns == ("score",)
+
+
+def test_surrogates_in_turns_are_mended(tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns("what\ud800?", "wet.")}) + "\n")
+    assert said(stored(tmp_path, None))[1] == "wet." + END
