@@ -41,8 +41,7 @@ from grasp.corpus.store import RowStore
 from grasp.extract.local import build
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.tokenizer import train_tokenizer
-from grasp.predict.geometry import MASK_ROWS
-from grasp.predict.row_sums import RowSums
+from grasp.predict.row_sums import MASK_ROWS, RowSums
 from grasp.predict.sweep_torch import masked_sums
 from grasp.predict.weights import PackedMasks
 from grasp.runs.recipe import named_recipe

@@ -31,8 +31,10 @@ from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.select import select
 from grasp.predict.families import parse_family
+from grasp.predict.label_slices import label_slices
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slice_effects import slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.predict.tables import prediction_table
@@ -101,7 +103,7 @@ def ask_halves(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtoc
 
 def ask_slices(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
     labels = LabelTable(artifact.rows_path).column("topic")
-    slice_effects(Predictor.of(artifact, protocol), labels.codes_N, len(labels.values))
+    slice_effects(Predictor.of(artifact, protocol), label_slices(labels, row_tokens(artifact)))
     blocks = parse_family("groups:topic").draw(
         n_subsets, n_rows=artifact.n_rows, labels=labels, seed=0, purpose="growth"
     )

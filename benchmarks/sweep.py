@@ -9,7 +9,7 @@ speed of a streaming read of memory, measured in the same run; a table that fits
 
 Then the other shapes, each through `RowSums`, which is what prediction calls: subsets of half the corpus as bits
 (limit: a float32 product of that size), of nearly all of it, unions of slices, and the same gather-sum at 640 floats a
-row, TRAK's cached width, plain and through `Sweep`.
+row, TRAK's cached width, plain and through `RowSums`.
 Shape letters: B subsets, N rows, G slices, C columns.
 """
 
@@ -27,7 +27,6 @@ from scipy.sparse import csr_array
 
 from grasp.predict import sweep_torch
 from grasp.predict.row_sums import RowSums
-from grasp.predict.sweep import Sweep
 from grasp.predict.weights import OmittedRows, PackedMasks, SliceShares, Weights
 
 STREAM_BYTES = 512 << 20
@@ -101,7 +100,7 @@ def compare(values_NC: np.ndarray, blocks: list[csr_array], n_subsets: int) -> d
 
 def run_all(values_NC: np.ndarray, blocks: list[csr_array], n_subsets: int) -> tuple[float, float]:
     """The package's own path over all subsets: seconds, and the largest error against float64."""
-    sweep = Sweep(values_NC)
+    sweep = RowSums.over(values_NC)
     sweep.sums(blocks[0])
     start = time.perf_counter()
     for turn in range(n_subsets // blocks[0].shape[0]):
@@ -161,9 +160,9 @@ def matmul_flops(args: argparse.Namespace) -> float:
 
 
 def at_trak_width(rng: np.random.Generator, blocks: list[csr_array], args: argparse.Namespace) -> dict[str, float]:
-    """Seconds for all subsets at 640 floats a row: as a plain NumPy loop, and through `Sweep`."""
+    """Seconds for all subsets at 640 floats a row: as a plain NumPy loop, and through `RowSums`."""
     values = rng.standard_normal((args.rows, TRAK_WIDTH), dtype=np.float32)
-    sweep = Sweep(values)
+    sweep = RowSums.over(values)
     sweep.sums(blocks[0])
     plain = min(timed(lambda block: numpy_loop(values, block), block) for block in blocks[:3])
     own = min(timed(sweep.sums, block) for block in blocks[:3])

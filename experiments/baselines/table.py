@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from experiments.table import AVERAGE, ceilings
-from grasp.predict.sweep import Sweep
+from grasp.predict.row_sums import RowSums
 from grasp.predict.weights import PackedMasks
 
 SUBSETS = 100_000
@@ -40,7 +40,8 @@ def halves(n_rows: int, rng: np.random.Generator) -> PackedMasks:
 def sweep_seconds(width: int, n_rows: int) -> float:
     """CPU seconds of 100,000 subsets over `width` floats a row: the best of a few blocks, scaled up."""
     rng = np.random.default_rng(0)
-    sweep, block = Sweep(rng.standard_normal((n_rows, width), dtype=np.float32)), halves(n_rows, rng)
+    values_NC = rng.standard_normal((n_rows, width), dtype=np.float32)
+    sweep, block = RowSums.over(values_NC), halves(n_rows, rng)
     sweep.sums(block)  # warm
     spent = []
     for _ in range(ROUNDS):

@@ -13,8 +13,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.autograd.functional import hessian
 
-from grasp.predict.geometry import geometry
-from grasp.predict.marginal import additive, interaction_surrogate
+from tests.predict.reference import additive, components, interaction_surrogate
 
 ROWS, WIDTH, STEPS, RATE = 24, 3, 15, 0.2
 
@@ -62,7 +61,7 @@ def surrogate(slope: Tensor, update_NW: Tensor, weight_N: Tensor, step: float, b
     """eta A - beta eta^2 / 2 K_raw of one subset, and the part that is eta A, in nats, by the project's functions."""
     weights_BN, update = csr_array(weight_N.numpy()[None]), update_NW.numpy()
     relevance_B = additive((update @ slope.numpy())[:, None], weights_BN)[:, 0]
-    raw_B = geometry(weights_BN, update, np.zeros(update.shape[1])).raw_B
+    raw_B = components(weights_BN, update, np.zeros(update.shape[1])).raw_B
     bound_B = interaction_surrogate(relevance_B, raw_B, step=step, penalty=beta * step**2 / 2)
     return float(bound_B[0]), step * float(relevance_B[0])
 

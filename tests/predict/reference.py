@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from grasp.predict.geometry import SketchSums, SketchTotals, SubsetMass
+from grasp.predict.geometry import SketchSums, SketchTotals, SubsetMass, subset_relevance
 
 
 def dot(a, b):
@@ -53,3 +53,24 @@ def summed(weights_BN, sketch_ND):
     sums = SketchSums(dense_BN @ sketch_ND, dense_BN @ norm_N, dense_BN**2 @ norm_N)
     totals = SketchTotals(sketch_ND.sum(axis=0), norm_N.sum(), len(sketch_ND))
     return sums, totals, SubsetMass(dense_BN.sum(axis=1), np.abs(1 - dense_BN).sum(axis=1), len(sketch_ND))
+
+
+def components(weights_BN, sketch_ND, mean_D):
+    """The package's geometry of subsets with their weights as they are, centred on any mean."""
+    sketch_ND = np.asarray(sketch_ND, dtype=np.float64)
+    sums, totals, mass = summed(weights_BN, sketch_ND)
+    about = SketchTotals(np.asarray(mean_D) * totals.n_rows, totals.norm, totals.n_rows)
+    return sums.geometry(mass, about, "retained", "count")
+
+
+def additive(relevance_NE, weights_BN):
+    """The package's A: sum_{i in S} w_i a_ie, (B, E). Source: eq:additive-utility, eq:method-additive."""
+    relevance_NE = np.asarray(relevance_NE, dtype=np.float64)
+    return subset_relevance(
+        weights_BN @ relevance_NE, relevance_NE.sum(axis=0), SubsetMass.of(weights_BN), "retained", "count"
+    )
+
+
+def interaction_surrogate(relevance_B, raw_B, *, step, penalty):
+    """eta A(T) - lambda K_raw(T), (B,). Source: eq:ideal-interaction-surrogate, eq:sketched-surrogate."""
+    return step * relevance_B - penalty * raw_B

@@ -11,9 +11,10 @@ from scipy.sparse import csr_array
 from grasp.errors import ShapeError
 from grasp.features.sketch import CountSketch, gaussian_projection
 from grasp.predict import geometry as geo
-from grasp.predict.geometry import BlockSums, SubsetMass, geometry, subset_relevance
-from grasp.predict.marginal import additive, interaction_surrogate
+from grasp.predict.geometry import SubsetMass, subset_relevance
+from grasp.predict.row_sums import BlockSums
 from tests.predict import reference
+from tests.predict.reference import additive, components, interaction_surrogate
 
 seeds = st.integers(0, 10_000)
 KINDS = ("raw", "self", "pair", "cent")
@@ -31,7 +32,7 @@ def world(seed, n=12, d=4, b=5, *, plain=False):
 def test_components_are_the_double_loops(seed):
     weights_BN, sketch_ND, _ = world(seed)
     mean_D = sketch_ND.mean(axis=0)
-    got = geometry(weights_BN, sketch_ND, mean_D)
+    got = components(weights_BN, sketch_ND, mean_D)
     for b, weights in enumerate(weights_BN.toarray()):
         for kind, value in reference.geometry(weights, sketch_ND, mean_D).items():
             assert got[kind][b] == pytest.approx(value, rel=1e-10, abs=1e-10)
@@ -71,7 +72,7 @@ def test_blocks_of_rows_change_nothing(seed, block, dense):
 @given(seed=seeds)
 def test_raw_is_self_plus_pair_and_the_expansion_of_the_square(seed):
     weights_BN, sketch_ND, _ = world(seed)
-    got = geometry(weights_BN, sketch_ND, sketch_ND.mean(axis=0))
+    got = components(weights_BN, sketch_ND, sketch_ND.mean(axis=0))
     np.testing.assert_allclose(got.raw_B, got.self_B + got.pair_B, rtol=1e-12)
     gram = sketch_ND @ sketch_ND.T
     w = weights_BN.toarray()
@@ -86,7 +87,7 @@ def test_centred_is_the_squared_deviation_of_the_subset_mean(seed):
     total_B = np.asarray(weights_BN.sum(axis=1)).ravel()
     subset_mean_BD = (weights_BN @ sketch_ND) / total_B[:, None]
     mmd_B = ((subset_mean_BD - mean_D) ** 2).sum(axis=1)
-    np.testing.assert_allclose(geometry(weights_BN, sketch_ND, mean_D).cent_B, total_B**2 * mmd_B, rtol=1e-9)
+    np.testing.assert_allclose(components(weights_BN, sketch_ND, mean_D).cent_B, total_B**2 * mmd_B, rtol=1e-9)
 
 
 @given(seed=seeds, penalty=st.floats(0.01, 10))
@@ -99,7 +100,7 @@ def test_second_difference_is_the_pair_interaction(seed, penalty):
         mask = rest.copy()
         mask[list(extra)] = 1
         weights_BN = csr_array((mask * w_N)[None])
-        raw_B = geometry(weights_BN, update_ND, np.zeros(4)).raw_B
+        raw_B = components(weights_BN, update_ND, np.zeros(4)).raw_B
         return interaction_surrogate(weights_BN @ relevance_N, raw_B, step=0.7, penalty=penalty)[0]
 
     second = value(i, j) - value(i) - value(j) + value()
@@ -111,7 +112,7 @@ def _marginal(update_ND, relevance_N, members, k):
     matrix = np.zeros((2, len(update_ND)))
     matrix[0, members], matrix[1, rows] = 1.0, 1.0
     weights_BN = csr_array(matrix)
-    raw_B = geometry(weights_BN, update_ND, np.zeros(update_ND.shape[1])).raw_B
+    raw_B = components(weights_BN, update_ND, np.zeros(update_ND.shape[1])).raw_B
     value_B = interaction_surrogate(weights_BN @ relevance_N, raw_B, step=1.0, penalty=0.3)
     return value_B[1] - value_B[0]
 
@@ -144,7 +145,7 @@ def test_smoothness_lower_bound_holds_on_a_quadratic(seed):
         return 0.5 * x @ hessian @ x
 
     gradient, eta = hessian @ theta, 0.1
-    raw_B = geometry(weights_BN, update_ND, np.zeros(4)).raw_B
+    raw_B = components(weights_BN, update_ND, np.zeros(4)).raw_B
     bound_B = interaction_surrogate(weights_BN @ (update_ND @ gradient), raw_B, step=eta, penalty=beta * eta**2 / 2)
     gain_B = np.array([loss(theta) - loss(theta - eta * step) for step in weights_BN @ update_ND])
     assert (gain_B >= bound_B - 1e-9 * (1 + abs(bound_B))).all()
@@ -162,7 +163,7 @@ def endpoint(seed, mismatch, hessian, *, worst=False):
     moved_BD = proxy_BD + mismatch * direction_BD / np.linalg.norm(direction_BD, axis=1, keepdims=True)
     end_BD = theta - moved_BD
     gain_B = 0.5 * theta @ hessian @ theta - 0.5 * np.einsum("bd,de,be->b", end_BD, hessian, end_BD)
-    raw_B = geometry(weights_BN, update_ND, np.zeros(4)).raw_B
+    raw_B = components(weights_BN, update_ND, np.zeros(4)).raw_B
     relevance_B = additive((update_ND @ gradient)[:, None], weights_BN)[:, 0]
     bound_B = interaction_surrogate(relevance_B, raw_B, step=eta, penalty=beta * eta**2 / 2)
     bound_B -= mismatch * np.linalg.norm(away_BD, axis=1) + beta / 2 * mismatch**2
@@ -190,7 +191,7 @@ def test_direct_sum_agrees_with_the_product_near_and_within_its_bound(seed):
     r, s = (v / np.linalg.norm(v) for v in rng.standard_normal((2, 5)))
     rows = csr_array(np.ones((1, 2)))
     pair = {
-        name: geometry(rows, np.array(vectors), np.zeros(len(vectors[0])))
+        name: components(rows, np.array(vectors), np.zeros(len(vectors[0])))
         for name, vectors in {"h": (x, y), "r": (r, s), "product": (np.kron(x, r), np.kron(y, s))}.items()
     }
     direct = geo.direct_sum(pair["h"], pair["r"]).pair_B[0] / 2
@@ -204,9 +205,9 @@ def test_the_joint_sketch_is_the_concatenation():
     weights_BN, hidden_ND, rng = world(0)
     residual_ND = rng.standard_normal((12, 3))
     both = np.concatenate([hidden_ND, residual_ND], axis=1)
-    want = geometry(weights_BN, both, both.mean(axis=0))
-    hidden = geometry(weights_BN, hidden_ND, hidden_ND.mean(axis=0))
-    residual = geometry(weights_BN, residual_ND, residual_ND.mean(axis=0))
+    want = components(weights_BN, both, both.mean(axis=0))
+    hidden = components(weights_BN, hidden_ND, hidden_ND.mean(axis=0))
+    residual = components(weights_BN, residual_ND, residual_ND.mean(axis=0))
     for kind in KINDS:
         np.testing.assert_allclose(geo.direct_sum(hidden, residual)[kind], want[kind], rtol=1e-10)
 
@@ -258,12 +259,12 @@ def test_projection_keeps_geometry_within_the_jl_bound(draw, width_for, failure)
     assert np.mean(kept) >= 1 - failure
     assert np.mean([off_by(vectors, draw(width // 16, seed)) <= EPS for seed in range(40)]) < 0.5
 
-    exact_B = geometry(weights_BN, update_ND, np.zeros(SIZE)).raw_B
+    exact_B = components(weights_BN, update_ND, np.zeros(SIZE)).raw_B
     relevance_B = additive((update_ND @ gradient_D)[:, None], weights_BN)[:, 0]
     error_k, error_a = EPS * exact_B, EPS / 2 * (gradient_D @ gradient_D + exact_B)
     for seed in np.flatnonzero(kept)[:10]:
         project = draw(width, int(seed))
-        sketched_B = geometry(weights_BN, update_ND @ project, np.zeros(width)).raw_B
+        sketched_B = components(weights_BN, update_ND @ project, np.zeros(width)).raw_B
         sketched_relevance_B = additive(((update_ND @ project) @ (gradient_D @ project))[:, None], weights_BN)[:, 0]
         assert (abs(sketched_B - exact_B) <= error_k).all()
         assert (abs(sketched_relevance_B - relevance_B) <= error_a).all()
@@ -296,7 +297,7 @@ def test_float32_sketches_are_summed_in_float64():
     sketch_ND = np.zeros((20_000, 2), dtype=np.float32)
     sketch_ND[:10_000, 0] = np.linspace(99.0, 101.0, 10_000)
     sketch_ND[10_000:, 0] = -sketch_ND[:10_000, 0]
-    got = geometry(csr_array(np.ones((1, 20_000))), sketch_ND, np.zeros(2))
+    got = components(csr_array(np.ones((1, 20_000))), sketch_ND, np.zeros(2))
     assert got.raw_B[0] == pytest.approx(0.0, abs=1e-6)
     assert got.pair_B[0] == pytest.approx(-got.self_B[0], rel=1e-12)
 

@@ -11,10 +11,9 @@ from grasp.errors import ArtifactError, ProtocolError
 from grasp.predict.families import parse_family
 from grasp.predict.geometry import SubsetMass, subset_relevance
 from grasp.predict.labels import LabelColumn
-from grasp.predict.marginal import marginal_geometry, marginal_relevance
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.weights import SliceShares
+from grasp.predict.weights import SliceShares, indicators
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components
 
@@ -85,8 +84,8 @@ def test_with_geometry_the_level_is_the_sum_of_z_scores_over_the_family(side, we
     drawn = parse_family("mixture:topic").draw(12, n_rows=40, labels=labels, seed=0, purpose="calibration")
     family_BN = np.concatenate([block.weights_BN.toarray() for block in drawn])
     sums = predictor.sums(weights)
-    task_BT = predictor.whole_T + predictor.change_of(sums)
-    unit_BE = predictor.whole_E + predictor.unit_change(weights, sums)
+    task_BT = predictor.task.whole_C + predictor.change_of(sums)
+    unit_BE = predictor.unit_level.whole_C + predictor.unit_change(weights, sums)
     first = 0
     for t, target in enumerate(source.targets):
         want_B, want_BE = slow_levels(source, chosen, weights.toarray(), family_BN, target)
@@ -206,7 +205,7 @@ def test_shares_of_slices_are_weights_of_their_rows(components):
     share_BG = np.random.default_rng(0).random((5, 4)) * 2
     by_slice = predictor.change(SliceShares(share_BG, CODES))
     np.testing.assert_allclose(by_slice, predictor.change(csr_array(share_BG[:, CODES])), atol=1e-5)
-    slices = predictor.slice_sums(CODES, 4)
+    slices = predictor.sums(indicators(CODES, 4))
     dropped = predictor.change_of(slices.from_whole(predictor.whole(), -1.0))
     np.testing.assert_allclose(dropped, predictor.change(SliceShares(1.0 - np.eye(4), CODES)), atol=1e-5)
     doubled = predictor.change_of(slices.from_whole(predictor.whole(), 1.0))
@@ -235,28 +234,7 @@ def test_refusals():
         Predictor.of(FakeSource(), protocol(components=COMPONENTS, calibration={"family": "mixture:topic"}))
 
 
-# -------------------------------------------------------------------------------------- marginal gains, worlds
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=seeds, weighting=st.sampled_from(["count", "mean"]))
-def test_marginal_gain_is_the_difference_of_two_subsets(seed, weighting):
-    rng = np.random.default_rng(seed)
-    sketch_ND, relevance_NE = rng.standard_normal((9, 3)), rng.standard_normal((9, 2))
-    mask = np.zeros(9)
-    mask[rng.choice(8, 3, replace=False)] = 1.0
-    candidates = np.flatnonzero(mask == 0)
-    rows = np.concatenate([mask[None], mask + np.eye(9)[candidates]])
-    sums, corpus, mass = summed(rows, sketch_ND)
-    a_BE = subset_relevance(rows @ relevance_NE, relevance_NE.sum(axis=0), mass, "retained", weighting)
-    k = sums.geometry(mass, corpus, "retained", weighting)
-    state, _, one = summed(mask[None], sketch_ND)
-    np.testing.assert_allclose(
-        marginal_relevance(mask @ relevance_NE, one, relevance_NE[candidates], weighting), a_BE[1:], atol=1e-9
-    )
-    with_row = marginal_geometry(state, one, corpus, sketch_ND[candidates], weighting)
-    for kind in ("raw", "self", "pair", "cent"):
-        np.testing.assert_allclose(with_row[kind], k[kind][1:], atol=1e-9)
+# ---------------------------------------------------------------------------------------------------- worlds
 
 
 class QuadraticWorld(FakeSource):
@@ -285,7 +263,7 @@ def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(s
     options = {"name": "p", "match": {"token": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
     trial = Predictor.of(world, ScoringProtocol(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A
-    sigma_a = trial.task.effects.sd_C[0] ** -1 * world.arrays["relevance_token"].astype(float).std()
+    sigma_a = trial.task.spread.std_E[0] ** -1 * world.arrays["relevance_token"].astype(float).std()
     omega = -world.penalty * float(trial.geometry.moments["product.raw"].std_E[0]) / sigma_a
     full = Predictor.of(world, ScoringProtocol(**options, components={"product.raw": omega}))
     additive = Predictor.of(world, ScoringProtocol(**options))

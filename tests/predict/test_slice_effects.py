@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.errors import SubsetError
-from grasp.predict.label_slices import Slice, label_slices, sensible_labels
+from grasp.predict.label_slices import LabelSlices, Slice, label_slices, sensible_labels
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
@@ -31,8 +31,8 @@ def protocol(**changes):
 
 def worth(source, chosen):
     predictor = Predictor.of(source, chosen)
-    effects = slice_effects(predictor, SLICES.codes_N, len(SLICES.names))
-    return predictor, effects, *dropped_intervals(source, predictor, effects, SLICES.codes_N)
+    effects = slice_effects(predictor, SLICES)
+    return predictor, effects, *dropped_intervals(source, predictor, effects, SLICES)
 
 
 @pytest.mark.parametrize("components", [{}, COMPONENTS])
@@ -78,7 +78,8 @@ def test_one_unit_has_no_interval():
 
 def test_a_value_that_is_everything_cannot_be_dropped():
     predictor = Predictor.of(FakeSource(), protocol(components={}))
-    effects = slice_effects(predictor, np.zeros(40, dtype=np.int32), 1)
+    whole = LabelSlices("topic", (Slice("all", "true", 40, 80),), np.zeros(40, dtype=np.int32), 0)
+    effects = slice_effects(predictor, whole)
     assert np.isnan(effects.dropped_GT).all()
     np.testing.assert_allclose(effects.doubled_GT, 0.0, atol=1e-6)
 

@@ -1,5 +1,6 @@
 """Closed forms against enumeration of every subset; sampled moments against numpy; merging in any blocks."""
 
+import functools
 import itertools
 import math
 
@@ -11,18 +12,18 @@ from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
 from grasp.predict.families import Family, parse_family
-from grasp.predict.geometry import geometry, subset_relevance
+from grasp.predict.geometry import subset_relevance
 from grasp.predict.standardize import (
     ComponentMoments,
-    MomentsAccumulator,
     PairSums,
     RowMoments,
     has_closed_form,
     pair_moments,
     relevance_moments,
+    sampled_moments,
     self_moments,
 )
-from tests.predict.reference import summed
+from tests.predict.reference import components, summed
 
 N = 6
 
@@ -97,11 +98,10 @@ def test_closed_forms_of_pairs_need_no_four_rows(n_rows):
 def test_sampled_moments_agree_with_closed_forms(spelling):
     family, n_rows = parse_family(spelling), 80
     relevance_NE = np.random.default_rng(1).standard_normal((n_rows, 3)) + 0.5
-    sampled = MomentsAccumulator()
-    for block in family.draw(3000, n_rows=n_rows, seed=0, purpose="calibration"):
-        sampled.add({"token": block.weights_BN @ relevance_NE})
+    blocks = family.draw(3000, n_rows=n_rows, seed=0, purpose="calibration")
+    sampled = sampled_moments({"token": block.weights_BN @ relevance_NE} for block in blocks)
     want = relevance_moments(RowMoments.of(relevance_NE), family, "retained", "count")
-    got = sampled.moments()["token"]
+    got = sampled["token"]
     assert np.allclose(got.mean_E, want.mean_E, atol=5 * want.std_E / np.sqrt(3000))
     assert np.allclose(got.std_E, want.std_E, rtol=0.08)
 
@@ -113,8 +113,8 @@ def test_expected_geometry_of_a_bernoulli_draw(seed):
     sketch_ND, w_N, q = rng.standard_normal((N, 3)), rng.random(N) + 0.2, 0.3
     masks = np.array(list(itertools.product([0.0, 1.0], repeat=N)))
     chance = q ** masks.sum(axis=1) * (1 - q) ** (N - masks.sum(axis=1))
-    expected = chance @ geometry(csr_array(masks * w_N), sketch_ND, np.zeros(3)).raw_B
-    whole = geometry(csr_array(w_N[None]), sketch_ND, np.zeros(3))
+    expected = chance @ components(csr_array(masks * w_N), sketch_ND, np.zeros(3)).raw_B
+    whole = components(csr_array(w_N[None]), sketch_ND, np.zeros(3))
     assert expected == pytest.approx(q * whole.self_B[0] + q**2 * whole.pair_B[0], rel=1e-9, abs=1e-9)
 
 
@@ -122,13 +122,9 @@ def test_expected_geometry_of_a_bernoulli_draw(seed):
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(1, 29), max_size=4))
 def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
     values_BE = np.random.default_rng(seed).standard_normal((30, 2)) * 3 + 1e4
-    sampled, edges = MomentsAccumulator(), sorted({0, 30, *cuts})
-    rows = None
-    for start, stop in itertools.pairwise(edges):
-        sampled.add({"a": values_BE[start:stop], "k": values_BE[start:stop, 0]})
-        part = RowMoments.of(values_BE[start:stop])
-        rows = part if rows is None else rows.merge(part)
-    got = sampled.moments()
+    parts = [values_BE[start:stop] for start, stop in itertools.pairwise(sorted({0, 30, *cuts}))]
+    got = sampled_moments({"a": part_BE, "k": part_BE[:, 0]} for part_BE in parts)
+    rows = functools.reduce(RowMoments.merge, map(RowMoments.of, parts))
     np.testing.assert_allclose(got["a"].mean_E, values_BE.mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(got["a"].std_E, values_BE.std(axis=0), rtol=1e-9)
     assert got["k"].std_E == pytest.approx(values_BE[:, 0].std(), rel=1e-9)
@@ -144,10 +140,8 @@ def test_constant_components_standardise_to_zero_and_are_marked():
 
 
 def test_one_subset_cannot_standardise():
-    sampled = MomentsAccumulator()
-    sampled.add({"a": np.ones((1, 2))})
     with pytest.raises(SubsetError, match="got 1 subsets, expected at least 2"):
-        sampled.moments()
+        sampled_moments([{"a": np.ones((1, 2))}])
 
 
 def test_large_bernoulli_families_stay_cheap_and_exact():

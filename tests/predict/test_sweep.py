@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
-from grasp.predict import accelerator, geometry, sweep_torch
-from grasp.predict.geometry import BlockSums
-from grasp.predict.row_sums import RowSums
-from grasp.predict.sweep import LARGE, Sweep, plan
+from grasp.predict import row_sums, sweep_torch
+from grasp.predict.row_sums import LARGE, BlockSums, RowSums, plan
 from grasp.predict.weights import OmittedRows, PackedMasks, SliceShares, as_csr
+
+
+def over(values_NC, way):
+    sums = RowSums.over(values_NC)
+    sums.way = way
+    return sums
 
 
 def job(seed, n=300, width=40, b=7, share=0.1, *, plain=True):
@@ -36,14 +40,14 @@ def test_all_ways_agree_with_a_loop(seed, way, plain, width, share):
     weights_BN, values_NC = job(seed, width=width, plain=plain, share=share)
     want = np.array([sum(w * values_NC[i].astype(float) for i, w in enumerate(row)) for row in weights_BN.toarray()])
     bound = 2e-6 * (abs(weights_BN) @ abs(values_NC.astype(float)))
-    got = Sweep(values_NC, way).sums(weights_BN)
+    got = over(values_NC, way).sums(weights_BN)
     assert got.dtype == np.float64
     assert (abs(got - want) <= bound + 1e-300).all()
 
 
 def test_panels_cut_columns_and_change_nothing(monkeypatch):
     weights_BN, values_NC = job(0, width=100)
-    whole = Sweep(values_NC, "torch").sums(weights_BN)
+    whole = over(values_NC, "torch").sums(weights_BN)
     monkeypatch.setattr(sweep_torch, "PANEL_BYTES", 40_000)
     packed = sweep_torch.PackedValues.pack(values_NC)
     assert [panel.shape[1] for panel in packed.panels] == [34, 33, 33]
@@ -55,8 +59,8 @@ def test_panels_cut_columns_and_change_nothing(monkeypatch):
 def test_subsets_without_rows_sum_to_zero():
     values_NC = np.ones((5, 3), dtype=np.float32)
     for way in ("dense", "sparse", "torch"):
-        assert not Sweep(values_NC, way).sums(csr_array((2, 5))).any()
-        assert Sweep(values_NC, way).sums(csr_array((0, 5))).shape == (0, 3)
+        assert not over(values_NC, way).sums(csr_array((2, 5))).any()
+        assert over(values_NC, way).sums(csr_array((0, 5))).shape == (0, 3)
 
 
 @pytest.mark.parametrize("way", ["dense", "sparse", "torch"])
@@ -65,7 +69,7 @@ def test_float16_is_widened_before_it_is_added_up(way):
     half_NC = values_NC.astype(np.float16)
     want = weights_BN @ half_NC.astype(float)
     bound = 2e-6 * (weights_BN @ abs(half_NC.astype(float)))
-    assert (abs(Sweep(half_NC, way).sums(weights_BN) - want) <= bound).all()
+    assert (abs(over(half_NC, way).sums(weights_BN) - want) <= bound).all()
 
 
 def test_plan_follows_the_shape():
@@ -78,11 +82,11 @@ def test_plan_follows_the_shape():
 
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ShapeError, match=r"weights of shape \(2, 4\) for values of 5 rows"):
-        Sweep(np.ones((5, 3), dtype=np.float32)).sums(csr_array((2, 4)))
+        RowSums.over(np.ones((5, 3), dtype=np.float32)).sums(csr_array((2, 4)))
 
 
 def test_the_core_loads_no_torch():
-    modules = ["geometry", "standardize", "predictor", "sweep"]
+    modules = ["geometry", "standardize", "predictor", "row_sums"]
     code = "import sys; " + "; ".join(f"import grasp.predict.{m}" for m in modules)
     subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=True)
 
@@ -115,10 +119,9 @@ def test_every_form_sums_to_the_float64_reference(seed, form, cut):
     edges = [0, cut, min(cut + 13, n), n]
     blocks = [(start, values_NC[start:stop]) for start, stop in itertools.pairwise(edges) if stop > start]
     streamed = RowSums(lambda: iter(blocks), n, 6, held_NC=None)
-    streamed._sweep = None
+    streamed.held_NC = None
     parts = BlockSums(weights)
     found = [
-        Sweep(values_NC).sums(weights),
         sum(parts.product(start, block) for start, block in blocks),
         RowSums.over(values_NC).sums(weights),
         streamed.sums(weights),
@@ -141,10 +144,10 @@ def test_masks_unpacked_by_torch_sum_to_the_float64_reference(seed, start, n, ro
 
 def test_only_large_jobs_ask_for_a_gpu(monkeypatch):
     monkeypatch.setattr(sweep_torch, "device", lambda: "cuda")
-    assert accelerator.cuda_backend(accelerator.LARGE_DENSE) is sweep_torch
-    assert accelerator.cuda_backend(accelerator.LARGE_DENSE - 1) is None
+    assert row_sums.cuda_backend(row_sums.LARGE_DENSE) is sweep_torch
+    assert row_sums.cuda_backend(row_sums.LARGE_DENSE - 1) is None
     monkeypatch.setattr(sweep_torch, "device", lambda: "cpu")
-    assert accelerator.cuda_backend(accelerator.LARGE_DENSE) is None
+    assert row_sums.cuda_backend(row_sums.LARGE_DENSE) is None
 
 
 def test_large_masks_go_to_the_gpu_where_there_is_one(monkeypatch):
@@ -158,7 +161,7 @@ def test_large_masks_go_to_the_gpu_where_there_is_one(monkeypatch):
         return real(masks, start, values_nC, rows, "cpu")
 
     monkeypatch.setattr(sweep_torch, "masked_sums", on_cpu)
-    monkeypatch.setattr(geometry, "cuda_backend", lambda work: sweep_torch)
+    monkeypatch.setattr(row_sums, "cuda_backend", lambda work: sweep_torch)
     np.testing.assert_allclose(BlockSums(masks).product(0, values), want, rtol=1e-5, atol=1e-5)
     assert asked == ["cuda"]
 
@@ -169,7 +172,7 @@ def test_long_subsets_keep_their_digits():
     weights_BN = csr_array(np.ones((2, 1 << 20)))
     weights_BN[[0], : (1 << 19)] = 0.0
     weights_BN.eliminate_zeros()
-    got = Sweep(values_NC, "torch").sums(weights_BN)
+    got = over(values_NC, "torch").sums(weights_BN)
     np.testing.assert_allclose(got[:, 0], weights_BN.sum(axis=1) * np.float64(np.float32(0.1)), rtol=2e-6)
 
 
@@ -182,7 +185,7 @@ def test_unions_of_slices_read_the_values_once():
         return iter([(0, values_NC)])
 
     sums = RowSums(blocks, 60, 2)
-    sums._sweep = None
+    sums.held_NC = None
     passes.clear()
     for _ in range(4):
         np.testing.assert_array_equal(sums.sums(SliceShares(np.eye(3), codes)), np.full((3, 2), 20.0))

@@ -182,7 +182,7 @@ def _mixture(
     asked: Mapping[str, Any],
     runs: FitIntervals | None,
 ) -> Mixture:
-    parts = predictor.slice_sums(slices.codes_N, len(slices.slices))
+    parts = predictor.sums(slices.indicators())
     current_G = slices.rows_G / predictor.n_rows
     effect_G, quadratic_GG = coefficients(predictor, weights_T, parts, slices.rows_G.astype(np.float64))
     segments = _segments(effect_G, slices, training, bounds[0], bounds[1])
@@ -263,8 +263,8 @@ def _repeated(training: Training, factor_G: F64, value: float) -> str:
 def coefficients(predictor: Predictor, weights_T: F64, parts: SubsetSums, rows_G: F64) -> tuple[F64, F64]:
     """l (G,) and Q (G, G) of V(p) = constant + l'p + p'Q p."""
     factor = 1.0 if predictor.protocol.weighting == "mean" else float(predictor.n_rows)
-    slope_T = weights_T * predictor.gain_T
-    linear_G = factor * ((parts.effect_BT @ slope_T) / rows_G + float(slope_T @ predictor.offset_T))
+    slope_T = weights_T * predictor.task.gain_C
+    linear_G = factor * ((parts.effect_BT @ slope_T) / rows_G + float(slope_T @ predictor.task.offset_C))
     quadratic_GG = np.zeros((len(rows_G), len(rows_G)))
     for half, weights in () if predictor.geometry is None else predictor.geometry.halves.items():
         totals = predictor.sketches[half].totals

@@ -44,8 +44,8 @@ class Objective:
         assert geometry is not None
         mass = SubsetMass(np.array([float(size)]), np.array([float(predictor.n_rows - size)]), predictor.n_rows)
         factor = float(mass.factor(protocol.side, protocol.weighting)[0])
-        slope_T = weights_T * predictor.gain_T
-        zero = float(slope_T @ predictor.offset_T)  # of a row whose effect is the mean
+        slope_T = weights_T * predictor.task.gain_C
+        zero = float(slope_T @ predictor.task.offset_C)  # of a row whose effect is the mean
         linear_N = factor * (np.asarray(predictor.effect_NT @ slope_T, dtype=np.float64) + zero)
         constant = -predictor.n_rows * zero
         whole = geometry.whole()

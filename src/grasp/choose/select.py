@@ -330,7 +330,7 @@ class Pool:
     def worth(self, limits: Limits) -> F64:
         """What rows are ranked by: their effect; where rows add up and tokens are spent, that of a token."""
         if self.predictor.protocol.weighting == "count" and limits.cost_N is not None:
-            return (self.effect_N + float(self.predictor.offset_T @ self.weights_T)) / self.tokens_N
+            return (self.effect_N + float(self.predictor.task.offset_C @ self.weights_T)) / self.tokens_N
         return self.effect_N
 
     def curve(self, limits: Limits, row_index: I64) -> Curve:

@@ -33,13 +33,14 @@ from grasp.predict.row_arrays import F64, RowArrays, label_column
 from grasp.predict.sketches import Sketch, pair_sums
 from grasp.predict.standardize import (
     ComponentMoments,
-    MomentsAccumulator,
     PairSums,
     has_closed_form,
     pair_moments,
     relevance_moments,
+    sampled_moments,
     self_moments,
 )
+from grasp.predict.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ def family_moments(
     wanted = {*kernels, *(name for name, (half, _) in _named(protocol).items() if sketches)}
     if exact.keys() >= wanted:
         return exact
-    sampled = MomentsAccumulator()
-    for weights in (block.weights for block in family.blocks(n_rows)):
+
+    def components(weights: Weights) -> dict[str, F64]:
         mass = SubsetMass.of(weights)
         values = {
             name: subset_relevance(
@@ -145,8 +146,9 @@ def family_moments(
             for name, kernel in kernels.items()
         }
         sums = {half: sketch.sums(weights) for half, sketch in sketches.items()}
-        sampled.add(values | _geometry(protocol, sketches, sums, mass))
-    return sampled.moments() | exact
+        return values | _geometry(protocol, sketches, sums, mass)
+
+    return sampled_moments(components(block.weights) for block in family.blocks(n_rows)) | exact
 
 
 def _geometry(

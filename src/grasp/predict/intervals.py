@@ -17,7 +17,7 @@ Shape letters: B subsets, T targets.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,6 +32,8 @@ COVERAGE = 0.9
 FEWEST = 5  # runs that a line is fitted to
 LEAST = 0.1
 SLACK = 1e-9
+NATS = ("nats", "nats_low", "nats_high")  # columns: the expected change in nats a token, and its interval
+NAMED = 3  # subsets in a sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,37 @@ class Reach:
 class NatsTable:
     """Change of realized utility of B subsets in nats a token, (B, T); nan where a target has no line."""
 
-    expected_BT: F64
+    nats_BT: F64
     low_BT: F64
     high_BT: F64
     outside: tuple[str, ...]  # for each subset: in which way it lies beyond the runs; empty: it does not
+
+    @property
+    def columns(self) -> dict[str, F64]:
+        """By the names that they have in every table."""
+        return dict(zip(NATS, (self.nats_BT, self.low_BT, self.high_BT), strict=True))
+
+
+class Outside:
+    """Counts, while predictions are made, the subsets that lie beyond what the runs covered."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._count = 0
+
+    def add(self, names: Sequence[str], nats: NatsTable) -> None:
+        """One block of subsets."""
+        found = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
+        self._count += len(found)
+        self._first += found[: NAMED - len(self._first)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence, if there is anything to say."""
+        if not self._count:
+            return ()
+        more = f" and {self._count - len(self._first):,} more" if self._count > len(self._first) else ""
+        return (f"outside of what the runs covered, so the interval is wider: {'; '.join(self._first)}{more}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +145,10 @@ class Intervals:
         """
         by_measure = {name: d_B for name, d_B in distances(predictor, sums).items() if name in self.reach}
         distance_B = relative(by_measure, self.reach)
-        expected, half = np.full(change_BT.shape, np.nan), np.full(change_BT.shape, np.nan)
+        nats, half = np.full(change_BT.shape, np.nan), np.full(change_BT.shape, np.nan)
         for t, target in enumerate(predictor.targets):
             if target in self.lines:
-                expected[:, t] = self.lines[target].slope * change_BT[:, t]
+                nats[:, t] = self.lines[target].slope * change_BT[:, t]
                 half[:, t] = self.lines[target].half(change_BT[:, t], distance_B)
         outside = [
             self._outside(
@@ -128,7 +157,7 @@ class Intervals:
             )
             for b in range(len(change_BT))
         ]
-        return NatsTable(expected, expected - half, expected + half, tuple(outside))
+        return NatsTable(nats, nats - half, nats + half, tuple(outside))
 
     def _outside(self, distance: Mapping[str, float], change: Mapping[str, float]) -> str:
         known = {name: reach for name, reach in self.reach.items() if name in distance and reach.most > 0}

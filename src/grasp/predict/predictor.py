@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grasp.predict.geometry import SketchSums, SubsetMass, halves_needed, subset_relevance
 from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, family_moments
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.relevance import Effects, Kernel, UnitSelection
+from grasp.predict.relevance import Kernel, UnitSelection, effects
 from grasp.predict.row_arrays import F32, F64, RowArrays, checked_targets
+from grasp.predict.row_sums import RowSums
 from grasp.predict.sketches import Sketch
 from grasp.predict.standardize import ComponentMoments
-from grasp.predict.weights import Weights, indicators, squared, weight_sums
+from grasp.predict.weights import Weights, squared, weight_sums
 
 EFFECT_SIZE = "effect size"
 
@@ -69,10 +69,13 @@ class SubsetSums:
 class Level:
     """Tasks or units: what is added up over rows, C columns."""
 
-    effects: Effects
+    effects: RowSums  # of every row, mean 0 and standard deviation 1 over the rows of the artifact
+    spread: ComponentMoments  # what both were before
     shares: Mapping[str, F64]  # by kernel: what it adds to the effect, as slope / sd of the sum
     means: Mapping[str, F64]  # by kernel: over the rows, as it is counted
-    origin_C: F64  # slope times the mean of A over the calibration family; 0 without geometry
+    gain_C: F64  # what a difference of A, made of effects, is multiplied by to be a change
+    offset_C: F64  # added to every effect before rows are summed: under `count` their zero is that of the relevance
+    whole_C: F64  # level of the corpus: what its own prediction is, before a change is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +118,12 @@ class Predictor:
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        chosen = default_protocol() if protocol is None else protocol
-        fitted = chosen.fitted(artifact.array_names, artifact.feature_settings)
+        fitted = (protocol or default_protocol()).fitted(artifact.array_names, artifact.feature_settings)
         selected = units or UnitSelection.of(artifact, checked_targets(artifact, targets))
         wanted = sorted({*halves_needed(fitted.components), *sketches})
         held = {half: Sketch.of(artifact, half) for half in wanted}
         family = CalibrationFamily.of(fitted.calibration, artifact) if fitted.components else None
+        geometry = None if family is None else GeometryTerms.of(artifact, fitted, held, family)
         first = fitted.standardize.task == "mean_of_standardised"
         names = kernel_weights(fitted)
         spreads = _spreads(fitted, family, artifact.n_rows)
@@ -131,15 +134,12 @@ class Predictor:
         scales: dict[str, F64 | float] = {one: unit_spread[one].inverse_E if first else 1.0 for one in names}
         kernels = {one: Kernel.of_tasks(artifact, one, selected, fitted.negative, scales[one]) for one in names}
         spread = spreads(kernels)
-        geometry = None if family is None else GeometryTerms.of(artifact, fitted, held, family)
         return cls(
             protocol=fitted,
             units=selected,
             n_rows=artifact.n_rows,
-            task=_level(names, kernels, spread, hold=True, standardised=family is not None),
-            unit_level=_level(names, unit_kernels, unit_spread, hold=False, standardised=family is not None)
-            if per_unit
-            else None,
+            task=_level(fitted, kernels, spread, geometry, hold=True),
+            unit_level=_level(fitted, unit_kernels, unit_spread, geometry, hold=False) if per_unit else None,
             geometry=geometry,
             sketches=held,
             unit=EFFECT_SIZE if family is None else f"standard deviations over {family}",
@@ -160,24 +160,32 @@ class Predictor:
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
         """The additive part of every row: mean 0, standard deviation 1 over the rows of the artifact."""
-        held_NT = self.task.effects.held.held_NC
+        held_NT = self.task.effects.held_NC
         assert held_NT is not None
         return held_NT
-
-    @property
-    def gain_T(self) -> F64:  # noqa: N802 - a shape suffix
-        """What a difference of A, made of effects, is multiplied by to be a change."""
-        return self.gain_of(self.task)
-
-    @property
-    def offset_T(self) -> F64:  # noqa: N802 - a shape suffix
-        """What is added to every effect before rows are summed: under `count` their zero is that of the relevance."""
-        return self.offset_of(self.task)
 
     @property
     def dropped(self) -> tuple[str, ...]:
         """Kernels and components that do not vary, and hence contribute nothing."""
         return (*self.kernel_dropped, *(() if self.geometry is None else self.geometry.dropped))
+
+    @property
+    def scored_by(self) -> str:
+        """The protocol in words."""
+        protocol = self.protocol
+        kernels = " + ".join(
+            kernel if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in kernel_weights(protocol).items()
+        )
+        negative = f", negative relevance times {protocol.negative:g}" if protocol.negative != 1 else ""
+        geometry = "".join(f", {omega:+g} {name}" for name, omega in protocol.components.items())
+        results = len(protocol.selected_on or ())
+        chosen = f"selected on {results} development results" if results else "not selected on development results"
+        return f"protocol {protocol.name} ({kernels}{negative}{geometry}; {chosen})"
+
+    @property
+    def provenance(self) -> str:
+        """Unit and protocol of a change in one line."""
+        return f"change against the whole corpus in {self.unit}: 0 = the corpus, higher is better; {self.scored_by}"
 
     # ------------------------------------------------------------------------------------------ prediction
 
@@ -185,17 +193,13 @@ class Predictor:
         """Sums of one block of subsets."""
         sketch = {half: sketch.sums(weights) for half, sketch in self.sketches.items()}
         square_B = weight_sums(squared(weights))[0]
-        return SubsetSums(SubsetMass.of(weights), square_B, self.task.effects.held.sums(weights), sketch)
+        return SubsetSums(SubsetMass.of(weights), square_B, self.task.effects.sums(weights), sketch)
 
     def whole(self) -> SubsetSums:
         """The corpus itself, as a block of one subset."""
         sketch = {half: sketch.totals.whole() for half, sketch in self.sketches.items()}
         mass = SubsetMass.whole(self.n_rows)
         return SubsetSums(mass, mass.retained_B, np.zeros((1, len(self.targets))), sketch)
-
-    def slice_sums(self, codes_N: NDArray[np.integer], n_slices: int) -> SubsetSums:
-        """Sums of every slice, B = G."""
-        return self.sums(indicators(codes_N, n_slices))
 
     def change_of(self, sums: SubsetSums) -> F64:
         """Predicted change of utility against the whole corpus, (B, T); positive is better."""
@@ -213,7 +217,7 @@ class Predictor:
             sums: of the same subsets.
         """
         assert self.unit_level is not None
-        change_BE = self._additive(self.unit_level, self.unit_level.effects.held.sums(weights), sums.mass)
+        change_BE = self._additive(self.unit_level, self.unit_level.effects.sums(weights), sums.mass)
         return change_BE + self.geometry_change(sums)[:, None]
 
     def geometry_change(self, sums: SubsetSums) -> F64:
@@ -229,21 +233,8 @@ class Predictor:
             share_T, mean_T = self.task.shares[name], self.task.means[name]
             sum_BT = share_T * (kernel.held.sums(weights) - np.outer(mass.retained_B, mean_T))
             offset_T = share_T * mean_T if self.protocol.weighting == "count" else np.zeros_like(share_T)
-            parts[name] = self.gain_T * self._relative(sum_BT, offset_T, mass)
+            parts[name] = self.task.gain_C * self._relative(sum_BT, offset_T, mass)
         return parts
-
-    # --------------------------------------------------------------------------------------------- level
-
-    @property
-    def whole_T(self) -> F64:  # noqa: N802 - a shape suffix
-        """Level of the corpus, (T,): what its own prediction is, before a change is taken."""
-        return self._whole(self.task)
-
-    @property
-    def whole_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """The same for units."""
-        assert self.unit_level is not None
-        return self._whole(self.unit_level)
 
     # -------------------------------------------------------------------------------------------- algebra
 
@@ -258,32 +249,7 @@ class Predictor:
         return self.relative(sum_BC + np.outer(mass.retained_B, offset_C), self.n_rows * offset_C, mass)
 
     def _additive(self, level: Level, sum_BC: F64, mass: SubsetMass) -> F64:
-        return self.gain_of(level) * self._relative(sum_BC, self.offset_of(level), mass)
-
-    def gain_of(self, level: Level) -> F64:
-        """`gain_T`, or the same of units."""
-        if self.geometry is not None:
-            return level.effects.sd_C
-        return np.full(len(level.effects.sd_C), 1.0 / self.n_rows if self.protocol.weighting == "count" else 1.0)
-
-    def offset_of(self, level: Level) -> F64:
-        """`offset_T`, or the same of units."""
-        if self.protocol.weighting == "mean":
-            return np.zeros(len(level.effects.sd_C))
-        return level.effects.mean_C * level.effects.inverse_C
-
-    def _whole(self, level: Level) -> F64:
-        """A of the corpus is that of its mean row, N times under `count`.
-
-        On the omitted side `mean` has no value for nothing: that of a random part stands in, which changes nothing.
-        """
-        omitted, counts = self.protocol.side == "omitted", self.protocol.weighting == "count"
-        sign = (0.0 if counts else -1.0) if omitted else 1.0
-        if self.geometry is None:
-            return np.asarray(sign * level.effects.mean_C * level.effects.inverse_C)
-        times = sign * self.n_rows if counts else sign
-        bend = sum(self.protocol.components[name] * value for name, value in self.geometry.whole().items())
-        return np.asarray(times * level.effects.mean_C - level.origin_C + bend)
+        return level.gain_C * self._relative(sum_BC, level.offset_C, mass)
 
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
@@ -297,24 +263,39 @@ def _spreads(
 ) -> Callable[[Mapping[str, Kernel]], Mapping[str, ComponentMoments]]:
     """What brings kernels to one scale: their spread over the rows, or, with geometry, that of A over the family."""
     if family is None:
-        return lambda kernels: {name: kernel.spread for name, kernel in kernels.items()}
+        return lambda kernels: {name: kernel.rows.spread for name, kernel in kernels.items()}
     return lambda kernels: family_moments(protocol, kernels, {}, family, n_rows) if kernels else {}
 
 
 def _level(
-    weights: Mapping[str, float],
+    protocol: ScoringProtocol,
     kernels: Mapping[str, Kernel],
     spread: Mapping[str, ComponentMoments],
+    geometry: GeometryTerms | None,
     *,
     hold: bool,
-    standardised: bool,
 ) -> Level:
-    slopes = {name: weight * spread[name].inverse_E for name, weight in weights.items()}
-    effects = Effects.of(kernels, slopes, hold=hold)
-    origin = [slopes[name] * spread[name].mean_E for name in weights] if standardised else []
+    slopes = {name: weight * spread[name].inverse_E for name, weight in kernel_weights(protocol).items()}
+    held, before = effects(kernels, slopes, hold=hold)
+    rows = next(iter(kernels.values())).rows
+    counts, zero_C = protocol.weighting == "count", before.mean_E * before.inverse_E
+    # A of the corpus is that of its mean row, N times under `count`. On the omitted side `mean` has no value for
+    # nothing: that of a random part stands in, which changes nothing.
+    sign = 1.0 if protocol.side == "retained" else 0.0 if counts else -1.0
+    if geometry is None:
+        gain_C = np.full(len(zero_C), 1.0 / rows.n_rows if counts else 1.0)
+        whole_C = sign * zero_C
+    else:
+        gain_C = before.std_E
+        origin_C = np.sum([slopes[name] * spread[name].mean_E for name in slopes], axis=0)
+        bend = sum(protocol.components[name] * value for name, value in geometry.whole().items())
+        whole_C = (sign * rows.n_rows if counts else sign) * before.mean_E - origin_C + bend
     return Level(
-        effects=effects,
-        shares={name: slope_C * effects.inverse_C for name, slope_C in slopes.items()},
-        means={name: kernels[name].rows.mean_E for name in weights},
-        origin_C=np.sum(origin, axis=0) if origin else np.zeros(len(effects.sd_C)),
+        effects=held,
+        spread=before,
+        shares={name: slope_C * before.inverse_E for name, slope_C in slopes.items()},
+        means={name: kernels[name].rows.mean_E for name in slopes},
+        gain_C=gain_C,
+        offset_C=zero_C if counts else np.zeros_like(zero_C),
+        whole_C=np.asarray(whole_C),
     )

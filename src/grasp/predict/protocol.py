@@ -173,13 +173,23 @@ def default_protocol() -> ScoringProtocol:
         return load_protocol(path)
 
 
+def as_protocol(protocol: "ScoringProtocol | Path | str | None") -> ScoringProtocol:
+    """A protocol, its file, or the one that ships."""
+    if protocol is None:
+        return default_protocol()
+    return protocol if isinstance(protocol, ScoringProtocol) else load_protocol(protocol)
+
+
 def load_protocol(path: Path | str) -> ScoringProtocol:
     """Read a protocol from YAML (JSON is YAML too); every mismatch is in the message."""
     try:
         data = read_yaml(Path(path))
     except SettingsError as err:
         raise ProtocolError(str(err)) from err
-    return _validated(data, str(path))
+    try:
+        return ScoringProtocol.model_validate(data)
+    except ValidationError as err:
+        raise ProtocolError(describe(err, f"protocol {path}", ScoringProtocol)) from err
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
@@ -190,10 +200,3 @@ def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:
         return
     with written_aside(target) as part:
         part.write_text(protocol.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-
-def _validated(data: dict[str, Any], where: str) -> ScoringProtocol:
-    try:
-        return ScoringProtocol.model_validate(data)
-    except ValidationError as err:
-        raise ProtocolError(describe(err, f"protocol {where}", ScoringProtocol)) from err

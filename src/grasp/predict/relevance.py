@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import ProtocolError
-from grasp.predict.geometry import BlockSums
 from grasp.predict.row_arrays import F64, Blocks, RowArrays
 from grasp.predict.row_sums import RowSums
 from grasp.predict.standardize import ComponentMoments, RowMoments
-from grasp.predict.weights import Weights
 
 Floats = TypeVar("Floats", bound=np.floating[Any])
 
@@ -99,78 +97,45 @@ class Kernel:
 
         return cls(_moments(reduced()), RowSums.over(task_NT))
 
-    @property
-    def spread(self) -> ComponentMoments:
-        """Mean and standard deviation over the rows."""
-        return ComponentMoments(self.rows.mean_E, np.sqrt(self.rows.scatter_E / self.rows.n_rows))
 
+def effects(
+    kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], *, hold: bool
+) -> tuple[RowSums, ComponentMoments]:
+    """sum_m slope_m a_m of every row, brought to mean 0 and standard deviation 1 over the rows, and what both were.
 
-@dataclass(frozen=True, slots=True)
-class Effects:
-    """sum_m slope_m a_m of every row, brought to mean 0 and standard deviation 1 over the rows of the artifact."""
+    Kernels are added up block by block; twice, since the spread of the sum is known only then.
 
-    held: RowSums  # of the standardised values, (N, C)
-    mean_C: F64  # before that
-    sd_C: F64
+    Args:
+        hold: keep the result in memory whatever its size.
+    """
 
-    @property
-    def inverse_C(self) -> F64:  # noqa: N802 - a shape suffix
-        """1 / sd; 0 where the sum does not vary."""
-        return ComponentMoments(self.mean_C, self.sd_C).inverse_E
+    def added() -> Iterator[tuple[int, F64]]:
+        readers = [kernels[name].held.blocks() for name in slopes]
+        for parts in zip(*readers, strict=True):
+            start, first = parts[0]
+            terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
+            yield start, sum(terms, np.zeros(first.shape[1]))
 
-    @classmethod
-    def of(cls, kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], *, hold: bool) -> Self:
-        """Add kernels up, block by block; twice, since the spread of the sum is known only then.
+    rows = _moments(added())
+    spread = rows.spread
+    inverse_C = spread.inverse_E
 
-        Args:
-            hold: keep the result in memory whatever its size.
-        """
+    def standardised() -> Blocks:
+        for start, block in added():
+            yield start, ((block - spread.mean_E) * inverse_C).astype(np.float32)
 
-        def added() -> Iterator[tuple[int, F64]]:
-            readers = [kernels[name].held.blocks() for name in slopes]
-            for parts in zip(*readers, strict=True):
-                yield (
-                    parts[0][0],
-                    sum(
-                        (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True)),
-                        np.zeros(parts[0][1].shape[1]),
-                    ),
-                )
-
-        rows = _moments(added())
-        sd_C = np.sqrt(rows.scatter_E / rows.n_rows)
-        inverse_C = ComponentMoments(rows.mean_E, sd_C).inverse_E
-
-        def standardised() -> Blocks:
-            for start, block in added():
-                yield start, ((block - rows.mean_E) * inverse_C).astype(np.float32)
-
-        if not hold:
-            return cls(RowSums(standardised, rows.n_rows, len(sd_C)), rows.mean_E, sd_C)
-        held_NC = np.empty((rows.n_rows, len(sd_C)), dtype=np.float32)
-        for start, block in standardised():
-            held_NC[start : start + len(block)] = block
-        return cls(RowSums.over(held_NC), rows.mean_E, sd_C)
+    if not hold:
+        return RowSums(standardised, rows.n_rows, len(inverse_C)), spread
+    held_NC = np.empty((rows.n_rows, len(inverse_C)), dtype=np.float32)
+    for start, block in standardised():
+        held_NC[start : start + len(block)] = block
+    return RowSums.over(held_NC), spread
 
 
 def relevance_blocks(artifact: RowArrays, kernel: str, columns: NDArray[np.int64], negative: float = 1.0) -> Blocks:
     """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
     for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns):
         yield start, counted(block, negative)
-
-
-def relevance_sums(artifact: RowArrays, kernel: str, units: UnitSelection, weights: Sequence[Weights]) -> list[F64]:
-    """Sums of relevance as it is, whatever a protocol makes of it: (B, T) for each block of subsets; one pass.
-
-    A task's relevance is the mean over its units.
-    """
-    sums = [BlockSums(one) for one in weights]
-    out = [np.zeros((one.shape[0], len(units.targets))) for one in weights]
-    for start, block in relevance_blocks(artifact, kernel, units.columns_E):
-        mean_nT = units.mean_per_task(block)
-        for place, one in enumerate(sums):
-            out[place] += one.product(start, mean_nT)
-    return out
 
 
 def _moments(blocks: Iterable[tuple[int, NDArray[Any]]]) -> RowMoments:

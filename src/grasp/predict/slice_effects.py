@@ -10,13 +10,13 @@ Shape letters: G slices, E units, T targets, R resamples.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from grasp.predict.geometry import BlockSums, SketchSums
+from grasp.predict.geometry import SketchSums
+from grasp.predict.label_slices import LabelSlices
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
 from grasp.predict.row_arrays import F64, RowArrays
-from grasp.predict.weights import indicators
+from grasp.predict.row_sums import BlockSums
 from grasp.seeds import bootstrap_weights
 
 RESAMPLES = 1_000
@@ -36,13 +36,9 @@ class SliceEffects:
     redundancy_G: F64 | None  # cosine of the sketch sum to that of all other rows; None without sketches
 
 
-def slice_effects(predictor: Predictor, codes_N: NDArray[np.integer], n_slices: int) -> SliceEffects:
-    """Drop and double every slice; linear in the slices.
-
-    Args:
-        codes_N: slice of each row.
-    """
-    sums, corpus = predictor.slice_sums(codes_N, n_slices), predictor.whole()
+def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
+    """Drop and double every slice; linear in the slices."""
+    sums, corpus = predictor.sums(slices.indicators()), predictor.whole()
     rows_G = sums.mass.retained_B
     dropped_GT = predictor.change_of(sums.from_whole(corpus, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
@@ -56,15 +52,15 @@ def slice_effects(predictor: Predictor, codes_N: NDArray[np.integer], n_slices: 
 
 
 def dropped_intervals(
-    artifact: RowArrays, predictor: Predictor, effects: SliceEffects, codes_N: NDArray[np.integer], *, seed: int = 0
+    artifact: RowArrays, predictor: Predictor, effects: SliceEffects, slices: LabelSlices, *, seed: int = 0
 ) -> tuple[F64, F64]:
     """95 % interval of each slice's `dropped`, low and high, (G, T); nan where a target has a single unit.
 
     Cost: one more pass over the relevance of every kernel; memory: slices x units.
     """
-    n_slices = len(effects.effect_GT)
+    n_slices = len(slices.slices)
     without = effects.sums.from_whole(predictor.whole(), DROPPED)
-    part_GE = _unit_parts(artifact, predictor, codes_N, n_slices)
+    part_GE = _unit_parts(artifact, predictor, slices)
     total_E = part_GE.sum(axis=0)
     if predictor.protocol.weighting == "mean":  # rows count from the mean of the corpus
         part_GE -= np.outer(effects.sums.mass.retained_B, total_E / predictor.n_rows)
@@ -76,18 +72,18 @@ def dropped_intervals(
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
         if stop - start > 1:
             weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=seed) / (stop - start)
-            change_GR = predictor.gain_T[t] * (change_GE[:, start:stop] @ weights_RE.T)
+            change_GR = predictor.task.gain_C[t] * (change_GE[:, start:stop] @ weights_RE.T)
             bounds[:, t] = np.quantile(change_GR, TAILS, axis=1) + geometry_G
     empty_G = effects.sums.mass.retained_B == predictor.n_rows
     bounds[:, :, empty_G] = np.nan
     return bounds[0].T, bounds[1].T
 
 
-def _unit_parts(artifact: RowArrays, predictor: Predictor, codes_N: NDArray[np.integer], n_slices: int) -> F64:
+def _unit_parts(artifact: RowArrays, predictor: Predictor, slices: LabelSlices) -> F64:
     """Sums over slices of what each unit adds to the effect of its task, times the task's units: (G, E)."""
     units, negative = predictor.units, predictor.protocol.negative
-    sums = BlockSums(indicators(codes_N, n_slices))
-    out_GE = np.zeros((n_slices, len(units.columns_E)))
+    sums = BlockSums(slices.indicators())
+    out_GE = np.zeros((len(slices.slices), len(units.columns_E)))
     for kernel, share_T in predictor.task.shares.items():
         part_GE = np.zeros_like(out_GE)
         for start, block in relevance_blocks(artifact, kernel, units.columns_E, negative):

@@ -47,7 +47,7 @@ class SliceFormula:
     def of(cls, predictor: Predictor, slices: SubsetSums) -> Self:
         """Coefficients of a predictor for the slices whose sums these are."""
         protocol, rows_G = predictor.protocol, slices.mass.retained_B
-        gain_T, offset_T = predictor.gain_T, predictor.offset_T
+        gain_T, offset_T = predictor.task.gain_C, predictor.task.offset_C
         grams, norms = _grams(slices)
         halves = {} if predictor.geometry is None else predictor.geometry.halves
         whole = predictor.whole()

@@ -7,7 +7,7 @@ sums over pairs of drawn rows, whose variance takes the chances that two, three 
 Shape letters: B subsets, E units (or targets), N rows, n rows of a block, D sketch width, M sizes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -48,46 +48,9 @@ class ComponentMoments:
         return np.asarray((value_BE - self.mean_E) * self.inverse_E)
 
 
-class MomentsAccumulator:
-    """Mean and population standard deviation of named components over blocks of subsets (Chan's merge)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._mean: dict[str, F64] = {}
-        self._scatter: dict[str, F64] = {}
-
-    def add(self, components: Mapping[str, F64]) -> None:
-        """Add B subsets: (B, E) or (B,) values by name, the same names in every block."""
-        n_new = 0
-        for name, value in components.items():
-            value_BE = np.asarray(value, dtype=np.float64).reshape(len(value), -1)
-            n_new = len(value_BE)
-            mean_E = value_BE.mean(axis=0)
-            scatter_E = ((value_BE - mean_E) ** 2).sum(axis=0)
-            if self.count:
-                shift_E = mean_E - self._mean[name]
-                total = self.count + n_new
-                scatter_E += self._scatter[name] + shift_E**2 * (self.count * n_new / total)
-                mean_E = self._mean[name] + shift_E * (n_new / total)
-            self._mean[name], self._scatter[name] = mean_E, scatter_E
-        self.count += n_new
-
-    def moments(self) -> dict[str, ComponentMoments]:
-        """Moments of the subsets so far.
-
-        Raises:
-            SubsetError: fewer than two subsets; a standard deviation needs two.
-        """
-        if self.count < 2:
-            raise SubsetError(f"calibration: got {self.count} subsets, expected at least 2 to standardise by")
-        return {
-            name: ComponentMoments(self._mean[name], np.sqrt(self._scatter[name] / self.count)) for name in self._mean
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class RowMoments:
-    """Sums over the corpus of numbers x_ie that are given per row: enough for the closed forms."""
+    """Sums over rows (or subsets) of numbers x_ie that each of them has: enough for the closed forms."""
 
     n_rows: int
     mean_E: F64
@@ -101,7 +64,7 @@ class RowMoments:
         return cls(len(values_NE), mean_E, ((values_NE - mean_E) ** 2).sum(axis=0))
 
     def merge(self, other: Self) -> Self:
-        """Moments of both sets of rows."""
+        """Moments of both sets of rows (Chan's merge)."""
         n_rows = self.n_rows + other.n_rows
         shift_E = other.mean_E - self.mean_E
         scatter_E = self.scatter_E + other.scatter_E + shift_E**2 * (self.n_rows * other.n_rows / n_rows)
@@ -111,6 +74,30 @@ class RowMoments:
     def total_E(self) -> F64:  # noqa: N802 - a shape suffix
         """Sum over the corpus."""
         return np.asarray(self.mean_E * self.n_rows)
+
+    @property
+    def spread(self) -> ComponentMoments:
+        """Mean and population standard deviation."""
+        return ComponentMoments(self.mean_E, np.sqrt(self.scatter_E / self.n_rows))
+
+
+def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ComponentMoments]:
+    """Moments of named components over subsets that arrive in blocks.
+
+    Args:
+        blocks: (B, E) or (B,) values by name, the same names in every block.
+    Raises:
+        SubsetError: fewer than two subsets; a standard deviation needs two.
+    """
+    rows: dict[str, RowMoments] = {}
+    for block in blocks:
+        for name, value in block.items():
+            part = RowMoments.of(value.reshape(len(value), -1))
+            rows[name] = rows[name].merge(part) if name in rows else part
+    for part in rows.values():
+        if part.n_rows < 2:
+            raise SubsetError(f"calibration: got {part.n_rows} subsets, expected at least 2 to standardise by")
+    return {name: part.spread for name, part in rows.items()}
 
 
 @dataclass(frozen=True, slots=True)

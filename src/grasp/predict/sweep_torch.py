@@ -1,4 +1,4 @@
-"""Sums through torch, on a GPU where it sees one; the only module of `utility` that loads torch.
+"""Sums through torch, on a GPU where it sees one; the only module of the room that loads torch.
 
 The gather-sum is embedding_bag; sums over masks are products of bits that are unpacked where they are multiplied.
 

@@ -264,10 +264,10 @@ def _by(
     if out is not None and grouped:
         column = labels.column(slices.label)
         slices = label_slices(column, row_tokens(artifact), most=len(column.values))
-    effects = slice_effects(predictor, slices.codes_N, len(slices.names))
+    effects = slice_effects(predictor, slices)
     bounds = None
     if not (out is not None and grouped):
-        bounds = dropped_intervals(artifact, predictor, effects, slices.codes_N)
+        bounds = dropped_intervals(artifact, predictor, effects, slices)
     table, outside = slice_table(predictor, slices, effects, bounds, intervals)
     said = [f"{grouped:,} of the values are small and share one slice"] if grouped and out is None else []
     said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]

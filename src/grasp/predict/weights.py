@@ -6,7 +6,7 @@
     SliceShares    whole slices: one number a slice, whatever N
 
 All of them mean the same matrix of weights w_i of the retained side. What is summed over subsets takes each form as
-it is (`grasp.predict.sweep`); `as_csr` is for everyone else.
+it is (`grasp.predict.row_sums`); `as_csr` is for everyone else.
 Shape letters: B subsets, N rows of the corpus, G slices.
 """
 

@@ -244,8 +244,8 @@ def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> B
 
 
 def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> LabelFindings:
-    effects = slice_effects(predictor, slices.codes_N, len(slices.names))
-    low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices.codes_N)
+    effects = slice_effects(predictor, slices)
+    low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
     formula = SliceFormula.of(predictor, effects.sums)
     return LabelFindings(slices, effects, low_GT, high_GT, formula, interactions(formula) or NO_INTERACTION)
 

@@ -12,7 +12,7 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 from grasp.predict.label_slices import LabelSlices
-from grasp.predict.relevance import UnitSelection, relevance_sums
+from grasp.predict.relevance import Kernel, UnitSelection
 from grasp.predict.row_arrays import F64
 
 
@@ -46,12 +46,11 @@ def label_trends(
         _check_belongs(artifact, last, targets)
     kernel = _common_kernel(artifacts)
     names = checkpoint_names(artifacts)
-    indicators = [one.indicators() for one in labels]
-    sums = [relevance_sums(one, kernel, UnitSelection.of(one, targets), indicators) for one in artifacts]
+    relevance = [Kernel.of_tasks(one, kernel, UnitSelection.of(one, targets), 1.0, 1.0).held for one in artifacts]
     trends = []
-    for place, one in enumerate(labels):
-        mean_CGT = np.stack([own[place] for own in sums]) / one.rows_G[:, None]
-        trends.append(LabelTrend(one.label, kernel, names, mean_CGT, _shares(mean_CGT)))
+    for label in labels:
+        mean_CGT = np.stack([held.sums(label.indicators()) for held in relevance]) / label.rows_G[:, None]
+        trends.append(LabelTrend(label.label, kernel, names, mean_CGT, _shares(mean_CGT)))
     return tuple(trends)
 
 

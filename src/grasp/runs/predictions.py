@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import Side, SubsetBlock
-from grasp.predict.geometry import BlockSums, SubsetMass, Weighting, subset_relevance
+from grasp.predict.geometry import SubsetMass, Weighting, subset_relevance
 from grasp.predict.relevance import counted
+from grasp.predict.row_sums import BlockSums
 from grasp.predict.subset_tables import RowIndex
 
 F64 = NDArray[np.float64]

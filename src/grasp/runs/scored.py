@@ -21,7 +21,7 @@ from grasp.predict.protocol import Calibration, Match, ScoringProtocol
 from grasp.predict.row_arrays import F64, RowArrays
 from grasp.predict.sketches import Sketch
 from grasp.predict.slices import LabelTable
-from grasp.predict.standardize import MomentsAccumulator, RowMoments, has_closed_form, relevance_moments
+from grasp.predict.standardize import RowMoments, has_closed_form, relevance_moments, sampled_moments
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import Binding, Candidate, candidate_of
 from grasp.runs.controls import EXACT_ROWS, ShuffledPairs, ShuffledRows
@@ -207,15 +207,14 @@ class Scored:
             side, weighting = predictor.protocol.side, predictor.protocol.weighting
             found = []
             for level in levels:
-                scatter_C = np.where(level.effects.sd_C > 0, float(predictor.n_rows), 0.0)
-                rows = RowMoments(predictor.n_rows, predictor.offset_of(level), scatter_C)
+                scatter_C = np.where(level.spread.std_E > 0, float(predictor.n_rows), 0.0)
+                rows = RowMoments(predictor.n_rows, level.offset_C, scatter_C)
                 known = relevance_moments(rows, self._family.family, side, weighting)
-                found.append(predictor.gain_of(level) * known.std_E * known.varies_E)
+                found.append(level.gain_C * known.std_E * known.varies_E)
         else:
-            sampled = MomentsAccumulator()
-            for block in self._family.blocks(self.source.n_rows):
-                sampled.add(dict(zip("tu", self._changes(predictor, [block]), strict=True)))
-            found = [known.std_E * known.varies_E for known in sampled.moments().values()]
+            blocks = self._family.blocks(self.source.n_rows)
+            sampled = sampled_moments(dict(zip("tu", self._changes(predictor, [one]), strict=True)) for one in blocks)
+            found = [known.std_E * known.varies_E for known in sampled.values()]
         return found[0], found[-1]
 
     def _geometry(self, binding: Binding, components: Sequence[str]) -> dict[str, F64]:
@@ -247,10 +246,10 @@ class Scored:
         if not names:
             return {}
         halves = sorted({name.split(".")[0] for name in names})
-        moments = MomentsAccumulator()
-        for block in self._family.blocks(self.source.n_rows):
-            moments.add(self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting))
-        known = moments.moments()
+        known = sampled_moments(
+            self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting)
+            for block in self._family.blocks(self.source.n_rows)
+        )
         own = [self._shuffled_block(block.weights_BN, halves, binding.side, binding.weighting) for block in self.blocks]
         values = {name: np.concatenate([part[name] for part in own]) for name in own[0]}
         return {SHUFFLED + name: known[name].z(value_B[:, None]) for name, value_B in values.items()}

@@ -54,7 +54,7 @@ def fit_intervals(
         lines[name] = NatsLine.fit(name, change_B, realized_B, relative(each, reach), coverage)
     seeds = f"{len(utilities.seeds)} seed" + ("s" if len(utilities.seeds) > 1 else "")
     return Intervals(
-        title=f"expected, low, high: change in nats a token with its {coverage:.0%} interval, for a model retrained as "
+        title=f"nats, nats_low, nats_high: change in nats a token with its {coverage:.0%} interval, for a model retrained as "
         f"in {environment.name} (recipe {environment.info.recipe}, mean of {seeds})",
         lines=lines,
         reach=reach,
