@@ -4,7 +4,6 @@ Nothing here computes: each verb is one function of the room that knows how. Hea
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -22,20 +21,19 @@ if TYPE_CHECKING:
     from grasp.audit.detect import detect as _detect
     from grasp.audit.diagnose import diagnose as _diagnose
     from grasp.audit.retrieval import retrieve as _retrieve
-    from grasp.choose.mixture import Mixture
-    from grasp.choose.select import Selection
+    from grasp.choose.mixture import mix as _mix
+    from grasp.choose.select import select as _select
     from grasp.extract.progress import Progress
-    from grasp.predict.intervals import FitIntervals
     from grasp.predict.protocol import ScoringProtocol
     from grasp.predict.ranking import RankedRows
     from grasp.predict.verb import Prediction
+    from grasp.report.verb import report as _report
     from grasp.results import Result
     from grasp.runs.environment import Environment
 
     Place = Path | str
     Protocol = ScoringProtocol | Path | str | None
     Runs = Environment | Path | str | None
-    Targets = str | Sequence[str] | Mapping[str, float] | None
     P = ParamSpec("P")
     R = TypeVar("R")
 
@@ -131,11 +129,32 @@ class Artifact:
         match: str | None = None,
         labels: Sequence[str] | None = None,
         protocol: "Protocol" = None,
+        method: str | None = None,
+        method_settings: "Place | None" = None,
+        checkpoints: "Sequence[Place]" = (),
+        runs: "Runs" = None,
+        cache: "Place | None" = None,
         out: "Place | None" = None,
+        progress: "Progress | None" = None,
     ) -> "RankedRows":
-        """Rows by what they teach a target, best first. See `grasp.predict.ranking.score`."""
-        from grasp.predict.ranking import score
+        """Rows by what they teach a target, best first. See `grasp.predict.ranking.score`.
 
+        Args:
+            method: rank by a published method, e.g. bm25. The following are for it: a file of its settings, the
+                checkpoints or the runs that some look at, where scores are kept (None: in the artifact).
+        """
+        from grasp.predict.ranking import score
+        from grasp.runs.method_scores import method_scorer
+
+        scorer = method_scorer(
+            self.files,
+            method,
+            settings=None if method_settings is None else Path(method_settings),
+            runs=runs,
+            checkpoints=[Path(place) for place in checkpoints],
+            cache=None if cache is None else Path(cache),
+            progress=progress,
+        )
         return score(
             self.files,
             target,
@@ -147,6 +166,7 @@ class Artifact:
             match=match,
             labels=labels,
             protocol=protocol,
+            method=scorer,
             out=None if out is None else Path(out),
         )
 
@@ -171,6 +191,7 @@ class Artifact:
     ) -> "Prediction":
         """What happens to the targets if rows are kept, dropped or re-weighted. See `grasp.predict.verb.predict`."""
         from grasp.predict.verb import predict
+        from grasp.runs.trust import intervals_from
 
         return predict(
             self.files,
@@ -185,131 +206,28 @@ class Artifact:
             seed=seed,
             targets=targets,
             protocol=protocol,
-            runs=self._intervals(runs),
+            runs=intervals_from(self.files, runs),
             components=components,
             units=units,
             out=None if out is None else Path(out),
         )
 
-    # ------------------------------------------------------------------------------------ what to take
-
-    def select(
-        self,
-        budget: str | float | None = None,
-        target: "Targets" = None,
-        *,
-        train_tokens: str | float | None = None,
-        by: str | None = None,
-        floor: Sequence[str] = (),
-        cap: Sequence[str] = (),
-        exclude: "Place | Sequence[str] | None" = None,
-        exclude_where: str | None = None,
-        protocol: "Protocol" = None,
-        diversity: float | None = None,
-        repeat_worth: float = 15.4,
-        runs: "Runs" = None,
-        progress: "Progress | None" = None,
-    ) -> "Selection":
-        """Choose rows to train on; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
-
-        See `grasp.choose.select.select`.
-        """
-        from grasp.choose.select import select
-
-        return select(
-            self.files,
-            budget,
-            target,
-            train_tokens=train_tokens,
-            by=by,
-            floor=floor,
-            cap=cap,
-            exclude=exclude,
-            exclude_where=exclude_where,
-            protocol=protocol,
-            diversity=diversity,
-            repeat_worth=repeat_worth,
-            runs=self._intervals(runs),
-            progress=progress,
-        )
-
-    def mix(
-        self,
-        by: str,
-        target: "Targets" = None,
-        *,
-        floor: Sequence[str] = (),
-        cap: Sequence[str] = (),
-        distance: str | None = None,
-        max_repeat: float = 4.0,
-        train_tokens: str | float | None = None,
-        protocol: "Protocol" = None,
-        diversity: float | None = None,
-        repeat_worth: float = 15.4,
-        runs: "Runs" = None,
-    ) -> "Mixture":
-        """Find the shares of a label's values that help the targets most; see `grasp.choose.mixture.mix`."""
-        from grasp.choose.mixture import mix
-
-        return mix(
-            self.files,
-            by,
-            target,
-            floor=floor,
-            cap=cap,
-            distance=distance,
-            max_repeat=max_repeat,
-            train_tokens=train_tokens,
-            protocol=protocol,
-            diversity=diversity,
-            repeat_worth=repeat_worth,
-            runs=self._intervals(runs),
-        )
-
-    # ---------------------------------------------------- what should not be there, and how far to trust it
+    # ------------------------------ what to take, what should not be there, how far to trust it, all on one page
 
     if TYPE_CHECKING:
+        select = _typed(_select)
+        mix = _typed(_mix)
         detect = _typed(_detect)
         retrieve = _typed(_retrieve)
         diagnose = _typed(_diagnose)
+        report = _typed(_report)
     else:
+        select = _Verb("grasp.choose.select")
+        mix = _Verb("grasp.choose.mixture")
         detect = _Verb("grasp.audit.detect")
         retrieve = _Verb("grasp.audit.retrieval")
         diagnose = _Verb("grasp.audit.diagnose")
-
-    def report(
-        self,
-        out: "Place",
-        *,
-        by: Sequence[str] = (),
-        targets: Sequence[str] | None = None,
-        protocol: "Protocol" = None,
-        runs: "Runs" = None,
-        partial: bool = False,
-        selection: "Place | None" = None,
-        mixture: "Place | None" = None,
-        suspects: "Place | None" = None,
-        previous: "Sequence[Artifact | Place]" = (),
-        command: str | None = None,
-    ) -> Path:
-        """Write one HTML page of all of it, with a live what-if; see `grasp.report.verb.report`."""
-        from grasp.report.verb import report
-        from grasp.runs.environment import as_runs
-
-        return report(
-            self.files,
-            out,
-            by=by,
-            targets=targets,
-            protocol=protocol,
-            runs=None if runs is None else as_runs(runs),
-            partial=partial,
-            selection=selection,
-            mixture=mixture,
-            suspects=suspects,
-            previous=[(one if isinstance(one, Artifact) else Artifact.open(one)).files for one in previous],
-            command=command,
-        )
+        report = _Verb("grasp.report.verb")
 
     def info(self) -> "ArtifactInfo":
         """What is in it: arrays and their sizes, settings, fingerprints, what was left out."""
@@ -322,12 +240,3 @@ class Artifact:
         from grasp.artifact.inspection import verify
 
         return verify(self.path)
-
-    def _intervals(self, runs: "Runs") -> "FitIntervals | None":
-        """What fits intervals in nats to retrained subsets; none without them."""
-        if runs is None:
-            return None
-        from grasp.runs.environment import as_runs
-        from grasp.runs.trust import fit_intervals
-
-        return partial(fit_intervals, artifact=self.files, environment=as_runs(runs))

@@ -14,7 +14,7 @@ from grasp.choose.amounts import Amount, parse_bounds, parse_budget
 from grasp.choose.greedy import choose
 from grasp.choose.limits import Limits
 from grasp.choose.objective import Objective
-from grasp.choose.select import Pool
+from grasp.choose.select import select
 from grasp.predict.labels import LabelColumn
 from tests.choose.world import World, planted, predictor_of, protocol
 
@@ -178,10 +178,8 @@ def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
     source = planted(np.zeros((4, 2)), [4.0, 3.0, 2.5, 2.0])
     source.tokens = np.array([40, 10, 10, 10])
     for weighting, want in (("count", [1, 2, 3]), ("mean", [0, 1])):
-        pool = Pool.of(
-            source, protocol(weighting=weighting), {"sciq": 1.0}, np.ones(4, bool), None, 15.4, with_runs=False
-        )
-        assert pool.choose(limits_of(source, "50tokens"), None).row_index.tolist() == want
+        found = select(source, "50tokens", "sciq", protocol=protocol(weighting=weighting))
+        assert found.row_index.tolist() == want
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grasp.choose.repetition import effective_tokens, repeated_share
+from grasp.choose.repetition import Training, effective_tokens
 
 
 @given(unique=st.floats(1, 1e12), epochs=st.floats(0.01, 1e4), worth=st.floats(0.5, 100))
@@ -27,9 +27,9 @@ def test_the_published_numbers(epochs, want):
 
 def test_the_share_counts_the_repetition_of_the_corpus_too():
     unique = np.array([10.0, 50.0, 100.0])
-    np.testing.assert_array_equal(repeated_share(unique, 100.0, None), 1.0)
-    np.testing.assert_array_equal(repeated_share(unique, 100.0, 5.0), 1.0)  # nothing is repeated
-    found = repeated_share(unique, 100.0, 400.0)
+    np.testing.assert_array_equal(Training().of_corpus(100).share(unique), 1.0)
+    np.testing.assert_array_equal(Training(5.0).of_corpus(100).share(unique), 1.0)  # nothing is repeated
+    found = Training(400.0).of_corpus(100).share(unique)
     assert found[-1] == 1.0
     assert (np.diff(found) > 0).all()
     assert found[0] == pytest.approx(float(effective_tokens(10, 400) / effective_tokens(100, 400)))

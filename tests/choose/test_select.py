@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
 from grasp.choose.certificate import is_aligned, upper_bound
+from grasp.choose.choice import protocol_of
 from grasp.choose.greedy import choose
 from grasp.choose.limits import Limits
 from grasp.choose.objective import Objective
 from grasp.choose.repetition import effective_tokens
-from grasp.choose.select import select, with_diversity
+from grasp.choose.select import select
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.ranking import score
 from tests.choose.world import World, best_subset, changes, planted, predictor_of, protocol
@@ -216,10 +217,10 @@ def test_it_prints_as_prose_and_tables():
     ],
 )
 def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component):
-    chosen = with_diversity(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
+    chosen = protocol_of(protocol(components={"joint.cent": 0.2}, selected_on=("env/sciq",)), 0.5, names)
     assert dict(chosen.components) == {component: -0.5}
     assert chosen.selected_on is None
-    assert dict(with_diversity(chosen, 0.0, names).components) == {}
+    assert dict(protocol_of(chosen, 0.0, names).components) == {}
 
 
 @pytest.mark.parametrize(

@@ -411,9 +411,9 @@ def test_intervals_in_nats_stand_beside_the_change(command, art, env, tmp_path):
     asked = ("--budget", "50%") if command == "select" else ("--by", "topic")
     out = succeed(command, art, *asked, "--environment", env, "--out", tmp_path / "r.parquet").out
     (target,) = json.loads((tmp_path / "r.json").read_text())["targets"]
-    assert target["low"] < target["expected"] < target["high"]
+    assert target["nats_low"] < target["nats"] < target["nats_high"]
     line = cells(next(line for line in out.splitlines() if line.startswith("facts ")))
-    assert line[-3:] == [f"{target[end]:+.4f}" for end in ("expected", "low", "high")]
+    assert line[-3:] == [f"{target[end]:+.4f}" for end in ("nats", "nats_low", "nats_high")]
     assert "retrained as in dev (recipe tiny, mean of 2 seeds)" in " ".join(out.split())
 
 

@@ -196,7 +196,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, co
     change_BT = predictor.change_of(sums)
     np.testing.assert_allclose([line[0] for line in computed], change_BT, atol=1e-9)
     nats = fit_intervals(predictor, artifact, environment).of(predictor, sums, change_BT)
-    np.testing.assert_allclose([line[1] for line in computed], nats.high_BT - nats.expected_BT, atol=1e-9)
+    np.testing.assert_allclose([line[1] for line in computed], nats.high_BT - nats.nats_BT, atol=1e-9)
 
 
 def test_everything_that_was_given_is_shown(parsed):

@@ -142,12 +142,12 @@ def test_the_same_columns_in_every_table(artifact, predictor, intervals, environ
     for _, line in dropped.iterrows():
         same = by.loc[(topic, line["target"])]
         assert line["change"] == pytest.approx(same["if_dropped"], abs=1e-6)
-        for name in ("expected", "low", "high"):
+        for name in ("nats", "nats_low", "nats_high"):
             assert line[name] == pytest.approx(same[name], abs=1e-7)
-        assert line["low"] <= line["expected"] <= line["high"]
-        assert line["expected"] == pytest.approx(intervals.lines[line["target"]].slope * line["change"], rel=1e-5)
+        assert line["nats_low"] <= line["nats"] <= line["nats_high"]
+        assert line["nats"] == pytest.approx(intervals.lines[line["target"]].slope * line["change"], rel=1e-5)
     assert intervals.title == (
-        "expected, low, high: change in nats a token with its 90% interval, for a model retrained as in env (recipe "
+        "nats, nats_low, nats_high: change in nats a token, 90% interval, for a model retrained as in env (recipe "
         "tiny, mean of 2 seeds)"
     )
     assert intervals.lines["sciq"].slope == pytest.approx(SLOPE["sciq"], rel=0.35)
@@ -156,7 +156,7 @@ def test_the_same_columns_in_every_table(artifact, predictor, intervals, environ
 def test_units_have_no_interval(artifact, environment):
     runs = functools.partial(fit_intervals, artifact=artifact, environment=environment)
     table = predict(artifact, family="uniform:0.5", count=2, units=True, protocol=PROTOCOL, runs=runs).to_pandas()
-    assert table["expected"].notna().tolist() == table["unit_id"].isna().tolist()
+    assert table["nats"].notna().tolist() == table["unit_id"].isna().tolist()
 
 
 def test_what_is_held_out_is_refused(artifact, predictor, tmp_path):

@@ -13,12 +13,16 @@ F64 = NDArray[np.float64]
 
 
 def best_rows(worth_N: F64, limits: Limits) -> I64:
-    """The rows with the highest worth that the limits allow, best first; ties go to the earlier row.
+    """The rows with the highest worth that the limits allow, best first; ties go to the earlier row."""
+    return within(ranked(worth_N, among_N=limits.allowed_N), limits)
+
+
+def within(order_P: I64, limits: Limits) -> I64:
+    """Of the rows that may be taken, in the order of their worth, those that the limits allow.
 
     In rows the choice has the largest worth of all that the limits allow. In tokens a row that does not fit any more is
     passed over, until none fits.
     """
-    order_P = ranked(worth_N, among_N=limits.allowed_N)
     if limits.cost_N is None:
         return _in_rows(order_P, limits)
     if limits.has_label_limits:

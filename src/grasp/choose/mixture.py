@@ -13,7 +13,7 @@ Shape letters: G slices, N rows, T targets, D sketch width.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,21 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.amounts import Bound, parse_bounds, parse_share, parse_tokens, weighted_targets
-from grasp.choose.curve import Training
+from grasp.choose.amounts import Bound, parse_bounds, parse_share, weighted_targets
+from grasp.choose.choice import Aim, Choice, protocol_of, text_of
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, Solution, solve
-from grasp.choose.records import write_with_summary
-from grasp.choose.repetition import REPEAT_WORTH, effective_tokens
-from grasp.choose.select import checked_worth, outside, target_table, text_of, with_diversity
+from grasp.choose.repetition import REPEAT_WORTH, Training, effective_tokens
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.geometry import QuadraticWeights, SketchTotals
-from grasp.predict.intervals import FitIntervals, measures
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.verb import as_protocol, notes
-from grasp.results import Result
+from grasp.runs.environment import Environment
 
 SHOWN = 5
 LINES_SHOWN = 30
@@ -49,32 +45,14 @@ SEGMENTS = 8  # straight pieces that a curve of repetition is made of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Mixture(Result):
-    """Current and proposed shares of a label's values: value, expression, rows, now, proposed, times_as_often.
+class Mixture(Choice):
+    """Current and proposed shares of a label's values: value, expression, rows, now, proposed, times_as_often."""
 
-    Attributes:
-        targets: target, weight, change, and, with runs, expected, low and high in nats.
-        value: weighted mean of the changes, repetition counted if the training budget is known.
-    """
+    kind = "mixture"
 
     label: str = ""
-    targets: pa.Table = None
-    value: float = 0.0
     optimum: str = ""
-    unit: str = ""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    protocol: ScoringProtocol | None = None
-    artifact: ArtifactReader | None = None
     slices: LabelSlices | None = None
-
-    def save(self, path: Path | str) -> Path:
-        """Write the shares as Parquet, with a summary (.json) and the protocol (.protocol.yaml) beside it.
-
-        `report --mixture` takes them.
-        """
-        assert self.artifact is not None
-        assert self.protocol is not None
-        return write_with_summary(self.table, self.summary(), self.protocol, self.artifact, Path(path))
 
     def write_weights(self, path: Path | str) -> None:
         """Write the weight of every row as one subset, `mixture`, that `predict --subsets` reads."""
@@ -82,24 +60,15 @@ class Mixture(Result):
         assert self.slices is not None
         factor_1G = self.table["times_as_often"].to_numpy()[None]
         block = SubsetBlock((MIXTURE,), self.slices.weights(factor_1G))
-        write_subsets(Path(path), [block], RowIndex.from_parquet(self.artifact.rows_path), weights=True)
+        index, corpus = (
+            RowIndex.from_parquet(self.artifact.rows_path),
+            self.artifact.manifest.fingerprints.get("corpus"),
+        )
+        write_subsets(Path(path), [block], index, weights=True, corpus=corpus or "")
 
     def summary(self) -> dict[str, Any]:
         """All of it as plain JSON."""
-        assert self.protocol is not None
-        return {
-            "kind": "mixture",
-            "headline": self.headline,
-            "label": self.label,
-            "slices": self.table.to_pylist(),
-            "asked": dict(self.asked),
-            "targets": self.targets.to_pylist(),
-            "value": self.value,
-            "scale": self.unit,
-            "optimum": self.optimum,
-            "protocol": self.protocol.model_dump(mode="json"),
-            "notes": list(self.notes),
-        }
+        return super().summary() | {"label": self.label, "slices": self.table.to_pylist(), "optimum": self.optimum}
 
     def __repr__(self) -> str:
         ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
@@ -112,8 +81,8 @@ class Mixture(Result):
             if len(rest)
             else []
         )
-        change = text_of(f"predicted change against the whole corpus, {self.unit}", self.targets)
-        return "\n".join([self.headline, text_of("", ordered.slice(0, LINES_SHOWN)), *more, change, *self.notes])
+        table = text_of("", ordered.slice(0, LINES_SHOWN))
+        return "\n".join([self.headline, table, *more, self._change_text(), *self.notes])
 
 
 def mix(
@@ -129,7 +98,7 @@ def mix(
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
     repeat_worth: float = REPEAT_WORTH,
-    runs: FitIntervals | None = None,
+    runs: Environment | Path | str | None = None,
 ) -> Mixture:
     """Find the shares of a label's values that help the targets most.
 
@@ -145,67 +114,45 @@ def mix(
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
         repeat_worth: R* of `repetition`.
-        runs: fits intervals in nats a token to retrained subsets.
+        runs: retrained subsets: the change in nats a token, with an interval.
     Raises:
         ProtocolError: a protocol of the omitted side with weighting `mean`; an unknown target.
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
-    chosen = as_protocol(protocol)
-    if diversity is not None:
-        chosen = with_diversity(chosen, diversity, artifact.array_names)
+    chosen = protocol_of(protocol, diversity, artifact.array_names)
     _check_protocol(chosen)
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
     slices = label_slices(LabelTable(artifact.rows_path).column(by, "by"), tokens_N)
-    trained = None if train_tokens is None else parse_tokens(train_tokens)
-    training = Training(trained, checked_worth(repeat_worth), int(tokens_N.sum()))
+    training = Training.parsed(train_tokens, repeat_worth).of_corpus(int(tokens_N.sum()))
     far = None if distance is None else parse_share(distance, "distance")
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
-    low_G, high_G = _bounds(slices, floors, caps, max_repeat, training, far)
-    predictor = Predictor.of(artifact, chosen, list(targets), sketches=measures(artifact.array_names) if runs else ())
-    asked: dict[str, Any] = {"by": by, "targets": dict(targets), "max_repeat": max_repeat, "train_tokens": trained}
-    asked |= {"floor": list(floor), "cap": list(cap), "distance": distance}
-    return _mixture(
-        artifact, predictor, slices, np.array(list(targets.values())), (low_G, high_G, far), training, asked, runs
-    )
+    bounds = _bounds(slices, floors, caps, max_repeat, training, far)
+    asked: dict[str, Any] = {"by": by, "targets": dict(targets), "max_repeat": max_repeat}
+    asked |= {"train_tokens": training.tokens, "floor": list(floor), "cap": list(cap), "distance": distance}
+    return _mixture(Aim.of(artifact, chosen, targets, training, runs), slices, bounds, far, asked)
 
 
 def _mixture(
-    artifact: ArtifactReader,
-    predictor: Predictor,
-    slices: LabelSlices,
-    weights_T: F64,
-    bounds: tuple[F64, F64, float | None],
-    training: Training,
-    asked: Mapping[str, Any],
-    runs: FitIntervals | None,
+    aim: Aim, slices: LabelSlices, bounds: tuple[F64, F64], far: float | None, asked: Mapping[str, Any]
 ) -> Mixture:
-    parts = predictor.sums(slices.indicators())
+    predictor, (low_G, high_G) = aim.predictor, bounds
     current_G = slices.rows_G / predictor.n_rows
-    effect_G, quadratic_GG = coefficients(predictor, weights_T, parts, slices.rows_G.astype(np.float64))
-    segments = _segments(effect_G, slices, training, bounds[0], bounds[1])
-    programme = Programme(
-        effect_G if segments is None else 0.0 * effect_G,
-        quadratic_GG,
-        bounds[0],
-        bounds[1],
-        current_G,
-        bounds[2],
-        segments,
-    )
-    solution = solve(programme)
+    parts = predictor.sums(slices.indicators())
+    effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, parts, slices.rows_G.astype(np.float64))
+    segments = _segments(effect_G, slices, aim.training, low_G, high_G)
+    linear_G = effect_G if segments is None else 0.0 * effect_G
+    solution = solve(Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments))
     factor_G = solution.p_G / current_G
     sums = predictor.sums(slices.weights(factor_G[None]))
-    change_1T = predictor.change_of(sums)
-    intervals = None if runs is None else runs(predictor)
-    nats = None if intervals is None else intervals.of(predictor, sums, change_1T)
-    value = float(change_1T[0] @ weights_T)
+    targets, notes = aim.judged(MIXTURE, sums)
+    value = float(predictor.change_of(sums)[0] @ aim.weights_T)
     said = _notes(slices, predictor, solution, asked)
     if segments is not None:
         value += segments.value(solution.p_G) - float(effect_G @ solution.p_G)
-        said.append(_repeated(training, factor_G, value))
+        said.append(_repeated(aim.training, factor_G, value))
     moved = 0.5 * float(np.abs(solution.p_G - current_G).sum())
     optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
     return Mixture(
@@ -220,15 +167,15 @@ def _mixture(
             }
         ),
         f"mixture by {slices.label}: {100 * moved:.1f} % of the data change hands; {optimum} within the bounds",
-        (*said, *outside(nats), *notes(predictor, intervals)),
-        label=slices.label,
-        targets=target_table(predictor, weights_T, change_1T, nats),
+        (*said, *notes),
+        targets=targets,
         value=value,
-        optimum=optimum,
         unit=predictor.unit,
         asked=asked,
         protocol=predictor.protocol,
-        artifact=artifact,
+        artifact=aim.artifact,
+        label=slices.label,
+        optimum=optimum,
         slices=slices,
     )
 
@@ -251,12 +198,11 @@ def _segments(linear_G: F64, slices: LabelSlices, training: Training, low_G: F64
 
 
 def _repeated(training: Training, factor_G: F64, value: float) -> str:
-    assert training.tokens is not None
-    epochs = training.tokens / training.corpus_tokens
+    most = training.epochs * float(factor_G.max())
     return (
         f"value {value:+.3f}: the change less what repetition takes (R* = {training.repeat_worth:g}); "
-        f"{training.tokens:,.0f} training tokens are {epochs:.2g} times the corpus, and no row is seen more than "
-        f"{epochs * float(factor_G.max()):.2g} times"
+        f"{training.tokens:,.0f} training tokens are {training.epochs:.2g} times the corpus, and no row is seen more "
+        f"than {most:.2g} times"
     )
 
 
@@ -305,7 +251,7 @@ def _bounds(
         SettingsError: a bound in rows, of an unknown value, or bounds that cannot be met: which.
     """
     current_G = slices.rows_G / slices.rows_G.sum()
-    epochs = 1.0 if training.tokens is None else min(1.0, training.tokens / training.corpus_tokens)
+    epochs = min(1.0, training.epochs)
     nothing_G, all_G = np.zeros(len(current_G)), np.ones(len(current_G))
     floor_G, cap_G = _shares(floors, "floor", slices, nothing_G), _shares(caps, "cap", slices, all_G)
     # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor

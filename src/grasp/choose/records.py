@@ -1,6 +1,5 @@
 """What is read and left behind: exclusion lists, and tables with their summaries as JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,9 @@ from grasp.errors import SettingsError
 from grasp.files import write_whole, written_aside
 from grasp.predict.protocol import ScoringProtocol, save_protocol
 from grasp.predict.row_arrays import RowArrays
+from grasp.predict.subset_tables import CORPUS
+from grasp.text import json_text
 
-CORPUS = "corpus"  # key of the corpus' fingerprint in what is written
 NAMES = ("row_id", "doc_id")
 GROUP_ROWS = 65_536
 
@@ -74,8 +74,7 @@ def write_with_summary(
     marked = table.replace_schema_metadata({CORPUS: corpus})
     with written_aside(path) as part:
         pq.write_table(marked, part, compression="zstd", row_group_size=GROUP_ROWS)
-    text = json.dumps({**summary, CORPUS: corpus}, indent=1, allow_nan=False) + "\n"
-    write_whole(path.with_suffix(".json"), text.encode())
+    write_whole(path.with_suffix(".json"), f"{json_text({**summary, CORPUS: corpus})}\n".encode())
     save_protocol(protocol, path.with_suffix(".protocol.yaml"))
     return path
 

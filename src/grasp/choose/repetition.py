@@ -18,10 +18,14 @@ In a mixture, every slice is a part of its own: value(p) = sum_g change_g effect
 Source: Muennighoff et al. 2023, arXiv 2305.16264, eq. 5 and the fit of R*; the product with the change is ours.
 """
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from grasp.choose.amounts import parse_tokens
+from grasp.errors import SettingsError
 
 F64 = NDArray[np.float64]
 
@@ -36,9 +40,39 @@ def effective_tokens(unique: Any, trained: Any, repeat_worth: float = REPEAT_WOR
     return np.asarray(np.where(again <= 0.0, trained, seen_again))
 
 
-def repeated_share(unique: Any, corpus: float, trained: float | None, repeat_worth: float = REPEAT_WORTH) -> F64:
-    """What a change is multiplied by: effective tokens of a part against those of the corpus; 1 without a budget."""
-    if trained is None:
-        return np.ones(np.shape(unique))
-    whole = effective_tokens(corpus, trained, repeat_worth)
-    return np.asarray(effective_tokens(unique, trained, repeat_worth) / whole)
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training budget, and what repetition is worth."""
+
+    tokens: float | None = None  # None: not said; every row counts as if seen once
+    repeat_worth: float = REPEAT_WORTH
+    corpus_tokens: int = 1
+
+    @classmethod
+    def parsed(cls, train_tokens: str | float | None, repeat_worth: float) -> Self:
+        """The budget as it is spelled, e.g. 100B, for a corpus that is not known yet.
+
+        Raises:
+            SettingsError: no number of tokens, or no R*.
+        """
+        if not 0 < repeat_worth < np.inf:
+            raise SettingsError(
+                f"repeat_worth: got {repeat_worth:g}, expected a number above 0; the published one is 15.4"
+            )
+        return cls(None if train_tokens is None else parse_tokens(train_tokens), repeat_worth)
+
+    def of_corpus(self, tokens: int) -> Self:
+        """For a corpus of so many tokens."""
+        return replace(self, corpus_tokens=tokens)
+
+    @property
+    def epochs(self) -> float:
+        """How often the corpus is seen; 1 where no budget was said."""
+        return 1.0 if self.tokens is None else self.tokens / self.corpus_tokens
+
+    def share(self, unique: Any) -> F64:
+        """What changes of parts with so many tokens are multiplied by: their effective tokens against the corpus'."""
+        if self.tokens is None:
+            return np.ones(np.shape(unique))
+        whole = effective_tokens(self.corpus_tokens, self.tokens, self.repeat_worth)
+        return np.asarray(effective_tokens(unique, self.tokens, self.repeat_worth) / whole)

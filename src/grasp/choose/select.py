@@ -1,82 +1,65 @@
 """Rows to train on: the best under a budget, and what they are predicted to bring. The verb `select`.
 
-The road: `Predictor` gives the effect of every row, `additive.best_rows` sorts them once and takes what the limits
-allow, `Selection.export` writes them. Protocols with geometry take `geometric.choose_rows` instead.
+The road: `Aim` reads the effect of every row, `ranked` sorts them once, `additive.within` takes what the limits allow,
+`Selection.export` writes them. Protocols with geometry take `geometric.choose_rows` instead.
 Shape letters: N rows, T targets, G values of a label.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.additive import F64, best_rows
-from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
+from grasp.choose.additive import F64, within
+from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
+from grasp.choose.choice import Aim, Choice, protocol_of, text_of
 from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
-from grasp.choose.curve import Curve, Training, best_length, curve_of, even_places
+from grasp.choose.curve import Curve, best_length, curve_of, even_places, searched
 from grasp.choose.export import Export, Format, check_place, checked_format, write_documents, write_rows
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
 from grasp.choose.limits import I64, Limits
-from grasp.choose.records import read_exclusion, rows_in_order, write_with_summary
-from grasp.choose.repetition import REPEAT_WORTH
+from grasp.choose.records import read_exclusion, rows_in_order
+from grasp.choose.repetition import REPEAT_WORTH, Training
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.progress import Progress
 from grasp.extract.reopen import Origin
 from grasp.files import write_whole
 from grasp.predict.blocks import one_subset
-from grasp.predict.intervals import FitIntervals, Intervals, NatsTable, measures
-from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import ranked
-from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
-from grasp.predict.verb import as_protocol, notes, share
-from grasp.results import Result
+from grasp.predict.verb import share
+from grasp.runs.environment import Environment
 from grasp.settings import CorpusSettings
 from grasp.text import text_table
 
 SUBSET = "selection"
 CURVE_SHOWN = 8
 VALUES_SHOWN = 30
-NATS = ("expected", "low", "high")
-# Changes have a sign; shares, weights and factors have none.
-FORMATS = dict.fromkeys(NATS, "{:+z.4f}") | {
-    "weight": "{:.2f}",
-    "now": "{:.1%}",
-    "proposed": "{:.1%}",
-    "times_as_often": "{:.2f}",
-}
 NO_CURVE = Curve((), (), (), ())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Selection(Result):
+class Selection(Choice):
     """Chosen rows, best first; `table` names them: subset_id, row_id, doc_id, order, effect, n_tokens[, label].
 
     Attributes:
-        targets: target, weight, change (against the whole corpus), and, with runs, expected, low and high in nats.
-        value: weighted mean of the changes, repetition counted if the training budget is known.
         curve: what the first so many rows are worth.
         labels: of each value of the label: pool, taken, floor and cap, in the unit of the budget.
-        asked: the question.
     """
 
-    targets: pa.Table = None
-    value: float = 0.0
+    kind = "selection"
+
     curve: Curve = NO_CURVE
     labels: pa.Table | None = None
     bound: float | None = None
     guarantee: str = ""
-    unit: str = ""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    protocol: ScoringProtocol | None = None
-    artifact: ArtifactReader | None = None
     row_index: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
@@ -88,15 +71,6 @@ class Selection(Result):
     @property
     def n_tokens(self) -> int:
         return int(np.sum(self.table["n_tokens"].to_numpy()))
-
-    def save(self, path: Path | str) -> Path:
-        """Write the rows as Parquet, with a summary (.json) and the protocol (.protocol.yaml) beside it.
-
-        `predict --subsets` and `report --selection` take them.
-        """
-        assert self.artifact is not None
-        assert self.protocol is not None
-        return write_with_summary(self.table, self.summary(), self.protocol, self.artifact, Path(path))
 
     def export(
         self,
@@ -133,7 +107,7 @@ class Selection(Result):
         if rule is None and not are_records(artifact):
             effect = self.table["effect"].to_numpy()
             return write_rows(artifact, rows, self.row_index, effect, place, kind, asked, tokenizer.decode)
-        kept = kept_documents(rows, self._mask(), rule or "all")
+        kept = kept_documents(rows, _mask(self.row_index, artifact.n_rows), rule or "all")
         if say is not None and rule is not None:
             say(
                 f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens; {kept.added:,} of these "
@@ -145,36 +119,20 @@ class Selection(Result):
 
     def summary(self) -> dict[str, Any]:
         """All but the rows, as plain JSON."""
-        assert self.protocol is not None
         assert self.artifact is not None
-        return {
-            "kind": "selection",
-            "headline": self.headline,
+        return super().summary() | {
             "rows": len(self),
             "tokens": self.n_tokens,
             "corpus_rows": self.artifact.n_rows,
-            "asked": dict(self.asked),
-            "targets": self.targets.to_pylist(),
-            "value": self.value,
-            "scale": self.unit,
             "bound": self.bound,
             "guarantee": self.guarantee,
             "curve": {name: list(getattr(self.curve, name)) for name in ("rows", "tokens", "effect", "value")},
             "labels": [] if self.labels is None else self.labels.to_pylist(),
-            "protocol": self.protocol.model_dump(mode="json"),
-            "notes": list(self.notes),
         }
 
-    def _mask(self) -> NDArray[np.bool_]:
-        assert self.artifact is not None
-        chosen_N = np.zeros(self.artifact.n_rows, dtype=np.bool_)
-        chosen_N[self.row_index] = True
-        return chosen_N
-
     def __repr__(self) -> str:
-        parts = [self.headline, text_of(f"predicted change against the whole corpus, {self.unit}", self.targets)]
-        parts += [self._curve_text(), self._labels_text(), self.guarantee, *self.notes]
-        return "\n".join(part for part in parts if part)
+        parts = [self.headline, self._change_text(), self._curve_text(), self._labels_text(), self.guarantee]
+        return "\n".join(part for part in (*parts, *self.notes) if part)
 
     def _curve_text(self) -> str:
         rows = self.curve.rows
@@ -225,10 +183,10 @@ def select(
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
     repeat_worth: float = REPEAT_WORTH,
-    runs: FitIntervals | None = None,
+    runs: Environment | Path | str | None = None,
     progress: Progress | None = None,
 ) -> Selection:
-    """Choose the rows that help the targets most.
+    """Choose the rows that help the targets most; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
 
     Args:
         budget: 20%, 5000 (rows), 2Mtokens or 20%tokens of the whole corpus; None: the best for `train_tokens`.
@@ -243,7 +201,7 @@ def select(
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
         repeat_worth: R* of `repetition`.
-        runs: fits intervals in nats a token to retrained subsets.
+        runs: retrained subsets: the change in nats a token, with an interval.
         progress: told of the rows taken, where that takes long.
     Raises:
         SettingsError: a budget, floor or cap that cannot be met; neither budget nor train_tokens.
@@ -251,116 +209,95 @@ def select(
         SubsetError: an expression that is no condition.
     """
     targets = weighted_targets(target, artifact.targets)
-    chosen = as_protocol(protocol)
-    if diversity is not None:
-        chosen = with_diversity(chosen, diversity, artifact.array_names)
+    chosen = protocol_of(protocol, diversity, artifact.array_names)
     table = LabelTable(artifact.rows_path)
     allowed_N, said = _allowed(artifact, table, exclude, exclude_where)
     labels = None if by is None else table.column(by, "by")
-    trained = None if train_tokens is None else parse_tokens(train_tokens)
+    training = Training.parsed(train_tokens, repeat_worth)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
-    pool = Pool.of(artifact, chosen, targets, allowed_N, trained, repeat_worth, with_runs=runs is not None)
     if amount is None:
-        amount = Amount(pool.best_budget(limited=bool(floors or caps)), False)
+        _check_proposable(training, chosen, allowed_N)
+    aim = Aim.of(artifact, chosen, targets, training, runs)
+
+    def limits_of(amount: Amount) -> Limits:
+        return Limits.of(amount, allowed_N, tokens_N=aim.tokens_N, labels=labels, floors=floors, caps=caps)
+
+    if amount is None:
+        amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
         said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
-    limits = Limits.of(amount, allowed_N, tokens_N=pool.tokens_N, labels=labels, floors=floors, caps=caps)
-    found = pool.choose(limits, progress)
-    asked: dict[str, Any] = {"budget": budget, "targets": dict(targets), "train_tokens": trained, "by": by}
+    limits = limits_of(amount)
+    found, curve = _chosen(aim, limits, progress)
+    asked: dict[str, Any] = {"budget": budget, "targets": dict(targets), "train_tokens": training.tokens, "by": by}
     asked |= {"unit": limits.unit, "floor": list(floor), "cap": list(cap), "exclude_where": exclude_where}
     asked["excluded_rows"] = int((~allowed_N).sum())
-    return _selection(pool, limits, found, asked, (*said, *found.notes), None if runs is None else runs(pool.predictor))
+    return _selection(aim, limits, found, curve, asked, (*said, *found.notes))
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Rows with what they are worth to the targets that are asked for."""
+def _chosen(aim: Aim, limits: Limits, progress: Progress | None) -> tuple[Chosen, Curve]:
+    """The best rows within the limits, and what other budgets are worth.
 
-    artifact: ArtifactReader
-    predictor: Predictor
-    weights_T: F64
-    effect_N: F64
-    tokens_N: I64
-    allowed_N: NDArray[np.bool_]
-    training: Training
-
-    @classmethod
-    def of(
-        cls,
-        artifact: ArtifactReader,
-        protocol: ScoringProtocol,
-        targets: Mapping[str, float],
-        allowed_N: NDArray[np.bool_],
-        trained: float | None,
-        repeat_worth: float,
-        *,
-        with_runs: bool,
-    ) -> Self:
-        """Bind a protocol to the targets of an artifact."""
-        sketches = measures(artifact.array_names) if with_runs else ()
-        predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
-        weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
-        effect_N = np.asarray(predictor.effect_NT @ weights_T, dtype=np.float64)
-        training = Training(trained, checked_worth(repeat_worth), int(tokens_N.sum()))
-        return cls(artifact, predictor, weights_T, effect_N, tokens_N, allowed_N, training)
-
-    def best_budget(self, *, limited: bool) -> int:
-        """Rows with the highest value for the training budget.
-
-        Raises:
-            SettingsError: nothing to propose a budget by.
-        """
-        if self.training.tokens is None:
-            raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
-        if limited or not self.predictor.additive:
-            raise SettingsError("budget: got none; floors, caps and geometry need one, e.g. 20%")
-        order_P = ranked(self.effect_N, among_N=self.allowed_N)
-        if not len(order_P):
-            raise SettingsError("exclude: leaves no row; exclude fewer")
-        return best_length(self.predictor, self.weights_T, order_P, self.effect_N, self.tokens_N, self.training)
-
-    def choose(self, limits: Limits, progress: Progress | None) -> Chosen:
-        """The best rows within the limits."""
-        if not self.predictor.additive:
-            if progress is not None:
-                progress.stage("selecting", rows=None, tokens=None)
-            return choose_rows(self.artifact, self.predictor, self.weights_T, limits, progress)
-        return Chosen(best_rows(self.worth(limits), limits), None, None, OPTIMAL, ())
-
-    def worth(self, limits: Limits) -> F64:
-        """What rows are ranked by: their effect; where rows add up and tokens are spent, that of a token."""
-        if self.predictor.protocol.weighting == "count" and limits.cost_N is not None:
-            return (self.effect_N + float(self.predictor.task.offset_C @ self.weights_T)) / self.tokens_N
-        return self.effect_N
-
-    def curve(self, limits: Limits, row_index: I64) -> Curve:
-        """What other budgets are worth: these rows, and beyond them those that come next, where no more is asked."""
-        order_P = row_index
-        if self.predictor.additive and not limits.has_label_limits:
-            left_N = self.allowed_N.copy()
-            left_N[row_index] = False
-            order_P = np.concatenate([row_index, ranked(self.worth(limits), among_N=left_N)])
-        places = even_places(len(order_P), also=len(row_index))
-        return curve_of(self.predictor, self.weights_T, order_P, self.effect_N, self.tokens_N, self.training, places)
+    The curve goes on with the rows that come next, where no more is asked of them than to be good.
+    """
+    if not aim.predictor.additive:
+        if progress is not None:
+            progress.stage("selecting", rows=None, tokens=None)
+        found = choose_rows(aim.artifact, aim.predictor, aim.weights_T, limits, progress)
+        order_P = found.row_index
+    else:
+        every_P = ranked(_worth(aim, limits), among_N=limits.allowed_N)
+        found = Chosen(within(every_P, limits), None, None, OPTIMAL, ())
+        order_P = found.row_index
+        if not limits.has_label_limits:
+            order_P = np.concatenate([order_P, every_P[~_mask(order_P, aim.artifact.n_rows)[every_P]]])
+    places = even_places(len(order_P), also=len(found.row_index))
+    return found, curve_of(aim, order_P, places)
 
 
-def with_diversity(protocol: ScoringProtocol, weight: float, array_names: Sequence[str]) -> ScoringProtocol:
-    """The protocol with a penalty on K_raw as its only geometry; weight 0 takes its geometry away.
+def _worth(aim: Aim, limits: Limits) -> F64:
+    """What rows are ranked by: their effect; where rows add up and tokens are spent, that of a token."""
+    if aim.predictor.protocol.weighting == "count" and limits.cost_N is not None:
+        return (aim.effect_N + float(aim.predictor.task.offset_C @ aim.weights_T)) / aim.tokens_N
+    return aim.effect_N
 
-    The penalty is on the joint sketch where the artifact has both halves, else on the sketch that it has.
+
+def _check_proposable(training: Training, protocol: ScoringProtocol, allowed_N: NDArray[np.bool_]) -> None:
+    """See that there is something to propose a budget by."""
+    if training.tokens is None:
+        raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
+    if protocol.components:
+        raise SettingsError(
+            "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one, e.g. "
+            "20%, or take the geometry away with diversity 0"
+        )
+    if not allowed_N.any():
+        raise SettingsError("exclude: leaves no row; exclude fewer")
+
+
+def _best_budget(aim: Aim, allowed_N: NDArray[np.bool_], limits_of: Callable[[Amount], Limits] | None) -> int:
+    """Rows with the highest value for the training budget, within floors and caps if there are any.
 
     Raises:
-        SettingsError: a negative weight, or no sketch to measure diversity by.
+        SettingsError: no budget meets the floors and caps.
     """
-    if not 0 <= weight < np.inf:
-        raise SettingsError(f"diversity: got {weight:g}, expected 0 or more: the weight of the penalty on redundancy")
-    built = [half for half in ("hidden", "residual", "product") if f"{half}_sketch" in array_names]
-    if weight and not built:
-        raise SettingsError("diversity: the artifact has no sketch to measure it by; leave it out, or build sketches")
-    half = "joint" if {"hidden", "residual"} <= set(built) else (built[-1] if built else "")
-    components = {f"{half}.raw": -weight} if weight else {}
-    name = f"{protocol.name}, diversity {weight:g}"
-    return protocol.model_copy(update={"name": name, "components": components, "selected_on": None})
+    order_P = ranked(aim.effect_N, among_N=allowed_N)
+    if limits_of is None:
+        return best_length(aim, order_P)
+    refused: list[SettingsError] = []
+
+    def value(size: int) -> float:
+        try:
+            rows = within(order_P, limits_of(Amount(float(size), False)))
+        except SettingsError as err:
+            refused.append(err)
+            return -np.inf
+        weights = one_subset(SUBSET, _mask(rows, aim.artifact.n_rows)).weights
+        return float(aim.value(aim.predictor.sums(weights), np.array([aim.tokens_N[rows].sum()]))[0])
+
+    best = searched(len(order_P), lambda places: [value(size) for size in places.tolist()], at_once=16, near=0.005)
+    if value(best) == -np.inf:
+        raise refused[-1]
+    return best
 
 
 def check_export(
@@ -402,12 +339,6 @@ def write_ids(names: Sequence[str], path: Path) -> None:
     write_whole(path, ("\n".join(names) + "\n").encode())
 
 
-def checked_worth(repeat_worth: float) -> float:
-    if not 0 < repeat_worth < np.inf:
-        raise SettingsError(f"repeat_worth: got {repeat_worth:g}, expected a number above 0; the published one is 15.4")
-    return repeat_worth
-
-
 def _allowed(
     artifact: ArtifactReader, table: LabelTable, exclude: Path | str | Sequence[str] | None, exclude_where: str | None
 ) -> tuple[NDArray[np.bool_], list[str]]:
@@ -427,71 +358,51 @@ def _allowed(
     return allowed_N, said
 
 
+def _mask(row_index: I64, n_rows: int) -> NDArray[np.bool_]:
+    mask_N = np.zeros(n_rows, dtype=np.bool_)
+    mask_N[row_index] = True
+    return mask_N
+
+
 def _selection(
-    pool: Pool,
-    limits: Limits,
-    found: Chosen,
-    asked: Mapping[str, Any],
-    said: tuple[str, ...],
-    intervals: Intervals | None,
+    aim: Aim, limits: Limits, found: Chosen, curve: Curve, asked: Mapping[str, Any], said: tuple[str, ...]
 ) -> Selection:
     """The result in words and tables."""
-    predictor, training, artifact = pool.predictor, pool.training, pool.artifact
-    chosen_N = np.zeros(artifact.n_rows, dtype=np.bool_)
-    chosen_N[found.row_index] = True
-    sums = predictor.sums(one_subset(SUBSET, chosen_N).weights)
-    change_1T = predictor.change_of(sums)
-    nats = None if intervals is None else intervals.of(predictor, sums, change_1T)
-    table = _row_table(pool, found, asked["by"])
-    n_tokens = int(np.sum(table["n_tokens"].to_numpy()))
-    worth = float(training.share(np.array([n_tokens]))[0])
-    value = worth * float(change_1T[0] @ pool.weights_T)
-    headline = f"keeps {share(len(table), artifact.n_rows)}, {n_tokens:,} tokens"
-    more = list(said) + _more_notes(limits, found.row_index, pool.effect_N)
+    training, artifact, rows = aim.training, aim.artifact, found.row_index
+    sums = aim.predictor.sums(one_subset(SUBSET, _mask(rows, artifact.n_rows)).weights)
+    targets, notes = aim.judged(SUBSET, sums)
+    n_tokens = int(aim.tokens_N[rows].sum())
+    value = float(aim.value(sums, np.array([n_tokens]))[0])
+    headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
+    more = list(said) + _more_notes(limits, rows, aim.effect_N)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
         more.append(
-            f"value {value:+.3f}: the change times {worth:.3f}, what repetition leaves of the tokens against the whole "
-            f"corpus, seen {training.tokens / training.corpus_tokens:.2g} times (R* = {training.repeat_worth:g})"
+            f"value {value:+.3f}: the change times {float(training.share(n_tokens)):.3f}, what repetition leaves of "
+            f"the tokens against the whole corpus, seen {training.epochs:.2g} times (R* = {training.repeat_worth:g})"
         )
     return Selection(
-        table,
+        _row_table(aim, found, asked["by"]),
         headline,
-        (*more, *outside(nats), *notes(predictor, intervals)),
-        targets=target_table(predictor, pool.weights_T, change_1T, nats),
+        (*more, *notes),
+        targets=targets,
         value=value,
-        curve=pool.curve(limits, found.row_index),
-        labels=None if limits.codes_N is None else _shares(limits, found.row_index),
+        unit=aim.predictor.unit,
+        asked=asked,
+        protocol=aim.predictor.protocol,
+        artifact=artifact,
+        curve=curve,
+        labels=None if limits.codes_N is None else _shares(limits, rows),
         bound=found.bound,
         guarantee=found.guarantee if found.bound is None else f"upper bound {found.bound:+.3f}: {found.guarantee}",
-        unit=predictor.unit,
-        asked=asked,
-        protocol=predictor.protocol,
-        artifact=artifact,
-        row_index=found.row_index,
+        row_index=rows,
     )
 
 
-def target_table(predictor: Predictor, weights_T: F64, change_1T: F64, nats: NatsTable | None) -> pa.Table:
-    """target, weight, change[, expected, low, high] of one subset."""
-    columns = {"target": pa.array(predictor.targets, pa.string()), "weight": pa.array(weights_T)}
-    columns["change"] = pa.array(change_1T[0])
-    if nats is not None:
-        values = zip(NATS, (nats.expected_BT, nats.low_BT, nats.high_BT), strict=True)
-        columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in values}
-    return pa.table(columns)
-
-
-def outside(nats: NatsTable | None) -> list[str]:
-    """What is said of a subset beyond the runs."""
-    found = () if nats is None else nats.outside
-    return [f"outside of what the runs covered, so the interval is wider: {words}" for words in found if words]
-
-
-def _row_table(pool: Pool, found: Chosen, by: str | None) -> pa.Table:
+def _row_table(aim: Aim, found: Chosen, by: str | None) -> pa.Table:
     """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label]"""
-    table = rows_in_order(pool.artifact, found.row_index, ["row_id", "doc_id", "n_tokens", *([by] if by else [])])
-    new = {"order": np.arange(len(table)), "effect": pool.effect_N[found.row_index]}
+    table = rows_in_order(aim.artifact, found.row_index, ["row_id", "doc_id", "n_tokens", *([by] if by else [])])
+    new = {"order": np.arange(len(table)), "effect": aim.effect_N[found.row_index]}
     if found.gain is not None:
         new["gain"] = found.gain
     for place, (name, values) in enumerate(new.items(), start=2):
@@ -525,16 +436,3 @@ def _shares(limits: Limits, row_index: I64) -> pa.Table:
         "cap": pa.array(caps, pa.int64()),
     }
     return pa.table({"value": pa.array(limits.values, pa.string()), **columns})
-
-
-def text_of(title: str, table: pa.Table) -> str:
-    rows = [[_cell(name, value) for name, value in row.items()] for row in table.to_pylist()]
-    return text_table(title, table.column_names, rows)
-
-
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return FORMATS.get(name, "{:+z.3f}").format(value)
-    return f"{value:,}" if isinstance(value, int) else str(value)

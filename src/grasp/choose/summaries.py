@@ -45,9 +45,9 @@ class TargetChange(Summary):
     target: str
     weight: float
     change: float
-    expected: float | None = None
-    low: float | None = None
-    high: float | None = None
+    nats: float | None = None
+    nats_low: float | None = None
+    nats_high: float | None = None
 
 
 class SelectionSummary(Summary):

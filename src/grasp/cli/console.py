@@ -35,12 +35,19 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], 
     print(text_table(title, headings, rows, left=left, width=width))
 
 
-def tell(result: "Result", out: Path | None = None) -> None:
-    """Print a result, or write its table to `out` and print the rest."""
+def tell(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:
+    """Print a result, or write its table to `out` and print the rest.
+
+    Args:
+        written: so many lines are in `out` already.
+    """
     if out is None:
         print(result)
         return
     for line in (result.headline, *result.notes):
         if line:
             print(plain(line))
-    print(f"{result.write(out)}: {len(result):,} rows")
+    if written is None:
+        written = len(result)
+        result.write(out)
+    print(f"{out}: {written:,} rows")

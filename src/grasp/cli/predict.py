@@ -1,7 +1,6 @@
 """grasp predict"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,10 +17,6 @@ from grasp.cli.options import (
 )
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.text import plain
-
-if TYPE_CHECKING:
-    pass
 
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
@@ -75,7 +70,6 @@ def predict(
     artifact = grasp.open(art)
     read = {"--subsets reads": subsets, "--protocol reads": protocol, "is the environment": environment}
     check_outputs({"--out": out}, artifact.files.reads | read)
-    streamed = out if out is not None and out.suffix == ".parquet" else None
     result = artifact.predict(
         drop=drop,
         keep=keep,
@@ -91,14 +85,9 @@ def predict(
         runs=environment,
         components=components,
         units=units,
-        out=streamed,
+        out=out,
     )
-    if streamed is None:
-        tell(result, out)
-        return
-    for line in (result.headline, *result.notes, f"{out}: {result.lines:,} lines"):
-        if line:
-            print(plain(line))
+    tell(result, out, written=result.lines)
 
 
 def _weight(text: str) -> tuple[str, float]:

@@ -1,25 +1,15 @@
 """grasp score"""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 
+import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import tell
-from grasp.cli.options import Art, ProtocolFile, Quiet, ResultFile, names, published_methods
+from grasp.cli.options import Art, ProtocolFile, Quiet, ResultFile, names
 from grasp.cli.progress import Watch
-from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.text import plain
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from grasp.artifact.reader import ArtifactReader
-    from grasp.runs.configured import ConfiguredMethod
 
 TOP = 10
 # \b keeps the lines of the epilog as they are.
@@ -90,85 +80,26 @@ def score(
 
     A row's effect is its relevance as the protocol counts it: above 0 it helps more than the corpus does on average.
     """
-    given = {"--environment": environment, "--checkpoints": checkpoints}
-    no_method = given | {"--method-settings": method_settings, "--cache": cache}
-    asked = _method(method, {"--match": match, "--unit": unit}, no_method, method_settings)
-    from grasp.artifact.reader import ArtifactReader
-    from grasp.predict.ranking import label_columns
-    from grasp.predict.ranking import score as ranked
-    from grasp.predict.row_arrays import checked_targets
-    from grasp.predict.slices import LabelTable
-
-    artifact = ArtifactReader.open(art)
+    artifact = grasp.open(art)
     read = {"is the environment": environment, "is a checkpoint": checkpoints, "--protocol reads": protocol}
-    check_outputs({"--out": out}, artifact.reads | read)
-    if match is not None:
-        artifact.relevance_name(match)  # or it says what there is
-    checked_targets(artifact, [target], "--target")
-    label_columns(artifact, LabelTable(artifact.rows_path), names(labels))  # or it says what there is
-    values_N = None if asked is None else _scored(artifact, asked, target, environment, checkpoints, cache, quiet)
-    streamed = out if out is not None and out.suffix == ".parquet" else None
-    result = ranked(
-        artifact,
-        target,
-        protocol=protocol,
-        match=match,
-        unit=unit,
-        top=top or (None if out is not None and not bottom else 0 if bottom else TOP),
-        bottom=bottom,
-        where=where,
-        min_tokens=min_tokens,
-        labels=names(labels),
-        values_N=values_N,
-        by="effect" if asked is None else asked.label,
-        out=streamed,
-    )
-    if streamed is None:
-        tell(result, out)
-        return
-    for line in (result.headline, *result.notes, f"{out}: {result.lines:,} rows"):
-        print(plain(line))
-
-
-def _method(
-    name: str | None, ours: Mapping[str, Any], given: Mapping[str, Any], method_settings: Path | None
-) -> "ConfiguredMethod | None":
-    """The method that rows are ranked by; none: relevance.
-
-    Raises:
-        SettingsError: no such method, or one of the flags in `given` has no meaning with it.
-    """
-    if name is None:
-        published_methods(None, None, given, "--method")
-        return None
-    for flag, value in ours.items():
-        if value is not None:
-            raise SettingsError(f"{flag}: no meaning with --method; leave one of them out")
-    from grasp.runs.configured import GRASP
-
-    if name == GRASP:
-        raise SettingsError("--method: got grasp, whose relevance ranks without it; leave --method out, see --match")
-    (asked,) = published_methods([name], method_settings, {}, "--method")
-    for flag in ("--environment", "--checkpoints"):
-        if given[flag] and flag.removeprefix("--") not in asked.method.looks_at:
-            raise SettingsError(f"{flag}: no meaning with --method {name}, which looks at none; leave it out")
-    return asked
-
-
-def _scored(
-    artifact: "ArtifactReader",
-    asked: "ConfiguredMethod",
-    target: str,
-    environment: Path | None,
-    checkpoints: list[Path],
-    cache: Path | None,
-    quiet: bool,
-) -> "NDArray[np.float64]":
-    """What the method gives every row."""
-    from grasp.runs.environment import Environment
-    from grasp.runs.method_scores import method_rows, method_values
-
-    known = None if environment is None else Environment.open(environment)
+    check_outputs({"--out": out}, artifact.files.reads | read)
     with Watch(quiet=quiet) as watch:
-        rows = method_rows(artifact, asked, environment=known, checkpoints=checkpoints, cache=cache, progress=watch)
-    return method_values(rows, target)
+        result = artifact.score(
+            target,
+            top=top or (None if out is not None and not bottom else 0 if bottom else TOP),
+            bottom=bottom,
+            where=where,
+            unit=unit,
+            min_tokens=min_tokens,
+            match=match,
+            labels=names(labels),
+            protocol=protocol,
+            method=method,
+            method_settings=method_settings,
+            checkpoints=checkpoints,
+            runs=environment,
+            cache=cache,
+            out=out,
+            progress=watch,
+        )
+    tell(result, out, written=result.lines)

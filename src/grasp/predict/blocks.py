@@ -15,6 +15,9 @@ Side = Literal["retained", "omitted"]
 
 # Entries of one block: 12 bytes each, so a block stays under half a gigabyte however large its subsets are.
 MAX_BLOCK_ENTRIES = 1 << 25
+# Sums of weights, of their squares and what they are divided by stay far from the ends of float64.
+LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30
+WEIGHT_RANGE = f"weights are finite and >= 0: 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 # 256 subsets of more rows than this would not fit in one block as entries: such a subset is kept as bits, or, where
 # less than OMITTED_SHARE of the corpus is missing, by what is missing.
 PACKED_ROWS = 1 << 17
@@ -187,11 +190,11 @@ def _checked_weights(item: WeightedRows) -> NDArray[np.float64]:
         raise ShapeError(
             f"subset {item.subset_id!r}: {weights.shape} weights for {item.row_index.shape} rows; one a row"
         )
-    bad = np.flatnonzero(~np.isfinite(weights) | (weights < 0))
+    bad = np.flatnonzero(~((weights == 0) | ((weights >= LEAST_WEIGHT) & (weights <= MOST_WEIGHT))))
     if bad.size:
         raise SubsetError(
             f"subset {item.subset_id!r}: row {int(item.row_index[bad[0]])} has weight "
-            f"{float(weights[bad[0]])!r} ({bad.size} such); weights are finite and >= 0"
+            f"{float(weights[bad[0]])!r} ({bad.size} such); {WEIGHT_RANGE}"
         )
     if weights.sum() <= 0:
         raise SubsetError(f"subset {item.subset_id!r}: its weights sum to 0; at least one must be positive")

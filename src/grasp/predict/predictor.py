@@ -64,6 +64,16 @@ class SubsetSums:
             },
         )
 
+    def cumulated(self) -> "SubsetSums":
+        """Of the first, of the first two, ... of disjoint subsets with weights 1."""
+        kept_B, n_rows = np.cumsum(self.mass.retained_B), self.mass.n_rows
+        sketch = {
+            half: SketchSums(np.cumsum(part.total_BD, axis=0), np.cumsum(part.norm_B), np.cumsum(part.square_norm_B))
+            for half, part in self.sketch.items()
+        }
+        mass = SubsetMass(kept_B, n_rows - kept_B, n_rows)
+        return SubsetSums(mass, np.cumsum(self.square_B), np.cumsum(self.effect_BT, axis=0), sketch)
+
 
 @dataclass(frozen=True, slots=True)
 class Level:

@@ -5,7 +5,7 @@ above 0 it helps more than the corpus does on average. Ordered once, whatever is
 Shape letters: N rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.relevance import UnitSelection
-from grasp.predict.row_arrays import RowArrays, checked_targets, row_tokens
+from grasp.predict.row_arrays import F32, RowArrays, checked_targets, row_tokens
 from grasp.predict.slices import LabelTable
-from grasp.predict.tables import provenance
-from grasp.predict.verb import as_protocol
-from grasp.results import Result
+from grasp.results import Result, write_table
+
+ScoreRows = Callable[[str], tuple[str, NDArray[np.floating[Any]]]]  # target -> what the scores are called, and (N,)
 
 ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
 PRINTED = 100
@@ -42,7 +42,15 @@ class RankedRows(Result):
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         rows = self.table.slice(0, PRINTED).to_pylist()
         names = ["text" if name == "snippet" else name for name in self.shown]
-        return names, [[_cell(row[name]) for name in self.shown] for row in rows]
+        most = max((abs(row[self.by]) for row in rows), default=0.0)
+        spelled = "{:+z.3f}" if self.by == "effect" or 0.1 <= most < 1e6 else "{:+.3e}"  # one for the whole column
+
+        def cell(name: str, value: Any) -> str:
+            if value is None:
+                return "-"
+            return spelled.format(value) if name == self.by else str(value)
+
+        return names, [[cell(name, row[name]) for name in self.shown] for row in rows]
 
     def _below(self) -> Sequence[str]:
         more = len(self) - PRINTED
@@ -61,8 +69,7 @@ def score(
     where: str | None = None,
     min_tokens: int = 0,
     labels: Sequence[str] | None = None,
-    values_N: NDArray[np.floating[Any]] | None = None,
-    by: str = "effect",
+    method: ScoreRows | None = None,
     out: Path | None = None,
 ) -> RankedRows:
     """Rows by what they teach a target: the most helpful, the most harmful, or both.
@@ -75,50 +82,53 @@ def score(
         where: label expression: rank these rows only.
         min_tokens: pass over shorter rows: their relevance is noisy.
         labels: label columns that are shown; None: the first two.
-        values_N: rank by these numbers of a published method.
-        by: their name.
-        out: Parquet file that the rows are written to, in bounded memory; the result then shows the first.
+        method: scores rows by a published method, in place of relevance.
+        out: file that the rows are written to, Parquet in bounded memory; the result then shows none.
     Raises:
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such label, or no row that is as long.
     """
+    checked_targets(artifact, [target], "target")
+    if match is not None:
+        artifact.relevance_name(match)  # or it says what there is
+    if idle := [name for name, given in (("match", match), ("unit", unit)) if given is not None and method is not None]:
+        raise SettingsError(f"{idle[0]}: no meaning with method; leave one of them out")
     known = LabelTable(artifact.rows_path)
-    shown = label_columns(artifact, known, labels)
-    values, said = row_values(artifact, target, protocol=protocol, match=match, unit=unit, values_N=values_N, by=by)
+    shown = _label_columns(artifact, known, labels)
     among_N = _among(artifact, known, where, min_tokens)
-    order = ranked(values, among_N=among_N)
+    if method is not None:
+        by, values_N = method(target)
+        said = f"{by}: score of the method, in its own unit"
+    else:
+        by, (values_N, scored_by) = "effect", effects(artifact, target, protocol, match, unit)
+        said = f"effect: relevance in standard deviations over the rows, 0 = the corpus average; {scored_by}"
+    order = ranked(values_N, among_N=among_N)
     count = (0 if bottom else len(order)) if top is None else top
-    chosen = np.concatenate([order[:count], ranked(-values, among_N=among_N)[:bottom]])
+    chosen = np.concatenate([order[:count], ranked(-values_N, among_N=among_N)[:bottom]])
     kinds = [(min(count, len(order)), "helpful"), (min(bottom, len(order)), "harmful")]
     asked = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n)
     if top is None and not bottom:
         asked = "all"
     if out is not None:
-        write_rows(artifact, values, chosen, out, by)
+        _write(artifact, values_N, chosen, out, by)
     return RankedRows(
-        _rows(artifact, chosen if out is None else chosen[:0], values, by),
+        _rows(artifact, chosen if out is None else chosen[:0], values_N, by),
         f"{asked} of {len(order):,} rows for {target}, by {by}",
-        said,
+        (said,),
         by=by,
         shown=(by, "row_id", *shown, "snippet"),
         lines=len(chosen),
     )
 
 
-def row_values(
+def effects(
     artifact: RowArrays,
     target: str,
-    *,
     protocol: ScoringProtocol | Path | str | None = None,
     match: str | None = None,
     unit: str | None = None,
-    values_N: NDArray[np.floating[Any]] | None = None,
-    by: str = "effect",
-) -> tuple[NDArray[np.floating[Any]], tuple[str, ...]]:
-    """The number that every row is ordered by, (N,), and a line on where it comes from."""
-    checked_targets(artifact, [target], "target")
-    if values_N is not None:
-        return values_N, (f"{by}: score of the method, in its own unit",)
+) -> tuple[F32, str]:
+    """What `select` orders rows by, (N,), and the protocol in words."""
     chosen = as_protocol(protocol)
     if match is not None:
         chosen = ScoringProtocol.model_validate(
@@ -126,7 +136,7 @@ def row_values(
         )
     additive = chosen.model_copy(update={"components": {}})
     predictor = Predictor.of(artifact, additive, [target], units=_one_unit(artifact, target, unit))
-    return predictor.effect_NT[:, 0], (provenance(predictor),)
+    return predictor.effect_NT[:, 0], predictor.scored_by
 
 
 def ranked(values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
@@ -135,10 +145,13 @@ def ranked(values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | 
     return rows[np.argsort(-values_N[rows], kind="stable")]
 
 
-def write_rows(
+def _write(
     artifact: RowArrays, values_N: NDArray[np.floating[Any]], order: NDArray[np.int64], path: Path, by: str
 ) -> None:
-    """Rows in order as Parquet, some at a time; the file appears only when whole."""
+    """Rows in order; Parquet some at a time. The file appears only when whole."""
+    if path.suffix != ".parquet":
+        write_table(_rows(artifact, order, values_N, by), path)
+        return
     schema = _rows(artifact, order[:0], values_N, by).schema
     with written_aside(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         for start in range(0, len(order), ROWS_AT_ONCE):
@@ -177,7 +190,7 @@ def _one_unit(artifact: RowArrays, target: str, unit: str | None) -> UnitSelecti
     return UnitSelection((target,), np.array(found[:1]), np.ones(1, dtype=np.int64))
 
 
-def label_columns(artifact: ArtifactReader, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
+def _label_columns(artifact: ArtifactReader, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
     """Columns of the row table to show: those asked for, else the first two labels."""
     if labels is None:
         return list(artifact.manifest.details.get("labels", []))[:2]
@@ -185,9 +198,3 @@ def label_columns(artifact: ArtifactReader, known: LabelTable, labels: Sequence[
     if unknown:
         raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
     return list(labels)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:+.4g}" if isinstance(value, float) else str(value)

@@ -18,8 +18,18 @@ from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
 from grasp.files import written_aside
-from grasp.predict.blocks import MissingRows, Side, SubsetBlock, WeightedRows, in_blocks
+from grasp.predict.blocks import (
+    LEAST_WEIGHT,
+    MOST_WEIGHT,
+    WEIGHT_RANGE,
+    MissingRows,
+    Side,
+    SubsetBlock,
+    WeightedRows,
+    in_blocks,
+)
 
+CORPUS = "corpus"  # key of the corpus' fingerprint in the metadata of what we write
 MEMORY_LIMIT = "512MB"
 BATCH = 1 << 16
 EXAMPLES = 5
@@ -72,7 +82,12 @@ class RowIndex:
 
 
 def read_subsets(
-    source: Path | str | pa.Table, row_index_of: RowIndex, block: int = 256, *, side: Side = "retained"
+    source: Path | str | pa.Table,
+    row_index_of: RowIndex,
+    block: int = 256,
+    *,
+    side: Side = "retained",
+    corpus: str | None = None,
 ) -> Iterator[SubsetBlock]:
     """Read a long table of subsets in blocks, subsets in order of first appearance.
 
@@ -80,12 +95,14 @@ def read_subsets(
         source: Parquet file, or the table itself.
         side: what the table names. The rows of an `omitted` table are taken out of the corpus; what is
             left is the subset, and weights make no sense there.
+        corpus: fingerprint of the corpus that is asked about; None: whichever the table was made from.
     Raises:
-        SubsetError: not Parquet, missing columns, no lines, unknown rows, a row twice in one subset, a subset
-            without rows, weights not finite, negative, or of sum 0. The message names subset and rows.
+        SubsetError: not Parquet, made from another corpus, missing columns, no lines, unknown rows, a row twice in one
+            subset, a subset without rows, weights out of range, or all 0. The message names subset and
+            rows.
     """
     table = source if isinstance(source, pa.Table) else Path(source)
-    has_weight = _check_columns(table)
+    has_weight = _check_schema(table, corpus)
     if side == "omitted" and has_weight:
         raise SubsetError(
             f"{_where(table)}: names omitted rows with a column 'weight'; omitted rows have none, drop the column"
@@ -94,12 +111,12 @@ def read_subsets(
 
 
 def write_subsets(
-    path: Path | str, blocks: Iterable[SubsetBlock], row_index_of: RowIndex, *, weights: bool = False
+    path: Path | str, blocks: Iterable[SubsetBlock], row_index_of: RowIndex, *, weights: bool = False, corpus: str = ""
 ) -> None:
-    """Write long-form Parquet (with a `weight` column if asked); the file appears only when whole."""
+    """Write long-form Parquet, with weights and a corpus' fingerprint if given; the file appears only when whole."""
     row_ids = row_index_of.ids()
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
-    schema = pa.schema(fields)
+    schema = pa.schema(fields, {CORPUS: corpus} if corpus else None)
     with written_aside(Path(path)) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         for block in blocks:
             matrix = block.weights_BN
@@ -117,9 +134,14 @@ def _where(source: Path | pa.Table) -> str:
     return "subsets" if isinstance(source, pa.Table) else str(source)
 
 
-def _check_columns(source: Path | pa.Table) -> bool:
-    """Whether the table has weights; refuses what is not a table of subsets."""
-    where, names = _where(source), _names(source)
+def _check_schema(source: Path | pa.Table, corpus: str | None) -> bool:
+    """Whether the table has weights; refuses what is not a table of subsets, or one of another corpus."""
+    where, schema = _where(source), _schema(source)
+    names, made_from = list(schema.names), (schema.metadata or {}).get(CORPUS.encode(), b"").decode(errors="replace")
+    if corpus and made_from and made_from != corpus:
+        raise SubsetError(
+            f"{where}: was made from another artifact: corpus {made_from!r}, here {corpus!r}; make it from this one"
+        )
     missing = [name for name in ("subset_id", "row_id") if name not in names]
     if missing:
         raise SubsetError(f"{where}: has columns {names}, lacks {missing}; expected subset_id, row_id[, weight]")
@@ -129,12 +151,11 @@ def _check_columns(source: Path | pa.Table) -> bool:
     return "weight" in names
 
 
-def _names(source: Path | pa.Table) -> list[str]:
+def _schema(source: Path | pa.Table) -> pa.Schema:
     if isinstance(source, pa.Table):
-        return list(source.column_names)
+        return source.schema
     try:
-        with pq.ParquetFile(source) as file:
-            return list(file.schema_arrow.names)
+        return pq.read_schema(source)
     except FileNotFoundError as err:
         raise SubsetError(f"{source}: no such file; expected Parquet with columns subset_id, row_id[, weight]") from err
     except (pa.ArrowException, OSError) as err:
@@ -219,7 +240,10 @@ def _unnamed(db: duckdb.DuckDBPyConnection) -> str | None:
     if lines:
         return f"{lines} lines have no subset_id"
     empty = db.execute(f"SELECT subset_id FROM subset WHERE n_named = 0 ORDER BY first LIMIT {EXAMPLES}").fetchall()
-    return f"subsets {[row[0] for row in empty]} name no rows" if empty else None
+    if empty:
+        return f"subsets {[row[0] for row in empty]} name no rows"
+    lines = db.execute("SELECT count(*) FROM line WHERE row_id IS NULL").fetchall()[0][0]
+    return f"{lines} lines have no row_id" if lines else None
 
 
 def _unknown(db: duckdb.DuckDBPyConnection) -> str | None:
@@ -252,11 +276,11 @@ def _repeated(db: duckdb.DuckDBPyConnection) -> str | None:
 
 def _bad_weights(db: duckdb.DuckDBPyConnection) -> str | None:
     bad = db.execute(
-        "SELECT subset_id, row_id, weight FROM line WHERE weight IS NULL OR NOT isfinite(weight) "
-        f"OR weight < 0 ORDER BY entry LIMIT {EXAMPLES}"
+        "SELECT subset_id, row_id, weight FROM line WHERE weight IS NULL OR NOT (weight = 0 OR weight BETWEEN "
+        f"{LEAST_WEIGHT!r} AND {MOST_WEIGHT!r}) ORDER BY entry LIMIT {EXAMPLES}"
     ).fetchall()
     if bad:
-        return f"weights {[f'{s}: {r}: {w}' for s, r, w in bad]}; weights are finite and >= 0"
+        return f"weights {[f'{s}: {r}: {w}' for s, r, w in bad]}; {WEIGHT_RANGE}"
     zero = db.execute(
         f"SELECT subset_id FROM subset WHERE n_named > 0 AND total <= 0 ORDER BY first LIMIT {EXAMPLES}"
     ).fetchall()

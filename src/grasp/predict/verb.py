@@ -16,23 +16,23 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
-from grasp.predict.intervals import FitIntervals, Intervals, measures
+from grasp.predict.intervals import NATS, FitIntervals, Intervals, Outside, measures
 from grasp.predict.label_slices import LabelSlices, label_slices
+from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
-from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import checked_targets, row_tokens
 from grasp.predict.slice_effects import DROPPED, SliceEffects, dropped_intervals, slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.predict.tables import NATS, Outside, prediction_table, provenance
+from grasp.predict.tables import metadata_of, prediction_table
 from grasp.results import Result
-from grasp.text import text_table
+from grasp.text import signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 30  # lines of one target
-FOUR_DIGITS = frozenset(NATS)  # realized utilities differ little
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,11 +128,17 @@ def predict(
     chosen = as_protocol(protocol)
     sketches = measures(artifact.array_names) if runs is not None or by is not None else ()
     if by is not None:
-        labels.column(by, "by")  # or it says what there is
+        column = labels.column(by, "by")  # or it says what there is
         predictor = Predictor.of(artifact, chosen, targets, sketches=sketches)
-        slices = label_slices(labels.column(by), row_tokens(artifact))
-        return _by(artifact, predictor, slices, labels, None if runs is None else runs(predictor), out)
-    blocks, headline = _blocks(artifact, labels, drop, keep, weight, subsets, omitted, family, count, seed)
+        return _by(artifact, predictor, column, None if runs is None else runs(predictor), out)
+    if subsets is not None:
+        blocks, headline = _listed(artifact, subsets, omitted), ""
+    elif family is not None:
+        blocks, headline = _drawn(labels, family, count, seed)
+    elif weight:
+        blocks, headline = _weighted(labels, weight)
+    else:
+        blocks, headline = _matched(labels, drop, keep)
     predictor = Predictor.of(artifact, chosen, targets, per_unit=units, components=components, sketches=sketches)
     intervals, outside = None if runs is None else runs(predictor), Outside()
     table = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
@@ -147,19 +153,12 @@ def predict(
     )
 
 
-def as_protocol(protocol: ScoringProtocol | Path | str | None) -> ScoringProtocol:
-    """A protocol, its file, or the one that ships."""
-    if protocol is None:
-        return default_protocol()
-    return protocol if isinstance(protocol, ScoringProtocol) else load_protocol(protocol)
-
-
 def notes(predictor: Predictor, intervals: Intervals | None = None) -> tuple[str, ...]:
     """What should be known of the numbers, and one line of where they come from."""
     found = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
         found.append(f"left out, since it does not vary: {', '.join(predictor.dropped)}")
-    return (*found, provenance(predictor))
+    return (*found, predictor.provenance)
 
 
 def share(rows: int, of: int) -> str:
@@ -181,39 +180,29 @@ def _one_question(asked: Mapping[str, object], idle: Mapping[str, bool]) -> None
         raise SettingsError(f"predict: got {useless} with {given[0]}, where it has no meaning; leave it out")
 
 
-def _blocks(
-    artifact: ArtifactReader,
-    labels: LabelTable,
-    drop: str | None,
-    keep: str | None,
-    weight: Mapping[str, float] | None,
-    subsets: Any,
-    omitted: bool,
-    family: str | None,
-    count: int,
-    seed: int,
-) -> tuple[Iterable[SubsetBlock], str]:
-    """The subsets asked for, and what they are in one sentence."""
-    if subsets is not None:
-        index = RowIndex.from_parquet(artifact.rows_path)
-        source = subsets if isinstance(subsets, Path | str) else _subset_table(subsets)
-        return read_subsets(source, index, side="omitted" if omitted else "retained"), ""
-    if family is not None:
-        drawn = parse_family(family)
-        column = None if drawn.label is None else labels.column(drawn.label, "family")
-        blocks = drawn.draw(count, n_rows=artifact.n_rows, labels=column, seed=seed, purpose="drawn")
-        return blocks, f"{count:,} subsets drawn from {drawn}"
-    if weight:
-        return _weighted(labels, weight)
+def _listed(artifact: ArtifactReader, subsets: Any, omitted: bool) -> Iterable[SubsetBlock]:
+    source = subsets if isinstance(subsets, Path | str) else _subset_table(subsets)
+    index = RowIndex.from_parquet(artifact.rows_path)
+    corpus = artifact.manifest.fingerprints.get("corpus")
+    return read_subsets(source, index, side="omitted" if omitted else "retained", corpus=corpus)
+
+
+def _drawn(labels: LabelTable, family: str, count: int, seed: int) -> tuple[Iterable[SubsetBlock], str]:
+    drawn = parse_family(family)
+    column = None if drawn.label is None else labels.column(drawn.label, "family")
+    blocks = drawn.draw(count, n_rows=labels.n_rows, labels=column, seed=seed, purpose="drawn")
+    return blocks, f"{count:,} subsets drawn from {drawn}"
+
+
+def _matched(labels: LabelTable, drop: str | None, keep: str | None) -> tuple[Iterable[SubsetBlock], str]:
     expression = drop if drop is not None else keep
     assert expression is not None
     selection = labels.matching(expression)
-    matched = share(int(selection.mask_N.sum()), labels.n_rows)
-    unlabelled = (
-        f"; {selection.n_null:,} rows have no label there and count as not selected" if selection.n_null else ""
-    )
     verb, mask_N = ("drop", ~selection.mask_N) if drop is not None else ("keep", selection.mask_N)
-    return [one_subset(f"{verb} {expression}", mask_N)], f"{verb}s {matched}{unlabelled}"
+    said = f"{verb}s {share(int(selection.mask_N.sum()), labels.n_rows)}"
+    if selection.n_null:
+        said += f"; {selection.n_null:,} rows have no label there and count as not selected"
+    return [one_subset(f"{verb} {expression}", mask_N)], said
 
 
 def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:
@@ -252,33 +241,27 @@ def _subset_table(subsets: Any) -> pa.Table:
 
 
 def _by(
-    artifact: ArtifactReader,
-    predictor: Predictor,
-    slices: LabelSlices,
-    labels: LabelTable,
-    intervals: Intervals | None,
-    out: Path | None,
+    artifact: ArtifactReader, predictor: Predictor, column: LabelColumn, intervals: Intervals | None, out: Path | None
 ) -> SlicePrediction:
     """Every value of a label; a file has room for all of them, a screen for the largest."""
-    grouped = slices.n_grouped
-    if out is not None and grouped:
-        column = labels.column(slices.label)
-        slices = label_slices(column, row_tokens(artifact), most=len(column.values))
+    tokens_N = row_tokens(artifact)
+    slices = label_slices(column, tokens_N)
+    many = out is not None and slices.n_grouped > 0
+    if many:
+        slices = label_slices(column, tokens_N, most=len(column.values))
     effects = slice_effects(predictor, slices)
-    bounds = None
-    if not (out is not None and grouped):
-        bounds = dropped_intervals(artifact, predictor, effects, slices)
+    bounds = None if many else dropped_intervals(artifact, predictor, effects, slices)
     table, outside = slice_table(predictor, slices, effects, bounds, intervals)
-    said = [f"{grouped:,} of the values are small and share one slice"] if grouped and out is None else []
+    said = [f"{slices.n_grouped:,} of the values are small and share one slice"] if slices.n_grouped else []
     said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]
     said += ["low, high: 95 % interval of if dropped over other units of the target"] if bounds is not None else []
     result = SlicePrediction(
         table,
-        f"what dropping, or doubling, each {slices.label} does",
+        f"what dropping, or doubling, each {column.name} does",
         (*said, *outside, *notes(predictor, intervals)),
         unit=predictor.unit,
         lines=len(table),
-        label=slices.label,
+        label=column.name,
     )
     if out is None:
         return result
@@ -296,7 +279,7 @@ def slice_table(
     """One line a value and target, the most useful first for each target, and what lies beyond the runs.
 
     Columns: value, target, rows, tokens, effect, if_dropped[, if_dropped_low, if_dropped_high], if_doubled
-    [, redundancy][, expected, low, high: of dropping it, in nats a token].
+    [, redundancy][, nats, nats_low, nats_high: of dropping it, a token].
     """
     n_targets = len(predictor.targets)
     numbers: dict[str, NDArray[np.float64]] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
@@ -309,8 +292,8 @@ def slice_table(
     if intervals is not None:
         without = effects.sums.from_whole(predictor.whole(), DROPPED)
         nats = intervals.of(predictor, without, effects.dropped_GT)
-        numbers |= dict(zip(NATS, (nats.expected_BT, nats.low_BT, nats.high_BT), strict=True))
-        outside.add([f"without {name}" for name in slices.names], nats.outside)
+        numbers |= nats.columns
+        outside.add([f"without {name}" for name in slices.names], nats)
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))
     order = np.lexsort((np.nan_to_num(effects.dropped_GT).reshape(-1), t))
     columns: dict[str, pa.Array] = {
@@ -323,13 +306,12 @@ def slice_table(
         name: pa.array(value_GT.reshape(-1)[order], pa.float64(), from_pandas=True)
         for name, value_GT in numbers.items()
     }
-    metadata = {"grasp.protocol": predictor.protocol.name, "grasp.provenance": provenance(predictor)}
-    return pa.table(columns, metadata=metadata), outside.notes
+    return pa.table(columns, metadata=metadata_of(predictor)), outside.notes
 
 
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:+z.4f}" if name in FOUR_DIGITS else f"{value:+z.3f}"
+        return signed(value, 4 if name in NATS else 3)  # realized utilities differ little
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -5,10 +5,12 @@ Texts are as the corpus has them: whoever shows them must treat them as data.
 Shape letters: G slices, T targets, P places of a grid.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
@@ -18,12 +20,11 @@ from grasp.predict.intervals import Intervals, measures
 from grasp.predict.label_slices import LabelSlices, label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import score
+from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64, checked_targets, row_tokens
 from grasp.predict.slice_effects import SliceEffects, dropped_intervals, slice_effects
 from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
-from grasp.predict.tables import provenance
 from grasp.report.interactions import Interactions, interactions
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
@@ -158,15 +159,15 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
     predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(table.column(name, "--by"), tokens_N) for name in names]
     labels = [_label(artifact, predictor, one) for one in columns]
-    least = MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0
-    rows = tuple(_target_rows(artifact, predictor, target, names, least) for target in targets)
+    long_N = tokens_N >= (MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0)
+    rows = tuple(_target_rows(artifact, predictor, target, names, long_N) for target in targets)
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
         question=question,
         artifact_path=artifact.where,
         targets=targets,
         unit=predictor.unit,
-        scored_by=provenance(predictor),
+        scored_by=predictor.provenance,
         labels=tuple(labels),
         nats=_nats(predictor, artifact, question),
         no_labels=None if labels else NO_LABELS,
@@ -266,18 +267,20 @@ def _nats(predictor: Predictor, artifact: ArtifactReader, question: Question) ->
 
 
 def _target_rows(
-    artifact: ArtifactReader, predictor: Predictor, target: str, labels: Sequence[str], least: int
+    artifact: ArtifactReader, predictor: Predictor, target: str, labels: Sequence[str], long_N: NDArray[np.bool_]
 ) -> TargetRows:
     effect_N = predictor.effect_NT[:, predictor.targets.index(target)]
-    ranked = score(artifact, target, values_N=effect_N, top=ROWS_SHOWN, bottom=ROWS_SHOWN, min_tokens=least)
-    rows = [_shown(row, labels) for row in ranked.table.to_pylist()]
-    half = len(rows) // 2
-    return TargetRows(target, tuple(rows[:half]), tuple(rows[half:]))
+    ends = [ranked(sign * effect_N, among_N=long_N)[:ROWS_SHOWN] for sign in (1, -1)]
+    top, bottom = (tuple(_shown(artifact, end, effect_N, labels)) for end in ends)
+    return TargetRows(target, top, bottom)
 
 
-def _shown(row: Mapping[str, Any], labels: Sequence[str]) -> ShownRow:
-    named = tuple((name, str(row[name])) for name in labels if row[name] is not None)
-    return ShownRow(row["row_id"], row["effect"], row["n_tokens"], named, row["snippet"] or "")
+def _shown(
+    artifact: ArtifactReader, row_index: NDArray[np.int64], effect_N: NDArray[np.float32], labels: Sequence[str]
+) -> Iterator[ShownRow]:
+    for i, row in zip(row_index, artifact.rows(row_index).to_pylist(), strict=True):
+        named = tuple((name, str(row[name])) for name in labels if row[name] is not None)
+        yield ShownRow(row["row_id"], float(effect_N[i]), row["n_tokens"], named, row["snippet"] or "")
 
 
 # -------------------------------------------------------------------------------------------- retraining

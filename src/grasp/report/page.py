@@ -438,7 +438,7 @@ def _changes(targets: Sequence[TargetChange], scale: str) -> View:
             "name": name(one.target),
             "weight": f"{one.weight:.0%}",
             "change": signed(one.change),
-            "nats": None if one.expected is None else _nats(one),
+            "nats": None if one.nats is None else _nats(one),
         }
         for one in targets
     ]
@@ -446,7 +446,7 @@ def _changes(targets: Sequence[TargetChange], scale: str) -> View:
 
 
 def _nats(one: TargetChange) -> View:
-    return {"value": signed(one.expected, 4), "interval": f"[{signed(one.low, 4)}, {signed(one.high, 4)}]"}
+    return {"value": signed(one.nats, 4), "interval": f"[{signed(one.nats_low, 4)}, {signed(one.nats_high, 4)}]"}
 
 
 def _percent(part: float, whole: float) -> str:

@@ -3,14 +3,15 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
+from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.report.findings import Question, findings
 from grasp.report.page import write_report
-from grasp.runs.environment import Environment
+from grasp.runs.environment import Environment, as_runs
 
 
 def report(
@@ -20,12 +21,12 @@ def report(
     by: Sequence[str] = (),
     targets: Sequence[str] | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    runs: Environment | None = None,
+    runs: Environment | Path | str | None = None,
     partial: bool = False,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
-    previous: Sequence[ArtifactReader] = (),
+    previous: Sequence[Any] = (),
     command: str | None = None,
 ) -> Path:
     """Write one HTML page: slices, rows with their text, trust, a selection, a mixture, suspects, and a live what-if.
@@ -37,7 +38,7 @@ def report(
         runs: retrained subsets, to say how far to trust the predictions; `partial` takes an unfinished set of them.
         selection, mixture: JSON that was saved with a selection or a mixture of these rows.
         suspects: Parquet that was written of a detection in these rows.
-        previous: artifacts of earlier checkpoints on the same corpus, oldest first.
+        previous: artifacts of earlier checkpoints on the same corpus, or where they are, oldest first.
         command: what makes the page again; it is printed on it. None: the command line of these arguments.
     Returns:
         The file.
@@ -50,7 +51,7 @@ def report(
     for name, values in (("targets", targets or ()), ("by", by)):
         if twice := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")
-    place = Path(out)
+    place, environment = Path(out), None if runs is None else as_runs(runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
     reads = {f"{name} reads": path for name, path in paths.items()}
@@ -59,19 +60,27 @@ def report(
     question = Question(
         targets=targets,
         by=by,
-        previous=previous,
-        environment=runs,
+        previous=[
+            ArtifactReader.open(one) if isinstance(one, Path | str) else getattr(one, "files", one) for one in previous
+        ],
+        environment=environment,
         partial=partial,
         selection=paths["selection"],
         mixture=paths["mixture"],
         suspects=paths["suspects"],
         protocol_path=None if own is None else Path(own),
-        command=_command(artifact, place, runs, by, targets, files, own) if command is None else command,
+        command=_command(artifact, place, environment, by, targets, files, own) if command is None else command,
     )
-    chosen = default_protocol() if protocol is None else load_protocol(Path(own)) if own is not None else protocol
-    assert isinstance(chosen, ScoringProtocol)
-    write_report(findings(artifact, chosen, question), place)
+    write_report(findings(artifact, as_protocol(protocol), question), place)
     return place
+
+
+def _reader(artifact: Any) -> ArtifactReader:
+    """The files of an artifact: of one in the hand, or by its place."""
+    if isinstance(artifact, Path | str):
+        return ArtifactReader.open(artifact)
+    files: ArtifactReader = getattr(artifact, "files", artifact)
+    return files
 
 
 def _command(

@@ -15,13 +15,15 @@ from grasp.errors import SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import Weighting
+from grasp.predict.ranking import ScoreRows
 from grasp.predict.row_arrays import F32, Blocks
-from grasp.runs.configured import ConfiguredMethod
+from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.runs.contract import Account, MethodScores, RowMethod, SubsetMethod
-from grasp.runs.environment import Environment
+from grasp.runs.environment import Environment, as_runs
 from grasp.runs.material import Material, Retrained
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
 from grasp.runs.scored import Scored
+from grasp.settings import read_yaml
 
 CACHE = "baselines"  # inside the artifact
 ANY = ("", "any")  # the one column of scores that do not depend on the unit
@@ -193,7 +195,44 @@ def method_rows(
     return MethodRows(artifact, configured.label, scores(configured, material, cache))
 
 
-def method_values(rows: MethodRows, target: str) -> NDArray[np.float64]:
-    """Score of every row for a target, the mean over its units, (N,)."""
-    blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(target))
-    return np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])
+def method_scorer(
+    artifact: ArtifactReader,
+    method: str | None,
+    *,
+    settings: Path | None = None,
+    runs: Environment | Path | str | None = None,
+    checkpoints: Sequence[Path] = (),
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> ScoreRows | None:
+    """What ranks rows for a target by a published method: the mean of their scores over its units. None without one.
+
+    Args:
+        settings: YAML of settings of the method.
+    Raises:
+        SettingsError: no such method, or something is given that has no meaning with it.
+    """
+    looked_at = {"environment": runs is not None, "checkpoints": bool(checkpoints)}
+    if method is None:
+        given = looked_at | {"method_settings": settings is not None, "cache": cache is not None}
+        if idle := [name for name, is_given in given.items() if is_given]:
+            raise SettingsError(f"{', '.join(idle)}: no meaning without method; name one, or leave it out")
+        return None
+    if method == GRASP:
+        raise SettingsError("method: got grasp, whose relevance ranks without it; leave method out, see match")
+    configured = {} if settings is None else read_yaml(settings)
+    (chosen,) = configured_methods([method], configured, "method" if settings is None else str(settings))
+    for name, is_given in looked_at.items():
+        if is_given and name not in chosen.method.looks_at:
+            raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
+
+    environment = None if runs is None else as_runs(runs)
+
+    def score(target: str) -> tuple[str, NDArray[np.float64]]:
+        rows = method_rows(
+            artifact, chosen, environment=environment, checkpoints=checkpoints, cache=cache, progress=progress
+        )
+        blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(target))
+        return chosen.label, np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])
+
+    return score

@@ -7,15 +7,22 @@ Shape letters: B subsets of the environment, T targets.
 """
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.intervals import COVERAGE, Intervals, NatsLine, Reach, distances, relative
+from grasp.predict.intervals import COVERAGE, FitIntervals, Intervals, NatsLine, Reach, distances, relative
 from grasp.predict.predictor import Predictor
 from grasp.runs.development import Development
-from grasp.runs.environment import Environment
+from grasp.runs.environment import Environment, as_runs
+
+
+def intervals_from(artifact: ArtifactReader, runs: Environment | Path | str | None) -> FitIntervals | None:
+    """What fits intervals to retrained subsets, or to the directory that holds them; None without them."""
+    return None if runs is None else partial(fit_intervals, artifact=artifact, environment=as_runs(runs))
 
 
 def fit_intervals(
@@ -54,7 +61,7 @@ def fit_intervals(
         lines[name] = NatsLine.fit(name, change_B, realized_B, relative(each, reach), coverage)
     seeds = f"{len(utilities.seeds)} seed" + ("s" if len(utilities.seeds) > 1 else "")
     return Intervals(
-        title=f"nats, nats_low, nats_high: change in nats a token with its {coverage:.0%} interval, for a model retrained as "
+        title=f"nats, nats_low, nats_high: change in nats a token, {coverage:.0%} interval, for a model retrained as "
         f"in {environment.name} (recipe {environment.info.recipe}, mean of {seeds})",
         lines=lines,
         reach=reach,
