@@ -142,10 +142,10 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
     assert "did you mean tracin?" in refused(*evaluate(world, kept, "--methods", "trakin"))
     assert refused(*evaluate(world, kept)) == ("cache: no meaning without methods; name a method, or leave it out")
     assert refused("score", art, "--target", "facts", "--checkpoints", tmp_path) == (
-        "--checkpoints: no meaning without --method; name a method, or leave it out"
+        "checkpoints: no meaning without method; name one, or leave it out"
     )
     assert refused("score", art, "--target", "facts", "--method", "bm25", "--match", "token") == (
-        "--match: no meaning with --method; leave one of them out"
+        "match: no meaning with method; leave one of them out"
     )
     assert "predicts subsets and scores no rows; see it in grasp evaluate" in refused(
         "score", art, "--target", "facts", "--method", "datamodels", "--environment", world.root / "env"
@@ -159,14 +159,14 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
         *evaluate(world, kept, "--method-settings", file)
     )
     assert refused("score", art, "--target", "facts", "--method", "grasp") == (
-        "--method: got grasp, whose relevance ranks without it; leave --method out, see --match"
+        "method: got grasp, whose relevance ranks without it; leave method out, see match"
     )
     assert refused(
         "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--checkpoints", tmp_path
-    ) == ("--checkpoints: no meaning with --method bm25, which looks at none; leave it out")
+    ) == ("checkpoints: no meaning with method bm25, which looks at none; leave it out")
     assert refused(
         "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--environment", world.root / "env"
-    ) == ("--environment: no meaning with --method bm25, which looks at none; leave it out")
+    ) == ("environment: no meaning with method bm25, which looks at none; leave it out")
     assert refused(*evaluate(world, kept, "--methods", "bm25,loss", "--checkpoints", tmp_path)) == (
         "checkpoints: no meaning with these methods, none of which looks at any; leave it out"
     )

@@ -33,8 +33,7 @@ from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.forward import forward_shard
 from grasp.extract.reopen import Origin
 from grasp.files import write_whole
-from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.verb import as_protocol
+from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.results import Result
 from grasp.runs.compare import agreement
 from grasp.runs.environment import Environment, as_runs

@@ -133,7 +133,7 @@ def _lines(
 ) -> pa.Table:
     """Lines at one level: subsets by columns, subsets slowest; what is not known there is null."""
     shape = numbers["change"].shape
-    texts = {"unit_id": np.full(shape[1], None)} | names
+    texts: dict[str, Any] = {"unit_id": np.full(shape[1], None), **names}
     columns = {name: np.tile(values, shape[0]) for name, values in texts.items()}
     columns["subset_id"] = np.repeat(np.array(subset_ids, dtype=object), shape[1])
     arrays = [
