@@ -95,8 +95,8 @@ def test_rows_are_ranked_by_a_method(world, kept):
     assert printed[0] == "the 5 most helpful and the 2 most harmful of 40 rows for facts, by bm25"
     best = np.lexsort((np.arange(N_ROWS), -found))[:5]
     assert [cells(line)[1] for line in printed[2:7]] == [f"row-{i}" for i in best]
-    assert [float(cells(line)[0]) for line in printed[2:7]] == pytest.approx(found[best], rel=1e-3)
-    assert float(cells(printed[7])[0]) == pytest.approx(found.min(), rel=1e-3)
+    assert [float(cells(line)[0]) for line in printed[2:7]] == pytest.approx(found[best], abs=6e-4)
+    assert float(cells(printed[7])[0]) == pytest.approx(found.min(), abs=6e-4)
 
 
 def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world, kept):
@@ -117,7 +117,7 @@ def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(wor
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--target", "fact"], "--target: got ['fact'], the artifact has ['facts']"),
+        (["--target", "fact"], "target: got ['fact'], the artifact has ['facts']"),
         (["--target", "facts", "--labels", "era"], "labels: got era; the artifact has row_index, row_id, "),
     ],
 )

@@ -87,6 +87,22 @@ def test_the_proposed_budget_has_the_highest_value_of_all(epochs):
     assert f"each is seen {trained / got.n_tokens:.2g} times" in got.headline
 
 
+def test_a_budget_is_proposed_within_floors_and_caps():
+    """Every number of rows tried."""
+    source, chosen = World(n_rows=200), protocol()
+    limits = {"by": "topic", "floor": ["travel:5%"], "cap": ["games:20%", "science:50%"], "train_tokens": "2k"}
+    got = selected(source, chosen, None, **limits)
+    values = {}
+    for size in range(1, 201):
+        try:
+            values[size] = selected(source, chosen, str(size), **limits).value
+        except SettingsError as err:
+            assert "cannot be met" in str(err) or "leaves room" in str(err)
+    assert got.value >= 0.999 * max(values.values())
+    assert got.value == pytest.approx(values[len(got)])
+    assert f"no budget was given: {len(got)} rows have the highest value" in got.notes[0]
+
+
 def test_training_on_less_than_is_kept_repeats_nothing():
     source, chosen = World(), protocol()
     tokens = int(source.tokens.sum())
@@ -233,7 +249,14 @@ def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component)
         ({"budget": float("nan")}, "budget: got 'nan', expected e.g. 20%"),
         ({"budget": "1" * 400}, "budget: got '1+'; a share is written with a percent sign"),
         ({"budget": None}, "budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B"),
-        ({"budget": None, "train_tokens": "1k", "floors": ["1"]}, "got none; floors, caps and geometry need one"),
+        (
+            {"budget": None, "train_tokens": "1k", "floors": ["games:1", "science:30"]},
+            "floor: cannot be met: science needs 30 rows, the pool has",
+        ),
+        (
+            {"budget": None, "train_tokens": "1k", "protocol": {"components": {"joint.raw": -0.1}}},
+            "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one",
+        ),
         ({"train_tokens": "0"}, "train_tokens: got '0', expected a number of tokens, e.g. 100B"),
         ({"train_tokens": "20%"}, "train_tokens: got '20%', expected a number of tokens"),
         ({"repeat_worth": 0.0}, "repeat_worth: got 0, expected a number above 0"),
@@ -260,7 +283,7 @@ def test_what_cannot_be_met_is_told_in_one_line(change, said):
     with pytest.raises(SettingsError, match=said) as caught:
         selected(
             World(),
-            protocol(),
+            protocol(**change.get("protocol", {})),
             change.get("budget", "20%"),
             by=change.get("by", "topic"),
             floor=change.get("floors", ()),

@@ -95,6 +95,12 @@ def test_weights_are_written_when_asked(tmp_path):
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [-1.0]}, r"weights \['a: doc-000: -1.0'\]"),
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [float("nan")]}, r"weights \['a: doc-000: nan'\]"),
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [float("inf")]}, r"weights \['a: doc-000: inf'\]"),
+        (
+            {"subset_id": ["a"], "row_id": [IDS[0]], "weight": [1e308]},
+            r"weights \['a: doc-000: 1e\+308'\]; weights are 0, or from 1e-30 to 1e\+30",
+        ),
+        ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [1e-320]}, r"weights \['a: doc-000: 1e-320'\]"),
+        ({"subset_id": ["a", "a"], "row_id": [IDS[0], None]}, "1 lines have no row_id"),
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [0.0]}, r"subsets \['a'\] have weights that sum to 0"),
         ({"subset_id": pa.array([None], pa.string()), "row_id": [IDS[0]]}, "1 lines have no subset_id"),
         ({"subset": ["a"], "row_id": [IDS[0]]}, r"has columns \['subset', 'row_id'\], lacks \['subset_id'\]"),
@@ -105,6 +111,18 @@ def test_weights_are_written_when_asked(tmp_path):
 def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
     with pytest.raises(SubsetError, match=message):
         list(read_subsets(save(tmp_path / "s.parquet", **columns), INDEX))
+
+
+def test_subsets_of_another_corpus_are_refused_where_they_say_so(tmp_path):
+    path, block = tmp_path / "s.parquet", one_subset("kept", np.arange(len(IDS)) < 3)
+    write_subsets(path, [block], INDEX, corpus="theirs")
+    for source in (path, pq.read_table(path)):
+        with pytest.raises(SubsetError, match="was made from another artifact: corpus 'theirs', here 'ours'"):
+            read_subsets(source, INDEX, corpus="ours")
+        (read,) = read_subsets(source, INDEX, corpus="theirs")
+        assert read.sizes_B.tolist() == [3]
+    write_subsets(path, [block], INDEX)  # says nothing of its corpus
+    assert len(list(read_subsets(path, INDEX, corpus="ours"))) == 1
 
 
 def test_all_mistakes_come_at_once(tmp_path):

@@ -17,7 +17,7 @@ Side = Literal["retained", "omitted"]
 MAX_BLOCK_ENTRIES = 1 << 25
 # Sums of weights, of their squares and what they are divided by stay far from the ends of float64.
 LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30
-WEIGHT_RANGE = f"weights are finite and >= 0: 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+WEIGHT_RANGE = f"weights are 0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 # 256 subsets of more rows than this would not fit in one block as entries: such a subset is kept as bits, or, where
 # less than OMITTED_SHARE of the corpus is missing, by what is missing.
 PACKED_ROWS = 1 << 17

@@ -60,9 +60,7 @@ def report(
     question = Question(
         targets=targets,
         by=by,
-        previous=[
-            ArtifactReader.open(one) if isinstance(one, Path | str) else getattr(one, "files", one) for one in previous
-        ],
+        previous=[_reader(one) for one in previous],
         environment=environment,
         partial=partial,
         selection=paths["selection"],
