@@ -218,6 +218,7 @@ class FeatureSettings(Settings):
     pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
     token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
     input_match: bool = Field(True, description="Input-token kernel beside `token`. Not in the paper.")
+    neighbour_match: bool = Field(True, description="Neighbour kernel beside `token`. Not in the paper.")
     top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
     alpha: float = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha: 1 or 0.5.")
     epsilon: float = Field(
@@ -270,6 +271,10 @@ class FeatureSettings(Settings):
     def input(self) -> bool:
         return self.token and self.input_match
 
+    @property
+    def neighbour(self) -> bool:
+        return self.token and self.neighbour_match
+
 
 class BuildSettings(Settings):
     """One build: corpus + targets + model -> artifact.
@@ -315,7 +320,7 @@ class BuildSettings(Settings):
 
 # tau: chosen on development noise seeds (experiments/vision/tau.json), on 1,000 images of up to 1,280 features: with so
 # few rows a dimension whitening mostly adds noise. hidden_width: heads up to that width have an exact sketch.
-CLASSIFIER_FEATURES: dict[str, Any] = {"input_match": False, "tau": 100.0, "hidden_width": 2048}
+CLASSIFIER_FEATURES: dict[str, Any] = {"input_match": False, "neighbour_match": False, "tau": 100.0, "hidden_width": 2048}
 
 
 def _is_classifier(model: Any) -> bool:

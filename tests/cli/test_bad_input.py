@@ -562,7 +562,7 @@ def test_a_protocol_that_does_not_fit(art, tmp_path, content, message):
     ("flags", "message"),
     [
         (["--target", "sciq"], "target: got ['sciq'], the artifact has ['facts']"),
-        (["--target", "facts", "--match", "best"], "match: got 'best', expected one of ['pooled', 'token', 'input']"),
+        (["--target", "facts", "--match", "best"], "match: got 'best', expected one of ['pooled', 'token', 'input', "),
         (["--target", "facts", "--labels", "topic,era"], "labels: got era; the artifact has row_index, row_id, "),
         (["--target", "facts", "--min-tokens", "49"], "min_tokens: got 49, no row of "),
     ],

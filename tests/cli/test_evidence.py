@@ -258,15 +258,16 @@ def test_what_is_missing_and_what_differs_is_named(settings, env, tmp_path):
 def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
     out = succeed("evaluate", art, "--environment", env).out
     printed = lines_of(out)
-    several = ["both additive", "token+input additive", "token+input+pooled additive"]
-    assert set(printed) == {"token additive", "pooled additive", "input additive", *several, "default"}
+    kernels = ("token", "pooled", "input", "neighbour")
+    several = {f"{names} additive" for names in ("both", "token+input", "token+input+neighbour", "token+input+pooled")}
+    assert set(printed) == {f"{kernel} additive" for kernel in kernels} | several | {"default"}
     assert f"protocol default: {default_protocol().provenance}" in out
     utilities = Environment.open(env).utilities()
     realized_B = utilities.values_BSE.mean(axis=(1, 2))
     artifact = ArtifactReader.open(art)
     relevance = {
         kernel: np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).mean(axis=1)
-        for kernel in ("token", "pooled", "input")
+        for kernel in kernels
     }
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     for kernel, mean_N in relevance.items():

@@ -112,6 +112,24 @@ class Reference:
                 out[i, e] = (gradient * other).sum()
         return out
 
+    def neighbour(self, rows, units) -> np.ndarray:
+        """Of a corpus that is its own sample."""
+        mean, white, _ = self.whitener(*(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2]))
+        of_rows, of_units = ([(hidden - mean) @ white for hidden, *_ in side] for side in (rows, units))
+        every = np.concatenate(of_rows)
+        width = 0.25 * np.sqrt(2 * every.var(0).sum())
+        labels, unit_labels = ([residual.argmin(1) for _, residual, _ in side] for side in (rows, units))
+        out = np.zeros((len(rows), len(units)))
+        for e, (states, label) in enumerate(zip(of_units, unit_labels, strict=True)):
+            near = [np.exp(-((h[:, None] - states) ** 2).sum(-1) / (2 * width**2)) for h in of_rows]
+            same = [k * (own[:, None] == label) for k, own in zip(near, labels, strict=True)]
+            near_S, same_S = (1 + np.concatenate(near).sum(0)) / len(every), np.concatenate(same).mean(0)
+            guess = 1 + units[e][1][np.arange(len(label)), label]  # p of the label
+            right = same_S + (0.1 * guess + 1 / len(every)) * near_S
+            for i in range(len(rows)):
+                out[i, e] = (same[i].mean(0) / right - near[i].mean(0) / (1.1 * near_S)).mean()
+        return out
+
     def input(self, rows, units) -> np.ndarray:
         """With the gradient of the embedding of position t taken to be that of its hidden state."""
         matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
@@ -138,7 +156,7 @@ def test_relevance_equals_the_float64_reference(root):
         ids = reference.tokenizer(prompt)["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
-    for name in ("token", "pooled", "input"):
+    for name in ("token", "pooled", "input", "neighbour"):
         expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
@@ -166,7 +184,7 @@ def test_sampled_moments_need_one_pass_and_come_close(root, built):
     for name in ("relevance_token", "relevance_pooled"):
         correlation = np.corrcoef(found[name].ravel(), expected[name].ravel())[0, 1]
         assert correlation > 0.95, name
-    for name in ("relevance_token", "relevance_input"):
+    for name in ("relevance_token", "relevance_input", "relevance_neighbour"):
         assert_same({name: found[name]}, {name: expected[name]})
 
 
@@ -174,14 +192,15 @@ def test_sampled_moments_need_one_pass_and_come_close(root, built):
     ("features", "kernels"),
     [
         ({"match": "pooled"}, {"pooled"}),
-        ({"match": "token"}, {"token", "input"}),
-        ({"match": "token", "input_match": False}, {"token"}),
-        ({"input_match": False}, {"token", "pooled"}),
+        ({"match": "token"}, {"token", "input", "neighbour"}),
+        ({"match": "token", "input_match": False, "neighbour_match": False}, {"token"}),
+        ({"input_match": False}, {"token", "pooled", "neighbour"}),
+        ({"neighbour_match": False}, {"token", "pooled", "input"}),
     ],
 )
 def test_some_kernels_alone_are_what_they_are_beside_the_others(root, built, tmp_path, features, kernels):
     found = arrays(build(world(root, features=features), tmp_path / "some"))
-    others = {"token", "pooled", "input"} - kernels
+    others = {"token", "pooled", "input", "neighbour"} - kernels
     expected = {name: array for name, array in arrays(built).items() if name.removeprefix("relevance_") not in others}
     assert_same(found, expected)
 
@@ -222,7 +241,7 @@ def test_units_are_weighed_against_themselves_in_any_blocks(root, tmp_path, monk
     kernel = build_token_kernel(inputs, InProcess(inputs.model, settings.features), tmp_path, Silent())
     own = kernel.unit_relevance(inputs.units)
     whole = kernel.relevance(inputs.units.block(0, 6))
-    assert own.keys() == whole.keys() == {"relevance_token", "relevance_input"}
+    assert own.keys() == whole.keys() == {"relevance_token", "relevance_input", "relevance_neighbour"}
     monkeypatch.setattr(forward, "BATCH_ROWS", 4)
     for name, found in kernel.unit_relevance(inputs.units).items():
         np.testing.assert_allclose(found, own[name], rtol=1e-4)

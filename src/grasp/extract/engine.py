@@ -20,7 +20,7 @@ from grasp.settings import FeatureSettings
 class Workers(Protocol):
     """Runs the reference model over rows that are handed in; the caller writes what comes back."""
 
-    def position_sums(self, parts: Iterable[Rows], advance: Advance) -> Iterator[PositionSums]:
+    def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance) -> Iterator[PositionSums]:
         """Sums for the token-level moments of each part, in the order of the parts, whoever is done first."""
 
     def forward(
@@ -36,9 +36,9 @@ class InProcess:
     model: Reference
     features: FeatureSettings
 
-    def position_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[PositionSums]:
+    def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance = ignore) -> Iterator[PositionSums]:
         for rows in parts:
-            yield position_sums(self.model, rows, self.features, advance)
+            yield position_sums(self.model, rows, self.features, every, advance)
 
     def forward(
         self,

@@ -26,7 +26,8 @@ from grasp.features.input_match import (
     input_whitener,
     prepare_input_targets,
 )
-from grasp.features.moments import MomentAccumulator, PositionMoments
+from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments
+from grasp.features.neighbour_match import NeighbourTargets, neighbour_relevance, prepare_neighbours
 from grasp.features.pooling import PooledFeatures, pool
 from grasp.features.product_sketch import ProductSketch
 from grasp.features.residuals import SparseResidual, stack_residuals
@@ -91,11 +92,12 @@ class UnitFeatures:
 
 @dataclass(frozen=True, slots=True)
 class TokenKernel:
-    """What the token and input kernels and the product sketch need from the moments."""
+    """What the token, input and neighbour kernels and the product sketch need from the moments."""
 
     moments: PositionMoments
     targets: TokenTargets | None
     inputs: InputTargets | None
+    neighbours: NeighbourTargets | None
     sketch: ProductSketch | None
 
     @classmethod
@@ -110,15 +112,17 @@ class TokenKernel:
         weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
         whitener = Whitener.fit(moments.token, **weighing)
         of_units = units.unit_S, units.n_units
-        targets = inputs = sketch = None
+        targets = inputs = neighbours = sketch = None
         if settings.token:
             targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
             own = input_whitener(moments.input, **weighing)
             inputs = prepare_input_targets(model.head, units.residual, units.input_S, *of_units, own, BATCH_ROWS)
+        if moments.states is not None:
+            neighbours = prepare_neighbours(units.hidden_SH, units.residual, *of_units, whitener, moments)
         if settings.product_width:
             sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
-        return cls(moments=moments, targets=targets, inputs=inputs, sketch=sketch)
+        return cls(moments, targets, inputs, neighbours, sketch)
 
     def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
         """Relevance and product sketch of the rows of one batch."""
@@ -135,6 +139,9 @@ class TokenKernel:
             out["relevance_token"] = token_relevance(self.targets, batch.hidden_PH, batch.residual, *of_rows)
         if self.inputs is not None:
             out["relevance_input"] = input_relevance(self.inputs, batch.residual, batch.input_P, *of_rows)
+        if self.neighbours is not None:
+            label_P = batch.residual.label_P
+            out["relevance_neighbour"] = neighbour_relevance(self.neighbours, batch.hidden_PH, label_P, *of_rows)
         return out
 
     def unit_relevance(self, units: UnitFeatures) -> dict[str, NDArray[np.float64]]:
@@ -282,40 +289,58 @@ def forward_shard(
 
 @dataclass(frozen=True, slots=True)
 class PositionSums:
-    """Token-level moments while rows are added; `input` where the input kernel is built. Parts merge."""
+    """Token-level moments while rows are added; `input` where the input kernel is built. Parts merge.
+
+    `states` are those of one position in `every`, where the neighbour kernel is built.
+    """
 
     token: MomentAccumulator
     input: MomentAccumulator | None
+    states: list[LabelledStates] | None
+    every: int
 
     @classmethod
-    def empty(cls, model: Reference, settings: FeatureSettings) -> Self:
+    def empty(cls, model: Reference, settings: FeatureSettings, every: int) -> Self:
         size = model.hidden_size, model.vocab_size
-        return cls(MomentAccumulator(*size), MomentAccumulator(*size) if settings.input else None)
+        gradients = MomentAccumulator(*size) if settings.input else None
+        return cls(MomentAccumulator(*size), gradients, [] if settings.neighbour else None, every)
 
     def add(self, batch: BatchFeatures, head: OutputHead) -> None:
         """Add all positions of a forward pass."""
         _add(self.token, batch.hidden_PH, batch.residual)
         if self.input is not None:
             _add(self.input, hidden_gradient(head, batch.residual), input_tokens(batch.input_P))
+        if self.states is not None:
+            some = slice(self.every // 2, None, self.every)
+            label_P = batch.residual.label_P[some]
+            self.states.append(LabelledStates(batch.hidden_PH[some].cpu().numpy(), label_P.cpu().numpy()))
 
     def merge(self, other: "PositionSums") -> None:
         """Add what another part has. The order of merges decides the last digits: keep it."""
         self.token.merge(other.token)
         if self.input is not None and other.input is not None:
             self.input.merge(other.input)
+        if self.states is not None and other.states is not None:
+            self.states.extend(other.states)
 
     def moments(self) -> PositionMoments:
         """The moments so far; at least one position."""
-        return PositionMoments(self.token.moments(), None if self.input is None else self.input.moments())
+        states = None
+        if self.states is not None:
+            hidden, label = zip(*((part.hidden_MH, part.label_M) for part in self.states), strict=True)
+            states = LabelledStates(np.concatenate(hidden), np.concatenate(label))
+        return PositionMoments(self.token.moments(), None if self.input is None else self.input.moments(), states)
 
 
 def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> None:
     into.add(dense_PH.cpu().numpy(), sparse.index_PK.cpu().numpy(), sparse.value_PK.cpu().numpy())
 
 
-def position_sums(model: Reference, rows: Rows, settings: FeatureSettings, advance: Advance = ignore) -> PositionSums:
-    """Sums for the token-level moments over the used positions of `rows`."""
-    sums = PositionSums.empty(model, settings)
+def position_sums(
+    model: Reference, rows: Rows, settings: FeatureSettings, every: int = 1, advance: Advance = ignore
+) -> PositionSums:
+    """Sums for the token-level moments over the used positions of `rows`; states of one in `every` are kept."""
+    sums = PositionSums.empty(model, settings, every)
     names = rows.table.column("row_id")
     for index, batch in row_passes(model, rows, (settings.token_positions,), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")

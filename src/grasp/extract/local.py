@@ -55,6 +55,11 @@ from grasp.settings import BuildSettings, read_yaml, write_yaml
 from grasp.text import duration_text
 
 
+GRADIENTS = "inner product of preconditioned gradients; unitless"
+LARGEST = 32_768.0  # that float16 is asked to hold
+NEIGHBOURS = "logarithm of a probability, to first order; unitless"
+
+
 def build(
     settings: BuildSettings,
     out: Path,
@@ -235,15 +240,15 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
         own["relevance_pooled"] = pooled.unit_relevance(inputs.units.pooled)
     if token is not None:
         own |= token.unit_relevance(inputs.units)
-    return {
-        name: ArraySpec(
-            inputs.n_units,
-            unit="inner product of preconditioned gradients; unitless",
-            sign="positive: training on the row should lower the unit's loss",
-            scale_E=relevance_scale(own_E),
-        )
-        for name, own_E in own.items()
+    sign = "positive: training on the row should lower the unit's loss"
+    specs = {
+        name: ArraySpec(inputs.n_units, GRADIENTS, sign, scale_E=relevance_scale(own_E)) for name, own_E in own.items()
     }
+    if token is not None and token.neighbours is not None:
+        most_E = token.neighbours.most_E.double().cpu().numpy()
+        scale_E = np.exp2(np.maximum(np.ceil(np.log2(most_E / LARGEST)), 0.0))
+        specs["relevance_neighbour"] = ArraySpec(inputs.n_units, NEIGHBOURS, sign, scale_E=scale_E)
+    return specs
 
 
 def finish_shard(inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward) -> None:

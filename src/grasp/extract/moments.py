@@ -16,7 +16,7 @@ from grasp.corpus.store import RowStore
 from grasp.extract.engine import Workers
 from grasp.extract.forward import PositionSums, ShardForward
 from grasp.extract.progress import Progress
-from grasp.features.moments import MomentAccumulator, Moments, PositionMoments
+from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
 from grasp.models.reference import Reference
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -24,6 +24,7 @@ from grasp.settings import FeatureSettings
 Store = RowStore | ImageStore
 
 PART_ROWS = 256
+STATES = 8_192  # positions whose hidden states are kept for the neighbour kernel, about
 
 
 def sample_rows(supervised_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
@@ -56,8 +57,9 @@ def build_token_moments(
     index = sample_rows(store.supervised(), settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]
-    sums = PositionSums.empty(model, settings)
-    for own in workers.position_sums((store.rows(part) for part in parts), progress.advance):
+    every = max(1, int((length_N - store.unpredicted)[index].sum()) // STATES)
+    sums = PositionSums.empty(model, settings, every)
+    for own in workers.position_sums((store.rows(part) for part in parts), every, progress.advance):
         sums.merge(own)
     moments = sums.moments()
     work.write(0, spool_position_moments(moments))
@@ -100,15 +102,22 @@ def spool_moments(moments: Moments, prefix: str) -> dict[str, NDArray[np.generic
 
 
 def spool_position_moments(moments: PositionMoments) -> dict[str, NDArray[np.generic]]:
-    """As named arrays, `token.` and, where it is built, `input.`."""
+    """As named arrays, `token.` and, where they are built, `input.` and `neighbour.`."""
     arrays = spool_moments(moments.token, "token.")
-    return arrays if moments.input is None else arrays | spool_moments(moments.input, "input.")
+    if moments.input is not None:
+        arrays |= spool_moments(moments.input, "input.")
+    if moments.states is not None:
+        arrays |= {"neighbour.hidden": moments.states.hidden_MH, "neighbour.label": moments.states.label_M}
+    return arrays
 
 
 def unspool_position_moments(arrays: Mapping[str, NDArray[Any]]) -> PositionMoments:
     """Back from named arrays."""
-    has_input = "input.count" in arrays
-    return PositionMoments(unspool_moments(arrays, "token."), unspool_moments(arrays, "input.") if has_input else None)
+    of_input = unspool_moments(arrays, "input.") if "input.count" in arrays else None
+    states = None
+    if "neighbour.label" in arrays:
+        states = LabelledStates(arrays["neighbour.hidden"], arrays["neighbour.label"])
+    return PositionMoments(unspool_moments(arrays, "token."), of_input, states)
 
 
 def unspool_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> Moments:

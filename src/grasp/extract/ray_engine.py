@@ -42,9 +42,9 @@ class ModelActor:
         self._model: Reference | None = None
         self._kernel: TokenKernel | None = None
 
-    def position_sums(self, rows: Rows) -> PositionSums:
+    def position_sums(self, rows: Rows, every: int) -> PositionSums:
         """See InProcess."""
-        return position_sums(self._loaded(), rows, self._features)
+        return position_sums(self._loaded(), rows, self._features, every)
 
     def forward(
         self, rows: Rows, kernel: tuple[UnitFeatures, PositionMoments] | None, keep_positions: bool
@@ -74,13 +74,13 @@ class RayWorkers:
     actors: list[Any]
     units: UnitFeatures  # on the CPU
 
-    def position_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[PositionSums]:
+    def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance = ignore) -> Iterator[PositionSums]:
         """In the order of the parts. Those that are done early wait for their turn, a few of them at most."""
         early: dict[int, PositionSums] = {}
         due, most = 0, JOBS_A_WORKER * len(self.actors)
 
         def call(actor: Any, rows: Rows) -> Any:
-            return actor.position_sums.remote(rows)
+            return actor.position_sums.remote(rows, every)
 
         size: Sizes = {}
         jobs = _counted(enumerate(parts), size)

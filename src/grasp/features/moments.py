@@ -29,11 +29,20 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelledStates:
+    """Hidden states at M sampled positions, and the token that follows each."""
+
+    hidden_MH: NDArray[np.float32]
+    label_M: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class PositionMoments:
     """Moments over one sample of positions."""
 
     token: Moments  # hidden states and residuals
     input: Moments | None = None  # hidden gradients and input tokens, where the input kernel is built
+    states: LabelledStates | None = None  # some of the positions themselves, where the neighbour kernel is built
 
 
 class MomentAccumulator:

@@ -27,6 +27,11 @@ class SparseResidual:
     value_PK: Tensor  # float32, d loss / d z; unitless
     loss_P: Tensor  # float32, nats
 
+    @property
+    def label_P(self) -> Tensor:  # noqa: N802 - a shape suffix
+        """The true next token at each position, int64."""
+        return self.index_PK[:, -1]
+
     def at(self, chosen_P: Tensor) -> "SparseResidual":
         """Those at some of the positions, by mask or index."""
         return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P])

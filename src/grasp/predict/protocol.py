@@ -16,7 +16,7 @@ from grasp.predict.families import Family, parse_family
 from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.settings import Positions, Settings, describe, read_yaml, write_yaml
 
-Match = Literal["token", "input", "pooled"]
+Match = Literal["token", "input", "neighbour", "pooled"]
 COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
 NOT_SELECTED = "not selected on development environments: additive core"
 NOT_SELECTED_OTHER = "not selected on development environments"
@@ -57,7 +57,7 @@ class Requirements(Settings):
     """Feature settings that the protocol relies on; what is left out may be anything."""
 
     pooling: Positions | None = Field(None, description="Positions averaged by `pooled`.")
-    token_positions: Positions | None = Field(None, description="Row positions used by `token` and `input`.")
+    token_positions: Positions | None = Field(None, description="Row positions used by `token` and others.")
     top_k: int | None = Field(None, description="Probabilities kept per residual.")
     alpha: float | None = Field(None, description="Exponent of the preconditioners.")
     epsilon: float | None = Field(None, description="Their eps, relative to the mean.")
