@@ -218,7 +218,16 @@ class FeatureSettings(Settings):
     pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
     token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
     input_match: bool = Field(True, description="Input-token kernel beside `token`. Not in the paper.")
-    neighbour_match: bool = Field(True, description="Neighbour kernel beside `token`. Not in the paper.")
+    neighbour_match: bool | None = Field(
+        None,
+        description="Neighbour kernel beside `token`; null: of a model whose loss on the corpus is over half of ln V, "
+        "as when it was trained on it from scratch. Not in the paper.",
+    )
+    shift_match: bool | None = Field(
+        None,
+        description="Shift kernel beside `input`; null: of a model whose loss on the corpus is under half of ln V, as "
+        "when it is fine-tuned. Not in the paper.",
+    )
     top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
     alpha: float = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha: 1 or 0.5.")
     epsilon: float = Field(
@@ -259,6 +268,12 @@ class FeatureSettings(Settings):
             raise ValueError(f"expected 1 or 0.5, got {value}")
         return value
 
+    @model_validator(mode="after")
+    def _shift_is_whitened_as_input(self) -> Self:
+        if self.shift_match and not self.input:
+            raise ValueError("shift_match: got true without the input kernel; set input_match: true and match: both")
+        return self
+
     @property
     def pooled(self) -> bool:
         return self.match in ("pooled", "both")
@@ -273,7 +288,11 @@ class FeatureSettings(Settings):
 
     @property
     def neighbour(self) -> bool:
-        return self.token and self.neighbour_match
+        return self.token and self.neighbour_match is not False
+
+    @property
+    def shift(self) -> bool:
+        return self.input and self.shift_match is not False
 
 
 class BuildSettings(Settings):
@@ -320,7 +339,12 @@ class BuildSettings(Settings):
 
 # tau: chosen on development noise seeds (experiments/vision/tau.json), on 1,000 images of up to 1,280 features: with so
 # few rows a dimension whitening mostly adds noise. hidden_width: heads up to that width have an exact sketch.
-CLASSIFIER_FEATURES: dict[str, Any] = {"input_match": False, "neighbour_match": False, "tau": 100.0, "hidden_width": 2048}
+CLASSIFIER_FEATURES: dict[str, Any] = {
+    "input_match": False,
+    "neighbour_match": False,
+    "tau": 100.0,
+    "hidden_width": 2048,
+}
 
 
 def _is_classifier(model: Any) -> bool:

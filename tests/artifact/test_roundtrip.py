@@ -142,7 +142,9 @@ def test_what_is_not_there_is_named(world, tmp_path):
         next(artifact.array_blocks("relevance_token", block_rows=0))
     with pytest.raises(ArtifactError, match=r"has no 'pooled' relevance, only \['token'\]"):
         artifact.relevance_name("pooled")
-    with pytest.raises(ArtifactError, match=r"match: got 'both', expected one of \['pooled', 'token', 'input', 'neighbour'\]"):
+    with pytest.raises(
+        ArtifactError, match=r"match: got 'both', expected one of \['pooled', 'token', 'input', 'neighbour', 'shift'\]"
+    ):
         artifact.relevance_name("both")
     with pytest.raises(ArtifactError, match=r"no columns \['genre'\]; it has \['row_index', 'row_id'"):
         next(artifact.row_batches(["genre"]))

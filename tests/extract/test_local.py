@@ -1,12 +1,14 @@
 """Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
 
 import json
+import math
 import os
 import random
 import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from grasp.artifact.layout import MARKER, RUN
 from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
-from grasp.errors import ArtifactError, GraspError, ModelError
+from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.extract import forward
 from grasp.extract.engine import InProcess
 from grasp.extract.extend import add_target
@@ -31,6 +33,7 @@ from grasp.extract.progress import Silent
 from grasp.features import extract
 from grasp.files import discard
 from grasp.models.causal_lm import ReferenceModel
+from grasp.predict.protocol import default_protocol
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.extract.world import texts, world, write_targets
 
@@ -130,6 +133,14 @@ class Reference:
                 out[i, e] = (same[i].mean(0) / right - near[i].mean(0) / (1.1 * near_S)).mean()
         return out
 
+    def shift(self, rows, units) -> np.ndarray:
+        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
+        second = delta.T @ delta / len(delta)
+        inverse = np.linalg.inv(second + self.features.tau * np.trace(second) / len(second) * np.eye(len(second)))
+        mean_NH, mean_EH = (np.stack([(xi @ matrix).mean(0) for _, xi, _ in side]) for side in (rows, units))
+        return mean_NH @ inverse @ mean_EH.T
+
     def input(self, rows, units) -> np.ndarray:
         """With the gradient of the embedding of position t taken to be that of its hidden state."""
         matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
@@ -147,7 +158,7 @@ class Reference:
 
 
 def test_relevance_equals_the_float64_reference(root):
-    settings = world(root, features={"moment_positions": 10**6})
+    settings = world(root, features={"moment_positions": 10**6, "shift_match": True})
     found = arrays(build(settings, root / "exact"))
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
@@ -156,7 +167,7 @@ def test_relevance_equals_the_float64_reference(root):
         ids = reference.tokenizer(prompt)["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
-    for name in ("token", "pooled", "input", "neighbour"):
+    for name in ("token", "pooled", "input", "neighbour", "shift"):
         expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
@@ -314,11 +325,12 @@ def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
 def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, tmp_path):
     notes = Notes()
     build(world(root), tmp_path / "art", progress=notes)
-    columns, labels, rows, time = notes.lines
+    columns, labels, rows, time, which = notes.lines
     assert columns == "columns: text from 'text', names of rows from 'row_id'"
     assert labels == "labels: topic"
     assert re.fullmatch(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row \(the model reads 128\)", rows)
     assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows", time)
+    assert re.fullmatch(r"loss \d\.\d nats a token, \d+% of ln V: a model that learns the language .*", which)
     assert notes.stages == ["rows", "units", "token moments", "forward"]
 
 
@@ -490,3 +502,28 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
     scale = relevance_scale(np.array([0.0, 1.0, 400.0, 1e-8]))
     assert np.array_equal(np.exp2(np.round(np.log2(scale))), scale)
     assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))
+
+
+@pytest.mark.parametrize(("loss", "kernel"), [(0.6, "neighbour"), (0.4, "shift")])
+def test_the_models_loss_says_which_kernel_stands_beside_token_and_input(root, tmp_path, monkeypatch, loss, kernel):
+    chance = math.log(ReferenceModel.load(world(root).model).vocab_size)
+    monkeypatch.setattr(forward.PositionSums, "moments", _with_loss(forward.PositionSums.moments, loss * chance))
+    notes = Notes()
+    artifact = ArtifactReader.open(build(world(root), tmp_path / "artifact", progress=notes))
+    others = {"neighbour", "shift"} - {kernel}
+    assert f"relevance_{kernel}" in artifact.array_names
+    assert not [name for name in others if f"relevance_{name}" in artifact.array_names]
+    (told,) = [line for line in notes.lines if "of ln V" in line]
+    assert told.startswith(f"loss {loss * chance:.1f} nats a token, {loss:.0%} of ln V: a model that ")
+    assert kernel in told
+    match = default_protocol().fitted(artifact.array_names, artifact.feature_settings).match
+    assert match == ({"shift": 1.0} if kernel == "shift" else {"token": 1.0, "input": 1.0, "neighbour": 1.0})
+
+
+def _with_loss(real, loss):
+    return lambda sums: replace(real(sums), loss=loss)
+
+
+def test_the_shift_kernel_is_whitened_as_the_input_kernel(root):
+    with pytest.raises(SettingsError, match=r"shift_match: got true without the input kernel; set input_match: true"):
+        world(root, features={"shift_match": True, "input_match": False})

@@ -63,7 +63,7 @@ def detect(
         None,
         "--match",
         metavar="NAME",
-        help="token, input, neighbour or pooled. Default: the first that there is.",
+        help="token, input, neighbour, shift or pooled. Default: the first that there is.",
         rich_help_panel=MORE,
     ),
     against: str | None = typer.Option(

@@ -45,7 +45,7 @@ def score(
         None, "--unit", metavar="ID", help="Rank for one unit of the target.", rich_help_panel=MORE
     ),
     match: str | None = typer.Option(
-        None, "--match", help="Rank by one kernel: token, input, neighbour or pooled.", rich_help_panel=MORE
+        None, "--match", help="Rank by one kernel: token, input, neighbour, shift or pooled.", rich_help_panel=MORE
     ),
     method: str | None = typer.Option(
         None, "--method", help="Rank by a published method; see grasp methods.", rich_help_panel=MORE

@@ -3,6 +3,7 @@
 Shape letters: N rows of the shard, E units, S unit positions, H hidden width, V vocabulary, D sketch width.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -31,12 +32,15 @@ from grasp.features.neighbour_match import NeighbourTargets, neighbour_relevance
 from grasp.features.pooling import PooledFeatures, pool
 from grasp.features.product_sketch import ProductSketch
 from grasp.features.residuals import SparseResidual, stack_residuals
+from grasp.features.shift_match import prepare_shift, shift_relevance
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.features.whitening import Whitener
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.head import OutputHead
 from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings
+
+KNOWN = 0.5  # of ln V: a model with less loss on the corpus knows the language. Tested at .63 and .30
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +94,22 @@ class UnitFeatures:
         )
 
 
+def resolved(settings: FeatureSettings, moments: PositionMoments, vocab: int) -> FeatureSettings:
+    """The settings with what they leave to the model's loss decided: which kernel stands beside `token` and `input`."""
+    share = moments.loss / math.log(vocab)
+    decided = {"neighbour_match": share > KNOWN, "shift_match": share < KNOWN}
+    left = {name: value for name, value in decided.items() if getattr(settings, name) is None}
+    return settings.model_copy(update=left)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenKernel:
-    """What the token, input and neighbour kernels and the product sketch need from the moments."""
+    """What the kernels that look at positions, and the product sketch, need from the moments."""
 
     moments: PositionMoments
     targets: TokenTargets | None
     inputs: InputTargets | None
+    shift_EH: Tensor | None
     neighbours: NeighbourTargets | None
     sketch: ProductSketch | None
 
@@ -112,17 +125,20 @@ class TokenKernel:
         weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
         whitener = Whitener.fit(moments.token, **weighing)
         of_units = units.unit_S, units.n_units
-        targets = inputs = neighbours = sketch = None
+        settings = resolved(settings, moments, model.vocab_size)
+        targets = inputs = shift = neighbours = sketch = None
         if settings.token:
             targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
             own = input_whitener(moments.input, **weighing)
             inputs = prepare_input_targets(model.head, units.residual, units.input_S, *of_units, own, BATCH_ROWS)
-        if moments.states is not None:
+            if settings.shift:
+                shift = prepare_shift(hidden_gradient(model.head, units.residual), *of_units, own)
+        if settings.neighbour:
             neighbours = prepare_neighbours(units.hidden_SH, units.residual, *of_units, whitener, moments)
         if settings.product_width:
             sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
-        return cls(moments, targets, inputs, neighbours, sketch)
+        return cls(moments, targets, inputs, shift, neighbours, sketch)
 
     def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
         """Relevance and product sketch of the rows of one batch."""
@@ -139,6 +155,9 @@ class TokenKernel:
             out["relevance_token"] = token_relevance(self.targets, batch.hidden_PH, batch.residual, *of_rows)
         if self.inputs is not None:
             out["relevance_input"] = input_relevance(self.inputs, batch.residual, batch.input_P, *of_rows)
+            if self.shift_EH is not None:
+                delta_PH = hidden_gradient(self.inputs.head, batch.residual)
+                out["relevance_shift"] = shift_relevance(self.shift_EH, delta_PH, *of_rows)
         if self.neighbours is not None:
             label_P = batch.residual.label_P
             out["relevance_neighbour"] = neighbour_relevance(self.neighbours, batch.hidden_PH, label_P, *of_rows)
@@ -291,23 +310,25 @@ def forward_shard(
 class PositionSums:
     """Token-level moments while rows are added; `input` where the input kernel is built. Parts merge.
 
-    `states` are those of one position in `every`, where the neighbour kernel is built.
+    `states` are those of one position in `every`, where the neighbour kernel may be built.
     """
 
     token: MomentAccumulator
     input: MomentAccumulator | None
     states: list[LabelledStates] | None
+    loss: list[float]  # sums over some of the positions
     every: int
 
     @classmethod
     def empty(cls, model: Reference, settings: FeatureSettings, every: int) -> Self:
         size = model.hidden_size, model.vocab_size
         gradients = MomentAccumulator(*size) if settings.input else None
-        return cls(MomentAccumulator(*size), gradients, [] if settings.neighbour else None, every)
+        return cls(MomentAccumulator(*size), gradients, [] if settings.neighbour else None, [], every)
 
     def add(self, batch: BatchFeatures, head: OutputHead) -> None:
         """Add all positions of a forward pass."""
         _add(self.token, batch.hidden_PH, batch.residual)
+        self.loss.append(float(batch.residual.loss_P.double().sum()))
         if self.input is not None:
             _add(self.input, hidden_gradient(head, batch.residual), input_tokens(batch.input_P))
         if self.states is not None:
@@ -318,6 +339,7 @@ class PositionSums:
     def merge(self, other: "PositionSums") -> None:
         """Add what another part has. The order of merges decides the last digits: keep it."""
         self.token.merge(other.token)
+        self.loss.extend(other.loss)
         if self.input is not None and other.input is not None:
             self.input.merge(other.input)
         if self.states is not None and other.states is not None:
@@ -329,7 +351,8 @@ class PositionSums:
         if self.states is not None:
             hidden, label = zip(*((part.hidden_MH, part.label_M) for part in self.states), strict=True)
             states = LabelledStates(np.concatenate(hidden), np.concatenate(label))
-        return PositionMoments(self.token.moments(), None if self.input is None else self.input.moments(), states)
+        token, gradients = self.token.moments(), None if self.input is None else self.input.moments()
+        return PositionMoments(token, gradients, states, math.fsum(self.loss) / token.count)
 
 
 def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> None:

@@ -6,6 +6,7 @@ elsewhere. So a worker that dies takes nothing with it but the shard that it had
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from grasp.extract.cluster import ClusterSpec
 from grasp.extract.engine import InProcess, Workers
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forecast import expected_seconds, first_rows, refuse_untrained
-from grasp.extract.forward import ShardForward, TokenKernel
+from grasp.extract.forward import ShardForward, TokenKernel, resolved
 from grasp.extract.inputs import (
     ON_DISK,
     Clock,
@@ -48,12 +49,11 @@ from grasp.extract.moments import (
 )
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.ray_engine import ray_workers
-from grasp.features.moments import Moments
+from grasp.features.moments import Moments, PositionMoments
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
-from grasp.settings import BuildSettings, read_yaml, write_yaml
+from grasp.settings import BuildSettings, FeatureSettings, read_yaml, write_yaml
 from grasp.text import duration_text
-
 
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 LARGEST = 32_768.0  # that float16 is asked to hold
@@ -179,7 +179,19 @@ def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: P
         return None
     spool = FeatureSpool(work / "token-moments")
     moments = build_token_moments(inputs.model, inputs.store, features, spool, workers, progress)
+    if features.input:
+        progress.note(regime(features, moments, inputs.model.vocab_size))
     return TokenKernel.prepare(inputs.units, moments, features, inputs.model)
+
+
+def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> str:
+    """One line: what the model's loss says of what it is for, and which kernel follows."""
+    share = f"loss {moments.loss:.1f} nats a token, {moments.loss / math.log(vocab):.0%} of ln V"
+    if resolved(features, moments, vocab).shift:
+        return (
+            f"{share}: a model that knows the language, as when it is fine-tuned (tested at 30%); rows rank by `shift`"
+        )
+    return f"{share}: a model that learns the language (tested at 63%); rows rank by token, input and neighbour"
 
 
 Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]

@@ -4,7 +4,9 @@ Token moments are taken in a pass of their own over a few whole rows; pooled mom
 shards spooled, so a small corpus is read once and exactly.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from grasp.artifact.features import FeatureSpool
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.extract.engine import Workers
-from grasp.extract.forward import PositionSums, ShardForward
+from grasp.extract.forward import PositionSums, ShardForward, resolved
 from grasp.extract.progress import Progress
 from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
 from grasp.models.reference import Reference
@@ -54,14 +56,17 @@ def build_token_moments(
     if work.has(0):
         return unspool_position_moments(work.read(0))
     length_N = store.lengths()
-    index = sample_rows(store.supervised(), settings.moment_positions, settings.seed)
+    supervised_N = store.supervised()
+    index = sample_rows(supervised_N, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]
-    every = max(1, int((length_N - store.unpredicted)[index].sum()) // STATES)
+    every = max(1, int(supervised_N[index].sum()) // STATES)
     sums = PositionSums.empty(model, settings, every)
     for own in workers.position_sums((store.rows(part) for part in parts), every, progress.advance):
         sums.merge(own)
     moments = sums.moments()
+    if not resolved(settings, moments, model.vocab_size).neighbour:
+        moments = replace(moments, states=None)
     work.write(0, spool_position_moments(moments))
     return moments
 
@@ -103,7 +108,7 @@ def spool_moments(moments: Moments, prefix: str) -> dict[str, NDArray[np.generic
 
 def spool_position_moments(moments: PositionMoments) -> dict[str, NDArray[np.generic]]:
     """As named arrays, `token.` and, where they are built, `input.` and `neighbour.`."""
-    arrays = spool_moments(moments.token, "token.")
+    arrays = spool_moments(moments.token, "token.") | {"token.loss": np.array([moments.loss])}
     if moments.input is not None:
         arrays |= spool_moments(moments.input, "input.")
     if moments.states is not None:
@@ -117,7 +122,8 @@ def unspool_position_moments(arrays: Mapping[str, NDArray[Any]]) -> PositionMome
     states = None
     if "neighbour.label" in arrays:
         states = LabelledStates(arrays["neighbour.hidden"], arrays["neighbour.label"])
-    return PositionMoments(unspool_moments(arrays, "token."), of_input, states)
+    loss = float(arrays["token.loss"][0]) if "token.loss" in arrays else math.nan  # of an older artifact
+    return PositionMoments(unspool_moments(arrays, "token."), of_input, states, loss)
 
 
 def unspool_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> Moments:

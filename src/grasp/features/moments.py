@@ -4,6 +4,7 @@ Output layer: hidden states and residuals. Input embedding: gradients at it and 
 Shape letters: P positions or rows, H hidden width, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -43,6 +44,7 @@ class PositionMoments:
     token: Moments  # hidden states and residuals
     input: Moments | None = None  # hidden gradients and input tokens, where the input kernel is built
     states: LabelledStates | None = None  # some of the positions themselves, where the neighbour kernel is built
+    loss: float = math.nan  # mean over the positions, nats a token
 
 
 class MomentAccumulator:

@@ -14,9 +14,7 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1024 * 1024
 
 
-def pair_sums(
-    value_PS: Callable[[slice], Tensor], row_P: Tensor, n_rows: int, unit_S: Tensor, n_units: int
-) -> Tensor:
+def pair_sums(value_PS: Callable[[slice], Tensor], row_P: Tensor, n_rows: int, unit_S: Tensor, n_units: int) -> Tensor:
     """Mean over a row's positions of the sum over a unit's, (n_rows, E), float32; a row without positions has 0.
 
     Args:

@@ -16,7 +16,7 @@ from grasp.predict.families import Family, parse_family
 from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.settings import Positions, Settings, describe, read_yaml, write_yaml
 
-Match = Literal["token", "input", "neighbour", "pooled"]
+Match = Literal["token", "input", "neighbour", "shift", "pooled"]
 COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
 NOT_SELECTED = "not selected on development environments: additive core"
 NOT_SELECTED_OTHER = "not selected on development environments"
@@ -75,8 +75,8 @@ class ScoringProtocol(Settings):
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
-        description="Weights of the kernels, each standardised; auto: token and input where there are both, else "
-        "token or pooled.",
+        description="Weights of the kernels, each standardised; auto: shift where the build took the model for one "
+        "that is fine-tuned, else what there is of token, input and neighbour, else pooled.",
     )
     negative: float = Field(
         1.0,
@@ -156,9 +156,12 @@ class ScoringProtocol(Settings):
 
     def _resolved(self, array_names: Sequence[str]) -> dict[Match, float]:
         if self.match == "auto":
-            if "relevance_token" not in array_names:
+            there: list[Match] = [kernel for kernel in get_args(Match) if f"relevance_{kernel}" in array_names]
+            if "token" not in there:
                 return {"pooled": 1.0}
-            return {"token": 1.0, "input": 1.0} if "relevance_input" in array_names else {"token": 1.0}
+            if "shift" in there and "neighbour" not in there:  # the build saw a model that is fine-tuned
+                return {"shift": 1.0}
+            return {kernel: 1.0 for kernel in there if kernel in ("token", "input", "neighbour")}
         return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
 
 

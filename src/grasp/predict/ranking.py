@@ -76,7 +76,7 @@ def score(
 
     Args:
         protocol: None: the one that ships.
-        match: token, input, neighbour or pooled: rank by one kernel.
+        match: token, input, neighbour, shift or pooled: rank by one kernel.
         unit: unit_id: rank for one unit of the target.
         top, bottom: how many; neither: all rows, best first.
         where: label expression: rank these rows only.
