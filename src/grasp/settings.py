@@ -112,7 +112,11 @@ class TargetSettings(Settings):
         "images, named as the corpus is.",
     )
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
-    loss_on: Literal["completion", "all"] = Field("completion", description="Tokens of a unit that carry loss.")
+    loss_on: Literal["completion", "assistant", "all"] = Field(
+        "completion",
+        description="Tokens of a unit that carry loss: the completion, of a conversation its last answer; assistant: every answer "
+        "of a conversation is a unit; all: every token.",
+    )
     units_per_target: int | None = Field(128, ge=1, description="Units drawn per target; none: all of them.")
     max_length: int = Field(512, ge=2, description="Longest unit in tokens; longer prompts lose their beginning.")
     seed: int = Field(0, ge=0, description="Seed of the draw of units.")
@@ -406,7 +410,7 @@ class RetrainSettings(Settings):
         return self
 
     @property
-    def recorded_losses(self) -> tuple[Literal["completion", "all"], ...]:
+    def recorded_losses(self) -> tuple[Literal["completion", "assistant", "all"], ...]:
         return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
 
 

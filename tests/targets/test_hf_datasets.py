@@ -70,7 +70,7 @@ def test_data_files_on_disk_are_read_as_well(tmp_path):
         ({"unit_id": "uid"}, "no column uid"),
         ({"prompt": "{}"}, r"qa.prompt: '\{\}' has a field without a name"),
         ({"prompt": "{question"}, "qa.prompt: .* is no format string"),
-        ({"completion": "{spans[3]}"}, "row 0 does not fit the format strings: IndexError"),
+        ({"completion": "{spans[3]}"}, "row 0: does not fit targets.datasets.qa.completion: IndexError"),
         ({"completion": ""}, "row 0: completion: got '', expected text"),
         ({"split": "test"}, r"qa.split: got 'test', but .* is one table"),
     ],

@@ -36,6 +36,11 @@ BEFORE: Final = {  # what may come before a turn; "" is the beginning
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
+FAULTS: Final = {
+    "turn_order": "its turns are out of order: expected user and assistant in turn, a system turn first",
+    "empty_answer": "an answer of the assistant is empty",
+    "no_answer": "the assistant does not answer",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Conversation:
 
     @property
     def fault(self) -> str | None:
-        """Why no model can be trained on it: `turn_order`, `empty_answer`, `no_answer`; None: nothing is wrong."""
+        """Why no model can be trained on it, a key of `FAULTS`; None: nothing is wrong."""
         roles = ["", *(turn["role"] for turn in self.turns)]
         if any(before not in BEFORE[role] for before, role in pairwise(roles)):
             return "turn_order"

@@ -138,7 +138,7 @@ def _texts(
             f"{context} or less"
         )
     longest = min(settings.targets.max_length, context or settings.targets.max_length)
-    unit_set = load_units(settings.targets, in_memory.units)
+    unit_set = load_units(settings.targets, in_memory.units).written_out(model.tokenizer)
     unit_tokens = unit_set.tokenize(model.tokenizer, longest)
     store = RowStore.write(
         tokens,

@@ -193,7 +193,9 @@ class Worker:
     @cached_property
     def tokens(self) -> list[UnitTokens]:
         """Units of every target and loss, in the order of the environment."""
-        return checked_tokens(self.settings, self.recipe, self.tokenizer, recorded_targets(self.settings))
+        return checked_tokens(
+            self.settings, self.recipe, self.tokenizer, recorded_targets(self.settings, self.tokenizer)
+        )
 
     @cached_property
     def retained(self) -> dict[str, NDArray[np.int32]]:

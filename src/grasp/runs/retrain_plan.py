@@ -48,7 +48,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
         store = RowStore.write(
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
         )
-        targets = recorded_targets(settings)
+        targets = recorded_targets(settings, tokenizer)
         checked_tokens(settings, recipe, tokenizer, targets)
         rows = row_index(store)
         blocks = _large_enough(_subsets(settings, store, rows), recipe)
@@ -181,9 +181,9 @@ def _texts(settings: RetrainSettings) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------- what is scored
 
 
-def recorded_targets(settings: RetrainSettings) -> dict[str, tuple[Unit, ...]]:
+def recorded_targets(settings: RetrainSettings, tokenizer: HfTokenizer) -> dict[str, tuple[Unit, ...]]:
     """Units by the name that the environment gives them: `sciq`, and `sciq@all` for the loss on every token."""
-    units = load_units(settings.targets).units
+    units = load_units(settings.targets).written_out(tokenizer).units
     recorded: dict[str, tuple[Unit, ...]] = {}
     for loss_on in settings.recorded_losses:
         for name in dict.fromkeys(unit.target for unit in units):

@@ -70,7 +70,7 @@ def _refuse_broken(units: Iterable[Unit]) -> None:
     """JSON may spell halves of surrogate pairs, which no tokenizer and no table takes."""
     for unit in units:
         for name in ("target", "unit_id", "prompt", "completion"):
-            text: str = getattr(unit, name)
+            text: str = getattr(unit, name)  # of a conversation the prompt is all that is said
             try:
                 text.encode()
             except UnicodeEncodeError as err:

@@ -1,25 +1,27 @@
 """Targets from files, `datasets` and memory: a record is a unit, in one of the forms that people have.
 
-The forms: prompt and completion; question and answer; a sample log of lm-evaluation-harness (doc, target, arguments);
-any other by the format strings of a `DatasetTarget`.
+The forms: prompt and completion; question and answer; conversations and instructions, as a corpus has them; a sample
+log of lm-evaluation-harness (doc, target, arguments); any other by the templates of a `DatasetTarget`.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from string import Formatter
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from grasp.corpus.conversations import FAULTS, Conversation, conversation_in
 from grasp.corpus.sources import IN_MEMORY, ArrowChunk, Source, open_source
+from grasp.corpus.templates import Template
 from grasp.errors import CorpusError, TargetError
 from grasp.settings import DatasetTarget, describe
 from grasp.targets.units import LossOn, Unit
 
 LOOKED_FOR = (
-    "expected `prompt` and `completion`, `question` and `answer`, or a sample log of lm-evaluation-harness with `doc`, "
-    "`target` and `arguments`"
+    "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, or a sample "
+    "log of lm-evaluation-harness with `doc`, `target` and `arguments`"
 )
 _SAMPLES = re.compile(r"samples_(?P<task>.+?)(?:_\d{4}-\d\d-\d\dT.*)?")
 _ENDING = re.compile(r"(?:\.(?:jsonl?|parquet|gz|zst))+$")
@@ -75,28 +77,46 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     units: list[Unit] = []
     seen: dict[str, int] = {}
     for where, record in records:
-        fields = _fields(record, where)
+        fields, conversation = _fields(record, where)
         target = fields.task or task
         position = seen[target] = seen.get(target, -1) + 1
-        units.append(
-            Unit(
-                unit_id=f"{target}:{position}" if fields.unit_id is None else str(fields.unit_id),
-                target=target,
-                prompt=fields.prompt,
-                completion=fields.completion,
-                loss_on=fields.loss_on or loss_on,
-                choices=tuple(fields.choices),
-                gold=fields.gold,
-                support=fields.support,
-            )
+        unit = Unit(
+            unit_id=f"{target}:{position}" if fields.unit_id is None else str(fields.unit_id),
+            target=target,
+            prompt=fields.prompt,
+            completion=fields.completion,
+            loss_on=fields.loss_on or loss_on,
+            choices=tuple(fields.choices),
+            gold=fields.gold,
+            support=fields.support,
         )
+        units += [unit] if conversation is None else _of_conversation(unit, conversation)
     return units
 
 
-def _fields(record: Mapping[str, Any], where: str) -> UnitFields:
+def _of_conversation(unit: Unit, conversation: Conversation) -> Iterator[Unit]:
+    """A unit for the last answer, or for every one, each after all that was said before it."""
+    answers = conversation.answers
+    chosen = answers if unit.loss_on == "assistant" else answers[-1:]
+    for k in chosen:
+        yield replace(
+            unit,
+            unit_id=unit.unit_id if len(chosen) == 1 else f"{unit.unit_id}#{answers.index(k)}",
+            loss_on="all" if unit.loss_on == "all" else "completion",
+            conversation=Conversation(conversation.turns[: k + 1], conversation.tools),
+        )
+
+
+def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
     """A record in any of the forms."""
     given = {name: value for name, value in record.items() if value is not None}
-    if {"doc", "arguments"} <= given.keys():
+    conversation = None
+    if not {"doc", "arguments"} <= given.keys() and not isinstance(given.get("completion"), str):
+        conversation = _conversation(given, where)
+    if conversation is not None:
+        last = conversation.turns[conversation.answers[-1]]
+        given |= {"prompt": conversation.content, "completion": last["content"] or str(last["tool_calls"])}
+    elif {"doc", "arguments"} <= given.keys():
         given = _of_log(given, where)
     elif {"question", "answer"} <= given.keys() and "prompt" not in given:
         question, answer = given.pop("question"), given.pop("answer")
@@ -113,7 +133,18 @@ def _fields(record: Mapping[str, Any], where: str) -> UnitFields:
         raise TargetError(
             f"{where}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
-    return fields
+    return fields, conversation
+
+
+def _conversation(record: Mapping[str, Any], where: str) -> Conversation | None:
+    """The conversation of a record that holds one; it must end with an answer, or what follows is left out."""
+    try:
+        found = conversation_in(record, where)
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    if found is not None and found.fault is not None:
+        raise TargetError(f"{where}: {FAULTS[found.fault]}; mend it or take it out")
+    return found
 
 
 def _of_log(record: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -152,17 +183,20 @@ def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
         TargetError: nothing to read, an unknown split or column (with those that there are), an empty completion.
     """
     where = f"targets.datasets.{target.name}"
-    used = _columns(target.prompt, f"{where}.prompt") | _columns(target.completion, f"{where}.completion")
-    used |= set() if target.unit_id is None else {target.unit_id}
+    try:
+        templates = Template(target.prompt, f"{where}.prompt"), Template(target.completion, f"{where}.completion")
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    used = templates[0].columns | templates[1].columns | ({target.unit_id} - {None})
     units = []
     for k, (_, record) in enumerate(_records(target.path, target.split, where)):
         missing = sorted(used - record.keys())
         if missing:
             raise TargetError(f"{where}: no column {', '.join(missing)}; {target.path} has {', '.join(record)}")
         try:
-            prompt, completion = target.prompt.format(**record), target.completion.format(**record)
-        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as err:
-            raise TargetError(f"{where}: row {k} does not fit the format strings: {err!r}") from err
+            prompt, completion = (template.fill(record, f"{target.path}, row {k}") for template in templates)
+        except CorpusError as err:
+            raise TargetError(str(err)) from err
         if not completion.strip():
             raise TargetError(f"{where}: row {k}: completion: got {completion!r}, expected text to score")
         unit_id = f"{target.name}:{k if target.unit_id is None else record[target.unit_id]}"
@@ -170,18 +204,6 @@ def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
     if not units:
         raise TargetError(f"{where}: {target.path} has no rows, expected at least one")
     return units
-
-
-def _columns(template: str, where: str) -> set[str]:
-    """Columns that a format string reads: ``{answers[text][0]}`` reads `answers`."""
-    try:
-        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
-    except ValueError as err:
-        raise TargetError(f"{where}: {template!r} is no format string: {err}") from err
-    roots = {re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields}
-    if "" in roots or any(root.isdigit() for root in roots):
-        raise TargetError(f"{where}: {template!r} has a field without a name, expected columns such as {{question}}")
-    return roots
 
 
 def _records(path: str, split: str | None, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

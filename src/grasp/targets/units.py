@@ -2,19 +2,20 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.errors import TargetError
+from grasp.corpus.conversations import Conversation
+from grasp.errors import ModelError, TargetError
 
 if TYPE_CHECKING:
     from grasp.corpus.documents import Tokenizer
 
-LossOn = Literal["completion", "all"]
+LossOn = Literal["completion", "assistant", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Unit:
 
     `choices` are the candidate continuations as they would be appended (so `choices[gold] == completion`);
     where the candidates of a task differ in the prompt instead (winogrande), they are the candidate prompts.
+    A conversation, which ends with an answer, has no prompt and no completion until a tokenizer writes it out.
     """
 
     unit_id: str
@@ -34,6 +36,7 @@ class Unit:
     gold: int | None = None
     support: str | None = None
     image_hash: str | None = None  # of a trusted picture's pixels
+    conversation: Conversation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,14 @@ class UnitSet:
             digest.update(repr((unit.unit_id, unit.target, unit.prompt, unit.completion, unit.loss_on)).encode())
         return digest.hexdigest()
 
+    def written_out(self, tokenizer: "Tokenizer") -> "UnitSet":
+        """The same with every conversation as text: its last answer is the completion, the rest the prompt.
+
+        Raises:
+            TargetError: one that the tokenizer's chat template cannot write out; the message names the unit.
+        """
+        return replace(self, units=tuple(_written_out(unit, tokenizer) for unit in self.units))
+
     def tokenize(self, tokenizer: "Tokenizer", max_length: int) -> list[UnitTokens]:
         """Prompt and completion encoded apart and joined, at most `max_length` tokens each.
 
@@ -79,6 +90,16 @@ class UnitSet:
             _join(unit, prompt, completion, tokenizer, max_length)
             for unit, prompt, completion in zip(self.units, prompts, completions, strict=True)
         ]
+
+
+def _written_out(unit: Unit, tokenizer: "Tokenizer") -> Unit:
+    if unit.conversation is None:
+        return unit
+    try:
+        text, ((start, stop),) = tokenizer.chat(unit.conversation, last_only=True)
+    except ModelError as err:
+        raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: {err}") from err
+    return replace(unit, prompt=text[:start], completion=text[start:stop], conversation=None)
 
 
 def _join(
