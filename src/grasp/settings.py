@@ -114,8 +114,8 @@ class TargetSettings(Settings):
     variant: str = Field("rc_0shot", description="Variant of the OLMES request files.")
     loss_on: Literal["completion", "assistant", "all"] = Field(
         "completion",
-        description="Tokens of a unit that carry loss: the completion, of a conversation its last answer; assistant: every answer "
-        "of a conversation is a unit; all: every token.",
+        description="Tokens of a unit that carry loss: the completion, of a conversation its last answer; assistant: "
+        "every answer of a conversation is a unit; all: every token.",
     )
     units_per_target: int | None = Field(128, ge=1, description="Units drawn per target; none: all of them.")
     max_length: int = Field(512, ge=2, description="Longest unit in tokens; longer prompts lose their beginning.")
@@ -534,7 +534,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path}: cannot be read: {err.strerror}; expected a YAML file of settings") from err
     except _KeyTwice as err:
         raise SettingsError(f"{path}: {err}") from err
-    except (yaml.YAMLError, ValueError) as err:  # ValueError: not UTF-8, or a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError) as err:  # ValueError: not UTF-8, or a date that there is not
         raise SettingsError(f"{path}: not YAML: {' '.join(str(err).split())}") from err
     if not isinstance(data, dict):
         raise SettingsError(f"{path}: got {type(data).__name__}, expected a mapping of settings")

@@ -59,7 +59,11 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
 
 
 def _of_line(chunk: JsonRecord, content_of: ContentOf) -> Record:
-    where, line = f"{chunk.name}:{chunk.line}", _valid(chunk.record)
+    where = f"{chunk.name}:{chunk.line}"
+    try:
+        line = _valid(chunk.record)
+    except RecursionError as err:
+        raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the line") from err
     content = content_of(dict.fromkeys(line), where)
     ignored = tuple(sorted(k for k, v in line.items() if isinstance(v, list | dict) and k not in content))
     values = {name: value for name, value in line.items() if name not in ignored}

@@ -28,7 +28,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 EXPECTED = "expected .parquet, .jsonl, .jsonl.gz, .jsonl.zst, a directory of either, or a `datasets` directory"
 BATCH_ROWS = 256
 IN_MEMORY = "in memory, "  # what a recorded path begins with where there is no path; the fingerprint follows
-_BLOCK_BYTES = 1 << 20
+LONGEST_LINE = 256 << 20  # of JSON lines, in bytes: what is held in memory whole
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _HUB_NAME = re.compile(r"[\w-]+(?:/[\w-][\w.-]*)?")
 _FILE_SUFFIX = re.compile(
@@ -241,7 +241,13 @@ def json_lines(handle: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     codec = _COMPRESSED.get(PurePosixPath(name).suffix)
     try:
         stream: Any = handle if codec is None else io.BufferedReader(pa.CompressedInputStream(handle, codec))
-        for number, line in enumerate(stream, start=1):
+        number = 0
+        while line := stream.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise CorpusError(
+                    f"{name}:{number}: a line of more than {LONGEST_LINE >> 20} MiB; cut the record, or mend the file"
+                )
             if line.strip():
                 yield number, line.rstrip(b"\n")
     except (EOFError, OSError, pa.ArrowException) as err:
@@ -252,7 +258,7 @@ def parse_record(content: bytes, name: str, line: int) -> dict[str, Any]:
     """One JSON object; anything else is a CorpusError that names the file and the line."""
     try:
         record = json.loads(content.decode("utf-8-sig" if line == 1 else "utf-8"))
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise CorpusError(f"{name}:{line}: not JSON: {_one_line(err)}; mend or remove the line") from err
     if not isinstance(record, dict):
         raise CorpusError(

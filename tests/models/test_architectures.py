@@ -1,0 +1,88 @@
+"""Architectures that people use, tiny and random: the head is found, relevance is what autograd of it says."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grasp.errors import ModelError
+from grasp.features.extract import extract
+from grasp.features.token_match import prepare_targets, token_relevance
+from grasp.features.whitening import Whitener
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+
+V, H = 60, 32
+SHAPE = {"vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+SHAPE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+ARCHITECTURES = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 8},
+    "phi": {"num_key_value_heads": 4},
+    "phi3": {},
+    "gpt2": {"n_embd": H, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {},
+    "olmo2": {},
+    "smollm3": {},
+    "deepseek_v3": {**EXPERTS, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "mamba": {"state_size": 4, "time_step_rank": 4},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+}
+ROWS = [np.array(ids, dtype=np.int32) for ids in ([3, 14, 15, 9, 2, 6, 5, 35], [8, 9, 7, 9, 3], [2, 38, 46, 26, 43, 3])]
+MASKS = [None, np.array([0, 0, 1, 0, 1], bool), 3]
+
+
+def model_of(name: str) -> ReferenceModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SHAPE, **ARCHITECTURES.get(name, {})})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return ReferenceModel(model, tokenizer=None)
+
+
+def gradient(reference: ReferenceModel, row: np.ndarray, labelled: np.ndarray) -> torch.Tensor:
+    """Of the mean loss over the labelled tokens by the weight of the output layer, by the model's own forward."""
+    weight = reference.head.linear.weight.requires_grad_(True)
+    ids = torch.from_numpy(row.astype(np.int64))[None]
+    logits = reference.model(input_ids=ids, use_cache=False).logits[0, :-1]
+    chosen = torch.from_numpy(labelled[1:])
+    loss = torch.nn.functional.cross_entropy(logits[chosen].double(), ids[0, 1:][chosen])
+    (found,) = torch.autograd.grad(loss, weight)
+    weight.requires_grad_(False)
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
+    reference = model_of(name)
+    reference.check_head()
+    reference.check_causal()
+    ids, labelled = pad_rows(ROWS, MASKS)
+    found = extract(reference, ids, labelled, ("all",), V)
+    plain = Whitener(mean_H=np.zeros(H), map_HH=np.eye(H), precondition_V=np.ones(V))
+    hidden, residual, row = found.take(0)
+    targets = prepare_targets(hidden, residual, row, len(ROWS), plain, 8)
+    relevance = token_relevance(targets, hidden, residual, row, len(ROWS))
+    gradients = [gradient(reference, r, labelled[b, : len(r)].numpy()).flatten() for b, r in enumerate(ROWS)]
+    expected = torch.stack(gradients) @ torch.stack(gradients).T
+    torch.testing.assert_close(relevance, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("falcon_h1", {"lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8})],
+)
+def test_logits_that_are_scaled_in_another_way_are_refused_by_name(name, changes, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, name, changes)
+    with pytest.raises(ModelError, match=r"FalconH1ForCausalLM: head\(hidden\) differs from the model's logits"):
+        model_of(name).check_head()
