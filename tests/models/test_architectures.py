@@ -1,5 +1,8 @@
 """Architectures that people use, tiny and random: the head is found, relevance is what autograd of it says."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,8 @@ from grasp.features.extract import extract
 from grasp.features.token_match import prepare_targets, token_relevance
 from grasp.features.whitening import Whitener
 from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.tokenizer import train_tokenizer
+from grasp.settings import ModelSettings
 
 V, H = 60, 32
 SHAPE = {"vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -86,3 +91,58 @@ def test_logits_that_are_scaled_in_another_way_are_refused_by_name(name, changes
     monkeypatch.setitem(ARCHITECTURES, name, changes)
     with pytest.raises(ModelError, match=r"FalconH1ForCausalLM: head\(hidden\) differs from the model's logits"):
         model_of(name).check_head()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    train_tokenizer(["water is wet"] * 3, vocab_size=300).save_pretrained(path)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **{**SHAPE, "vocab_size": 300})
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_an_adapter_directory_is_its_model_with_the_adapter_in_its_weights(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = ReferenceModel.load(ModelSettings(path=str(tmp_path / "adapter"), device="cpu"))
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            found.logits(found.hidden(ids)[0]), adapted.eval()(input_ids=ids).logits[0], atol=1e-5, rtol=1e-5
+        )
+    bare = ReferenceModel.load(ModelSettings(path=str(checkpoint), device="cpu"))
+    assert found.fingerprint() != bare.fingerprint()
+    assert found.tokenizer.fingerprint == bare.tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "bitsandbytes"}}, "weights quantised by bitsandbytes"),
+        (
+            "config.json",
+            {"max_position_embeddings": "x"},
+            "that transformers can load: .*.max_position_embeddings. expected int, got str",
+        ),
+        (
+            "adapter_config.json",
+            {"peft_type": "PROMPT_TUNING"},
+            "is an adapter of type PROMPT_TUNING for None, expected",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(checkpoint, tmp_path, file, changes, message):
+    place = tmp_path / "odd"
+    shutil.copytree(checkpoint, place)
+    known = json.loads((place / file).read_text()) if (place / file).exists() else {}
+    (place / file).write_text(json.dumps(known | changes))
+    with pytest.raises(ModelError, match=message):
+        ReferenceModel.load(ModelSettings(path=str(place), device="cpu"))

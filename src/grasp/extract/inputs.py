@@ -22,7 +22,7 @@ from grasp.extract.moments import (
 )
 from grasp.extract.passes import Units
 from grasp.extract.progress import Progress
-from grasp.models.causal_lm import ReferenceModel, refuse_classifier
+from grasp.models.causal_lm import ReferenceModel, refuse_unreadable
 from grasp.models.classifier import ImageClassifier
 from grasp.models.reference import Reference, load_reference
 from grasp.settings import BuildSettings
@@ -74,7 +74,7 @@ def load_model(settings: BuildSettings, in_memory: InMemory) -> Reference:
     """The model, once what is cheap to read has been seen to be there."""
     if settings.model.classifier is None:
         if in_memory.model is None:
-            refuse_classifier(settings.model.path)
+            refuse_unreadable(settings.model.path)
         load_units(settings.targets, in_memory.units)
         source = in_memory.source or open_source(settings.corpus.path, settings.corpus.split)
         next(documents_of(source, settings.corpus), None)

@@ -6,6 +6,7 @@ Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocab
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -33,6 +35,11 @@ WEIGHTS = (".pth", ".pt", ".bin", ".safetensors")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+MERGED = ("LORA", "LOHA", "LOKR", "IA3")  # adapters of peft that weights can take in
+UNLOADABLE = (
+    *(OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, UnpicklingError),
+    StrictDataclassError,  # a field of config.json is of another type
 )
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -98,8 +105,8 @@ class ReferenceModel:
     @property
     def context(self) -> int | None:
         """Positions that the model knows; none: it does not say."""
-        context: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        return context
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        return context if isinstance(context, int) else None
 
     @torch.inference_mode()
     def hidden(self, ids_BL: Tensor) -> Tensor:
@@ -223,23 +230,71 @@ def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
 
 
 def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    refuse_classifier(settings.path)
-    where = _checkpoint_at("model.path", settings.path, settings)
+    refuse_unreadable(settings.path)
+    base = _base_of(settings.path)
+    name = settings.path if base is None else base
+    where = _checkpoint_at("model.path", name, settings)
     tokenizer = _hf_tokenizer(settings)
-    return load_weights(AutoModelForCausalLM, settings.path, "is not a causal LM", where, dtype), tokenizer
+    model = load_weights(AutoModelForCausalLM, name, "is not a causal LM", where, dtype)
+    return model if base is None else _adapted(model, settings.path), tokenizer
 
 
-def refuse_classifier(name: str) -> None:
+def _base_of(name: str) -> str | None:
+    """The model that an adapter of peft belongs to; None: it is no adapter.
+
+    Raises:
+        ModelError: an adapter that cannot be folded into the weights of its model.
+    """
+    adapter = _json_of(Path(name) / "adapter_config.json")
+    if not adapter:
+        return None
+    kind, base = adapter.get("peft_type"), adapter.get("base_model_name_or_path")
+    if kind not in MERGED or not isinstance(base, str):
+        raise ModelError(
+            f"model.path: `{name}` is an adapter of type {kind} for {base}, expected {', '.join(MERGED)} for a model "
+            "that is named"
+        )
+    refuse_unreadable(base)
+    return base
+
+
+def _adapted(model: nn.Module, name: str) -> Any:
+    """The model with an adapter folded into its weights."""
+    peft = require("peft", extra="peft", feature=f"{name}, which is an adapter,")
+    try:
+        with _quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # what the one library asks the other by old names
+            return peft.PeftModel.from_pretrained(model, name).merge_and_unload()
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, UnpicklingError) as err:
+        raise ModelError(
+            f"model.path: `{name}` is an adapter that does not fit its model: {' '.join(str(err).split())[:300]}"
+        ) from err
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """A mapping in a file; nothing where there is none, whose loader says what is wrong."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def refuse_unreadable(name: str) -> None:
     """What can be seen of a causal LM without loading it: a checkpoint of images would be told it has no tokenizer.
 
     Raises:
-        ModelError: no checkpoint, or one of images.
+        ModelError: no checkpoint, one of images, or one of quantised weights.
     """
     _is_local("model.path", name)
-    try:
-        kinds = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError):
-        return  # whose loader says what is wrong
+    config = _json_of(Path(name) / "config.json")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ModelError(
+            f"model.path: `{name}` has weights quantised by {method}, which are not read; name the original, or save "
+            "what model.dequantize() gives"
+        )
+    kinds = config.get("architectures") or []
     if any(str(kind).endswith("ForImageClassification") for kind in kinds):
         raise ModelError(
             f"model.path: `{name}` is an image classifier ({kinds[0]}), not a causal LM; name its linear output layer, "
@@ -300,6 +355,9 @@ def _hf_tokenizer(settings: ModelSettings) -> Any:
     if settings.tokenizer is not None:
         field, name = "model.tokenizer", settings.tokenizer
     if Path(name).is_dir() and not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
+        base = _base_of(name)
+        if base is not None:
+            return _hf_tokenizer(settings.model_copy(update={"path": base}))
         raise ModelError(
             f"{field}: `{name}` holds no tokenizer; name its directory with --tokenizer (model.tokenizer), or put it "
             "there with tokenizer.save_pretrained"
@@ -328,7 +386,7 @@ def _is_local(field: str, name: str) -> bool:
 def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
     try:
         return kind.from_pretrained(**where)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, UnpicklingError) as err:
+    except UNLOADABLE as err:
         name = where["pretrained_model_name_or_path"]
         reason = " ".join(str(err).split())[:300]
         if "trust_remote_code" in str(err):
