@@ -187,7 +187,7 @@ def read_mapped(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
         templates = Template(target.prompt, f"{where}.prompt"), Template(target.completion, f"{where}.completion")
     except CorpusError as err:
         raise TargetError(str(err)) from err
-    used = templates[0].columns | templates[1].columns | ({target.unit_id} - {None})
+    used = templates[0].columns | templates[1].columns | (set() if target.unit_id is None else {target.unit_id})
     units = []
     for k, (_, record) in enumerate(_records(target.path, target.split, where)):
         missing = sorted(used - record.keys())
