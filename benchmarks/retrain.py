@@ -17,7 +17,8 @@ import torch
 
 from grasp.runs.recipe import TrainingRecipe, named_recipe
 from grasp.runs.training import Trainer
-from grasp.runs.training_rows import InMemoryRows, Share, batch_order, token_batches
+from grasp.runs.training_rows import Share, batch_order, token_batches
+from tests.models.toy import InMemoryRows
 
 WARM_UP = 5
 

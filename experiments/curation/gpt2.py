@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F  # noqa: N812
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.files import held
 from grasp.models.tokenizer import HfTokenizer
@@ -27,7 +28,7 @@ from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain import POLL_SECONDS, Worker
 from grasp.runs.retrain_plan import row_index
 from grasp.runs.training import label_weights
-from grasp.runs.training_rows import RowSource, Share, batch_order, token_batches
+from grasp.runs.training_rows import Share, batch_order, token_batches
 from grasp.settings import RetrainSettings
 
 NAME = "gpt2"
@@ -52,7 +53,7 @@ def gpt2_config(recipe: TrainingRecipe, eos_id: int | None) -> GPT2Config:
 
 
 def train_gpt2(
-    recipe: TrainingRecipe, rows: RowSource, *, seed: int, retained: NDArray[np.bool_] | None, eos_id: int | None = None
+    recipe: TrainingRecipe, rows: RowStore, *, seed: int, retained: NDArray[np.bool_] | None, eos_id: int | None = None
 ) -> GPT2LMHeadModel:
     """Train from scratch on the CPU; the same arguments give the same weights.
 
@@ -87,7 +88,7 @@ def train_gpt2(
     return model.eval()
 
 
-def reference(recipe: TrainingRecipe, rows: RowSource, tokenizer: HfTokenizer, out: Path, *, seed: int = 0) -> Path:
+def reference(recipe: TrainingRecipe, rows: RowStore, tokenizer: HfTokenizer, out: Path, *, seed: int = 0) -> Path:
     """The checkpoint of a model of all rows, trained unless it is there."""
     if not out.exists():
         part = out.with_name(out.name + ".part")

@@ -150,7 +150,7 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
     assert "predicts subsets and scores no rows; see it in grasp evaluate" in refused(
         "score", art, "--target", "facts", "--method", "datamodels", "--environment", world.root / "env"
     )
-    assert "name their directory with --environment" in refused(
+    assert "name their directory (--environment)" in refused(
         "score", art, "--target", "facts", "--method", "retraining_shapley", "--cache", kept
     )
     file = tmp_path / "methods.yaml"

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from grasp.baselines.oracles import lasso_oracle, mask_features
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.runs.material import Material, Retrained
 from grasp.runs.method_scores import predict
 from grasp.runs.metrics import spearman
-from grasp.runs.oracles import lasso_oracle, mask_features
 from tests.baselines.world import N_ROWS, asked, cache
 
 

@@ -146,5 +146,5 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
 
 
 def test_a_method_without_an_environment_cannot_have_one(own):
-    with pytest.raises(SettingsError, match="name them with --environment"):
+    with pytest.raises(SettingsError, match=r"name their directory \(--environment\)"):
         _ = own.material().environment

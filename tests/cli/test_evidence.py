@@ -161,7 +161,7 @@ def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained,
 def test_what_it_will_cost_is_said_before_the_first_run_and_nothing_where_nothing_is_left(trained, settings):
     env, outcome = trained
     told = outcome.err
-    cost = r"18 runs of 4 steps; one step was timed: \d+ seconds? a run, \d+ seconds? for all; stop at any time"
+    cost = r"18 runs of 4 steps; one step was timed: \d+ s a run, \d+ s for all; stop at any time"
     assert re.search(cost, " ".join(told.split()))
     assert told.index("one step was timed") < told.index("runs: 18 runs in ")
     assert "for grasp calibrate: 8 subsets" in told
@@ -293,7 +293,7 @@ def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree
     report = json.loads((tmp_path / "r.json").read_text())
     with (tmp_path / "r.csv").open() as file:
         table = {line["method"]: line for line in csv.DictReader(file)}
-    assert report["notes"] == [
+    assert report["notes"][:2] == [
         f"protocol default: {default_protocol().provenance}",
         "protocol planted: not selected on development environments",
     ]

@@ -24,10 +24,10 @@ from grasp.predict.relevance import UnitSelection
 from grasp.runs.environment import Environment
 from grasp.runs.llama import LlamaShape
 from grasp.runs.recipe import named_recipe
-from grasp.runs.training_rows import InMemoryRows
 from grasp.settings import build_settings
 from grasp.targets import Unit
 from tests.extract.world import WORDS, write_checkpoint, write_corpus
+from tests.models.toy import InMemoryRows
 
 SHAPE = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 48}
 RECIPE = {"shape": SHAPE, "steps": 3, "warmup_steps": 1, "batch_rows": 4}

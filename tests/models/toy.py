@@ -1,10 +1,14 @@
 """A recipe and a corpus small enough to train many times in a test."""
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from grasp.runs.llama import LlamaShape
 from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.training_rows import InMemoryRows
 from grasp.targets import UnitTokens
 
 RECIPE = TrainingRecipe(
@@ -15,6 +19,41 @@ RECIPE = TrainingRecipe(
     learning_rate=1e-2,
     warmup_steps=2,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryRows:
+    """Rows that fit in memory, as training reads those of a store."""
+
+    flat_ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    labelled: NDArray[np.bool_] | None = None
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Sequence[int] | NDArray[np.int32]], labelled: Sequence[NDArray[np.bool_]] | None = None
+    ) -> "InMemoryRows":
+        flat = [np.asarray(row, dtype=np.int32) for row in rows]
+        offsets = np.cumsum([0, *(len(row) for row in flat)], dtype=np.int64)
+        masks = None if labelled is None else np.concatenate([*labelled, np.zeros(0, np.bool_)])
+        return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), offsets, masks)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(self.flat_ids.tobytes(), digest_size=16)
+        digest.update(self.offsets.tobytes())
+        if self.labelled is not None:
+            digest.update(np.packbits(self.labelled).tobytes())
+        return digest.hexdigest()
+
+    def rows(self, row_index: NDArray[np.int64], /) -> "InMemoryRows":
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in row_index]
+        masks = None if self.labelled is None else [self.labelled[span] for span in spans]
+        return InMemoryRows.of([self.flat_ids[span] for span in spans], masks)
 
 
 def corpus(n_rows=40):

@@ -1,6 +1,8 @@
 """Laws: what exists is whole; a kill costs one run; what is read is what was written, or is named and refused."""
 
+import dataclasses
 import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +13,7 @@ from grasp.errors import EnvironmentDataError, SubsetError
 from grasp.files import aside
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
+from grasp.predict.protocol import default_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment, Run
 from tests.runs.worlds import FAMILY, ROWS, blocks, create, fill, filled, info, result
@@ -215,7 +218,7 @@ def test_subsets_must_be_some_named_once_and_unweighted(tmp_path):
     ("change", "message"),
     [
         (lambda rows: [r for r in rows if r["subset_id"] != "evaluation-000002"], "evaluation-000002-0'"),
-        (lambda rows: rows[1:], "subset 'evaluation-000000', seed 0 lacks sciq unit 'u0'"),
+        (lambda rows: rows[1:], "subset 'evaluation-000000', seed 0, sciq unit 'u0' is missing"),
         (lambda rows: [*rows, rows[7]], "subset 'evaluation-000001', seed 0, sciq unit 'u2' occurs 2 times"),
         (lambda rows: [rows[0] | {"utility": float("nan")}, *rows[1:]], "unit 'u0': utility is nan"),
         (lambda rows: [rows[0] | {"utility": None}, *rows[1:]], "column utility has 1 empty cells"),
@@ -261,16 +264,22 @@ def test_open_refuses_what_is_no_environment(tmp_path):
         Environment.open(tmp_path)
 
 
+def test_a_subset_id_too_long_for_a_file_is_refused_before_anything_is_trained(tmp_path):
+    (block,) = create(tmp_path / "env", n_subsets=1).subset_blocks(ROWS)
+    named = dataclasses.replace(block, subset_ids=("long " * 50,))
+    info = Environment.open(tmp_path / "env").info
+    with pytest.raises(EnvironmentDataError, match=r"subset id 'long long .* bytes in the name of a file \(1 such\)"):
+        Environment.create(tmp_path / "other", info, [named], ROWS)
+    assert not list((tmp_path / "other").iterdir())
+
+
 def test_fingerprints_that_differ_are_both_named(tmp_path):
     env = create(tmp_path)
     env.check_corpus("c0ffee", "artifact")
-    env.check_target("sciq", "f-sciq", "artifact")
     with pytest.raises(EnvironmentDataError, match=r"art: corpus fingerprint beef, but .* trained on c0ffee"):
         env.check_corpus("beef", "art")
-    with pytest.raises(EnvironmentDataError, match=r"art: units of sciq have fingerprint x, .* scored f-sciq"):
-        env.check_target("sciq", "x", "art")
     with pytest.raises(EnvironmentDataError, match="has no target 'boolq', expected one of"):
-        env.check_target("boolq", "x", "art")
+        env.role_of("boolq")
     with pytest.raises(EnvironmentDataError, match=r"got seeds \[5\]"):
         env.utilities(seeds=[5])
 
@@ -365,3 +374,29 @@ def test_only_what_is_ours_is_removed(tmp_path):
     env.compact()
     assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == ["full-0.old", "notes.txt"]
     assert (tmp_path / ".mine.part").exists()
+
+
+def fingerprint(env):
+    return env.fingerprint(next(env.subset_blocks(ROWS)))
+
+
+@pytest.mark.parametrize("family", [FAMILY, None])
+def test_runs_are_known_by_what_was_trained_and_not_by_their_directory(tmp_path, family):
+    known = fingerprint(create(tmp_path / "env", family=family))
+    more = create(tmp_path / "env", n_subsets=7, seeds=(0, 1, 2), family=family)
+    assert fingerprint(more) == fingerprint(create(tmp_path / "other", family=family, role="held-out")) == known
+    others = [{"corpus_fingerprint": "beef"}, {"recipe_settings": {"steps": 4}}]
+    for i, change in enumerate(others):
+        assert fingerprint(create(tmp_path / f"changed-{i}", **{"family": family, **change})) != known
+    draw = parse_family(FAMILY.spec).draw(4, n_rows=30, seed=4, purpose=FAMILY.purpose, block=3)
+    drawn = info(family=family and FAMILY.model_copy(update={"seed": 4}))
+    assert fingerprint(Environment.create(tmp_path / "drawn", drawn, draw, ROWS)) != known
+
+
+def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
+    env = Environment.open(Path(__file__).parents[2] / "experiments" / "environments" / "cc-topic")
+    protocol = default_protocol()
+    runs = env.fingerprint(next(blocks()))
+    assert {name for name, known in protocol.selected_runs.items() if known == runs} == set(protocol.selected_on)
+    assert protocol.chosen_on(runs) == {"sciq", "openbookqa", "sciq@all", "openbookqa@all"}
+    assert protocol.chosen_on("other") == set()

@@ -13,7 +13,7 @@ from scipy import stats
 from grasp.errors import EnvironmentDataError
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets, evaluate, target_fingerprint
-from grasp.runs.predictions import Predictions, RowScores, kind_of, read_array, read_row_scores, read_table
+from grasp.runs.predictions import Predictions, RowScores, read_predictions, read_row_scores
 from grasp.targets.units import Unit
 from tests.runs.worlds import ROWS, create, filled, result
 
@@ -34,6 +34,10 @@ def env(tmp_path):
 def truth(env, method="truth"):
     utilities = env.utilities()
     return Predictions(method, utilities.subset_ids, UNITS, utilities.values_BSE.mean(axis=1))
+
+
+def read(env, path):
+    return read_predictions(path, ROWS, env.subset_blocks(ROWS))
 
 
 def save_table(path, predictions, units=True, shuffle=True):
@@ -61,15 +65,14 @@ def test_a_table_and_an_array_give_what_the_numbers_give(env, tmp_path):
     noisy = truth(env)
     noisy = Predictions("m", noisy.subset_ids, UNITS, noisy.values_BE + np.random.default_rng(2).normal(size=(10, 5)))
     direct = evaluate(env, [noisy], resamples=50)
-    table = read_table(save_table(tmp_path / "m.parquet", noisy))
-    array = read_array(save_array(tmp_path / "m.npy", noisy))
+    table = read(env, save_table(tmp_path / "m.parquet", noisy))
+    array = read(env, save_array(tmp_path / "m.npy", noisy))
     for other in (table, array):
         assert evaluate(env, [other], resamples=50).records() == direct.records()
     row = direct.methods[0].targets[0]
     realized = env.utilities("sciq").values_BSE.mean(axis=(1, 2))
     expected = stats.spearmanr(noisy.values_BE[:, :3].mean(axis=1), realized).statistic
     assert row["task_rho"].value == pytest.approx(expected)
-    assert (kind_of(tmp_path / "m.parquet"), kind_of(tmp_path / "m.npy")) == ("table", "array")
 
 
 def test_subsets_and_units_meet_by_name(env):
@@ -86,7 +89,7 @@ def test_subsets_and_units_meet_by_name(env):
 
 
 def test_a_table_of_tasks_has_task_metrics_only(env, tmp_path):
-    report = evaluate(env, [read_table(save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20)
+    report = evaluate(env, [read(env, save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20)
     row = report.methods[0].targets[1]
     assert row["task_rho"].value == pytest.approx(1)
     assert row["mean_lds"].value is None
@@ -107,11 +110,12 @@ def test_row_scores_are_summed_over_the_subset(env, tmp_path, weighting, side):
     kept = masks if side == "retained" else masks - 1
     expected = kept @ scores / (np.abs(kept).sum(axis=1, keepdims=True) if weighting == "mean" else 1)
     for path in (tmp_path / "s.npy", tmp_path / "s.parquet"):
-        assert kind_of(path) == "rows"
         opened = read_row_scores(path, ROWS)
         got = opened.sum_over(env.subset_blocks(ROWS), weighting=weighting, side=side)
         assert (got.subset_ids, got.units) == (env.subset_ids, UNITS)
         np.testing.assert_allclose(got.values_BE, expected, rtol=1e-6)
+        if (weighting, side) == ("mean", "retained"):
+            np.testing.assert_array_equal(read(env, path).values_BE, got.values_BE)
         assert evaluate(env, [got], resamples=9).methods[0].targets[0]["task_rho"].value is not None
 
 
@@ -151,24 +155,24 @@ def test_tables_with_holes_are_refused(env, tmp_path, change, message):
     path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
     pq.write_table(pa.Table.from_pylist(change(pq.read_table(path).to_pylist())), path)
     with pytest.raises(EnvironmentDataError, match=message):
-        evaluate(env, [read_table(path)], resamples=9)
+        evaluate(env, [read(env, path)], resamples=9)
 
 
 def test_arrays_without_names_are_refused(env, tmp_path):
     np.save(tmp_path / "m.npy", np.ones((10, 5)))
     with pytest.raises(EnvironmentDataError, match=r"m\.ids\.json: no such file"):
-        read_array(tmp_path / "m.npy")
+        read(env, tmp_path / "m.npy")
     (tmp_path / "m.ids.json").write_text(json.dumps({"subset_ids": ["a"], "units": UNITS}))
-    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), but its ids name 1 subsets, 5 units"):
-        read_array(tmp_path / "m.npy")
+    with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(1, 5\): \(B, E\) subsets and units"):
+        read(env, tmp_path / "m.npy")
     with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(30, 5\)"):
         read_row_scores(tmp_path / "m.npy", ROWS)
     (tmp_path / "m.ids.json").write_text("[]")
-    with pytest.raises(EnvironmentDataError, match=r"lacks \['subset_ids', 'units'\]"):
-        read_array(tmp_path / "m.npy")
+    with pytest.raises(EnvironmentDataError, match=r"m.ids.json: lacks units"):
+        read(env, tmp_path / "m.npy")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
     with pytest.raises(EnvironmentDataError, match=r"has columns \['x'\], expected subset_id"):
-        kind_of(tmp_path / "x.parquet")
+        read(env, tmp_path / "x.parquet")
     pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
     with pytest.raises(EnvironmentDataError, match="rows: 'row-0' occurs twice"):
         read_row_scores(tmp_path / "x.parquet", ROWS)

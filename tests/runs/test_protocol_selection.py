@@ -14,13 +14,12 @@ from grasp.predict.protocol import Calibration, default_protocol, load_protocol,
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import Binding, Candidate, ProtocolFamily, candidate_of, default_family, load_family
 from grasp.runs.controls import named_controls
-from grasp.runs.criteria import standard_errors
 from grasp.runs.development import Development, variant_names
 from grasp.runs.environment import Environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import evaluate
 from grasp.runs.scored import Scored
-from grasp.runs.selection import freeze, provenance, provenance_path, select, write_provenance
+from grasp.runs.selection import freeze, provenance, provenance_path, select, standard_errors, write_provenance
 from tests.predict.source import FakeSource
 
 N_ROWS = 40

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from grasp.errors import ModelError, ShapeError
 from grasp.runs.training import label_weights
-from grasp.runs.training_rows import InMemoryRows, Share, batch_order, token_batches
+from grasp.runs.training_rows import Share, batch_order, token_batches
+from tests.models.toy import InMemoryRows
 
 ROWS = InMemoryRows.of([[i, i + 1, *range(i % 4)] for i in range(20)])
 

@@ -1,17 +1,12 @@
 """Datamodels: a sparse linear function of the subset itself, fitted on realized utilities. A supervised oracle."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from grasp.errors import EnvironmentDataError
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.slices import LabelTable
-from grasp.runs.contract import Account, SubsetMethod
-from grasp.runs.material import Material
-from grasp.runs.oracles import (
+from grasp.baselines.oracles import (
     FOLDS,
     SubsetFeatures,
     fraction_features,
@@ -19,6 +14,12 @@ from grasp.runs.oracles import (
     mask_features,
     ridge_oracle,
 )
+from grasp.errors import EnvironmentDataError
+from grasp.extras import require
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.slices import LabelTable
+from grasp.runs.contract import Account, SubsetMethod
+from grasp.runs.material import Material
 from grasp.runs.predictions import Predictions
 from grasp.settings import Settings
 
@@ -51,8 +52,12 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
 
     settings_type = DatamodelsSettings
     looks_at = frozenset({"environment"})
-    needs_modules: ClassVar[Mapping[str, str]] = {"sklearn": "baselines"}
     supervised = True
+
+    def check(self, material: Material) -> None:
+        super().check(material)
+        if self.settings.penalty == "lasso":
+            require("sklearn.linear_model", extra="baselines", feature=f"method {self.name}: lasso")
 
     def predict(self, material: Material, subsets: Sequence[SubsetBlock]) -> tuple[Predictions, Account]:
         known = material.environment

@@ -14,7 +14,6 @@ from grasp.settings import read_yaml
 
 if TYPE_CHECKING:
     from grasp.extract.cluster import ClusterSpec
-    from grasp.runs.configured import ConfiguredMethod
 
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
@@ -90,26 +89,6 @@ def beside(flag: str, out: Path | None) -> dict[str, Path | None]:
         f"the summary of {flag}": out.with_suffix(".json"),
         f"the protocol of {flag}": out.with_suffix(".protocol.yaml"),
     }
-
-
-def published_methods(
-    chosen: list[str] | None, file: Path | None, belongs: Mapping[str, Any], flag: str = "--methods"
-) -> "tuple[ConfiguredMethod, ...]":
-    """Methods by flag and settings file; without either, the flags in `belongs` have no meaning.
-
-    Raises:
-        SettingsError: no such method, settings it does not have, or a flag without meaning.
-        MissingExtraError: what a method needs is not installed.
-    """
-    if chosen is None and file is None:
-        idle = [name for name, value in belongs.items() if value]
-        if idle:
-            raise SettingsError(f"{', '.join(idle)}: no meaning without {flag}; name a method, or leave it out")
-        return ()
-    from grasp.runs.configured import configured_methods
-
-    configured = read_yaml(file) if file is not None else {}
-    return configured_methods(chosen, configured, flag if file is None else str(file))
 
 
 def cluster(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":

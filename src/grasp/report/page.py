@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend
 from grasp.report.whatif import payload
 from grasp.runs.compare import Agreement, TargetPoints
-from grasp.runs.evaluate import AVERAGE, MethodResult
+from grasp.runs.evaluate import AVERAGE, Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.text import LONGEST_CELL, different, ending, name, plain, skipped_text
 
@@ -339,9 +339,9 @@ def _fidelity(retraining: Retraining, plots: dict[str, draw.Figure]) -> View:
         ),
         "unfinished": _unfinished(known),
         "protocol": name(known.protocol),
-        "own": _fidelity_lines(own, report.roles),
-        "others": [line for one in report.methods if one is not own for line in _fidelity_lines(one, report.roles)],
-        "notes": [plain(note) for note in report.notes],
+        "own": _fidelity_lines(own, report),
+        "others": [line for one in report.methods if one is not own for line in _fidelity_lines(one, report)],
+        "notes": [plain(note) for note in (*report.marks(), *report.notes)],
         "points": [_point(points, rho[points.target]) for points in known.points],
         "settings": retraining.settings,
     }
@@ -367,7 +367,7 @@ def _held_out(role: str) -> str:
     return " (held-out)" if role == "held-out" else ""
 
 
-def _fidelity_lines(result: MethodResult, roles: Mapping[str, str]) -> list[View]:
+def _fidelity_lines(result: MethodResult, report: Evaluation) -> list[View]:
     def line(target: str, units: int, of: Any) -> View:
         shown = {key: _cell(of(metric)) for key, metric in _METRICS.items()}
         return {
@@ -377,9 +377,7 @@ def _fidelity_lines(result: MethodResult, roles: Mapping[str, str]) -> list[View
             "ceiling": _value(of("task_ceiling")),
         } | shown
 
-    lines = [
-        line(name(row.target) + _held_out(roles[row.target]), row.n_units, row.__getitem__) for row in result.targets
-    ]
+    lines = [line(name(report.marked(row.target, result)), row.n_units, row.__getitem__) for row in result.targets]
     if len(result.targets) > 1:
         lines.append(line(AVERAGE, sum(row.n_units for row in result.targets), result.average))
     return lines

@@ -237,7 +237,7 @@ def evidence(n_subsets: int) -> str:
         carried = f"{n_subsets} subsets are too few to choose by"
     short_of = {name: size for name, size in lists.items() if n_subsets < subsets_for(size)}
     wanting = [f"{subsets_for(size)} carry its {name} of {size:,}" for name, size in short_of.items()]
-    more = f"; {', '.join(wanting)}: the same command with a larger -B goes on from here" if wanting else ""
+    more = f"; {', '.join(wanting)}: the same command with more of them (-B) goes on from here" if wanting else ""
     return f"for grasp calibrate: {carried}{more}"
 
 

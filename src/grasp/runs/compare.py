@@ -1,4 +1,4 @@
-"""Methods side by side in one environment: additive cores, protocols, controls, oracles, and predictions from files."""
+"""Methods side by side in one environment: additive cores, protocols, controls, published methods, and files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side
 from grasp.predict.protocol import Match, ScoringProtocol, chosen_on
 from grasp.predict.row_arrays import F64
-from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import Binding, Candidate, ProtocolFamily, candidate_of, needed_arrays
 from grasp.runs.configured import ConfiguredMethod
@@ -24,7 +23,6 @@ from grasp.runs.evaluate import Evaluation, artifact_targets, evaluate
 from grasp.runs.material import Material, Retrained
 from grasp.runs.method_scores import predict
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
-from grasp.runs.oracles import fraction_features, lasso_oracle, mask_features, ridge_oracle
 from grasp.runs.predictions import Cost, Predictions, read_predictions
 from grasp.runs.scored import Scored
 from grasp.runs.selection import select
@@ -42,8 +40,6 @@ ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {
     "token+input+pooled additive": (("token", 1.0), ("input", 1.0), ("pooled", 1.0)),
 }
 SIDES: tuple[Side, ...] = ("retained", "omitted")
-ORACLES = {"ridge": ridge_oracle, "lasso": lasso_oracle}
-MASKS = "masks"
 
 
 def compare(
@@ -54,7 +50,6 @@ def compare(
     controls: Mapping[str, Candidate] | None = None,
     controls_on: Mapping[str, str] | None = None,
     files: Sequence[Path] = (),
-    oracles: Sequence[str] = (),
     methods: Sequence[ConfiguredMethod] = (),
     checkpoints: Sequence[Path] = (),
     cache: Path | None = None,
@@ -70,7 +65,6 @@ def compare(
     Args:
         controls_on: fingerprints of the runs that the controls' weights were selected on, by `environment/target`.
         files: predictions of others.
-        oracles: ridge or lasso, with `:masks` or `:LABEL` for what the oracle sees.
         methods: published ones; `checkpoints` for those that look at several, `cache` for their scores.
         targets: by the environment's names; None: all that the artifact and every file have.
         seeds: retraining seeds to use; None: all.
@@ -79,7 +73,7 @@ def compare(
     Raises:
         EnvironmentDataError: artifact, files or utilities do not belong together or are incomplete.
         ProtocolError: the artifact does not fit a protocol.
-        SettingsError: no such oracle, or a method lacks something.
+        SettingsError: a method lacks something.
     """
     scored = Scored.of(environment, artifact)
     chosen = _checked_targets(scored, targets)
@@ -112,7 +106,6 @@ def compare(
         predictions.append(
             read_predictions(path, rows, scored.blocks, "/".join(path.parts[-2:]) if path.stem in taken else None)
         )
-    predictions += [_oracle(text, scored, LabelTable(artifact.rows_path), utilities) for text in oracles]
     common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
     left_out = [name for name in environment.targets if name not in common] if targets is None else []
     whole = f"not evaluated, since not every method predicts them: {', '.join(left_out)}"
@@ -182,17 +175,6 @@ def _checked_targets(scored: Scored, targets: Sequence[str] | None) -> tuple[str
             f"targets: got {list(targets or ())}; environment and artifact have {list(have)} in common"
         )
     return tuple(targets) if targets is not None else have
-
-
-def _oracle(text: str, scored: Scored, labels: LabelTable, utilities: Utilities) -> Predictions:
-    """`ridge` or `lasso` on what the environment's family draws by: shares of its label, else masks."""
-    kind, _, sees = text.partition(":")
-    if kind not in ORACLES:
-        raise SettingsError(f"oracle: got {text!r}, expected {' or '.join(ORACLES)}, alone or with :masks or :LABEL")
-    sees = sees or scored.calibration.parsed.label or MASKS
-    if sees == MASKS:
-        return ORACLES[kind](mask_features(scored.blocks), utilities)
-    return ORACLES[kind](fraction_features(scored.blocks, labels.column(sees)), utilities)
 
 
 # ------------------------------------------------------------------------------------------ subset by subset

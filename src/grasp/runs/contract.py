@@ -126,7 +126,7 @@ class Method(ABC, Generic[S]):
         """
         if "environment" in self.looks_at and material.retrained is None:
             raise SettingsError(
-                f"method {self.name}: is made from retrained subsets; name their directory with --environment"
+                f"method {self.name}: is made from retrained subsets; name their directory (--environment)"
             )
         if "tokens" in self.looks_at:
             material.require_tokens()

@@ -14,7 +14,6 @@ whole corpus is called `full`. Readers see arrays (B, S, E): subsets, seeds, uni
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
-from grasp.files import TTL_SECONDS, Lease, aside, discard, is_part, remove_stale, take, write_whole
+from grasp.files import TTL_SECONDS, Lease, is_part, remove_stale, take, write_whole, written_aside
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
@@ -112,18 +111,14 @@ class Environment:
                 subsets are none, unnamed, repeated or weighted.
         """
         path.mkdir(parents=True, exist_ok=True)
-        part = aside(path / SUBSETS)
-        try:
+        with written_aside(path / SUBSETS) as part:
             ids, checksums = write_subsets(part, blocks, rows, path / SUBSETS)
             info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
             if (path / INFO).exists():
                 begun = read_info(path / INFO)
-                if begun == info.model_copy(update={"made_by": begun.made_by}):
-                    return cls(path, begun)
                 check_growth(path, begun, info, checksums)
-            os.replace(part, path / SUBSETS)
-        finally:
-            discard(part)
+                if begun == info.model_copy(update={"made_by": begun.made_by}):
+                    info = begun
         write_info(path / INFO, info)
         return cls(path, info)
 
@@ -369,20 +364,6 @@ class Environment:
                 f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
             )
 
-    def check_target(self, target: str, fingerprint: str, where: str) -> None:
-        """Refuse a target whose units are not the ones that were scored.
-
-        Raises:
-            EnvironmentDataError: fingerprints differ; the message has both.
-        """
-        self._check_target(target)
-        expected = self.info.targets[target].fingerprint
-        if fingerprint != expected:
-            raise EnvironmentDataError(
-                f"{where}: units of {target} have fingerprint {fingerprint}, but {self.path} scored {expected}; "
-                "build with the same target settings (variant, loss_on, units_per_target, seed)"
-            )
-
     def export(self, out: Path, *, max_subsets_bytes: int = MAX_SUBSETS_BYTES) -> dict[str, int]:
         """Copy the small files of a complete environment, for keeping; returns bytes by file name.
 
@@ -431,14 +412,14 @@ class Environment:
         return found & set(self.runs())
 
     def _read_run(self, run: Run) -> F64:
-        return self._parsed(self._run_path(run))[run]
+        return read_runs(self._run_path(run), self.runs(), self.units)[run]
 
     def _merged(self) -> dict[Run, F64]:
         values: dict[Run, F64] = {}
         for name in (UTILITIES, REFERENCE):
             path = self.path / name
             if path.exists():
-                values |= self._parsed(path)
+                values |= read_runs(path, self.runs(), self.units)
         return values
 
     def _all_values(self) -> dict[Run, F64]:
@@ -448,9 +429,6 @@ class Environment:
         except FileNotFoundError:
             parts = {}  # merged and removed meanwhile
         return parts | self._merged()
-
-    def _parsed(self, path: Path) -> dict[Run, F64]:
-        return read_runs(path, self.runs(), self.units)
 
     def _blocks(self, rows: RowIndex, labels: LabelColumn | None, block: int) -> Iterator[SubsetBlock]:
         if (self.path / SUBSETS).exists():

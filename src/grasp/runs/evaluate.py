@@ -143,24 +143,27 @@ class Evaluation(Result):
         lines = []
         for row in result.targets:
             cells = [_cell(metric, row[metric]) for metric in HEADINGS]
-            lines.append([result.method, self._marked(row.target, result), str(row.n_units), *cells, *cost])
+            lines.append([result.method, self.marked(row.target, result), str(row.n_units), *cells, *cost])
         if len(result.targets) > 1:
             cells = [_cell(metric, result.average(metric)) for metric in HEADINGS]
             seen = " (in sample)" if result.chosen_on else ""
             lines.append([result.method, AVERAGE + seen, str(result.n_units), *cells, *cost])
         return lines
 
-    def _marked(self, target: str, result: MethodResult) -> str:
+    def marked(self, target: str, result: MethodResult) -> str:
         """The target, with what is to be known of the method's figures on it; the words are those of `MARKS`."""
         if target in result.chosen_on:
             return f"{target} (in sample)"
         marks = ["held-out"] * (self.roles[target] == "held-out") + ["same runs"] * bool(result.chosen_on)
         return f"{target} ({', '.join(marks)})" if marks else target
 
+    def marks(self) -> list[str]:
+        """What the marks behind targets mean, those that occur."""
+        marked = " ".join(self.marked(row.target, result) for result in self.methods for row in result.targets)
+        return [f"{mark}: {says}" for mark, says in MARKS.items() if mark in marked]
+
     def _below(self) -> list[str]:
-        marked = " ".join(self._marked(row.target, result) for result in self.methods for row in result.targets)
-        lines: dict[str, None] = {f"{mark}: {says}": None for mark, says in MARKS.items() if mark in marked}
-        lines |= dict.fromkeys(self.notes)
+        lines = dict.fromkeys([*self.marks(), *self.notes])
         for result in self.methods:
             for row in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
@@ -287,8 +290,12 @@ def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict
         own = name.removesuffix(ALL_SUFFIX)
         if own not in artifact.targets or info.loss_on != loss_on:
             continue
-        units = [Unit(**line, loss_on=loss_on) for line in lines if line["target"] == own]
-        environment.check_target(name, target_fingerprint(units), where)
+        found = target_fingerprint([Unit(**line, loss_on=loss_on) for line in lines if line["target"] == own])
+        if found != info.fingerprint:
+            raise EnvironmentDataError(
+                f"{where}: units of {name} have fingerprint {found}, but {environment.path} scored {info.fingerprint}; "
+                "build with the same target settings (variant, loss_on, units_per_target, seed)"
+            )
         common[name] = own
     if not common:
         raise EnvironmentDataError(

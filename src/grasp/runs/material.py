@@ -185,5 +185,5 @@ class Material:
             SettingsError: none was given.
         """
         if self.retrained is None:
-            raise SettingsError("this method is fitted on retrained subsets; name them with --environment")
+            raise SettingsError("this method is fitted on retrained subsets; name their directory (--environment)")
         return self.retrained

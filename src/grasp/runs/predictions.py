@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -149,50 +148,24 @@ class RowScores:
             )
 
 
-def read_table(path: Path, method: str | None = None) -> Predictions:
-    """Read `subset_id, target, utility[, unit_id]`.
+def read_predictions(
+    path: Path, rows: RowIndex, subsets: Iterable[SubsetBlock], method: str | None = None
+) -> Predictions:
+    """Read a file of any kind; scores of rows are averaged over the retained rows of each subset.
 
+    Args:
+        method: its name; None: that of the file.
     Raises:
-        EnvironmentDataError: not such a table, a line twice, a hole in the table. The message names it.
+        EnvironmentDataError: the file is of no known kind, or does not fit rows or subsets; a line twice, a hole in the
+            table. The message names it.
     """
-    table = _open(path, ("subset_id", "target", "utility"))
-    if "unit_id" not in table.column_names:
-        table = table.append_column("unit_id", pa.nulls(len(table), pa.string()))
-    subset_ids = [str(name) for name in pc.unique(table.column("subset_id")).to_pylist()]
-    lines = table.select(["subset_id", "target", "unit_id", "utility"]).to_pydict()
-    columns = list(dict.fromkeys(zip(lines["target"], lines["unit_id"], strict=True)))
-    b_of = {name: b for b, name in enumerate(subset_ids)}
-    e_of = {column: e for e, column in enumerate(columns)}
-    b = np.array([b_of[str(name)] for name in lines["subset_id"]], dtype=np.int64)
-    e = np.array([e_of[c] for c in zip(lines["target"], lines["unit_id"], strict=True)], dtype=np.int64)
-    values_BE = np.full((len(subset_ids), len(columns)), np.nan)
-    counts_BE = np.zeros(values_BE.shape, dtype=np.int64)
-    np.add.at(counts_BE, (b, e), 1)
-    wrong = np.argwhere(counts_BE != 1)
-    if len(wrong):
-        row, column = wrong[0]
-        raise EnvironmentDataError(
-            f"{path}: subset {subset_ids[row]!r}, target and unit {columns[column]} occurs {counts_BE[row, column]} "
-            f"times ({len(wrong)} such); expected each once"
-        )
-    values_BE[b, e] = table.column("utility").cast(pa.float64()).to_numpy(zero_copy_only=False)
-    return _split(method or path.stem, tuple(subset_ids), tuple(columns), values_BE)
-
-
-def read_array(path: Path, method: str | None = None) -> Predictions:
-    """Read a (B, E) .npy and its ids.
-
-    Raises:
-        EnvironmentDataError: no ids beside it, or shapes that do not fit them.
-    """
-    ids = _read_ids(path, ("subset_ids", "units"))
-    values_BE = _load(path)
-    units = tuple((target, unit) for target, unit in ids["units"])
-    if values_BE.shape != (len(ids["subset_ids"]), len(units)):
-        raise EnvironmentDataError(
-            f"{path}: shape {values_BE.shape}, but its ids name {len(ids['subset_ids'])} subsets, {len(units)} units"
-        )
-    return Predictions(method or path.stem, tuple(ids["subset_ids"]), units, np.asarray(values_BE, np.float64))
+    method = method or path.stem
+    if path.suffix == ".npy":
+        if "subset_ids" in (ids := _read_ids(path)):
+            return _of_array(path, ids, method)
+    elif "subset_id" in (table := _open(path)).column_names:
+        return _of_table(path, table, method)
+    return read_row_scores(path, rows, method).sum_over(subsets)
 
 
 def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> RowScores:
@@ -204,51 +177,53 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
         EnvironmentDataError: a row is missing, repeated or unknown; shapes do not fit.
     """
     if path.suffix == ".npy":
-        units = tuple((target, unit) for target, unit in _read_ids(path, ("units",))["units"])
-        scores = _load(path)
-        if scores.shape != (rows.n_rows, len(units)):
-            raise EnvironmentDataError(f"{path}: shape {scores.shape}, expected {(rows.n_rows, len(units))} (N, E)")
+        units = tuple((target, unit) for target, unit in _read_ids(path)["units"])
+        scores = _load(path, (rows.n_rows, len(units)), "(N, E) rows and units")
         return RowScores(method or path.stem, units, rows.n_rows, _blocks(scores))
-    table = _open(path, ("row_id",))
+    table = _open(path)
+    if "row_id" not in table.column_names:
+        raise EnvironmentDataError(
+            f"{path}: has columns {table.column_names}, expected subset_id, target, utility or row_id and a column a "
+            "unit"
+        )
     names = [name for name in table.column_names if name != "row_id"]
-    order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
-    columns = tuple((head, tail) if mark else (head, None) for head, mark, tail in (_cut(name) for name in names))
-    scores = np.stack([table.column(name).to_numpy() for name in names], axis=1) if names else np.empty((0, 0))
     if not names:
         raise EnvironmentDataError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
+    order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
+    columns = tuple((head, tail if mark else None) for head, mark, tail in (name.partition("/") for name in names))
+    scores = np.stack([table.column(name).to_numpy() for name in names], axis=1)
     return RowScores(method or path.stem, columns, rows.n_rows, _blocks(scores[order]))
 
 
-def read_predictions(
-    path: Path, rows: RowIndex, subsets: Sequence[SubsetBlock], method: str | None = None
-) -> Predictions:
-    """Read a file of any kind; scores of rows are averaged over the retained rows of each subset.
+def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
+    """`subset_id, target, utility[, unit_id]`, in any order."""
+    missing = [name for name in ("target", "utility") if name not in table.column_names]
+    if missing:
+        raise EnvironmentDataError(f"{path}: has columns {table.column_names}, lacks {missing}")
+    units = table.column("unit_id").to_pylist() if "unit_id" in table.column_names else [None] * len(table)
+    columns = list(zip(table.column("target").to_pylist(), units, strict=True))
+    lines = [str(name) for name in table.column("subset_id").to_pylist()]
+    b_of = {name: b for b, name in enumerate(dict.fromkeys(lines))}
+    e_of = {column: e for e, column in enumerate(dict.fromkeys(columns))}
+    b, e = np.array([b_of[name] for name in lines], dtype=int), np.array([e_of[name] for name in columns], dtype=int)
+    counts_BE = np.zeros((len(b_of), len(e_of)), dtype=np.int64)
+    np.add.at(counts_BE, (b, e), 1)
+    wrong = np.argwhere(counts_BE != 1)
+    if len(wrong):
+        row, column = wrong[0]
+        raise EnvironmentDataError(
+            f"{path}: subset {list(b_of)[row]!r}, target and unit {list(e_of)[column]} occurs {counts_BE[row, column]} "
+            f"times ({len(wrong)} such); expected each once"
+        )
+    values_BE = np.full(counts_BE.shape, np.nan)
+    values_BE[b, e] = table.column("utility").cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return _split(method, tuple(b_of), tuple(e_of), values_BE)
 
-    Raises:
-        EnvironmentDataError: the file is of no known kind, or does not fit rows or subsets.
-    """
-    kind = kind_of(path)
-    if kind == "rows":
-        return read_row_scores(path, rows, method).sum_over(subsets)
-    return read_table(path, method) if kind == "table" else read_array(path, method)
 
-
-def kind_of(path: Path) -> Literal["table", "array", "rows"]:
-    """What a file holds, by its columns or by what its ids name.
-
-    Raises:
-        EnvironmentDataError: none of the kinds; the message lists them.
-    """
-    if path.suffix == ".npy":
-        return "array" if "subset_ids" in _read_ids(path, ("units",)) else "rows"
-    names = _open(path, ()).column_names
-    if "subset_id" in names:
-        return "table"
-    if "row_id" in names:
-        return "rows"
-    raise EnvironmentDataError(
-        f"{path}: has columns {names}, expected subset_id, target, utility or row_id and a column a unit"
-    )
+def _of_array(path: Path, ids: Mapping[str, Any], method: str) -> Predictions:
+    units = tuple((target, unit) for target, unit in ids["units"])
+    values_BE = _load(path, (len(ids["subset_ids"]), len(units)), "(B, E) subsets and units that its ids name")
+    return Predictions(method, tuple(ids["subset_ids"]), units, np.asarray(values_BE, np.float64))
 
 
 def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
@@ -288,11 +263,7 @@ def _finite(values: F64, where: str) -> F64:
     return values
 
 
-def _cut(name: str) -> tuple[str, str, str]:
-    return name.partition("/")
-
-
-def _read_ids(path: Path, fields: Sequence[str]) -> dict[str, Any]:
+def _read_ids(path: Path) -> dict[str, Any]:
     ids_path = path.with_suffix(".ids.json")
     try:
         ids = json.loads(ids_path.read_text(encoding="utf-8"))
@@ -300,30 +271,27 @@ def _read_ids(path: Path, fields: Sequence[str]) -> dict[str, Any]:
         raise EnvironmentDataError(f"{ids_path}: no such file; it must name the axes of {path.name}") from err
     except ValueError as err:
         raise EnvironmentDataError(f"{ids_path}: not JSON: {err}") from err
-    missing = [name for name in fields if name not in ids] if isinstance(ids, dict) else list(fields)
-    if missing:
-        raise EnvironmentDataError(f"{ids_path}: lacks {missing}")
-    return dict(ids)
+    if not isinstance(ids, dict) or "units" not in ids:
+        raise EnvironmentDataError(f"{ids_path}: lacks units; expected them, and subset_ids where subsets are scored")
+    return ids
 
 
-def _load(path: Path) -> NDArray[Any]:
+def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err
     except (ValueError, EOFError, OSError) as err:
         raise EnvironmentDataError(f"{path}: cannot be read as .npy: {err}") from err
+    if array.shape != shape:
+        raise EnvironmentDataError(f"{path}: shape {array.shape}, expected {shape}: {axes}")
     return array
 
 
-def _open(path: Path, columns: Sequence[str]) -> pa.Table:
+def _open(path: Path) -> pa.Table:
     try:
-        table = pq.read_table(path)
+        return pq.read_table(path)
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err
     except (pa.ArrowException, OSError) as err:
         raise EnvironmentDataError(f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}") from err
-    missing = [name for name in columns if name not in table.column_names]
-    if missing:
-        raise EnvironmentDataError(f"{path}: has columns {table.column_names}, lacks {missing}")
-    return table

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -28,14 +28,12 @@ from grasp.errors import ModelError
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.files import held
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict.families import parse_family
 from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment
 from grasp.runs.retrain_plan import (
     checked_tokens,
     fitted_lengths,
     kept_steps,
-    label_column,
     prepare,
     recorded_targets,
     resolved_device,
@@ -47,6 +45,7 @@ from grasp.runs.run_tables import FULL, Run
 from grasp.runs.train import train, train_stacked
 from grasp.settings import RetrainSettings
 from grasp.targets.units import UnitTokens
+from grasp.text import duration_text
 
 POLL_SECONDS = 2.0
 
@@ -87,19 +86,11 @@ class Cost:
 
     def __str__(self) -> str:
         share = "" if self.workers == 1 else f" with {self.workers} workers"
+        run, whole = duration_text(self.seconds_a_run), duration_text(self.seconds)
         return (
-            f"{self.runs:,} runs of {self.steps:,} steps; one step was timed: {span(self.seconds_a_run)} a run, "
-            f"{span(self.seconds)} for all{share}; stop at any time, the same command goes on\n{evidence(self.subsets)}"
+            f"{self.runs:,} runs of {self.steps:,} steps; one step was timed: {run} a run, {whole} for all{share}; "
+            f"stop at any time, the same command goes on\n{evidence(self.subsets)}"
         )
-
-
-def span(seconds: float) -> str:
-    """A length of time in words, to two figures."""
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.{1 if seconds < 9.95 * size else 0}f} {unit}"
-    whole = max(1, round(seconds))
-    return f"{whole} second{'s' * (whole > 1)}"
 
 
 Progress = Callable[[RetrainStatus], None]
@@ -200,13 +191,9 @@ class Worker:
     @cached_property
     def retained(self) -> dict[str, NDArray[np.int32]]:
         """Rows of every subset."""
-        rows = row_index(self.store)
-        labels = (
-            label_column(parse_family(self.settings.family).label, self.store) if not self.settings.subsets else None
-        )
         return {
             name: block.weights_BN[[b]].indices.astype(np.int32)
-            for block in self.environment.subset_blocks(rows, labels)
+            for block in self.environment.subset_blocks(row_index(self.store))
             for b, name in enumerate(block.subset_ids)
         }
 
@@ -271,9 +258,12 @@ def _fill_on_cluster(
 ) -> None:
     """Fill from the workers of a cluster. The runs of one that dies are taken over when their leases end."""
     clock = _Clock(environment)
-    own_threads = settings.model_copy(update={"threads": spec.threads})
+    threads = settings.threads or spec.threads
+    spec = replace(spec, workers=spec.workers or settings.workers, threads=threads)
     with connected(spec) as cluster:
-        tasks = cluster.tasks(fill, own_threads, environment.path.resolve(), _silent)
+        tasks = cluster.tasks(
+            fill, settings.model_copy(update={"threads": threads}), environment.path.resolve(), _silent
+        )
         while not cluster.done(tasks, POLL_SECONDS):
             progress(clock.status(len(environment.pending()), (), 0, 0))
     progress(clock.status(len(environment.pending()), (), 0, 0))

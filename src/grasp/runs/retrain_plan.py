@@ -214,22 +214,15 @@ def _subsets(settings: RetrainSettings, store: RowStore, rows: RowIndex) -> Iter
     if settings.subsets:
         return read_subsets(settings.subsets, rows)
     family = parse_family(settings.family)
+    label, labels = family.label, None
+    if label is not None:
+        if label not in store.label_columns:
+            raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {list(store.label_columns)}")
+        values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
+        labels = LabelColumn.of(list(chain.from_iterable(values)), label)
     return family.draw(
-        settings.n_subsets,
-        n_rows=store.n_rows,
-        labels=label_column(family.label, store),
-        seed=settings.family_seed,
-        purpose=PURPOSE,
+        settings.n_subsets, n_rows=store.n_rows, labels=labels, seed=settings.family_seed, purpose=PURPOSE
     )
-
-
-def label_column(label: str | None, store: RowStore) -> LabelColumn | None:
-    if label is None:
-        return None
-    if label not in store.label_columns:
-        raise SubsetError(f"family: the corpus has no label {label!r}, expected one of {list(store.label_columns)}")
-    values = [store.table(k).column(label).to_pylist() for k in range(store.n_shards)]
-    return LabelColumn.of(list(chain.from_iterable(values)), label)
 
 
 def _large_enough(blocks: Iterable[SubsetBlock], recipe: TrainingRecipe) -> Iterator[SubsetBlock]:

@@ -26,6 +26,7 @@ F64 = NDArray[np.float64]
 
 FULL = "full"  # the run on the whole corpus
 EXAMPLES = 3
+STEM_BYTES = 200  # of the file names of a run; file systems take 255, endings included
 SCHEMA = pa.schema(
     [
         ("subset_id", pa.string()),
@@ -107,10 +108,24 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
     r = _codes(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
     e = _codes(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
     utility = table.column("utility").to_numpy().astype(np.float64)
-    _check_finite(utility, r, e, runs, units, path)
-    n_cells = len(runs) * len(units)
-    counts_RE = np.bincount(r * len(units) + e, minlength=n_cells).reshape(len(runs), len(units))
-    _check_counts(counts_RE, runs, units, path)
+
+    def cell(r: int, e: int) -> str:
+        return f"{path}: subset {runs[r].subset_id!r}, seed {runs[r].seed}, {units[e][0]} unit {units[e][1]!r}"
+
+    bad = np.flatnonzero(~np.isfinite(utility))
+    if bad.size:
+        raise EnvironmentDataError(
+            f"{cell(r[bad[0]], e[bad[0]])}: utility is {utility[bad[0]]} ({bad.size} such); delete that run and "
+            "retrain it"
+        )
+    counts_RE = np.bincount(r * len(units) + e, minlength=len(runs) * len(units)).reshape(len(runs), len(units))
+    for wrong, what, expected in (
+        (counts_RE > 1, f"occurs {counts_RE.max()} times", "each once"),
+        ((counts_RE == 0) & counts_RE.any(axis=1, keepdims=True), "is missing", "every unit of a run"),
+    ):
+        if wrong.any():
+            r0, e0 = np.argwhere(wrong)[0]
+            raise EnvironmentDataError(f"{cell(r0, e0)} {what} ({wrong.sum()} such); expected {expected}")
     values_RE = np.zeros((len(runs), len(units)))
     values_RE[r, e] = utility
     return {run: values_RE[i] for i, run in enumerate(runs) if counts_RE[i].any()}
@@ -164,42 +179,6 @@ def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int]
     return np.asarray(codes, dtype=np.int64)
 
 
-def _check_finite(
-    utility: F64,
-    r: NDArray[np.int64],
-    e: NDArray[np.int64],
-    runs: Sequence[Run],
-    units: Sequence[tuple[str, str]],
-    path: Path,
-) -> None:
-    bad = np.flatnonzero(~np.isfinite(utility))
-    if bad.size:
-        run, (target, unit) = runs[r[bad[0]]], units[e[bad[0]]]
-        raise EnvironmentDataError(
-            f"{path}: subset {run.subset_id!r}, seed {run.seed}, {target} unit {unit!r}: utility is "
-            f"{utility[bad[0]]} ({bad.size} such); delete that run and retrain it"
-        )
-
-
-def _check_counts(
-    counts_RE: NDArray[np.int64], runs: Sequence[Run], units: Sequence[tuple[str, str]], path: Path
-) -> None:
-    twice = np.argwhere(counts_RE > 1)
-    if len(twice):
-        run, (target, unit) = runs[twice[0, 0]], units[twice[0, 1]]
-        raise EnvironmentDataError(
-            f"{path}: subset {run.subset_id!r}, seed {run.seed}, {target} unit {unit!r} occurs "
-            f"{counts_RE.max()} times ({len(twice)} such); expected each once"
-        )
-    holes = np.argwhere((counts_RE == 0) & counts_RE.any(axis=1, keepdims=True))
-    if len(holes):
-        run, (target, unit) = runs[holes[0, 0]], units[holes[0, 1]]
-        raise EnvironmentDataError(
-            f"{path}: subset {run.subset_id!r}, seed {run.seed} lacks {target} unit {unit!r} "
-            f"({len(holes)} such); expected every unit"
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------- subsets
 
 
@@ -231,6 +210,12 @@ def write_subsets(
     if wrong:
         raise EnvironmentDataError(
             f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
+        )
+    long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
+    if long:
+        raise EnvironmentDataError(
+            f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
+            f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
         )
     return tuple(ids), digest.checksums
 

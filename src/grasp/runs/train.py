@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
+from grasp.corpus.store import RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import aside, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
@@ -34,7 +35,7 @@ from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_n
 from grasp.runs.llama import StackedLlama
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.training import Trainer
-from grasp.runs.training_rows import RowSource, Share, batch_order, token_batches
+from grasp.runs.training_rows import Share, batch_order, token_batches
 from grasp.targets.units import UnitTokens
 
 RECORD = "training.json"
@@ -57,7 +58,7 @@ class TrainedModel:
 
 def train(
     recipe: TrainingRecipe,
-    rows: RowSource,
+    rows: RowStore,
     *,
     seed: int,
     retained: NDArray[np.bool_] | None = None,
@@ -126,7 +127,7 @@ def _check_checkpoints(recipe: TrainingRecipe, checkpoints: tuple[int, ...], out
         raise ModelError("checkpoints: got steps without `out`, expected a directory to keep them in")
 
 
-def _steps(trainer: Trainer, rows: RowSource, shares: Sequence[Share], seeds: Sequence[int]) -> Iterator[int]:
+def _steps(trainer: Trainer, rows: RowStore, shares: Sequence[Share], seeds: Sequence[int]) -> Iterator[int]:
     """Train to the end of the recipe, model k on ``shares[k]``; the number of steps done, after each."""
     recipe, first = trainer.recipe, trainer.step
     orders = [
@@ -261,7 +262,7 @@ def _in_cache(recipe: TrainingRecipe, n_models: int, device: str) -> TrainingRec
 
 def train_stacked(
     recipe: TrainingRecipe,
-    rows: RowSource,
+    rows: RowStore,
     *,
     seeds: Sequence[int],
     retained: Sequence[NDArray[np.bool_] | None],

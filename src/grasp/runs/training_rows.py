@@ -6,72 +6,15 @@ Shape letters: K models, S steps of a window, B rows of a batch, L tokens, N row
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.seeds import stream
 
 WINDOW_ROWS = 16_384  # rows fetched at once: a shard on disk is read a few times, not once a batch
-
-
-class FlatRows(Protocol):
-    """Ragged rows: row i is ``flat_ids[offsets[i]:offsets[i + 1]]``; which of its tokens carry loss stands in
-    ``labelled`` at the same places, None: all but the first."""
-
-    @property
-    def flat_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def offsets(self) -> NDArray[np.int64]: ...
-    @property
-    def labelled(self) -> NDArray[np.bool_] | None: ...
-
-
-class RowSource(Protocol):
-    """What training asks of a corpus; `grasp.corpus.store.RowStore` is one."""
-
-    @property
-    def n_rows(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def rows(self, row_index: NDArray[np.int64], /) -> FlatRows: ...
-
-
-@dataclass(frozen=True, slots=True)
-class InMemoryRows:
-    """Rows that fit in memory, as a `RowSource`."""
-
-    flat_ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-    labelled: NDArray[np.bool_] | None = None
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[Sequence[int] | NDArray[np.int32]], labelled: Sequence[NDArray[np.bool_]] | None = None
-    ) -> "InMemoryRows":
-        flat = [np.asarray(row, dtype=np.int32) for row in rows]
-        offsets = np.cumsum([0, *(len(row) for row in flat)], dtype=np.int64)
-        masks = None if labelled is None else np.concatenate([*labelled, np.zeros(0, np.bool_)])
-        return cls(np.concatenate(flat) if flat else np.zeros(0, np.int32), offsets, masks)
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def fingerprint(self) -> str:
-        digest = hashlib.blake2b(self.flat_ids.tobytes(), digest_size=16)
-        digest.update(self.offsets.tobytes())
-        if self.labelled is not None:
-            digest.update(np.packbits(self.labelled).tobytes())
-        return digest.hexdigest()
-
-    def rows(self, row_index: NDArray[np.int64], /) -> "InMemoryRows":
-        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in row_index]
-        masks = None if self.labelled is None else [self.labelled[span] for span in spans]
-        return InMemoryRows.of([self.flat_ids[span] for span in spans], masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +107,7 @@ class TokenBatch:
 
 
 def token_batches(
-    rows: RowSource, orders: Sequence[Iterator[NDArray[np.int64]]], *, steps: int, context: int, vocab_size: int
+    rows: RowStore, orders: Sequence[Iterator[NDArray[np.int64]]], *, steps: int, context: int, vocab_size: int
 ) -> Iterator[TokenBatch]:
     """Batches of `steps` steps, model k fed by ``orders[k]``; rows are fetched for many steps at once.
 
@@ -179,7 +122,7 @@ def token_batches(
             window = []
 
 
-def _fetched(rows: RowSource, index_SKB: NDArray[np.int64], context: int, vocab_size: int) -> Iterator[TokenBatch]:
+def _fetched(rows: RowStore, index_SKB: NDArray[np.int64], context: int, vocab_size: int) -> Iterator[TokenBatch]:
     unique, position = np.unique(index_SKB, return_inverse=True)
     fetched = rows.rows(unique)
     starts, lengths = fetched.offsets[:-1], np.diff(fetched.offsets)
@@ -197,7 +140,7 @@ def _fetched(rows: RowSource, index_SKB: NDArray[np.int64], context: int, vocab_
 
 
 def _check(
-    fetched: FlatRows, row_index: NDArray[np.int64], lengths: NDArray[np.int64], context: int, vocab_size: int
+    fetched: RowShard, row_index: NDArray[np.int64], lengths: NDArray[np.int64], context: int, vocab_size: int
 ) -> None:
     long = np.flatnonzero(lengths > context)
     if long.size:

@@ -16,8 +16,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.intervals import COVERAGE, FitIntervals, Intervals, NatsLine, Reach, distances, relative
 from grasp.predict.predictor import Predictor
-from grasp.runs.development import Development
 from grasp.runs.environment import Environment, as_runs
+from grasp.runs.scored import Scored
 
 
 def intervals_from(artifact: ArtifactReader, runs: Environment | Path | str | None) -> FitIntervals | None:
@@ -42,8 +42,19 @@ def fit_intervals(
             f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
             "left to test them on"
         )
-    development = Development.of(environment, [artifact], targets=_theirs(environment, predictor, artifact))
-    (scored,) = development.variants.values()
+    scored = Scored.of(environment, artifact)
+    common = {own: theirs for own, theirs in scored.renamed.items() if own in predictor.targets}
+    if not common:
+        raise EnvironmentDataError(
+            f"{environment.path}: has targets {list(environment.targets)}, asked are {list(predictor.targets)}; none "
+            "is common to both"
+        )
+    targets = {own: theirs for own, theirs in common.items() if environment.role_of(theirs) == "dev"}
+    if not targets:
+        raise ProtocolLeakError(
+            f"{environment.path}: intervals were asked for {list(common.values())}, which are held out; they are "
+            "fitted on development targets only"
+        )
     sums = [predictor.sums(block.weights) for block in scored.blocks]
     subset_ids = [name for block in scored.blocks for name in block.subset_ids]
     utilities = environment.utilities()
@@ -52,10 +63,8 @@ def fit_intervals(
     parts = [distances(predictor, part) for part in sums]
     each = {measure: np.concatenate([part[measure] for part in parts])[order] for measure in parts[0]}
     reach = {measure: Reach(float(d_B.mean()), float(d_B.max())) for measure, d_B in each.items()}
-    own = {theirs: mine for mine, theirs in scored.renamed.items()}
     lines: dict[str, NatsLine] = {}
-    for theirs in development.targets:
-        name = own[theirs]
+    for name, theirs in targets.items():
         change_B = change_BT[:, predictor.targets.index(name)]
         realized_B = utilities.of(theirs).values_BSE.mean(axis=(1, 2))
         lines[name] = NatsLine.fit(name, change_B, realized_B, relative(each, reach), coverage)
@@ -67,22 +76,6 @@ def fit_intervals(
         reach=reach,
         notes=tuple(_notes(predictor, environment, lines, scored.runs_fingerprint)),
     )
-
-
-def _theirs(environment: Environment, predictor: Predictor, artifact: ArtifactReader) -> list[str]:
-    """Environment's names of the predictor's targets, those that are held out aside."""
-    loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
-    found = [
-        name
-        for name, info in environment.info.targets.items()
-        if name.removesuffix("@all") in predictor.targets and info.loss_on == loss_on
-    ]
-    if not found:
-        raise EnvironmentDataError(
-            f"{environment.path}: has targets {list(environment.targets)}, asked are {list(predictor.targets)} with "
-            f"loss_on {loss_on!r}; none is common to both"
-        )
-    return [name for name in found if environment.role_of(name) == "dev"] or found
 
 
 def _notes(

@@ -17,11 +17,12 @@ from grasp.dotted import leaf, over, put
 from grasp.errors import SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.progress import Progress
+from grasp.predict.families import parse_family
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
 from grasp.results import Result
 from grasp.runs.candidates import DELTA, Candidate, ProtocolFamily, default_family, family_for, load_family
 from grasp.runs.compare import compare, control_methods
-from grasp.runs.configured import published_methods
+from grasp.runs.configured import configured_methods, published_methods
 from grasp.runs.development import developments_of
 from grasp.runs.environment import Environment, as_runs
 from grasp.runs.evaluate import Evaluation
@@ -243,7 +244,7 @@ def evaluate(
         controls: the paper's controls and ablations; their weights are selected on `development`, else on `runs`.
         family: protocols that the controls restrict; None: those that ship.
         predictions: files of utilities by subset, or of scores by row.
-        oracles: ridge or lasso, with `:masks` or `:LABEL`.
+        oracles: datamodels by ridge or lasso, with `:masks` or `:LABEL` for what they see.
         checkpoints: of training, for methods that look at several; None: those beside the artifact's model.
         partial: use what unfinished runs have.
     Raises:
@@ -257,6 +258,7 @@ def evaluate(
     protocols = _protocols(protocol)
     notes = [f"protocol {name}: {one.provenance}" for name, one in protocols.items()]
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
+    published += configured_methods(None, _oracles(oracles, environment))
     chosen, chosen_on = dict[str, Candidate](), dict[str, str]()
     if controls:
         chosen, chosen_on, why = _controls(art.files, environment, _opened(development), family, resamples)
@@ -268,7 +270,6 @@ def evaluate(
         controls=chosen,
         controls_on=chosen_on,
         files=[Path(place) for place in predictions],
-        oracles=oracles,
         methods=published,
         checkpoints=[Path(place) for place in checkpoints],
         cache=None if cache is None else Path(cache),
@@ -278,6 +279,20 @@ def evaluate(
         notes=notes,
         progress=progress,
     )
+
+
+def _oracles(oracles: Sequence[str], runs: Environment) -> dict[str, dict[str, str]]:
+    """Configurations of datamodels, by label; they see what the family of the runs draws by, unless told otherwise."""
+    found = {}
+    for text in oracles:
+        kind, _, sees = text.partition(":")
+        if kind not in ("ridge", "lasso"):
+            raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, alone or with :masks or :LABEL")
+        drawn_by = parse_family(runs.info.family.spec).label if runs.info.family else None
+        sees = sees or drawn_by or "masks"
+        label = f"oracle-{kind}-{sees}" + ("" if sees == "masks" else "-share-of-subset")
+        found[label] = {"method": "datamodels", "penalty": kind, "sees": sees}
+    return found
 
 
 def _protocols(protocol: ScoringProtocol | Place | None) -> dict[str, ScoringProtocol]:

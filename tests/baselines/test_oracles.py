@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from grasp.baselines import oracles
 from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
-from grasp.runs import oracles
 from grasp.runs.environment import Utilities
 from grasp.runs.evaluate import evaluate
 from tests.runs.worlds import ROWS, create
