@@ -1,4 +1,4 @@
-"""Time and memory of predict, slices and select as the corpus, the units and the subsets grow.
+"""Time and memory of predict, slices, select and score as the corpus, the units and the subsets grow.
 
     python benchmarks/growth.py --out bench-out/growth.json
 
@@ -34,17 +34,18 @@ from grasp.predict.families import parse_family
 from grasp.predict.label_slices import label_slices
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.ranking import score
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slice_effects import slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.predict.tables import prediction_table
 
-SHARD_ROWS, LABELS, TARGETS = 16_384, 24, 5
+SHARD_ROWS, LABELS = 16_384, 24
 SUBSET_ROWS = 1_000
 START_ROWS, START_UNITS, START_SUBSETS = 2_000, 8, 4
 
 
-def write_artifact(path: Path, n_rows: int, n_units: int) -> Path:
+def write_artifact(path: Path, n_rows: int, n_units: int, n_targets: int = 5) -> Path:
     """An artifact of random numbers; the same shard of them over and over, which no reader can tell."""
     rng = np.random.default_rng(0)
     widths = {"hidden_sketch": 64, "residual_sketch": 64, "relevance_token": n_units, "relevance_input": n_units}
@@ -61,7 +62,7 @@ def write_artifact(path: Path, n_rows: int, n_units: int) -> Path:
         units = pa.table(
             {
                 "unit_id": [str(e) for e in range(n_units)],
-                "target": [f"task{e * TARGETS // n_units}" for e in range(n_units)],
+                "target": [f"task{e * n_targets // n_units}" for e in range(n_units)],
             }
         )
         settings = {"features": {"match": "token"}}
@@ -115,11 +116,21 @@ def ask_select(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtoc
     select(artifact, "10%", "task0", protocol=protocol)
 
 
+def ask_select_all(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
+    select(artifact, "10%", list(artifact.targets), protocol=protocol)
+
+
+def ask_score(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
+    score(artifact, "task0", protocol=protocol, out=artifact.path.with_name("rows.parquet"))
+
+
 QUESTIONS: dict[str, Callable[[ArtifactReader, int, ScoringProtocol], None]] = {
     "predict": ask_predict,
     "predict halves": ask_halves,
     "slices": ask_slices,
     "select": ask_select,
+    "select for all targets": ask_select_all,
+    "score": ask_score,
 }
 
 
@@ -207,6 +218,7 @@ def main() -> None:
     parser.add_argument("--subsets", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="at --few-rows rows")
     parser.add_argument("--few-rows", type=int, default=50_000)
     parser.add_argument("--width", type=int, default=256, help="units while rows grow")
+    parser.add_argument("--targets", type=int, default=5, help="that the units belong to while rows grow")
     parser.add_argument("--few-subsets", type=int, default=256, help="subsets while rows and units grow")
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
     parser.add_argument("--geometry", action="store_true", help="score by sketches as well")
@@ -230,7 +242,7 @@ def measure(root: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     start = {question: ask(question, path, START_SUBSETS, **few)["cpu_s"] for question in args.questions}
     points: dict[str, list[dict[str, float]]] = {question: [] for question in args.questions}
     for n_rows in args.rows:
-        path = write_artifact(root / "rows", n_rows, args.width)
+        path = write_artifact(root / "rows", n_rows, args.width, args.targets)
         for question in args.questions:
             points[question].append(ask(question, path, args.few_subsets, **few))
             say("rows", question, n_rows, points[question][-1])

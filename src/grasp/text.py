@@ -2,7 +2,7 @@
 
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, isnan
 from typing import Any
 
@@ -62,9 +62,15 @@ def skipped_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {SKIPPED.get(reason, plain(reason))}" for reason, count in counts.items())
 
 
-def json_text(value: Any, indent: int | None = 1) -> str:
-    """JSON in which a number that is not finite is null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+def json_text(
+    value: Any,
+    indent: int | None = 1,
+    *,
+    ascii: bool = True,
+    default: Callable[[Any], Any] | None = None,
+) -> str:
+    """JSON in which a number that is not finite is null; `default` gives values that JSON has for others."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=ascii, default=default)
 
 
 def _finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.summaries import read_mixture, read_selection
+from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import SettingsError
 from grasp.files import entry_of
 from grasp.predict.families import parse_family
@@ -97,7 +97,7 @@ def test_select_writes_rows_that_predict_to_the_value_it_says(arguments, art, tm
     assert share is not None
     assert int(share[1]) == table.num_rows
     assert int(share[4].replace(",", "")) == sum(table["n_tokens"].to_pylist())
-    assert read_selection(tmp_path / "kept.json", artifact).value == summary["value"]
+    assert read_summary(SelectionSummary, tmp_path / "kept.json", artifact).value == summary["value"]
 
 
 def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
@@ -105,7 +105,7 @@ def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
     path = tmp_path / "kept.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"corpus": "c0ffee"}))
     with pytest.raises(SettingsError, match=r"kept\.json was made from another artifact: corpus 'c0ffee', here '"):
-        read_selection(path, ArtifactReader.open(art))
+        read_summary(SelectionSummary, path, ArtifactReader.open(art))
 
 
 def test_select_without_geometry_is_optimal_and_says_so(art):
@@ -355,9 +355,9 @@ def test_mix_writes_weights_that_predict_to_the_value_it_says(arguments, art, tm
     assert summary["value"] == pytest.approx(found, rel=1e-4, abs=1e-5)
     artifact = ArtifactReader.open(art)
     assert summary["corpus"] == artifact.manifest.fingerprints["corpus"]
-    assert read_mixture(tmp_path / "mixture.json", artifact).value == summary["value"]
+    assert read_summary(MixtureSummary, tmp_path / "mixture.json", artifact).value == summary["value"]
     with pytest.raises(SettingsError, match=r"--selection: .* is the summary of a mixture, give it with --mixture"):
-        read_selection(tmp_path / "mixture.json", artifact)
+        read_summary(SelectionSummary, tmp_path / "mixture.json", artifact)
 
 
 def test_mix_goes_no_farther_than_four_times_unless_asked(art):

@@ -62,8 +62,8 @@ def test_a_family_that_never_fills_is_refused():
 def test_groups_keep_values_whole_and_never_all_or_none():
     weights_BN = drawn(parse_family("groups:topic"), 200)
     column = LabelColumn.of(LABELS)
-    for rows in column.groups().values():
-        assert np.isin(weights_BN[:, rows].mean(axis=1), [0.0, 1.0]).all()
+    for code in range(len(column.values)):
+        assert np.isin(weights_BN[:, column.codes_N == code].mean(axis=1), [0.0, 1.0]).all()
     assert weights_BN.sum(axis=1).min() > 0
     assert weights_BN.sum(axis=1).max() < len(LABELS)
 
@@ -148,8 +148,10 @@ def test_a_mixture_over_thousands_of_values_is_drawn_at_once():
 def test_draws_for_many_values_keep_within_each_value_what_was_drawn_for_it(monkeypatch):
     monkeypatch.setattr(families, "MANY_VALUES", 1)
     rows_BN = drawn(parse_family("mixture:topic"), 400)
-    groups = LabelColumn.of(LABELS).groups()
+    column = LabelColumn.of(LABELS)
     one_by_one_BN = (monkeypatch.undo(), drawn(parse_family("mixture:topic"), 400))[1]
-    for rows in groups.values():  # the same numbers of rows, since fractions are drawn first; other rows
+    for rows in (
+        column.codes_N == code for code in range(len(column.values))
+    ):  # the same numbers of rows, since fractions are drawn first; other rows
         np.testing.assert_array_equal(rows_BN[:, rows].sum(axis=1), one_by_one_BN[:, rows].sum(axis=1))
         assert np.ptp(rows_BN[:, rows].mean(axis=0)) < 0.15

@@ -7,7 +7,6 @@ of it, and a checksum of every file. The directory is written aside and renamed:
 
 import datetime
 import decimal
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import discard, entry_of, written_aside
 from grasp.settings import CorpusSettings, write_yaml
+from grasp.text import json_text
 
 Format = Literal["parquet", "jsonl", "datasets"]
 MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begins with no underscore
@@ -218,7 +218,7 @@ class _JsonLines:
             self._open()
         assert self._file is not None
         try:
-            self._file.write(json.dumps(record, ensure_ascii=False, default=_plain) + "\n")
+            self._file.write(f"{json_text(record, None, ascii=False, default=_plain)}\n")
         except TypeError as err:
             raise CorpusError(f"record {self.n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
         self.n_records += 1

@@ -111,11 +111,6 @@ class Ledger:
         """Cost of what has been taken."""
         return self._used
 
-    @property
-    def used_per_value(self) -> I64:
-        """(G,) cost taken of each value."""
-        return np.array(self._used_G, dtype=np.int64)
-
     def room(self, code: int) -> int:
         """Cost up to which a row of this value may be taken."""
         limits = self._limits

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -94,29 +94,17 @@ class MixtureSummary(Summary):
 
 
 S = TypeVar("S", SelectionSummary, MixtureSummary)
-FLAGS = {"selection": "--selection", "mixture": "--mixture"}
+COMMANDS = {"selection": "grasp select", "mixture": "grasp mix"}
 
 
-def read_selection(path: Path, artifact: ArtifactReader, flag: str = "--selection") -> SelectionSummary:
-    """The summary of a selection from this artifact's corpus.
-
-    Raises:
-        SettingsError: not such a file, or one of another corpus.
-    """
-    return _read(path, flag, SelectionSummary, "grasp select", artifact)
-
-
-def read_mixture(path: Path, artifact: ArtifactReader, flag: str = "--mixture") -> MixtureSummary:
-    """The summary of a mixture over this artifact's corpus.
+def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
+    """The summary of a selection, or a mixture, of this artifact's corpus.
 
     Raises:
         SettingsError: not such a file, or one of another corpus.
     """
-    return _read(path, flag, MixtureSummary, "grasp mix", artifact)
-
-
-def _read(path: Path, flag: str, kind: type[S], command: str, artifact: ArtifactReader) -> S:
-    expected = f"expected the .json that {command} writes beside its --out"
+    (name,) = get_args(kind.model_fields["kind"].annotation)
+    flag, expected = f"--{name}", f"expected the .json that {COMMANDS[name]} writes beside its --out"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
@@ -124,8 +112,8 @@ def _read(path: Path, flag: str, kind: type[S], command: str, artifact: Artifact
     except (IsADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as err:
         raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
     found = data.get("kind") if isinstance(data, dict) else None
-    if isinstance(found, str) and found in FLAGS and FLAGS[found] != flag:
-        raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with {FLAGS[found]}; {expected}")
+    if isinstance(found, str) and found in COMMANDS and found != name:
+        raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with --{found}; {expected}")
     try:
         summary = kind.model_validate(data)
     except ValidationError as err:

@@ -1,6 +1,6 @@
 """One label column, factorised: a short list of values and a code per row."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -49,12 +49,6 @@ class LabelColumn:
     def counts(self) -> NDArray[np.int64]:
         """Rows per value."""
         return np.bincount(self.codes_N, minlength=len(self.values)).astype(np.int64)
-
-    def groups(self) -> Mapping[Label, NDArray[np.int64]]:
-        """Row indices of each value, ascending; in order of first appearance."""
-        order = np.argsort(self.codes_N, kind="stable")
-        parts = np.split(order, np.cumsum(self.counts)[:-1])
-        return dict(zip(self.values, parts, strict=True))
 
     def names(self) -> tuple[str, ...]:
         """What people call the values, each another name; floors and caps speak of them by it.

@@ -75,8 +75,3 @@ def row_tokens(artifact: RowArrays) -> NDArray[np.int64]:
 def label_column(artifact: RowArrays, name: str) -> LabelColumn:
     """One label of every row."""
     return LabelColumn.of_batches(name, (batch.column(0) for batch in artifact.row_batches([name])))
-
-
-def kernel_array(artifact: RowArrays) -> str:
-    """The relevance that is meant where no kernel is named: token, or pooled where there is no token."""
-    return "relevance_token" if "relevance_token" in artifact.array_names else "relevance_pooled"

@@ -8,7 +8,7 @@ through by mistake still cannot reach a file, the environment, or another table.
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,10 @@ LONGEST = 60
 MAX_LENGTH = 20_000
 OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
 
-EXPRESSION_CLASSES = frozenset(
-    (
-        "CONJUNCTION",
-        "COMPARISON",
-        "OPERATOR",
-        "BETWEEN",
-        "CONSTANT",
-        "COLUMN_REF",
-        "FUNCTION",
-        "CAST",
-        "CASE",
-        "COLLATE",
-        "TYPE",
-    )
-)
+_CLASSES = """
+    CONJUNCTION COMPARISON OPERATOR BETWEEN CONSTANT COLUMN_REF FUNCTION CAST CASE COLLATE TYPE
+"""
+EXPRESSION_CLASSES = frozenset(_CLASSES.split())
 _FUNCTION_NAMES = """
     + - * / // % ** || ~~ !~~ ~~* !~~* ~~~ like_escape ilike_escape not_like_escape not_ilike_escape
     regexp_matches regexp_full_match lower upper trim ltrim rtrim length strlen contains starts_with ends_with
@@ -53,28 +42,10 @@ _FUNCTION_NAMES = """
     year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
 """
 FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
-STATEMENTS = frozenset(
-    (
-        "attach",
-        "call",
-        "copy",
-        "create",
-        "delete",
-        "detach",
-        "drop",
-        "export",
-        "from",
-        "import",
-        "insert",
-        "install",
-        "load",
-        "pragma",
-        "select",
-        "set",
-        "update",
-        "with",
-    )
-)
+_STATEMENT_WORDS = """
+    attach call copy create delete detach drop export from import insert install load pragma select set update with
+"""
+STATEMENTS = frozenset(_STATEMENT_WORDS.split())
 STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
 PLAIN_SELECT = frozenset(
     ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
@@ -105,10 +76,6 @@ class LabelTable:
     def columns(self) -> tuple[str, ...]:
         """Columns an expression may name."""
         return tuple(self._schema.names)
-
-    def select(self, expression: str) -> NDArray[np.bool_]:
-        """(N,) mask of the rows for which `expression` is true; see `selection` for the count of NULLs."""
-        return self.selection(expression).mask_N
 
     def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.
@@ -172,10 +139,6 @@ class LabelTable:
         """
         self._known(name, where)
         return LabelColumn.of_batches(name, (batch.column(0) for batch in self._batches([name])))
-
-    def values(self, column: str) -> Mapping[Label, NDArray[np.int64]]:
-        """Row indices of each value of a label; rows without it stand under `None`."""
-        return self.column(column).groups()
 
     def _batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
         try:

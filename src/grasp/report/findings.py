@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_mixture, read_selection
+from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.intervals import Intervals, measures
 from grasp.predict.label_slices import LabelSlices, label_slices, sensible_labels
@@ -150,8 +150,10 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
     targets = checked_targets(artifact, question.targets, "--targets")
-    chosen = NO_SELECTION if question.selection is None else read_selection(question.selection, artifact)
-    mixed = NO_MIXTURE if question.mixture is None else read_mixture(question.mixture, artifact)
+    chosen = (
+        NO_SELECTION if question.selection is None else read_summary(SelectionSummary, question.selection, artifact)
+    )
+    mixed = NO_MIXTURE if question.mixture is None else read_summary(MixtureSummary, question.mixture, artifact)
     tokens_N = row_tokens(artifact)
     names = tuple(question.by) or sensible_labels(artifact)
     table = LabelTable(artifact.rows_path)
@@ -175,8 +177,8 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         no_text=None if any(row.text for one in rows for row in (*one.top, *one.bottom)) else NO_TEXT,
         trends=label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS,
         retraining=retraining,
-        selection=chosen,
-        mixture=mixed,
+        selection=selection,
+        mixture=mixture,
         suspects=NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names),
     )
 

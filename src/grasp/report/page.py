@@ -4,7 +4,6 @@ import base64
 import functools
 import gzip
 import hashlib
-import json
 import shlex
 from collections.abc import Sequence
 from importlib.resources import files
@@ -28,7 +27,7 @@ from grasp.report.whatif import payload
 from grasp.runs.compare import Agreement, TargetPoints
 from grasp.runs.evaluate import AVERAGE, Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
-from grasp.text import LONGEST_CELL, different, ending, name, plain, skipped_text
+from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, skipped_text
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")
@@ -89,8 +88,9 @@ def _policy(scripts: Sequence[str]) -> str:
 
 def _data(value: Any) -> Any:
     """JSON that cannot end the element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
-    return markupsafe.Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+    return markupsafe.Markup(
+        json_text(value, None).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    )
 
 
 def _resource(file: str) -> str:

@@ -1,6 +1,7 @@
 """What the page needs to predict by itself: the formula of every label, its slices, and words for a command line."""
 
 import shlex
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,7 @@ def _label(found: Findings, label: LabelFindings, nats: Intervals | None) -> dic
         "relevance": formula.relevance_GT.tolist(),
         "taken": formula.taken_T.tolist(),
         "corpus": formula.corpus_T.tolist(),
-        "quadratic": {
-            half: {"raw": weights.raw, "own": weights.own, "cent": weights.cent}
-            for half, weights in formula.quadratic.items()
-        },
+        "quadratic": {half: asdict(weights) for half, weights in formula.quadratic.items()},
         "gram": {half: formula.gram_GG[half].tolist() for half in dict.fromkeys(halves)},
         "norm": {half: formula.norm_G[half].tolist() for half in formula.quadratic},
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
@@ -57,18 +55,8 @@ def _nats(found: Findings, nats: Intervals) -> dict[str, Any]:
     lines = [nats.lines.get(target) for target in found.targets]
     return {
         "title": nats.title,
-        "lines": [
-            line
-            and {
-                "slope": line.slope,
-                "spread": line.spread,
-                "scatter": line.scatter,
-                "least": line.least,
-                "most": line.most,
-            }
-            for line in lines
-        ],
-        "reach": {name: {"mean": reach.mean, "most": reach.most} for name, reach in nats.reach.items()},
+        "lines": [line and asdict(line) for line in lines],
+        "reach": {name: asdict(reach) for name, reach in nats.reach.items()},
     }
 
 
