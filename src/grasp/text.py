@@ -63,14 +63,10 @@ def skipped_text(counts: Mapping[str, int]) -> str:
 
 
 def json_text(
-    value: Any,
-    indent: int | None = 1,
-    *,
-    ascii: bool = True,
-    default: Callable[[Any], Any] | None = None,
+    value: Any, indent: int | None = 1, *, only_ascii: bool = True, default: Callable[[Any], Any] | None = None
 ) -> str:
     """JSON in which a number that is not finite is null; `default` gives values that JSON has for others."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=ascii, default=default)
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=only_ascii, default=default)
 
 
 def _finite(value: Any) -> Any:

@@ -218,7 +218,7 @@ class _JsonLines:
             self._open()
         assert self._file is not None
         try:
-            self._file.write(f"{json_text(record, None, ascii=False, default=_plain)}\n")
+            self._file.write(f"{json_text(record, None, only_ascii=False, default=_plain)}\n")
         except TypeError as err:
             raise CorpusError(f"record {self.n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
         self.n_records += 1

@@ -150,10 +150,9 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
     targets = checked_targets(artifact, question.targets, "--targets")
-    chosen = (
-        NO_SELECTION if question.selection is None else read_summary(SelectionSummary, question.selection, artifact)
-    )
-    mixed = NO_MIXTURE if question.mixture is None else read_summary(MixtureSummary, question.mixture, artifact)
+    kept, mixed = question.selection, question.mixture
+    selection = NO_SELECTION if kept is None else read_summary(SelectionSummary, kept, artifact)
+    mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)
     tokens_N = row_tokens(artifact)
     names = tuple(question.by) or sensible_labels(artifact)
     table = LabelTable(artifact.rows_path)
