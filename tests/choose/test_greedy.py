@@ -23,7 +23,7 @@ PENALTY = {"product.raw": -0.5}
 
 def objective_of(source, size, chosen=None) -> Objective:
     predictor = predictor_of(source, chosen or protocol(components=PENALTY), source.targets[:1])
-    return Objective.of(source, predictor, np.ones(1), size)
+    return Objective.of(predictor, np.ones(1), size)
 
 
 def limits_of(source, budget, *, floors=(), caps=(), labels=None, allowed_N=None) -> Limits:

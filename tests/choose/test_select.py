@@ -144,7 +144,7 @@ def test_the_bound_is_close_where_there_are_many_rows():
 def test_more_steps_never_loosen_the_bound():
     rng = np.random.default_rng(1)
     source = planted(rng.standard_normal((60, 3)), rng.standard_normal(60))
-    objective = Objective.of(source, predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12)
+    objective = Objective.of(predictor_of(source, protocol(components={"product.raw": -4.0})), np.ones(1), 12)
     limits = Limits.of(Amount(12, False), np.ones(60, dtype=bool))
     rows = choose(objective, limits).row_index
     bounds = [upper_bound(objective, limits, rows, steps)[0] for steps in (1, 2, 8, 40)]
@@ -178,7 +178,7 @@ def test_aligned_is_what_the_proposition_asks_for(seed):
     rng = np.random.default_rng(seed)
     sketch_ND = np.abs(rng.standard_normal((30, 3))) - 0.12 * seed
     source = planted(sketch_ND, rng.random(30))
-    objective = Objective.of(source, predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5)
+    objective = Objective.of(predictor_of(source, protocol(components={"product.raw": -1.0})), np.ones(1), 5)
     limits = Limits.of(Amount(5, False), np.arange(30) != 3)
     kept = np.delete(sketch_ND.astype("f4"), 3, axis=0)
     assert is_aligned(objective, limits) == bool((kept @ kept.T >= 0).all())

@@ -150,8 +150,7 @@ def test_draws_for_many_values_keep_within_each_value_what_was_drawn_for_it(monk
     rows_BN = drawn(parse_family("mixture:topic"), 400)
     column = LabelColumn.of(LABELS)
     one_by_one_BN = (monkeypatch.undo(), drawn(parse_family("mixture:topic"), 400))[1]
-    for rows in (
-        column.codes_N == code for code in range(len(column.values))
-    ):  # the same numbers of rows, since fractions are drawn first; other rows
+    for code in range(len(column.values)):  # the same numbers of rows, since fractions are drawn first; other rows
+        rows = column.codes_N == code
         np.testing.assert_array_equal(rows_BN[:, rows].sum(axis=1), one_by_one_BN[:, rows].sum(axis=1))
         assert np.ptp(rows_BN[:, rows].mean(axis=0)) < 0.15

@@ -16,7 +16,6 @@ import numpy as np
 from grasp.choose.additive import F64, best_rows
 from grasp.choose.limits import I64, Limits
 from grasp.choose.objective import Objective
-from grasp.predict.blocks import one_subset
 
 STEPS = 8
 ENOUGH = 1e-3  # of the distance to the value of taking rows at random: closer is not worth a pass
@@ -69,16 +68,8 @@ class _Point:
     @classmethod
     def of(cls, objective: Objective, row_index: I64) -> "_Point":
         linear = float(objective.linear_N[row_index].sum())
-        sketch_D = _sketch_sum(objective, row_index)
+        sketch_D = objective.sketches.sum_of(row_index)
         return cls(linear, sketch_D, objective.value(linear, sketch_D))
-
-
-def _sketch_sum(objective: Objective, row_index: I64) -> F64:
-    mask_N = np.zeros(len(objective.linear_N), dtype=np.bool_)
-    mask_N[row_index] = True
-    weights_BN = one_subset("point", mask_N).weights_BN
-    rows = objective.sketches
-    return rows.joined({half: rows.sketches[half].held.sums(weights_BN)[0, :-1] for half in rows.halves})
 
 
 def _tangent(objective: Objective, choice: Limits, x: _Point) -> tuple[float, I64]:

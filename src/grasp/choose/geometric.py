@@ -11,7 +11,6 @@ from grasp.choose.limits import I64, Limits
 from grasp.choose.objective import Objective
 from grasp.extract.progress import Progress
 from grasp.predict.predictor import Predictor
-from grasp.predict.row_arrays import RowArrays
 
 SIZES_TRIED = 4  # a budget in tokens is a number of rows only once rows are chosen
 SIZE_SHARE = 0.005
@@ -29,20 +28,14 @@ class Chosen:
     notes: tuple[str, ...]
 
 
-def choose_rows(
-    artifact: RowArrays,
-    predictor: Predictor,
-    weights_T: F64,
-    limits: Limits,
-    progress: Progress | None = None,
-) -> Chosen:
+def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None = None) -> Chosen:
     """Rows of high predicted change, redundancy and all.
 
     Args:
         weights_T: weights of the predictor's targets, adding up to 1.
         progress: told of the rows taken.
     """
-    objective, picks = _sized(artifact, predictor, weights_T, limits, progress)
+    objective, picks = _sized(predictor, weights_T, limits, progress)
     if picks is None:
         return Chosen(best_rows(objective.linear_N, limits), None, None, OPTIMAL, ())
     bound, reason = upper_bound(objective, limits, picks.row_index)
@@ -53,18 +46,14 @@ def choose_rows(
 
 
 def _sized(
-    artifact: RowArrays,
-    predictor: Predictor,
-    weights_T: F64,
-    limits: Limits,
-    progress: Progress | None,
+    predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None
 ) -> tuple[Objective, Picks | None]:
     """Choose; under a budget in tokens, until the number of rows is the one that was assumed."""
     size = limits.budget
     if limits.cost_N is not None:
         size = max(1, round(limits.budget / float(limits.cost_N[limits.allowed_N].mean())))
     for _ in range(SIZES_TRIED):
-        objective = Objective.of(artifact, predictor, weights_T, min(size, predictor.n_rows))
+        objective = Objective.of(predictor, weights_T, min(size, predictor.n_rows))
         if not objective.curvature:
             return objective, None
         picks = choose(objective, limits, progress)
@@ -72,7 +61,7 @@ def _sized(
         if abs(found - size) <= SIZE_SHARE * size:
             break
         size = found
-    return (objective if found == size else Objective.of(artifact, predictor, weights_T, found)), picks
+    return (objective if found == size else Objective.of(predictor, weights_T, found)), picks
 
 
 def _guarantee(objective: Objective, limits: Limits, picks: Picks) -> str:

@@ -214,7 +214,7 @@ class _Gains:
     def __init__(self, state: _Greedy) -> None:
         self._state = state
         sketches = state.objective.sketches
-        self._mean_D = sketches.joined({half: sketches.mean(half) for half in sketches.halves})
+        self._mean_D = sketches.mean_D
         n_rows = len(state.base_N)
         off_N = state.norm_N - 2.0 * sketches.dot(self._mean_D) + float(self._mean_D @ self._mean_D)
         self._reach_N = np.sqrt(np.maximum(off_N, 0.0))  # ||phi_i - mean||

@@ -17,7 +17,7 @@ import numpy as np
 from grasp.choose.sketches import SketchRows
 from grasp.predict.geometry import QuadraticWeights, SubsetMass, Weighting
 from grasp.predict.predictor import Predictor
-from grasp.predict.row_arrays import F64, RowArrays
+from grasp.predict.row_arrays import F64
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Objective:
     weighting: Weighting
 
     @classmethod
-    def of(cls, artifact: RowArrays, predictor: Predictor, weights_T: F64, size: int) -> Self:
+    def of(cls, predictor: Predictor, weights_T: F64, size: int) -> Self:
         """The change that a predictor with geometry gives a weighted mean of its targets.
 
         Args:
@@ -53,11 +53,11 @@ class Objective:
             moments = geometry.moments[name]
             constant -= omega * (float(moments.inverse_E[0] * moments.mean_E[0]) + whole[name])
         for half, weights in geometry.halves.items():
-            linear_N += factor**2 * _half_linear(artifact, predictor, half, weights, size)
+            linear_N += factor**2 * _half_linear(predictor, half, weights, size)
             constant += factor**2 * _half_constant(predictor, half, weights, size)
         bends = {half: factor**2 * weights.bend for half, weights in geometry.halves.items()}
         curvature = {half: bend for half, bend in bends.items() if bend != 0.0}
-        sketches = SketchRows(artifact, predictor.sketches, tuple(curvature))
+        sketches = SketchRows({half: predictor.sketches[half] for half in curvature})
         return cls(size, constant, linear_N, curvature, sketches, protocol.weighting)
 
     @property
@@ -68,7 +68,8 @@ class Objective:
     @property
     def bends_D(self) -> F64:  # noqa: N802 - a shape suffix
         """Curvature of every coordinate of the joined sketches, (D,)."""
-        parts = [np.full(len(self.sketches.mean(half)), bend) for half, bend in self.curvature.items()]
+        halves = self.sketches.halves
+        parts = [np.full(len(halves[half].totals.mean_D), bend) for half, bend in self.curvature.items()]
         return np.concatenate(parts) if parts else np.empty(0)
 
     def value(self, linear: float, sketch_D: F64) -> float:
@@ -76,23 +77,22 @@ class Objective:
         return self.constant + linear + float(self.bends_D @ sketch_D**2)
 
 
-def _half_linear(artifact: RowArrays, predictor: Predictor, half: str, weights: QuadraticWeights, size: int) -> F64:
+def _half_linear(predictor: Predictor, half: str, weights: QuadraticWeights, size: int) -> F64:
     """What K_self, K_cent and, on the omitted side, K_raw of one sketch add per kept row, (N,).
 
     Kept rows S, T the sum over the corpus: ||T - s||^2 = ||T||^2 - 2 <T, s> + ||s||^2, and the centred component is
     ||s - |S| mean||^2 on either side.
     """
-    totals = predictor.sketches[half].totals
-    omitted = predictor.protocol.side == "omitted"
-    rows = SketchRows(artifact, predictor.sketches, (half,))
+    sketch, omitted = predictor.sketches[half], predictor.protocol.side == "omitted"
+    totals = sketch.totals
     out_N = np.zeros(predictor.n_rows)
     if weights.own:
-        out_N += (-weights.own if omitted else weights.own) * rows.norms()[half]
+        out_N += (-weights.own if omitted else weights.own) * sketch.norms_of_rows()
     vector_D = -2.0 * weights.cent * size * totals.mean_D
     if omitted:
         vector_D = vector_D - 2.0 * weights.raw * totals.total_D
     if np.any(vector_D):
-        out_N += rows.dot(vector_D)
+        out_N += sketch.dot(vector_D)
     return out_N
 
 

@@ -242,7 +242,7 @@ def _chosen(aim: Aim, limits: Limits, progress: Progress | None) -> tuple[Chosen
     if not aim.predictor.additive:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
-        found = choose_rows(aim.artifact, aim.predictor, aim.weights_T, limits, progress)
+        found = choose_rows(aim.predictor, aim.weights_T, limits, progress)
         order_P = found.row_index
     else:
         every_P = ranked(_worth(aim, limits), among_N=limits.allowed_N)

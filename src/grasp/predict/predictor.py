@@ -213,8 +213,8 @@ class Predictor:
 
     def change_of(self, sums: SubsetSums) -> F64:
         """Predicted change of utility against the whole corpus, (B, T); positive is better."""
-        change_BT = self._additive(self.task, sums.effect_BT, sums.mass)
-        return change_BT + self.geometry_change(sums)[:, None]
+        additive_BT = self.task.gain_C * self.relative(sums.effect_BT, self.task.offset_C, sums.mass)
+        return additive_BT + self.geometry_change(sums)[:, None]
 
     def change(self, weights: Weights) -> F64:
         """The same for subsets given by their weights."""
@@ -226,9 +226,22 @@ class Predictor:
         Args:
             sums: of the same subsets.
         """
-        assert self.unit_level is not None
-        change_BE = self._additive(self.unit_level, self.unit_level.effects.sums(weights), sums.mass)
-        return change_BE + self.geometry_change(sums)[:, None]
+        level = self.unit_level
+        assert level is not None
+        additive_BE = level.gain_C * self.relative(level.effects.sums(weights), level.offset_C, sums.mass)
+        return additive_BE + self.geometry_change(sums)[:, None]
+
+    def relative(self, sum_BC: F64, offset_C: F64, mass: SubsetMass) -> F64:
+        """A of subsets minus A of the corpus, (B, C), for the protocol's side and weighting.
+
+        Args:
+            sum_BC: of values that add up to 0 over the corpus.
+            offset_C: what is added to each of these values.
+        """
+        side, weighting, total_C = self.protocol.side, self.protocol.weighting, self.n_rows * offset_C
+        sum_BC = sum_BC + np.outer(mass.retained_B, offset_C)
+        whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(self.n_rows), side, weighting)
+        return np.asarray(subset_relevance(sum_BC, total_C, mass, side, weighting) - whole_1C)
 
     def geometry_change(self, sums: SubsetSums) -> F64:
         """What geometry adds to a change, the same for every target, (B,)."""
@@ -243,23 +256,8 @@ class Predictor:
             share_T, mean_T = self.task.shares[name], self.task.means[name]
             sum_BT = share_T * (kernel.held.sums(weights) - np.outer(mass.retained_B, mean_T))
             offset_T = share_T * mean_T if self.protocol.weighting == "count" else np.zeros_like(share_T)
-            parts[name] = self.task.gain_C * self._relative(sum_BT, offset_T, mass)
+            parts[name] = self.task.gain_C * self.relative(sum_BT, offset_T, mass)
         return parts
-
-    # -------------------------------------------------------------------------------------------- algebra
-
-    def relative(self, sum_BC: F64, total_C: F64, mass: SubsetMass) -> F64:
-        """A of subsets minus A of the corpus, (B, C), for the protocol's side and weighting."""
-        side, weighting = self.protocol.side, self.protocol.weighting
-        whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(mass.n_rows), side, weighting)
-        return np.asarray(subset_relevance(sum_BC, total_C, mass, side, weighting) - whole_1C)
-
-    def _relative(self, sum_BC: F64, offset_C: F64, mass: SubsetMass) -> F64:
-        """The same from sums of values that add up to 0 over the corpus, an offset being added to each."""
-        return self.relative(sum_BC + np.outer(mass.retained_B, offset_C), self.n_rows * offset_C, mass)
-
-    def _additive(self, level: Level, sum_BC: F64, mass: SubsetMass) -> F64:
-        return level.gain_C * self._relative(sum_BC, level.offset_C, mass)
 
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:

@@ -61,11 +61,10 @@ def dropped_intervals(
     n_slices = len(slices.slices)
     without = effects.sums.from_whole(predictor.whole(), DROPPED)
     part_GE = _unit_parts(artifact, predictor, slices)
-    total_E = part_GE.sum(axis=0)
-    if predictor.protocol.weighting == "mean":  # rows count from the mean of the corpus
-        part_GE -= np.outer(effects.sums.mass.retained_B, total_E / predictor.n_rows)
-        total_E = np.zeros_like(total_E)
-    change_GE = predictor.relative(total_E - part_GE, total_E, without.mass)
+    mean_E = part_GE.sum(axis=0) / predictor.n_rows
+    rest_GE = np.outer(effects.sums.mass.retained_B, mean_E) - part_GE  # all other rows, counted from the mean
+    offset_E = mean_E if predictor.protocol.weighting == "count" else np.zeros_like(mean_E)
+    change_GE = predictor.relative(rest_GE, offset_E, without.mass)
     geometry_G = predictor.geometry_change(without)
     bounds = np.full((2, len(predictor.targets), n_slices), np.nan)
     stops = np.cumsum(predictor.units.counts_T)
