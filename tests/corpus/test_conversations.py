@@ -141,9 +141,9 @@ def test_what_carries_no_loss_is_left_out_counted_and_named(tmp_path):
 
 def test_a_pair_without_an_answer_is_left_out(tmp_path):
     records = [{"prompt": "Q", "completion": "", "row_id": "q"}, {"prompt": "Q", "completion": " a"}]
-    tokenizer = chat_tokenizer()
-    store = stored(tmp_path, records, tokenizer)
-    assert store.n_rows == 2 - len(store.skipped.ids.get("no_loss", ()))
+    store = stored(tmp_path, records)
+    assert store.n_rows == 1
+    assert store.skipped.ids == {"no_loss": ("q",)}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_pair_without_an_answer_is_left_out(tmp_path):
     ],
 )
 def test_a_record_that_cannot_be_read_is_named(tmp_path, record, message):
-    assert message.replace("c.jsonl:1", "c.jsonl:1") in refused(tmp_path, [record])
+    assert message in refused(tmp_path, [record])
 
 
 @pytest.mark.parametrize(
@@ -228,3 +228,13 @@ def test_a_datasets_directory_with_features_of_turns(tmp_path):
 def test_surrogates_in_turns_are_mended(tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns("what\ud800?", "wet.")}) + "\n")
     assert said(stored(tmp_path, None))[1] == "wet." + END
+
+
+def test_a_tokenizer_that_cannot_tell_where_tokens_end_is_refused(tmp_path, monkeypatch):
+    tokenizer = chat_tokenizer()
+    monkeypatch.setattr(
+        type(tokenizer), "encode_with_ends", lambda self, texts: [(ids, None) for ids in self.encode(texts)]
+    )
+    assert "the tokenizer cannot tell which tokens are the answer" in refused(
+        tmp_path, [{"messages": TURNS}], tokenizer
+    )

@@ -463,3 +463,21 @@ def test_text_that_is_not_utf8(tmp_path):
 def test_a_gzip_named_json_is_read_as_lines(tmp_path):
     (tmp_path / "c4.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
     assert refused(tmp_path / "c4.json.gz") == ["a", "b"]
+
+
+def test_lists_in_lists_are_refused(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(CorpusError, match=r"c\.jsonl:1: not JSON: maximum recursion depth exceeded"):
+        list(read_documents(settings_for(path)))
+
+
+def test_a_line_that_does_not_end_is_refused_before_it_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr("grasp.corpus.sources.LONGEST_LINE", 1 << 20)
+    path = tmp_path / "c.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "a"}\n{"text": "' + b"a" * (4 << 20))
+    with pytest.raises(
+        CorpusError, match=r"c\.jsonl\.gz:2: a line of more than 1 MiB; cut the record, or mend the file"
+    ):
+        list(read_documents(settings_for(path)))

@@ -21,6 +21,7 @@ EXAMPLES = """\b
 Examples:
   grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art
   grasp build --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art
+  grasp build --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art
   grasp build --resume --out art
   grasp build --config art/run.yaml --out s3://bucket/art
   grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet --targets trusted.parquet \\
@@ -40,7 +41,8 @@ def build(
         None,
         "--corpus",
         metavar="FILE",
-        help="Texts or token ids: Parquet, JSONL, a directory of them, a `datasets` directory, a hub name or a URL.",
+        help="Texts, conversations or token ids: Parquet, JSONL, a directory of them, a `datasets` directory, a hub "
+        "name or a URL.",
     ),
     targets: list[str] = typer.Option(
         [],
@@ -50,7 +52,7 @@ def build(
         "commas; repeatable.",
     ),
     text_column: str | None = typer.Option(
-        None, "--text-column", metavar="COLUMN", help="Column of the text. Default: text."
+        None, "--text-column", metavar="COLUMN", help="Column of the text, or of turns. Default: text or messages."
     ),
     id_column: str | None = typer.Option(
         None, "--id-column", metavar="COLUMN", help='Column that names the rows. Default: row_id or id; "" for none.'
