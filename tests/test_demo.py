@@ -69,4 +69,4 @@ def test_what_it_says_is_what_the_commands_that_it_shows_print(art, tmp_path, mo
             printed = succeed(*argv).lines
             kept = printed if "--out" not in argv else printed[:-1]  # the last line says what was written
             assert "\n".join(kept) in text, argv
-    assert demo.report_path.exists()
+    assert (demo.out / "report.html").exists()

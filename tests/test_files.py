@@ -1,5 +1,6 @@
 """Files that appear only when they are whole."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -7,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from grasp.errors import SettingsError
-from grasp.files import NAME_BYTES, PART, STALE_SECONDS, aside, check_outputs, write_whole, written_aside
+from grasp.files import (
+    NAME_BYTES,
+    PART,
+    STALE_SECONDS,
+    UNSIGNED,
+    aside,
+    check_outputs,
+    is_signed,
+    own_directory,
+    signed,
+    write_whole,
+    written_aside,
+)
 
 
 def names(path):
@@ -129,3 +142,30 @@ def test_an_output_is_never_what_is_read(special):
         check_outputs({"--out": directory / "new"}, reads)
     with pytest.raises(SettingsError, match=r"--csv: would write .*/new, which --out writes"):
         check_outputs({"--out": special / "new", "--csv": special / "new"}, reads)
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match=r"--out: got .* which is no name for a file: it is not UTF-8"):
+        check_outputs({"--out": tmp_path / "a\udcff.parquet"})
+    with pytest.raises(SettingsError, match="it is not UTF-8; choose another"):
+        own_directory(tmp_path / "a\udcff", ".mark", lambda path: False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_that_write_one_directory_the_second_is_told(tmp_path):
+    def write():
+        with written_aside(tmp_path / "kept") as part:
+            part.mkdir()
+            (tmp_path / "kept").mkdir()
+            (tmp_path / "kept" / "theirs").touch()
+
+    with pytest.raises(SettingsError, match="another command has written there meanwhile; choose another place"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept", "theirs"]
+
+
+def test_json_with_its_own_checksum():
+    data = signed(json.dumps({"checksum": UNSIGNED, "n": 10}, indent=1).encode())
+    assert is_signed(data)
+    assert not is_signed(data.replace(b"10", b"11"))
+    assert not is_signed(b'{"n": 10}')

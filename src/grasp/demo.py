@@ -7,7 +7,6 @@ the rows come out the same everywhere, so retrained subsets of them can be shipp
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -49,44 +48,14 @@ BUDGET = "20%"
 DISTANCE = "40%"  # of the data that a mixture may change
 
 
-@dataclass(frozen=True, slots=True)
 class Demo:
     """Where everything of the demo lies, and what it is made of."""
 
-    out: Path
-
-    @property
-    def corpus_path(self) -> Path:
-        return self.out / "corpus.parquet"
-
-    @property
-    def model_path(self) -> Path:
-        return self.out / "model"
-
-    @property
-    def artifact_path(self) -> Path:
-        return self.out / "artifact"
-
-    @property
-    def predictions_path(self) -> Path:
-        return self.out / "predictions.parquet"
-
-    @property
-    def kept_path(self) -> Path:
-        return self.out / "kept.parquet"
-
-    @property
-    def mixture_path(self) -> Path:
-        return self.out / "mixture.parquet"
-
-    @property
-    def environment_path(self) -> Path:
-        """Where an environment of the user's own is looked for."""
-        return self.out / "environment"
-
-    @property
-    def report_path(self) -> Path:
-        return self.out / "report.html"
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.corpus_path, self.model_path, self.artifact_path = out / "corpus.parquet", out / "model", out / "artifact"
+        self.environment_path = out / "environment"  # where the user's own is looked for
+        self.kept_path, self.mixture_path = out / "kept.parquet", out / "mixture.parquet"
 
     @property
     def retrain_flags(self) -> tuple[str, ...]:
@@ -201,7 +170,7 @@ def _worth(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
 def _any_subset(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
     """Many subsets at once."""
     say(f"3. Any subset can be asked about. {RANDOM_SUBSETS:,} random tenths of the corpus:")
-    path = demo.predictions_path
+    path = demo.out / "predictions.parquet"
     _command(say, "predict", demo.artifact_path, "--family", "uniform:0.1", "-B", RANDOM_SUBSETS, "--out", path)
     begun = time.monotonic()
     lines = art.predict(family="uniform:0.1", count=RANDOM_SUBSETS, out=path).lines
@@ -243,55 +212,21 @@ def _agreement(evaluation: grasp.Result) -> str:
 
 def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Callable[[str], None]) -> None:
     """A fifth of the rows for SciQ, a mixture for all targets, and the page."""
-    trust = () if runs is None else ("--environment", runs.path)
+    at, trust = demo.artifact_path, () if runs is None else ("--environment", runs.path)
     say("5. Choose a fifth of the corpus for SciQ.")
-    _command(
-        say,
-        "select",
-        demo.artifact_path,
-        "--budget",
-        BUDGET,
-        "--target",
-        TARGET,
-        "--by",
-        LABEL,
-        *trust,
-        "--out",
-        demo.kept_path,
-    )
+    asked = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
+    _command(say, "select", at, *asked, *trust, "--out", demo.kept_path)
     selection = art.select(BUDGET, TARGET, by=LABEL, runs=runs)
     say(f"{selection}\n")
     summary = selection.save(demo.kept_path).with_suffix(".json")
     say("6. Or keep everything, and change how much of each source the model sees: for all five tasks together.")
-    _command(
-        say,
-        "mix",
-        demo.artifact_path,
-        "--by",
-        LABEL,
-        "--target",
-        ",".join(TASKS),
-        "--distance",
-        DISTANCE,
-        *trust,
-        "--out",
-        demo.mixture_path,
-    )
+    asked = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
+    _command(say, "mix", at, *asked, *trust, "--out", demo.mixture_path)
     mixture = art.mix(LABEL, list(TASKS), distance=DISTANCE, runs=runs)
     say(f"{mixture}\n")
     shares = mixture.save(demo.mixture_path).with_suffix(".json")
     say("7. All of it on one page, with sliders to try what if.")
-    _command(
-        say,
-        "report",
-        demo.artifact_path,
-        *trust,
-        "--selection",
-        summary,
-        "--mixture",
-        shares,
-        "--out",
-        demo.report_path,
-    )
-    page = art.report(demo.report_path, runs=runs, selection=summary, mixture=shares)
+    report = demo.out / "report.html"
+    _command(say, "report", at, *trust, "--selection", summary, "--mixture", shares, "--out", report)
+    page = art.report(report, runs=runs, selection=summary, mixture=shares)
     say(f"{page}: {size_text(page.stat().st_size)}; open it in any browser, it needs no network\n")

@@ -39,6 +39,8 @@ PART = ".part"
 NAME_BYTES = 200  # of a name that go into its part's: file systems take 255
 STALE_SECONDS = 86_400.0
 TTL_SECONDS = 300.0  # after which a lease that was not renewed counts as abandoned
+UNSIGNED = "0" * 32
+_SIGNATURE = re.compile(rb'"checksum": "([0-9a-f]{32})"')
 _PART_NAME = re.compile(r"\..*\.[0-9a-f]{32}\.part", re.DOTALL)
 
 # -------------------------------------------------------------------------------------------------- what may be written
@@ -78,12 +80,23 @@ def check_outputs(
 
 def _check_replaceable(path: Path, flag: str) -> None:
     """See that `path` is a new name in a directory that is there, or a regular file."""
+    _check_name(path, flag)
     if not path.parent.is_dir():
         raise SettingsError(f"{flag}: got {path}, but there is no directory {path.parent}; make it first")
     if path == Path("-") or (kind := kind_of(path)) is None:
         raise SettingsError(f"{flag}: got {path}, which is no name for a file; expected one")
     if kind not in ("file", "nothing"):
         raise SettingsError(f"{flag}: got {path}, which is a {kind}; expected the name of a file")
+
+
+def _check_name(path: Path, flag: str) -> None:
+    """See that a path is UTF-8: libraries that write files take no other."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as err:
+        raise SettingsError(
+            f"{flag}: got {path}, which is no name for a file: it is not UTF-8; choose another"
+        ) from err
 
 
 _KINDS = {
@@ -156,11 +169,20 @@ def _placed(path: Path) -> Iterator[Path]:
     try:
         yield part
         _flush(part)
-        os.replace(part, path)
+        _replace(part, path)
         _flush(path.parent)
     except BaseException:
         discard(part)
         raise
+
+
+def _replace(part: Path, path: Path) -> None:
+    try:
+        os.replace(part, path)
+    except OSError as err:
+        if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise SettingsError(f"{path}: another command has written there meanwhile; choose another place") from err
 
 
 def _flush(path: Path) -> None:
@@ -232,6 +254,20 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def signed(data: bytes) -> bytes:
+    """JSON with its own checksum in the place of the first UNSIGNED in it, which is its field `checksum`."""
+    return data.replace(UNSIGNED.encode(), checksum(data).encode(), 1)
+
+
+def is_signed(data: bytes) -> bool:
+    """Whether JSON agrees with the checksum in it."""
+    found = _SIGNATURE.search(data)
+    if found is None:
+        return False
+    unsigned = data[: found.start(1)] + UNSIGNED.encode() + data[found.end(1) :]
+    return checksum(unsigned) == found.group(1).decode()
+
+
 def entry_of(path: Path) -> FileEntry:
     """Size and checksum of a file on disk, read as a stream."""
     with path.open("rb") as handle:
@@ -285,7 +321,8 @@ def own_directory(path: Path, marker: str, is_ours: Callable[[Path], bool]) -> N
         SettingsError: something else is there, or no directory can be.
     """
     if path == Path():
-        raise SettingsError("--out: got the current directory, or no name at all; give the output one of its own")
+        raise SettingsError("out: got the current directory, or no name at all; give the output one of its own")
+    _check_name(path, "out")
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / marker).exists():

@@ -90,7 +90,8 @@ def write_table(table: pa.Table, path: Path) -> Path:
     with written_aside(path) as part:
         if path.suffix == ".csv":
             columns = [_no_formula(column) for column in columns]
-            pacsv.write_csv(pa.table(columns, table.column_names), part)
+            names = _no_formula(pa.chunked_array([pa.array(table.column_names, pa.string())])).to_pylist()
+            pacsv.write_csv(pa.table(columns, names), part)
         else:
             kept = pa.table(columns, table.column_names).replace_schema_metadata(table.schema.metadata)
             pq.write_table(kept, part, compression="zstd")

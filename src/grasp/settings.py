@@ -16,6 +16,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from grasp.dotted import leaf, put
 from grasp.errors import SettingsError
 from grasp.files import write_whole
+from grasp.text import plain
+
+DEEPEST = 50  # levels of a YAML file
+MOST_BYTES = 4 << 20  # of a YAML file
+MOST_VALUES = 100_000  # of a YAML file: alias bombs have billions
+SHOWN = 200  # characters of a wrong value in a message
 
 
 class Settings(BaseModel):
@@ -196,7 +202,7 @@ class ModelSettings(Settings):
     )
     device: str = Field("auto", description="auto: cuda where there is one, else cpu.")
     batch_tokens: int = Field(8192, ge=1, description="Tokens in one forward pass, padding included.")
-    threads: int | None = Field(None, ge=1, description="CPU threads; none: torch's own choice.")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; none: torch's own choice.")
     trust_remote_code: bool = Field(
         False, description="Run the Python that a checkpoint brings. Only if you say so: never taken from an artifact."
     )
@@ -394,7 +400,7 @@ class RetrainSettings(Settings):
         None, description="Steps of the reference runs that are kept; none: 1/8, 3/8, 5/8 and 7/8 of the budget."
     )
     device: str = Field("auto", description="auto: cuda where there is one, else cpu.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of one worker; none: an even share.")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of one worker; none: an even share.")
     workers: int | None = Field(
         None, ge=1, description="Processes that fill it; none: one, or on a cluster one for each GPU, or core."
     )
@@ -419,7 +425,7 @@ def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = No
     parts = []
     for item in err.errors():
         field = ".".join(str(step) for step in item["loc"])
-        got = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
+        got = "" if item["type"] in ("missing", "value_error") else f", got {plain(repr(item['input']), SHOWN)}"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
         parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
     return f"{where}: " + "; ".join(parts)
@@ -502,12 +508,32 @@ def _frozen(kind: type[S], data: dict[str, Any], where: str) -> S:
         raise SettingsError(describe(err, where, kind)) from err
 
 
-class _KeyTwice(yaml.YAMLError):
-    """A key that stands twice in one mapping; PyYAML would take the last."""
+class _Refused(yaml.YAMLError):
+    """What is YAML, and not what a person writes: the message says where."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML in which no mapping has a key twice."""
+    """Plain YAML in which no mapping has a key twice, and which no alias or nesting blows up."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._values = 0  # values as they are once every alias is written out
+        self._size: dict[Any, int] = {}  # by node
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, line, before = self.check_event(yaml.AliasEvent), self.line + 1, self._values
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _Refused(f"line {line}: nested deeper than {DEEPEST}")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and node not in self._size:
+            raise _Refused(f"line {line}: a value that holds itself")
+        self._values += self._size[node] if is_alias else 1
+        if self._values > MOST_VALUES:
+            raise _Refused(f"line {line}: more than {MOST_VALUES:,} values, aliases written out")
+        self._size.setdefault(node, self._values - before)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -517,25 +543,37 @@ class _Loader(yaml.SafeLoader):
                 continue
             line = key.start_mark.line + 1
             if (key.tag, key.value) in first:
-                raise _KeyTwice(
+                raise _Refused(
                     f"line {line}: {key.value!r} is there already, in line {first[key.tag, key.value]}; leave one out"
                 )
             first[key.tag, key.value] = line
         return node
 
 
+def parse_yaml(text: str, where: str) -> Any:
+    """A YAML value of a person's size; `where` begins the message that refuses anything else."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except _Refused as err:
+        raise SettingsError(f"{where}: {err}") from err
+    except (yaml.YAMLError, ValueError) as err:  # ValueError: a date that there is not, a number of 5,000 digits
+        raise SettingsError(f"{where}: not YAML: {plain(err, SHOWN)}") from err
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping; anything else is refused, and so is a key that stands twice."""
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        with path.open("rb") as file:  # /dev/zero has no end
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise SettingsError(f"{path}: more than {MOST_BYTES:,} bytes; expected a YAML file of settings")
+        data = parse_yaml(content.decode(), str(path))
     except FileNotFoundError as err:
         raise SettingsError(f"{path}: no such settings file") from err
     except OSError as err:
         raise SettingsError(f"{path}: cannot be read: {err.strerror}; expected a YAML file of settings") from err
-    except _KeyTwice as err:
-        raise SettingsError(f"{path}: {err}") from err
-    except (yaml.YAMLError, ValueError, RecursionError) as err:  # ValueError: not UTF-8, or a date that there is not
-        raise SettingsError(f"{path}: not YAML: {' '.join(str(err).split())}") from err
+    except UnicodeDecodeError as err:
+        raise SettingsError(f"{path}: not YAML: {err}") from err
     if not isinstance(data, dict):
         raise SettingsError(f"{path}: got {type(data).__name__}, expected a mapping of settings")
     return data

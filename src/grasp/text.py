@@ -69,6 +69,18 @@ def json_text(
     return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=only_ascii, default=default)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: not JSON, or nested deeper than anybody writes it.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as err:
+        raise ValueError("nested too deeply") from err
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None

@@ -168,7 +168,7 @@ def test_arrays_without_names_are_refused(env, tmp_path):
     with pytest.raises(EnvironmentDataError, match=r"shape \(10, 5\), expected \(30, 5\)"):
         read_row_scores(tmp_path / "m.npy", ROWS)
     (tmp_path / "m.ids.json").write_text("[]")
-    with pytest.raises(EnvironmentDataError, match=r"m.ids.json: lacks units"):
+    with pytest.raises(EnvironmentDataError, match=r"m\.ids\.json: .*, got \[\]"):
         read(env, tmp_path / "m.npy")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
     with pytest.raises(EnvironmentDataError, match=r"has columns \['x'\], expected subset_id"):
@@ -176,6 +176,27 @@ def test_arrays_without_names_are_refused(env, tmp_path):
     pq.write_table(pa.table({"row_id": ["row-0", "row-0"], "sciq": [1.0, 2.0]}), tmp_path / "x.parquet")
     with pytest.raises(EnvironmentDataError, match="rows: 'row-0' occurs twice"):
         read_row_scores(tmp_path / "x.parquet", ROWS)
+
+
+def test_predictions_that_are_no_numbers_are_refused(env, tmp_path):
+    place, names = tmp_path / "x.parquet", {"subset_id": ["a"], "target": ["sciq"]}
+    for value, said in (("x", "utility: Failed to parse string: 'x'"), ([1.0], "utility: Unsupported cast")):
+        pq.write_table(pa.table(names | {"utility": [value]}), place)
+        with pytest.raises(EnvironmentDataError, match=said):
+            read(env, place)
+    pq.write_table(pa.table(names | {"target": [["sciq"]], "utility": [1.0]}), place)
+    with pytest.raises(EnvironmentDataError, match=r"target: got list<element: string>, expected names"):
+        read(env, place)
+    pq.write_table(pa.table([["a"], ["b"], ["t"], [1.0]], [*names, "target", "utility"]), place)
+    with pytest.raises(EnvironmentDataError, match="cannot be read as Parquet: Multiple matches"):
+        read(env, place)
+    pq.write_table(pa.table(names | {"utility": [1e308]}), place)
+    with pytest.raises(EnvironmentDataError, match=r"predictions must be finite, and at most 1e\+100"):
+        read(env, place).aligned(["a"], "sciq", [])
+    np.save(tmp_path / "m.npy", np.array([["x"]]))
+    (tmp_path / "m.ids.json").write_text(json.dumps({"subset_ids": ["a"], "units": [["sciq", "0"]]}))
+    with pytest.raises(EnvironmentDataError, match="expected an array of numbers"):
+        read(env, tmp_path / "m.npy")
 
 
 def test_constant_predictions_are_said_to_be_undefined_everywhere(env):

@@ -15,14 +15,13 @@ from grasp.artifact.manifest import (
     Manifest,
     ShardMark,
     finished_shards,
-    is_signed,
     read_manifest,
     read_record,
 )
 from grasp.artifact.reader import why_not_open
 from grasp.artifact.remote import RemoteFiles, local_path, remote_url
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import FileEntry, differences, fault, kind_of
+from grasp.files import FileEntry, differences, fault, is_signed, kind_of
 from grasp.settings import read_yaml
 
 

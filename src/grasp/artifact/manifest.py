@@ -1,7 +1,6 @@
 """The JSON files of an artifact: manifest, identity of a build, completion marks."""
 
 import json
-import re
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from itertools import pairwise
@@ -25,14 +24,12 @@ from grasp.artifact.layout import (
     scale_file,
 )
 from grasp.errors import ArtifactError
-from grasp.files import FileEntry, checksum, kind_of, write_whole
-from grasp.text import plain
+from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, signed, write_whole
+from grasp.text import parse_json, plain
 
 ArrayDtype = Literal["float16", "float32"]
 
 SHOWN = 200  # characters of a name in a message
-_UNSIGNED = "0" * 32
-_SIGNATURE = re.compile(rb'"checksum": "([0-9a-f]{32})"')
 
 
 # Names come from whoever made the artifact and become paths: letters, digits, `_`, `-`, `.`; no step begins with a dot,
@@ -82,7 +79,7 @@ class Manifest(Record):
 
     format: Literal["grasp-artifact"] = "grasp-artifact"
     format_version: int = FORMAT_VERSION
-    checksum: str = Field(_UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
     n_rows: int = Field(ge=1)
     shard_rows: int = Field(ge=1)
     targets: dict[str, int] = Field(description="Units per target, in the order of the columns.")
@@ -195,28 +192,18 @@ def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     """Write the manifest with its own checksum in it; from now on the artifact is complete."""
-    write_whole(root / MANIFEST, signed(manifest))
+    write_whole(root / MANIFEST, signed_json(manifest))
 
 
-def signed(record: BaseModel) -> bytes:
+def signed_json(record: BaseModel) -> bytes:
     """Text of a record with its own checksum in its field `checksum`."""
-    data = dump_json(record.model_copy(update={"checksum": _UNSIGNED}))
-    return data.replace(_UNSIGNED.encode(), checksum(data).encode(), 1)
-
-
-def is_signed(data: bytes) -> bool:
-    """Whether the bytes of a record agree with the checksum in it."""
-    found = _SIGNATURE.search(data)
-    if found is None:
-        return False
-    unsigned = data[: found.start(1)] + _UNSIGNED.encode() + data[found.end(1) :]
-    return checksum(unsigned) == found.group(1).decode()
+    return signed(dump_json(record.model_copy(update={"checksum": UNSIGNED})))
 
 
 def parse_manifest(path: Path, data: bytes) -> Manifest:
     """Check version, checksum and fields, in this order: another version may sign in another way."""
     try:
-        raw = json.loads(data)
+        raw = parse_json(data)
     except ValueError as err:
         raise ArtifactError(f"{path}: damaged: not JSON ({err}); restore a copy or build again") from err
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:

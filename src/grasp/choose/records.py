@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.files import write_whole, written_aside
+from grasp.files import UNSIGNED, signed, write_whole, written_aside
 from grasp.predict.protocol import ScoringProtocol, save_protocol
 from grasp.predict.row_arrays import RowArrays
 from grasp.predict.subset_tables import CORPUS
@@ -74,7 +74,8 @@ def write_with_summary(
     marked = table.replace_schema_metadata({CORPUS: corpus})
     with written_aside(path) as part:
         pq.write_table(marked, part, compression="zstd", row_group_size=GROUP_ROWS)
-    write_whole(path.with_suffix(".json"), f"{json_text({**summary, CORPUS: corpus})}\n".encode())
+    text = json_text({"checksum": UNSIGNED, **summary, CORPUS: corpus})
+    write_whole(path.with_suffix(".json"), signed(f"{text}\n".encode()))
     save_protocol(protocol, path.with_suffix(".protocol.yaml"))
     return path
 

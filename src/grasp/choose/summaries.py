@@ -1,6 +1,5 @@
 """What `grasp select` and `grasp mix` leave beside their results, read back and checked."""
 
-import json
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -8,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
+from grasp.files import is_signed
 from grasp.settings import describe
+from grasp.text import parse_json
 
 
 class Summary(BaseModel):
@@ -106,14 +107,17 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
     (name,) = get_args(kind.model_fields["kind"].annotation)
     flag, expected = f"--{name}", f"expected the .json that {COMMANDS[name]} writes beside its --out"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        data = parse_json(content)
     except FileNotFoundError as err:
         raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
-    except (IsADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as err:
+    except (IsADirectoryError, ValueError) as err:
         raise SettingsError(f"{flag}: {path} is not JSON; {expected}") from err
     found = data.get("kind") if isinstance(data, dict) else None
     if isinstance(found, str) and found in COMMANDS and found != name:
         raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with --{found}; {expected}")
+    if not is_signed(content):
+        raise SettingsError(f"{flag}: {path}: damaged: its checksum does not match; run {COMMANDS[name]} again")
     try:
         summary = kind.model_validate(data)
     except ValidationError as err:

@@ -1,16 +1,16 @@
 """From flags, --set and a settings file to settings. Flags win over --set, --set over the file."""
 
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from grasp.cli.app import MORE
 from grasp.dotted import leaf, put
 from grasp.errors import SettingsError
-from grasp.settings import read_yaml
+from grasp.settings import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from grasp.extract.cluster import ClusterSpec
@@ -54,11 +54,7 @@ def merged(config: Path | dict[str, Any] | None, assignments: list[str], flags: 
         name, equals, text = assignment.partition("=")
         if not equals or not name:
             raise SettingsError(f"--set: got `{assignment}`, expected name=value, e.g. features.tau=0.02")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as err:
-            raise SettingsError(f"--set {name}: got `{text}`, which is not a YAML value") from err
-        put(data, name, value)
+        put(data, name, parse_yaml(text, f"--set {name}"))
     for name, value in flags.items():
         if value is not None:
             put(data, name, value)
@@ -133,5 +129,11 @@ def distinct_names(flag: str, text: str | None) -> list[str] | None:
 
 
 def names(text: str | None) -> list[str] | None:
-    """A comma-separated list."""
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+    """A comma-separated list; a name with a comma in it stands in double quotes, as in CSV."""
+    if text is None:
+        return None
+    try:
+        parts = next(csv.reader([text], skipinitialspace=True), [])
+    except csv.Error as err:
+        raise SettingsError(f"got {text[:200]!r}, expected names separated by commas: {err}") from err
+    return [part.strip() for part in parts if part.strip()]

@@ -38,8 +38,9 @@ TOKENIZER_FILES = (
 )
 MERGED = ("LORA", "LOHA", "LOKR", "IA3")  # adapters of peft that weights can take in
 UNLOADABLE = (
-    *(OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, UnpicklingError),
-    StrictDataclassError,  # a field of config.json is of another type
+    *(OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError, UnpicklingError),
+    # fields of config.json that cannot be meant: of another type, zero, negative
+    *(StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError),
 )
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 

@@ -275,6 +275,18 @@ def _allow(item: dict[str, Any], where: str) -> None:
         name = item["function_name"]
         if name.lower() not in FUNCTIONS or item.get("schema") or item.get("catalog"):
             raise SubsetError(f"{where}: function {name!r} is refused; allowed are {' '.join(sorted(FUNCTIONS))}")
+        if name.lower() == "replace" and _may_grow(item["arguments"]):
+            raise SubsetError(
+                f"{where}: replace may not make text longer, or a few of them fill the memory; expected constants, the "
+                "new one no longer than the old one, e.g. replace(topic, ' ', '_')"
+            )
+
+
+def _may_grow(arguments: list[dict[str, Any]]) -> bool:
+    """Whether a replacement may be longer than what it replaces; a NULL, a number or a column may be anything."""
+    literals = [one["expression"].get("literal", {}) for one in arguments[1:]]
+    texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
+    return len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode())
 
 
 def _evaluate(db: duckdb.DuckDBPyConnection, expression: str, query: str, batch: pa.RecordBatch) -> pa.Table:

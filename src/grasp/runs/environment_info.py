@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
-from grasp.artifact.manifest import is_signed, signed
+from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
-from grasp.files import write_whole
+from grasp.files import is_signed, write_whole
 from grasp.settings import CorpusSettings, Settings, TargetSettings, describe
 
 Role = Literal["dev", "held-out"]
@@ -126,4 +126,4 @@ def read_info(path: Path) -> EnvironmentInfo:
 
 def write_info(path: Path, info: EnvironmentInfo) -> None:
     """Write environment.json with its own checksum in it."""
-    write_whole(path, signed(info))
+    write_whole(path, signed_json(info))

@@ -10,7 +10,6 @@ Files that are read:
 Higher is better. Shape letters: B subsets, E units, N rows.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
 
 from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import Side, SubsetBlock
@@ -27,6 +27,7 @@ from grasp.predict.geometry import SubsetMass, Weighting, subset_relevance
 from grasp.predict.relevance import counted
 from grasp.predict.row_sums import BlockSums
 from grasp.predict.subset_tables import RowIndex
+from grasp.settings import describe
 
 F64 = NDArray[np.float64]
 Unit = tuple[str, str]
@@ -35,7 +36,15 @@ Unit = tuple[str, str]
 Standing = Literal["predictor", "oracle-selected", "supervised oracle"]
 
 EXAMPLES = 3
+LARGEST = 1e100  # of a prediction: what is larger overflows in the sums that are taken of it
 ROWS_AT_ONCE = 16_384
+
+
+class _Ids(BaseModel):
+    """What the axes of a .npy are, as the .ids.json beside it says."""
+
+    units: tuple[Unit, ...]
+    subset_ids: tuple[str, ...] | None = None  # None: the rows of the corpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +148,13 @@ class RowScores:
         return _split(self.method, ids, self.columns, np.concatenate(values))
 
     def _check_block(self, start: int, scores_NE: NDArray[Any]) -> None:
-        bad = np.argwhere(~np.isfinite(scores_NE))
+        bad = np.argwhere(~(np.abs(scores_NE.astype(np.float64)) <= LARGEST))
         if len(bad):
             row, (target, unit) = bad[0, 0], self.columns[bad[0, 1]]
             raise EnvironmentDataError(
                 f"{self.method}: score of row {start + row} for {target} unit {unit!r} is "
-                f"{scores_NE[row, bad[0, 1]]} ({len(bad)} such in this block); scores must be finite"
+                f"{scores_NE[row, bad[0, 1]]} ({len(bad)} such in this block); scores must be finite, and at most "
+                f"{LARGEST:g}"
             )
 
 
@@ -161,7 +171,7 @@ def read_predictions(
     """
     method = method or path.stem
     if path.suffix == ".npy":
-        if "subset_ids" in (ids := _read_ids(path)):
+        if (ids := _read_ids(path)).subset_ids is not None:
             return _of_array(path, ids, method)
     elif "subset_id" in (table := _open(path)).column_names:
         return _of_table(path, table, method)
@@ -177,7 +187,7 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
         EnvironmentDataError: a row is missing, repeated or unknown; shapes do not fit.
     """
     if path.suffix == ".npy":
-        units = tuple((target, unit) for target, unit in _read_ids(path)["units"])
+        units = _read_ids(path).units
         scores = _load(path, (rows.n_rows, len(units)), "(N, E) rows and units")
         return RowScores(method or path.stem, units, rows.n_rows, _blocks(scores))
     table = _open(path)
@@ -191,7 +201,7 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
         raise EnvironmentDataError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
     order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
     columns = tuple((head, tail if mark else None) for head, mark, tail in (name.partition("/") for name in names))
-    scores = np.stack([table.column(name).to_numpy() for name in names], axis=1)
+    scores = np.stack([_numbers(table, name, path) for name in names], axis=1)
     return RowScores(method or path.stem, columns, rows.n_rows, _blocks(scores[order]))
 
 
@@ -200,6 +210,8 @@ def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
     missing = [name for name in ("target", "utility") if name not in table.column_names]
     if missing:
         raise EnvironmentDataError(f"{path}: has columns {table.column_names}, lacks {missing}")
+    if nested := [one for one in table.schema if one.name != "utility" and pa.types.is_nested(one.type)]:
+        raise EnvironmentDataError(f"{path}: {nested[0].name}: got {nested[0].type}, expected names")
     units = table.column("unit_id").to_pylist() if "unit_id" in table.column_names else [None] * len(table)
     columns = list(zip(table.column("target").to_pylist(), units, strict=True))
     lines = [str(name) for name in table.column("subset_id").to_pylist()]
@@ -216,14 +228,21 @@ def _of_table(path: Path, table: pa.Table, method: str) -> Predictions:
             f"times ({len(wrong)} such); expected each once"
         )
     values_BE = np.full(counts_BE.shape, np.nan)
-    values_BE[b, e] = table.column("utility").cast(pa.float64()).to_numpy(zero_copy_only=False)
+    values_BE[b, e] = _numbers(table, "utility", path)
     return _split(method, tuple(b_of), tuple(e_of), values_BE)
 
 
-def _of_array(path: Path, ids: Mapping[str, Any], method: str) -> Predictions:
-    units = tuple((target, unit) for target, unit in ids["units"])
-    values_BE = _load(path, (len(ids["subset_ids"]), len(units)), "(B, E) subsets and units that its ids name")
-    return Predictions(method, tuple(ids["subset_ids"]), units, np.asarray(values_BE, np.float64))
+def _of_array(path: Path, ids: _Ids, method: str) -> Predictions:
+    subset_ids = ids.subset_ids or ()
+    values_BE = _load(path, (len(subset_ids), len(ids.units)), "(B, E) subsets and units that its ids name")
+    return Predictions(method, subset_ids, ids.units, np.asarray(values_BE, np.float64))
+
+
+def _numbers(table: pa.Table, name: str, path: Path) -> F64:
+    try:
+        return np.asarray(table.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False))
+    except pa.ArrowException as err:
+        raise EnvironmentDataError(f"{path}: {name}: {' '.join(str(err).split())}; expected numbers") from err
 
 
 def _blocks(array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
@@ -254,26 +273,23 @@ def _positions(have: Sequence[str], want: Sequence[str], where: str) -> NDArray[
 
 
 def _finite(values: F64, where: str) -> F64:
-    bad = np.argwhere(~np.isfinite(values))
+    bad = np.argwhere(~(np.abs(values) <= LARGEST))
     if len(bad):
         raise EnvironmentDataError(
             f"{where}: prediction at {tuple(bad[0].tolist())} is {values[tuple(bad[0])]} ({len(bad)} such); "
-            "predictions must be finite"
+            f"predictions must be finite, and at most {LARGEST:g}"
         )
     return values
 
 
-def _read_ids(path: Path) -> dict[str, Any]:
+def _read_ids(path: Path) -> _Ids:
     ids_path = path.with_suffix(".ids.json")
     try:
-        ids = json.loads(ids_path.read_text(encoding="utf-8"))
+        return _Ids.model_validate_json(ids_path.read_bytes())
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{ids_path}: no such file; it must name the axes of {path.name}") from err
-    except ValueError as err:
-        raise EnvironmentDataError(f"{ids_path}: not JSON: {err}") from err
-    if not isinstance(ids, dict) or "units" not in ids:
-        raise EnvironmentDataError(f"{ids_path}: lacks units; expected them, and subset_ids where subsets are scored")
-    return ids
+    except ValidationError as err:
+        raise EnvironmentDataError(describe(err, str(ids_path))) from err
 
 
 def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
@@ -281,8 +297,11 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err
-    except (ValueError, EOFError, OSError) as err:
+    except (ValueError, EOFError, OSError, OverflowError) as err:
         raise EnvironmentDataError(f"{path}: cannot be read as .npy: {err}") from err
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+        found = array.dtype if isinstance(array, np.ndarray) else "an archive"
+        raise EnvironmentDataError(f"{path}: holds {found}, expected an array of numbers")
     if array.shape != shape:
         raise EnvironmentDataError(f"{path}: shape {array.shape}, expected {shape}: {axes}")
     return array
