@@ -59,7 +59,9 @@ def _commands() -> str:
     """What every command says of itself."""
     group = typer.main.get_command(app)
     parts = ["# Commands", "What `grasp COMMAND --help` says."]
-    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+    found = dict(group.commands)  # type: ignore[attr-defined]
+    found |= {f"runs {name}": command for name, command in found.pop("runs").commands.items()}
+    for name, command in sorted(found.items()):
         with command.make_context(f"grasp {name}", [], resilient_parsing=True) as context:
             parts.append(f"## grasp {name}\n\n```text\n{command.get_help(context).strip()}\n```")
     return "\n\n".join(parts) + "\n"

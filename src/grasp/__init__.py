@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from grasp.handle import Artifact
     from grasp.results import Result
     from grasp.runs.environment import Environment
+    from grasp.runs.readers import import_runs
     from grasp.runs.verbs import calibrate, evaluate, open_runs, retrain
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _HOMES = {
     "build": "grasp.api",
     "calibrate": "grasp.runs.verbs",
     "evaluate": "grasp.runs.verbs",
+    "import_runs": "grasp.runs.readers",
     "open": "grasp.api",
     "open_runs": "grasp.runs.verbs",
     "retrain": "grasp.runs.verbs",
@@ -40,6 +42,7 @@ __all__ = [
     "build",
     "calibrate",
     "evaluate",
+    "import_runs",
     "open",
     "open_runs",
     "retrain",

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from grasp.report.verb import report as _report
     from grasp.results import Result
     from grasp.runs.environment import Environment
+    from grasp.runs.table import RunTable
 
     Place = Path | str
     Protocol = ScoringProtocol | Path | str | None
-    Runs = Environment | Path | str | None
+    Runs = Environment | RunTable | Path | str | None
     P = ParamSpec("P")
     R = TypeVar("R")
 
@@ -191,7 +192,7 @@ class Artifact:
     ) -> "Prediction":
         """What happens to the targets if rows are kept, dropped or re-weighted. See `grasp.predict.verb.predict`."""
         from grasp.predict.verb import predict
-        from grasp.runs.trust import intervals_from
+        from grasp.runs.learning import learning_from
 
         return predict(
             self.files,
@@ -206,7 +207,7 @@ class Artifact:
             seed=seed,
             targets=targets,
             protocol=protocol,
-            runs=intervals_from(self.files, runs),
+            runs=learning_from(self.files, runs),
             components=components,
             units=units,
             out=None if out is None else Path(out),

@@ -99,13 +99,13 @@ def test_an_oracle_of_noise_is_not_better_than_chance():
 def test_what_is_held_out_does_not_touch_its_own_prediction():
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(20, 3)), rng.normal(size=(20, 2))
-    before = oracles.cross_fit(oracles._ridge_out, x, y, folds=5, seed=0)
+    before = oracles.cross_fit(oracles.ridge_out, x, y, folds=5, seed=0)
     changed = y.copy()
     changed[7] += 1e6
-    after = oracles.cross_fit(oracles._ridge_out, x, changed, folds=5, seed=0)
+    after = oracles.cross_fit(oracles.ridge_out, x, changed, folds=5, seed=0)
     np.testing.assert_array_equal(after[7], before[7])
     assert np.abs(after - before).max() > 1
-    np.testing.assert_array_equal(before, oracles.cross_fit(oracles._ridge_out, x, y, folds=5, seed=0))
+    np.testing.assert_array_equal(before, oracles.cross_fit(oracles.ridge_out, x, y, folds=5, seed=0))
 
 
 def test_an_oracle_is_evaluated_like_any_other_prediction(tmp_path):
@@ -128,10 +128,10 @@ def test_too_few_subsets_and_missing_features_are_refused():
     with pytest.raises(EnvironmentDataError, match=r"5 subsets have no features, e.g. \['evaluation-000003'"):
         oracles.ridge_oracle(features, utilities)
     with pytest.raises(ShapeError, match=r"\(8, 2\) and utilities \(7, 1\)"):
-        oracles.cross_fit(oracles._ridge_out, np.zeros((8, 2)), np.zeros((7, 1)), folds=2, seed=0)
+        oracles.cross_fit(oracles.ridge_out, np.zeros((8, 2)), np.zeros((7, 1)), folds=2, seed=0)
 
 
-@pytest.mark.parametrize("fit", ["_ridge_out", "_lasso_out"])
+@pytest.mark.parametrize("fit", ["ridge_out", "_lasso_out"])
 def test_features_that_say_nothing_predict_nothing(fit):
     """The mean of the others falls as the own value rises: it would rank subsets backwards, rho = -1."""
     if fit == "_lasso_out":

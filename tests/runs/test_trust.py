@@ -1,8 +1,5 @@
 """Intervals cover what they claim, and are nothing at the corpus; they widen with the distance."""
 
-import functools
-import re
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -13,7 +10,6 @@ from grasp.predict.intervals import Intervals, NatsLine, Reach, distances, measu
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.slices import LabelTable
-from grasp.predict.verb import predict
 from grasp.runs.scored import Scored
 from grasp.runs.trust import fit_intervals
 from tests.predict.source import FakeSource
@@ -116,47 +112,6 @@ def test_the_corpus_is_certain_and_intervals_widen_with_the_distance(artifact, p
         table = intervals.of(predictor, sums, predictor.change_of(sums))
         width.append((table.high_BT - table.low_BT).mean())
     assert width[0] < width[1] < width[2]
-
-
-def test_ordinary_moves_are_no_warning_and_far_ones_are(artifact, predictor, environment, tmp_path):
-    runs = functools.partial(fit_intervals, artifact=artifact, environment=environment)
-    ordinary = predict(artifact, family="uniform:0.95", count=50, protocol=PROTOCOL, runs=runs)
-    assert not [note for note in ordinary.notes if note.startswith("outside")]
-    ids = next(artifact.row_batches(["row_id"])).column(0).to_pylist()
-    far = predict(artifact, subsets={"one row": ids[:1]}, protocol=PROTOCOL, runs=runs)
-    (note,) = [note for note in far.notes if note.startswith("outside")]
-    assert re.match(
-        r"outside of what the runs covered, so the interval is wider: one row \(\d+\.\d times as far from the corpus "
-        "as any run",
-        note,
-    )
-    many = predict(artifact, subsets={f"s{i}": ids[i : i + 1] for i in range(5)}, protocol=PROTOCOL, runs=runs)
-    assert [note for note in many.notes if note.endswith("and 2 more")]
-
-
-def test_the_same_columns_in_every_table(artifact, predictor, intervals, environment):
-    runs = functools.partial(fit_intervals, artifact=artifact, environment=environment)
-    topic = next(artifact.row_batches(["topic"])).column(0)[0].as_py()
-    dropped = predict(artifact, drop=f"topic = '{topic}'", protocol=PROTOCOL, runs=runs).to_pandas()
-    by = predict(artifact, by="topic", protocol=PROTOCOL, runs=runs).to_pandas().set_index(["value", "target"])
-    for _, line in dropped.iterrows():
-        same = by.loc[(topic, line["target"])]
-        assert line["change"] == pytest.approx(same["if_dropped"], abs=1e-6)
-        for name in ("nats", "nats_low", "nats_high"):
-            assert line[name] == pytest.approx(same[name], abs=1e-7)
-        assert line["nats_low"] <= line["nats"] <= line["nats_high"]
-        assert line["nats"] == pytest.approx(intervals.lines[line["target"]].slope * line["change"], rel=1e-5)
-    assert intervals.title == (
-        "nats, nats_low, nats_high: change in nats a token, 90% interval, for a model retrained as in env (recipe "
-        "tiny, mean of 2 seeds)"
-    )
-    assert intervals.lines["sciq"].slope == pytest.approx(SLOPE["sciq"], rel=0.35)
-
-
-def test_units_have_no_interval(artifact, environment):
-    runs = functools.partial(fit_intervals, artifact=artifact, environment=environment)
-    table = predict(artifact, family="uniform:0.5", count=2, units=True, protocol=PROTOCOL, runs=runs).to_pandas()
-    assert table["nats"].notna().tolist() == table["unit_id"].isna().tolist()
 
 
 def test_what_is_held_out_is_refused(artifact, predictor, tmp_path):

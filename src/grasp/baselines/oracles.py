@@ -89,7 +89,7 @@ def ridge_oracle(features: SubsetFeatures, utilities: Utilities, *, folds: int =
     Raises:
         EnvironmentDataError: a subset without features, or too few subsets for the folds.
     """
-    return _oracle("ridge", _ridge_out, features, utilities, folds, seed)
+    return _oracle("ridge", ridge_out, features, utilities, folds, seed)
 
 
 def lasso_oracle(features: SubsetFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
@@ -135,7 +135,8 @@ class _Fit:
         return np.asarray(similar @ dual_BE)
 
 
-def _ridge_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
+def ridge_out(x_BF: F64, y_BE: F64, held_BF: F64) -> F64:
+    """Fit to the training fold; the penalty is chosen by leaving one out."""
     return _Fit(x_BF, y_BE).predict(held_BF)
 
 

@@ -16,14 +16,16 @@ from grasp.choose.limits import I64
 from grasp.choose.records import write_with_summary
 from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
-from grasp.predict.intervals import NATS, Intervals, Outside, measures
+from grasp.predict.intervals import NATS, Expectation, Outside, measures
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.verb import notes
+from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.trust import intervals_from
+from grasp.runs.learning import learning_from
+from grasp.runs.table import RunTable
 from grasp.text import text_table
 
 # Changes have a sign; shares, weights and factors have none.
@@ -92,7 +94,7 @@ class Aim:
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
     training: Training
-    intervals: Intervals | None
+    intervals: Expectation | None
 
     @classmethod
     def of(
@@ -101,10 +103,10 @@ class Aim:
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
         training: Training,
-        runs: Environment | Path | str | None = None,
+        runs: Environment | RunTable | Path | str | None = None,
     ) -> Self:
         """Read the relevance of the rows, once."""
-        fit = intervals_from(artifact, runs)
+        fit = learning_from(artifact, runs)
         sketches = () if fit is None else measures(artifact.array_names)
         predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
@@ -116,13 +118,13 @@ class Aim:
         """Weighted change of subsets with so many tokens, what repetition leaves of it, (B,)."""
         return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * self.training.share(tokens_B))
 
-    def judged(self, name: str, sums: SubsetSums) -> tuple[pa.Table, tuple[str, ...]]:
+    def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
-        change_1T, outside = self.predictor.change_of(sums), Outside()
+        change_1T, outside = self.predictor.change(weights), Outside()
         columns = {"target": pa.array(self.predictor.targets, pa.string()), "weight": pa.array(self.weights_T)}
         columns["change"] = pa.array(change_1T[0])
         if self.intervals is not None:
-            nats = self.intervals.of(self.predictor, sums, change_1T)
+            nats = self.intervals.of(weights)
             outside.add([name], nats)
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
         return pa.table(columns), (*outside.notes, *notes(self.predictor, self.intervals))

@@ -146,9 +146,9 @@ def _mixture(
     linear_G = effect_G if segments is None else 0.0 * effect_G
     solution = solve(Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments))
     factor_G = solution.p_G / current_G
-    sums = predictor.sums(slices.weights(factor_G[None]))
-    targets, notes = aim.judged(MIXTURE, sums)
-    value = float(predictor.change_of(sums)[0] @ aim.weights_T)
+    weights = slices.weights(factor_G[None])
+    targets, notes = aim.judged(MIXTURE, weights)
+    value = float(predictor.change(weights)[0] @ aim.weights_T)
     said = _notes(slices, predictor, solution, asked)
     if segments is not None:
         value += segments.value(solution.p_G) - float(effect_G @ solution.p_G)

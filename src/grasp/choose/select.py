@@ -369,8 +369,9 @@ def _selection(
 ) -> Selection:
     """The result in words and tables."""
     training, artifact, rows = aim.training, aim.artifact, found.row_index
-    sums = aim.predictor.sums(one_subset(SUBSET, _mask(rows, artifact.n_rows)).weights)
-    targets, notes = aim.judged(SUBSET, sums)
+    weights = one_subset(SUBSET, _mask(rows, artifact.n_rows)).weights
+    sums = aim.predictor.sums(weights)
+    targets, notes = aim.judged(SUBSET, weights)
     n_tokens = int(aim.tokens_N[rows].sum())
     value = float(aim.value(sums, np.array([n_tokens]))[0])
     headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"

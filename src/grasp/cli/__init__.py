@@ -19,6 +19,7 @@ from grasp.cli import predict as _predict  # noqa: F401
 from grasp.cli import report as _report  # noqa: F401
 from grasp.cli import retrain as _retrain  # noqa: F401
 from grasp.cli import retrieve as _retrieve  # noqa: F401
+from grasp.cli import runs as _runs  # noqa: F401
 from grasp.cli import score as _score  # noqa: F401
 from grasp.cli import select as _select  # noqa: F401
 from grasp.cli.app import app

@@ -18,7 +18,7 @@ GROUPS = {
     "Ask what rows and slices are worth": ("score", "predict", "report"),
     "Choose what to train on": ("select", "mix"),
     "Find what should not be there": ("detect", "retrieve"),
-    "See how far to trust it": ("retrain", "evaluate", "calibrate", "diagnose", "methods"),
+    "See how far to trust it": ("retrain", "runs", "evaluate", "calibrate", "diagnose", "methods"),
 }
 OPTIONS = "Options"
 MORE = "More options"

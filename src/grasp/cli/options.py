@@ -23,7 +23,7 @@ TargetNames = Annotated[
 EnvironmentPath = Annotated[
     Path | None,
     typer.Option(
-        "--environment", metavar="DIR", help="Development environment: gives the change in nats, with an interval."
+        "--environment", metavar="DIR", help="Runs, retrained or imported: the change in their unit, with an interval."
     ),
 ]
 ProtocolFile = Annotated[

@@ -19,7 +19,7 @@ Shape letters: B subsets, T targets.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from scipy.stats import t as student
@@ -27,6 +27,7 @@ from scipy.stats import t as student
 from grasp.errors import EnvironmentDataError
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.row_arrays import F64
+from grasp.predict.weights import Weights
 
 COVERAGE = 0.9
 FEWEST = 5  # runs that a line is fitted to
@@ -175,7 +176,18 @@ def relative(distance: Mapping[str, F64], reach: Mapping[str, Reach]) -> F64:
     return np.asarray(np.max(each, axis=0))
 
 
-FitIntervals = Callable[[Predictor], Intervals]
+class Expectation(Protocol):
+    """What runs say of the predictions of one predictor: made by `grasp.runs.learning.learn`."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    def of(self, weights: Weights) -> NatsTable:
+        """Of one block of subsets."""
+
+
+FitIntervals = Callable[[Predictor], Expectation]
 
 
 def distances(predictor: Predictor, sums: SubsetSums) -> dict[str, F64]:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from grasp.errors import ShapeError
 from grasp.files import written_aside
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.intervals import NATS, Intervals, Outside
+from grasp.predict.intervals import NATS, Expectation, Outside
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.row_arrays import F64, RowArrays
 from grasp.results import write_table
@@ -53,7 +53,7 @@ def prediction_table(
     blocks: Iterable[SubsetBlock],
     *,
     components: bool = False,
-    intervals: Intervals | None = None,
+    intervals: Expectation | None = None,
     outside: Outside | None = None,
 ) -> PredictionTable:
     """Predict subsets.
@@ -81,7 +81,7 @@ def prediction_table(
             geometry = _geometry(predictor, sums) if components else {}
             numbers = geometry | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
             if intervals is not None:
-                nats = intervals.of(predictor, sums, change_BT)
+                nats = intervals.of(block.weights)
                 numbers |= nats.columns
                 if outside is not None:
                     outside.add(block.subset_ids, nats)

@@ -16,13 +16,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
-from grasp.predict.intervals import NATS, FitIntervals, Intervals, Outside, measures
+from grasp.predict.intervals import NATS, Expectation, FitIntervals, Outside, measures
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import checked_targets, row_tokens
-from grasp.predict.slice_effects import DROPPED, SliceEffects, dropped_intervals, slice_effects
+from grasp.predict.slice_effects import SliceEffects, dropped_intervals, slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.tables import metadata_of, prediction_table
@@ -111,7 +111,7 @@ def predict(
         family: draw `count` subsets, e.g. uniform:0.5.
         targets: None: all.
         protocol: None: the one that ships.
-        runs: fits intervals in nats a token to retrained subsets.
+        runs: learns from runs what the changes are in nats a token.
         components: the level, and what each part of the prediction adds.
         units: a line for every unit as well.
         out: Parquet file that the lines are written to while they are made; the result then shows the first.
@@ -153,7 +153,7 @@ def predict(
     )
 
 
-def notes(predictor: Predictor, intervals: Intervals | None = None) -> tuple[str, ...]:
+def notes(predictor: Predictor, intervals: Expectation | None = None) -> tuple[str, ...]:
     """What should be known of the numbers, and one line of where they come from."""
     found = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
@@ -241,7 +241,7 @@ def _subset_table(subsets: Any) -> pa.Table:
 
 
 def _by(
-    artifact: ArtifactReader, predictor: Predictor, column: LabelColumn, intervals: Intervals | None, out: Path | None
+    artifact: ArtifactReader, predictor: Predictor, column: LabelColumn, intervals: Expectation | None, out: Path | None
 ) -> SlicePrediction:
     """Every value of a label; a file has room for all of them, a screen for the largest."""
     tokens_N = row_tokens(artifact)
@@ -274,7 +274,7 @@ def slice_table(
     slices: LabelSlices,
     effects: SliceEffects,
     bounds: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
-    intervals: Intervals | None,
+    intervals: Expectation | None,
 ) -> tuple[pa.Table, tuple[str, ...]]:
     """One line a value and target, the most useful first for each target, and what lies beyond the runs.
 
@@ -290,8 +290,7 @@ def slice_table(
         numbers["redundancy"] = np.repeat(effects.redundancy_G[:, None], n_targets, axis=1)
     outside = Outside()
     if intervals is not None:
-        without = effects.sums.from_whole(predictor.whole(), DROPPED)
-        nats = intervals.of(predictor, without, effects.dropped_GT)
+        nats = intervals.of(slices.weights(1.0 - np.eye(len(slices.slices))))
         numbers |= nats.columns
         outside.add([f"without {name}" for name in slices.names], nats)
     g, t = (index.reshape(-1) for index in np.indices(effects.effect_GT.shape))

@@ -457,6 +457,16 @@ class Environment:
             )
 
 
-def as_runs(runs: Environment | Path | str) -> Environment:
-    """Runs, or the directory that holds them."""
-    return Environment.open(Path(runs)) if isinstance(runs, Path | str) else runs
+def as_runs(runs: object) -> Environment:
+    """Retrained runs, or the directory that holds them.
+
+    Raises:
+        EnvironmentDataError: they were imported: which rows each had, and results by unit, may not be known.
+    """
+    if isinstance(runs, Path | str):
+        return Environment.open(Path(runs))
+    if not isinstance(runs, Environment):
+        raise EnvironmentDataError(
+            "runs: got imported ones, expected an environment that grasp retrain made; predict, select, mix take both"
+        )
+    return runs

@@ -179,6 +179,13 @@ class Learned:
             spreads.append(self.scale_T * np.sqrt(variance_bG))
         return np.concatenate(means), np.concatenate(spreads)
 
+    def reach(self, features: Features, corpus: Features) -> F64:
+        """How far subsets are from the corpus, (B,): 1 is the run that is farthest, by the parts that were learned."""
+        whole = self._ruler.measure(corpus)
+        most = float(self._apart(self.runs, whole).mean(axis=1).max())
+        parts = [self._apart(own, whole).mean(axis=1) for own in self._measured(features)]
+        return np.sqrt(np.concatenate(parts) / max(most, TINY))
+
     def quantile(self, coverage: float) -> float:
         """Standard deviations on either side of the mean that hold `coverage`: Student's, the scale being estimated."""
         return float(student.ppf(0.5 + coverage / 2, self.freedom))

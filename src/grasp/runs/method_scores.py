@@ -200,7 +200,7 @@ def method_scorer(
     method: str | None,
     *,
     settings: Path | None = None,
-    runs: Environment | Path | str | None = None,
+    runs: object = None,
     checkpoints: Sequence[Path] = (),
     cache: Path | None = None,
     progress: Progress | None = None,

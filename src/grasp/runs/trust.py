@@ -7,22 +7,14 @@ Shape letters: B subsets of the environment, T targets.
 """
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.intervals import COVERAGE, FitIntervals, Intervals, NatsLine, Reach, distances, relative
+from grasp.predict.intervals import COVERAGE, Intervals, NatsLine, Reach, distances, relative
 from grasp.predict.predictor import Predictor
-from grasp.runs.environment import Environment, as_runs
-from grasp.runs.scored import Scored
-
-
-def intervals_from(artifact: ArtifactReader, runs: Environment | Path | str | None) -> FitIntervals | None:
-    """What fits intervals to retrained subsets, or to the directory that holds them; None without them."""
-    return None if runs is None else partial(fit_intervals, artifact=artifact, environment=as_runs(runs))
+from grasp.runs.environment import Environment
+from grasp.runs.learning import development_targets
 
 
 def fit_intervals(
@@ -37,24 +29,7 @@ def fit_intervals(
         EnvironmentDataError: artifact and environment do not belong together, share no target, or have too few
             subsets.
     """
-    if environment.role != "dev":
-        raise ProtocolLeakError(
-            f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
-            "left to test them on"
-        )
-    scored = Scored.of(environment, artifact)
-    common = {own: theirs for own, theirs in scored.renamed.items() if own in predictor.targets}
-    if not common:
-        raise EnvironmentDataError(
-            f"{environment.path}: has targets {list(environment.targets)}, asked are {list(predictor.targets)}; none "
-            "is common to both"
-        )
-    targets = {own: theirs for own, theirs in common.items() if environment.role_of(theirs) == "dev"}
-    if not targets:
-        raise ProtocolLeakError(
-            f"{environment.path}: intervals were asked for {list(common.values())}, which are held out; they are "
-            "fitted on development targets only"
-        )
+    scored, targets = development_targets(predictor, artifact, environment)
     sums = [predictor.sums(block.weights) for block in scored.blocks]
     subset_ids = [name for block in scored.blocks for name in block.subset_ids]
     utilities = environment.utilities()

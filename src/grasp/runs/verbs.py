@@ -28,6 +28,7 @@ from grasp.runs.environment import Environment, as_runs
 from grasp.runs.evaluate import Evaluation
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import Selection, freeze, provenance, provenance_path, select, write_provenance
+from grasp.runs.table import RunTable, any_runs
 from grasp.settings import read_yaml, retrain_settings
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ class Opened(Protocol):
     def files(self) -> ArtifactReader: ...
 
 
-def open_runs(path: Place) -> Environment:
-    """Open an environment: models retrained on parts of a corpus, and how well each did.
+def open_runs(path: Place) -> Environment | RunTable:
+    """Open runs: models trained on parts of a corpus, and how well each did; retrained (an environment) or imported.
 
     Raises:
         EnvironmentDataError: nothing there, or damaged.
     """
-    return Environment.open(path)
+    return any_runs(path)
 
 
 # ------------------------------------------------------------------------------------------------ retrain

@@ -1,0 +1,196 @@
+"""How much do k runs teach? Relevance alone, regressions on shares alone, and the learned predictor, on runs left out.
+
+    python -m experiments.runs.curves --data ../shared/data/regmix --worlds bench-out --out experiments/runs/curves.json
+
+Draws k runs at random, learns from them, and ranks the runs that were not drawn; again and again. An environment's
+artifacts are made by experiments/lds_main/run.sh and experiments/lds_pool/run.sh.
+Shape letters: R runs, S seeds, T tasks, F features.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from grasp.runs.oracles import ridge_out
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.predict.label_slices import sensible_labels
+from grasp.predict.predictor import Predictor
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.covariance import Features
+from grasp.runs.environment import Environment
+from grasp.runs.learned import Learned
+from grasp.runs.learning import Known, joined, learn_features
+from grasp.runs.readers import import_runs
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+Method = Callable[[NDArray[np.int64], NDArray[np.int64]], F64]
+
+WORLDS = (
+    ("cc-topic", "cc-completion"),
+    ("cc-topic", "cc-all"),
+    ("cc-format", "cc-completion"),
+    ("cc-format", "cc-all"),
+    ("pool-source", "pool-completion"),
+)
+KS = (4, 8, 16, 32, 48)
+REGMIX_KS = (4, 8, 16, 32, 64, 128, 256, 512)
+COVERAGE = 0.9
+SATURATION = 0.003  # of the logarithm of shares, as RegMix's shares need it
+
+
+@dataclass(frozen=True)
+class World:
+    """Runs with what is known of each, and what came out."""
+
+    name: str
+    features: Features
+    utility_RST: F64
+    held: Features | None = None  # other runs that are always left out
+    held_RT: F64 | None = None
+
+
+def of_environment(name: str, art: str, worlds: Path) -> World:
+    """An environment beside the artifact built for it; the tasks of the artifact's losses."""
+    environment = Environment.open(Path("experiments/environments") / name)
+    artifact = ArtifactReader.open(worlds / art)
+    predictor = Predictor.of(artifact, sketches=("hidden", "residual"))
+    family = environment.info.family
+    label = None if family is None else family.spec.partition(":")[2]
+    column = None if label is None else LabelTable(artifact.rows_path).column(label)
+    blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
+    known = Known.of(
+        predictor, artifact, tuple(dict.fromkeys([*([label] if label else []), *sensible_labels(artifact)]))
+    )
+    utilities = environment.utilities()
+    assert tuple(one for block in blocks for one in block.subset_ids) == utilities.subset_ids
+    suffix = "@all" if art.endswith("-all") else ""
+    columns = [utilities.of(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.targets]
+    return World(
+        f"{name}{suffix}", joined([known.features(block.weights) for block in blocks]), np.stack(columns, axis=2)
+    )
+
+
+def of_regmix(data: Path) -> World:
+    """The public runs of 1 M parameters: 512 to learn from, 256 that are always left out."""
+    train, test = (
+        import_runs(data / f"{part}_mixture_1m.csv", data / f"{part}_pile_loss_1m.csv", label="source")
+        for part in ("train", "test")
+    )
+    assert train.values == test.values
+    assert train.metrics == test.metrics
+    n_tasks = len(train.metrics)
+    features, held = (Features.of_shares(one.weights_RG(), n_tasks) for one in (train, test))
+    return World("regmix 1M", features, train.utility_RST(), held, test.utility_RST().mean(axis=1))
+
+
+def rho(predicted_RT: F64, realized_RT: F64) -> tuple[float, float]:
+    """Spearman's: mean over the tasks, and of the mean over the tasks."""
+    pairs = zip(predicted_RT.T, realized_RT.T, strict=True)
+    by_task = [float(spearmanr(one, other).statistic) if np.ptp(one) else 0.0 for one, other in pairs]
+    return float(np.mean(by_task)), float(spearmanr(predicted_RT.mean(axis=1), realized_RT.mean(axis=1)).statistic)
+
+
+def ceiling(utility_RST: F64) -> float | None:
+    """What the mean over seeds correlates with the truth, by Spearman-Brown; mean over the tasks."""
+    if utility_RST.shape[1] < 2:
+        return None
+    by_task = [np.corrcoef(utility_RST[:, :, t].T)[0, 1] for t in range(utility_RST.shape[2])]
+    return float(np.mean([np.sqrt(max(2 * r / (1 + r), 0.0)) for r in by_task]))
+
+
+def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """One draw: by method rho by task, rho of the mean, and how often the interval covers."""
+    n_runs, features = len(world.features), world.features
+    order = rng.permutation(n_runs)
+    chosen, rest = order[:k], order[k:]
+    held = features.take(rest) if world.held is None else world.held
+    truth_RT = world.utility_RST[rest].mean(axis=1) if world.held_RT is None else world.held_RT
+    runs, utility_RST = features.take(chosen), world.utility_RST[chosen]
+    known_RT = utility_RST.mean(axis=1)
+    out = {
+        "shares": list(rho(ridge_out(runs.share_BG, known_RT, held.share_BG), truth_RT)),
+        "log shares": list(
+            rho(
+                ridge_out(np.log(runs.share_BG + SATURATION), known_RT, np.log(held.share_BG + SATURATION)),
+                truth_RT,
+            )
+        ),
+    }
+    n_tasks, seeds = truth_RT.shape[1], world.utility_RST.shape[1]
+    known = {
+        "learned, runs alone": (Features.of_shares(runs.share_BG, n_tasks), Features.of_shares(held.share_BG, n_tasks))
+    }
+    if np.ptp(features.relevance_BT):
+        out["relevance"] = list(rho(held.relevance_BT, truth_RT))
+        known["learned, both"] = (runs, held)
+    for name, (seen, asked) in known.items():
+        learned = learn_features(seen, utility_RST)
+        mean_RT, spread_RT = learned.predict(asked)
+        out[name] = [*rho(mean_RT, truth_RT), _covered(learned, mean_RT, spread_RT, truth_RT, seeds)]
+    return out
+
+
+def _covered(learned: Learned, mean_RT: F64, spread_RT: F64, truth_RT: F64, seeds: int) -> float:
+    """Of the mean over so many seeds."""
+    of_seeds_T = learned.scale_T**2 * learned.numbers["seed noise"] / seeds
+    half_RT = learned.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
+    return float((np.abs(mean_RT - truth_RT) <= half_RT).mean())
+
+
+def curve(world: World, ks: tuple[int, ...], draws: int) -> list[dict[str, object]]:
+    """One line a number of runs and method."""
+    lines: list[dict[str, object]] = []
+    for k in ks:
+        times = 1 if k == len(world.features) and world.held is not None else max(draws * 32 // max(k, 32), 3)
+        found = [draw(world, k, stream(0, "curves", world.name, k, at)) for at in range(times)]
+        for method in found[0]:
+            values = np.array([one[method] for one in found])
+            error = values.std(axis=0, ddof=1) / np.sqrt(times) if times > 1 else np.full(values.shape[1], np.nan)
+            line = {"world": world.name, "runs": k, "method": method, "draws": times}
+            line |= {"rho": round(float(values[:, 0].mean()), 4), "rho_of_mean": round(float(values[:, 1].mean()), 4)}
+            if times > 1:
+                line["rho_interval"] = [round(float(values[:, 0].mean() + z * error[0]), 4) for z in (-1.96, 1.96)]
+            if method != "relevance" and "relevance" in found[0]:
+                gain = values[:, 0] - np.array([one["relevance"][0] for one in found])
+                wide = 1.96 * gain.std(ddof=1) / np.sqrt(times)
+                line |= {"gain": round(float(gain.mean()), 4)}
+                line |= {"gain_interval": [round(float(gain.mean() + z * wide), 4) for z in (-1, 1)]}
+            if values.shape[1] > 2:
+                line["coverage"] = round(float(values[:, 2].mean()), 4)
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="directory of RegMix's runs")
+    parser.add_argument("--worlds", type=Path, required=True, help="directory of the artifacts")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--draws", type=int, default=16, help="random choices of up to 32 runs; fewer of more")
+    parser.add_argument("--only", default="", help="worlds whose name begins so")
+    asked = parser.parse_args()
+    lines: list[dict[str, object]] = []
+    ceilings: dict[str, float | None] = {}
+    makers: list[tuple[str, tuple[int, ...], Callable[[], World]]] = [
+        (name, KS, lambda name=name, art=art: of_environment(name, art, asked.worlds)) for name, art in WORLDS
+    ]
+    makers.append(("regmix", REGMIX_KS, lambda: of_regmix(asked.data)))
+    for name, ks, make in makers:
+        if name.startswith(asked.only):
+            world = make()
+            ceilings[world.name] = ceiling(world.utility_RST)
+            lines += curve(world, ks, asked.draws)
+            asked.out.write_text(json.dumps({"ceilings": ceilings, "curves": lines}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Runs from the files that people have: CSV or Parquet tables, lm-evaluation-harness directories, wandb exports.
+
+    mixtures.csv                       metrics.csv
+    run,wikipedia,github,books         run,val_loss/arxiv,accuracy
+    a,0.5,0.3,0.2                      a,3.21,0.41
+
+Both may be one file, whose columns are then told apart by patterns. What a run was trained on may also be long:
+`run, row_id[, weight]`, or `run, expression[, weight]`. Results may be a directory with a folder a run, each with the
+results.json files of the harness, or the CSV that wandb writes of a table of runs or of a panel.
+"""
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+
+from grasp.errors import EnvironmentDataError
+from grasp.runs.table import RESULTS_SCHEMA, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
+
+NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
+SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
+STATES = ("state", "status")
+FINISHED = ("finished", "completed", "success")
+LOWER = r"loss|perplexity|ppl|nll|bpb|bits_per_byte|error|(^|[/_.])ce($|[/_.])"
+HIGHER = r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|score|pass@|reward|auc|utility|mrr|recall|precision"
+ROW_COLUMNS = ("row_id", "doc_id")
+SHOWN = 5
+
+
+def import_runs(
+    trained: Path | str | pa.Table,
+    results: Path | str | pa.Table | None = None,
+    *,
+    label: str | None = None,
+    weights: str = "shares",
+    columns: Sequence[str] = (),
+    metrics: Sequence[str] = (),
+    higher: Sequence[str] = (),
+    lower: Sequence[str] = (),
+    size: str | None = None,
+    skip_failed: bool = False,
+    out: Path | str | None = None,
+) -> RunTable:
+    """Read runs.
+
+    Args:
+        trained: table of what each run was trained on; a column a value of the label, or long (see above).
+        results: table or harness directory of what came out; None: the same table has both.
+        label: column of the corpus whose values the weights are of, e.g. source.
+        weights: shares: of the training tokens, adding up to 1; times: how often each value is seen.
+        columns: patterns of the columns that are weights, e.g. train_*; none: all numbers that are no result.
+        metrics: patterns of the columns that are results, e.g. eval/*; none: all numbers that are no weight.
+        higher, lower: patterns of metrics of which more is better, or worse, where the name does not tell.
+        size: read the runs of this model size alone.
+        out: directory to keep them in, for `open_runs`.
+        skip_failed: leave out runs with a result that is no number; they are counted.
+    Raises:
+        EnvironmentDataError: a file that cannot be read, no column with names of runs, a metric whose direction is not
+            known, and all that `RunTable.of` refuses.
+    """
+    places = [str(one) for one in (trained, results) if isinstance(one, Path | str)]
+    called = Path(places[-1]).stem if places else "runs"
+    if weights not in ("shares", "times"):
+        raise EnvironmentDataError(f"weights: got {weights!r}, expected shares or times")
+    table, where = _table(trained)
+    harness: dict[str, Direction] = {}
+    if results is None:
+        if not metrics:
+            raise EnvironmentDataError(f"{where}: holds weights and results; say which columns are results, --metrics")
+        outcome, outcome_where = table, where
+        columns = columns or [f"!{pattern}" for pattern in metrics]
+    elif isinstance(results, Path | str) and Path(results).is_dir():
+        outcome, harness = _harness(Path(results))
+        outcome_where = str(results)
+    else:
+        outcome, outcome_where = _table(results)
+    kind, long = _trained(table, where, label, weights, columns)
+    wide = _Wide(outcome, outcome_where)
+    lines, failed = wide.results(metrics, skip_failed)
+    found = tuple(dict.fromkeys(lines["metric"].to_pylist()))
+    directions = {metric: harness.get(metric) or _direction(metric, higher, lower, outcome_where) for metric in found}
+    notes = [f"left out as failed: {len(failed)} runs, e.g. {', '.join(failed[:SHOWN])}"] if failed else []
+    if wide.ignored:
+        notes.append(f"columns that are no numbers were left out: {', '.join(wide.ignored[:SHOWN])}")
+    if failed:
+        keep = pa.array([run not in set(failed) for run in long["run"].to_pylist()])
+        long = long.filter(keep)
+    info = RunsInfo(kind=kind, label=label, metrics=directions, read_from=tuple(places))
+    runs = RunTable.of(called, info, long, lines, notes)
+    runs = runs if size is None else runs.of_size(size)
+    if out is not None:
+        runs.save(out)
+    return runs
+
+
+# --------------------------------------------------------------------------------------------- what was trained on
+
+
+def _trained(
+    table: pa.Table, where: str, label: str | None, weights: str, columns: Sequence[str]
+) -> tuple[Kind, pa.Table]:
+    """The kind, and run, name, weight."""
+    names = {name.lower(): name for name in table.column_names}
+    for kind, options in (("rows", ROW_COLUMNS), ("expressions", ("expression",))):
+        column = next((names[one] for one in options if one in names), None)
+        if column is not None:
+            weight = table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table)))
+            arrays = [_text(table[_name_column(table, where)]), _text(table[column]), weight]
+            return kind, pa.table(arrays, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)  # type: ignore[return-value]
+    if label is None:
+        raise EnvironmentDataError(f"{where}: say which label its columns are values of, e.g. --label source")
+    wide = _Wide(table, where)
+    chosen = wide.chosen(columns)
+    if len(chosen) < 2:
+        raise EnvironmentDataError(f"{where}: has {len(chosen)} columns of weights, expected two or more")
+    runs = list(dict.fromkeys(wide.runs))
+    first = [wide.runs.index(run) for run in runs]
+    weight_RG = np.stack([wide.numbers[name] for name in chosen], axis=1)
+    _one_mixture_each(wide, weight_RG, where)
+    r, g = np.indices((len(runs), len(chosen)))
+    arrays = [np.array(runs, object)[r.ravel()], np.array(chosen, object)[g.ravel()], weight_RG[first].ravel()]
+    long = pa.table([pa.array(one) for one in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    return ("times" if weights == "times" else "shares"), long
+
+
+def _one_mixture_each(wide: "_Wide", weight_RG: np.ndarray, where: str) -> None:
+    """A name may come again for another seed, but not with other weights."""
+    first: dict[str, int] = {}
+    for at, run in enumerate(wide.runs):
+        was = first.setdefault(run, at)
+        if was != at and not np.allclose(weight_RG[was], weight_RG[at], equal_nan=True):
+            raise EnvironmentDataError(
+                f"{where}: run {run!r} is there twice, with different weights; rename one of them"
+            )
+        if was != at and len({wide.meta("seed", k) for k in (was, at)}) < 2:
+            raise EnvironmentDataError(f"{where}: run {run!r} is there twice; rename one, or add a column seed")
+
+
+# ------------------------------------------------------------------------------------------------- what came out
+
+
+class _Wide:
+    """A table with a line a run: its name, what is known of it, and columns of numbers."""
+
+    def __init__(self, table: pa.Table, where: str) -> None:
+        table = _panel(table)
+        self.where = where
+        by_name = _name_column(table, where)
+        self.runs = _text(table[by_name]).to_pylist()
+        lower = {name.lower(): name for name in table.column_names if name != by_name}
+        self._meta = {
+            what: table[next(lower[one] for one in options if one in lower)].to_pylist()
+            for what, options in (("seed", SEEDS), ("size", SIZES), ("tokens", TOKENS), ("state", STATES))
+            if any(one in lower for one in options)
+        }
+        used = {by_name, *(lower[one] for one in (*SEEDS, *SIZES, *TOKENS, *STATES) if one in lower)}
+        rest = [name for name in table.column_names if name not in used]
+        self.numbers = {name: values for name in rest if (values := _numbers(table[name])) is not None}
+        self.ignored = [name for name in rest if name not in self.numbers]
+
+    def meta(self, what: str, at: int) -> Any:
+        return self._meta[what][at] if what in self._meta else None
+
+    def chosen(self, patterns: Sequence[str]) -> list[str]:
+        """Columns by patterns; `!pattern` leaves out; none: all."""
+        keep, drop = [one for one in patterns if one[:1] != "!"], [one[1:] for one in patterns if one[:1] == "!"]
+        found = [name for name in self.numbers if (not keep or _matches(name, keep)) and not _matches(name, drop)]
+        idle = [one for one in keep if not any(fnmatch.fnmatchcase(name, one) for name in self.numbers)]
+        if idle:
+            there = ", ".join(list(self.numbers)[:SHOWN])
+            raise EnvironmentDataError(f"{self.where}: no column of numbers is like {idle[0]!r}; there are {there}")
+        return found
+
+    def results(self, patterns: Sequence[str], skip_failed: bool) -> tuple[pa.Table, list[str]]:
+        """RESULTS_SCHEMA, and the runs that were left out."""
+        chosen = self.chosen(patterns)
+        if not chosen:
+            raise EnvironmentDataError(f"{self.where}: has no columns of numbers that are results")
+        failed: list[str] = []
+        lines: list[tuple[Any, ...]] = []
+        for at, run in enumerate(self.runs):
+            state = str(self.meta("state", at) or FINISHED[0]).lower()
+            values = [float(self.numbers[name][at]) for name in chosen]
+            if skip_failed and (state not in FINISHED or not np.isfinite(values).all()):
+                failed.append(run)
+                continue
+            size, tokens = self.meta("size", at), self.meta("tokens", at)
+            what = (run, self._seed(at), None if size is None else str(size), None if tokens is None else float(tokens))
+            lines += [(*what, name, None, value) for name, value in zip(chosen, values, strict=True)]
+        columns = list(zip(*lines, strict=True)) or [() for _ in RESULTS_SCHEMA]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, RESULTS_SCHEMA, strict=True)]
+        return pa.table(arrays, schema=RESULTS_SCHEMA), failed
+
+    def _seed(self, at: int) -> int:
+        seed = self.meta("seed", at)
+        try:
+            return 0 if seed is None else int(seed)
+        except ValueError as err:
+            raise EnvironmentDataError(
+                f"{self.where}: run {self.runs[at]!r} has the seed {seed!r}, expected a whole number"
+            ) from err
+
+
+def _panel(table: pa.Table) -> pa.Table:
+    """What wandb exports of a panel, `Step, <run> - <metric>, ...`: the last value of every column, a line a run."""
+    if not table.column_names or table.column_names[0].lower() not in ("step", "_step"):
+        return table
+    last: dict[str, dict[str, float]] = {}
+    for name in table.column_names[1:]:
+        run, _, metric = name.rpartition(" - ")
+        if not run or metric.endswith(("__MIN", "__MAX")):
+            continue
+        values = _numbers(table[name])
+        seen = values[np.isfinite(values)] if values is not None else np.empty(0)
+        last.setdefault(run, {})[metric] = float(seen[-1]) if seen.size else float("nan")
+    metrics = list(dict.fromkeys(metric for one in last.values() for metric in one))
+    columns = {metric: pa.array([one.get(metric, float("nan")) for one in last.values()]) for metric in metrics}
+    return pa.table({"run": pa.array(list(last)), **columns})
+
+
+def _harness(root: Path) -> tuple[pa.Table, dict[str, Direction]]:
+    """A folder a run: `task/metric` of its newest results file, and which of them say that higher is better."""
+    files: dict[str, Path] = {}
+    for path in sorted(root.rglob("results*.json")):
+        parts = path.relative_to(root).parts
+        files[parts[0] if len(parts) > 1 else path.stem] = path  # the newest by name
+    if not files:
+        raise EnvironmentDataError(f"{root}: holds no results*.json; expected a folder a run, as lm-evaluation-harness")
+    lines: dict[str, dict[str, float]] = {}
+    directions: dict[str, Direction] = {}
+    for run, path in files.items():
+        try:
+            data = json.loads(path.read_bytes())
+            results: Mapping[str, Mapping[str, Any]] = data["results"]
+            better: Mapping[str, Mapping[str, bool]] = data.get("higher_is_better", {})
+            lines[run] = {}
+            for task, found in results.items():
+                for key, value in found.items():
+                    metric, _, kind = key.partition(",")
+                    if isinstance(value, bool) or not isinstance(value, int | float) or metric.endswith("_stderr"):
+                        continue
+                    name = f"{task}/{metric}" + (f",{kind}" if kind not in ("", "none") else "")
+                    lines[run][name] = float(value)
+                    if metric in better.get(task, {}):
+                        directions[name] = "higher" if better[task][metric] else "lower"
+        except (ValueError, KeyError, TypeError, AttributeError) as err:
+            raise EnvironmentDataError(f"{path}: is no results file of lm-evaluation-harness: {err}") from err
+    metrics = list(dict.fromkeys(name for one in lines.values() for name in one))
+    columns = {name: pa.array([one.get(name, float("nan")) for one in lines.values()]) for name in metrics}
+    return pa.table({"run": pa.array(list(lines), pa.string()), **columns}), directions
+
+
+# --------------------------------------------------------------------------------------------------------- inside
+
+
+def _direction(metric: str, higher: Sequence[str], lower: Sequence[str], where: str) -> Direction:
+    if _matches(metric, higher):
+        return "higher"
+    if _matches(metric, lower) or re.search(LOWER, metric.lower()):
+        return "lower"
+    if re.search(HIGHER, metric.lower()):
+        return "higher"
+    raise EnvironmentDataError(
+        f"{where}: metric {metric!r}: is more of it better or worse? say --higher '{metric}' or --lower '{metric}', or "
+        "name the results with --metrics"
+    )
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
+    if isinstance(source, pa.Table):
+        return source, "runs"
+    path = Path(source)
+    try:
+        if path.suffix == ".parquet":
+            return pq.read_table(path), str(path)
+        return pacsv.read_csv(path), str(path)
+    except FileNotFoundError as err:
+        raise EnvironmentDataError(f"{path}: no such file") from err
+    except (pa.ArrowException, OSError) as err:
+        raise EnvironmentDataError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
+
+
+def _name_column(table: pa.Table, where: str) -> str:
+    lower = {name.lower(): name for name in reversed(table.column_names)}
+    found = next((lower[one] for one in NAMES if one in lower), None)
+    if found is None:
+        raise EnvironmentDataError(
+            f"{where}: has no column with the names of runs (one of {', '.join(NAMES[:-1])}); its columns are "
+            f"{', '.join(table.column_names[:SHOWN])}"
+        )
+    return str(found)
+
+
+def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return column.cast(pa.string())
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray | None:
+    """float64, nan where a cell is empty; None: no numbers. A column of texts such as `nan` counts as numbers."""
+    if pa.types.is_string(column.type):
+        try:
+            return np.array([float(one) if one not in (None, "") else np.nan for one in column.to_pylist()])
+        except ValueError:
+            return None
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        return None
+    return np.asarray(column.cast(pa.float64()).to_numpy(), dtype=np.float64)

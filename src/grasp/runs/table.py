@@ -1,0 +1,268 @@
+"""Runs that somebody has made: what each was trained on, and what came out. Made by `grasp.runs.readers`.
+
+    runs.json         what the weights mean, and of each metric whether more of it is better
+    trained.parquet   run, name, weight: `name` is a label's value, a row's id, or an expression
+    results.parquet   run, seed, size, tokens, metric, unit_id, value: as it was measured; unit_id empty: the whole task
+
+A run belongs to documents: nothing here knows of tokens, rows or a reference model. Two lines of one run, metric and
+unit are two seeds. Shape letters: R runs, S seeds, G values of a label, T metrics.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grasp.errors import EnvironmentDataError
+from grasp.files import write_whole, written_aside
+from grasp.runs.environment import Environment
+from grasp.settings import describe
+from grasp.text import text_table
+
+F64 = NDArray[np.float64]
+
+INFO = "runs.json"
+TRAINED = "trained.parquet"
+RESULTS = "results.parquet"
+SUM_SLACK = 0.01  # shares that add up to 1 within so much are divided by their sum
+NAMED = 3
+
+Kind = Literal["shares", "times", "rows", "expressions"]
+Direction = Literal["higher", "lower"]
+
+TRAINED_SCHEMA = pa.schema([("run", pa.string()), ("name", pa.string()), ("weight", pa.float64())])
+RESULTS_SCHEMA = pa.schema(
+    [
+        ("run", pa.string()),
+        ("seed", pa.int64()),
+        ("size", pa.string()),
+        ("tokens", pa.float64()),
+        ("metric", pa.string()),
+        ("unit_id", pa.string()),
+        ("value", pa.float64()),
+    ]
+)
+
+
+class RunsInfo(BaseModel):
+    """runs.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["grasp-runs"] = "grasp-runs"
+    format_version: Literal[1] = 1
+    kind: Kind = Field(description="shares of a label's values, how many times each value is seen, rows, expressions")
+    label: str | None = Field(None, description="The label, of shares and times.")
+    metrics: dict[str, Direction] = Field(description="Whether more of it is better.")
+    read_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RunTable:
+    """Runs from anywhere.
+
+    Attributes:
+        notes: what was left out or changed when they were read, a sentence each.
+    """
+
+    name: str
+    info: RunsInfo
+    trained: pa.Table
+    results: pa.Table
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, info: RunsInfo, trained: pa.Table, results: pa.Table, notes: Sequence[str] = ()) -> Self:
+        """Check what was read.
+
+        Raises:
+            EnvironmentDataError: weights that are negative, or shares that do not add up to 1; a run twice; a result
+                that is no number; runs without results, or results of no run.
+        """
+        table = cls(name, info, trained.cast(TRAINED_SCHEMA), results.cast(RESULTS_SCHEMA), tuple(notes))
+        table._check_weights()
+        table._check_results()
+        return table if info.kind != "shares" else table._normalised()
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open what `save` wrote.
+
+        Raises:
+            EnvironmentDataError: not there, or damaged.
+        """
+        path = Path(path)
+        try:
+            info = RunsInfo.model_validate_json((path / INFO).read_bytes())
+            trained, results = pq.read_table(path / TRAINED), pq.read_table(path / RESULTS)
+        except (FileNotFoundError, NotADirectoryError) as err:
+            raise EnvironmentDataError(f"{path}: no runs there; import them with grasp runs import") from err
+        except ValidationError as err:
+            raise EnvironmentDataError(f"{describe(err, str(path / INFO))}; import the runs again") from err
+        except (pa.ArrowException, OSError) as err:
+            raise EnvironmentDataError(f"{path}: damaged: {' '.join(str(err).split())}; import the runs again") from err
+        return cls.of(path.name, info, trained, results)
+
+    def save(self, path: Path | str) -> Path:
+        """Write a directory that `grasp.runs` opens."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for name, table in ((TRAINED, self.trained), (RESULTS, self.results)):
+            with written_aside(path / name) as part:
+                pq.write_table(table, part, compression="zstd")
+        write_whole(path / INFO, self.info.model_dump_json(indent=1).encode())
+        return path
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Names of the runs, in order of first appearance."""
+        return tuple(pc.unique(self.trained["run"]).to_pylist())
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """What weights are given to: values of the label, rows or expressions."""
+        return tuple(pc.unique(self.trained["name"]).to_pylist())
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """Model sizes; none where none is told."""
+        return tuple(one for one in pc.unique(self.results["size"]).to_pylist() if one is not None)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(self.info.metrics)
+
+    def weights_RG(self) -> F64:  # noqa: N802 - a shape suffix
+        """(R, G) what each run was trained on, by `runs` and `values`."""
+        weight_RG = np.zeros((len(self.runs), len(self.values)))
+        r, g = (_codes(self.trained[column], names) for column, names in (("run", self.runs), ("name", self.values)))
+        weight_RG[r, g] = self.trained["weight"].to_numpy()
+        return weight_RG
+
+    def of_size(self, size: str) -> "RunTable":
+        """The runs of one model size."""
+        if size not in self.sizes:
+            raise EnvironmentDataError(f"{self.name}: has no runs of size {size!r}, expected one of {list(self.sizes)}")
+        results = self.results.filter(pc.equal(self.results["size"], size))
+        trained = self.trained.filter(pc.is_in(self.trained["run"], pc.unique(results["run"])))
+        return RunTable(f"{self.name} ({size})", self.info, trained, results, self.notes)
+
+    def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix
+        """(R, S, T) utilities by `runs` and `metrics`, higher is better, nan where a run has fewer seeds.
+
+        A metric of units is their mean.
+
+        Raises:
+            EnvironmentDataError: runs of several sizes; a run that lacks a metric.
+        """
+        if len(self.sizes) > 1:
+            raise EnvironmentDataError(f"{self.name}: has runs of sizes {list(self.sizes)}; import one, --size")
+        mean = self.results.group_by(["run", "seed", "metric"], use_threads=False).aggregate([("value", "mean")])
+        r, t = (_codes(mean[column], names) for column, names in (("run", self.runs), ("metric", self.metrics)))
+        seeds = pc.unique(mean["seed"])
+        s = _codes(mean["seed"], seeds.to_pylist())
+        values_RST = np.full((len(self.runs), len(seeds), len(self.metrics)), np.nan)
+        values_RST[r, s, t] = mean["value_mean"].to_numpy()
+        missing = np.argwhere(np.isnan(values_RST).all(axis=1))
+        if len(missing):
+            run, metric = self.runs[missing[0, 0]], self.metrics[missing[0, 1]]
+            raise EnvironmentDataError(
+                f"{self.name}: run {run!r} lacks {metric} ({len(missing)} such); give every run every metric"
+            )
+        sign_T = np.array([1.0 if self.info.metrics[name] == "higher" else -1.0 for name in self.metrics])
+        return np.asarray(values_RST * sign_T)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __repr__(self) -> str:
+        what = f"by {self.info.label}" if self.info.label else f"by {self.info.kind}"
+        seeds = len(pc.unique(self.results["seed"]))
+        head = f"{len(self):,} runs {what}, {len(self.values):,} values, {seeds} seed(s)"
+        head += f"; sizes {', '.join(self.sizes)}" if self.sizes else ""
+        lines = []
+        for name, direction in self.info.metrics.items():
+            value = self.results.filter(pc.equal(self.results["metric"], name))["value"].to_numpy()
+            lines.append((name, f"{direction} is better", *(f"{at:.4g}" for at in np.quantile(value, (0, 0.5, 1)))))
+        return "\n".join([head, text_table("", ("metric", "direction", "least", "median", "most"), lines), *self.notes])
+
+    # ------------------------------------------------------------------------------------------- checks
+
+    def _check_weights(self) -> None:
+        weight = self.trained["weight"].to_numpy(zero_copy_only=False)
+        bad = np.flatnonzero(~np.isfinite(weight) | (weight < 0))
+        if bad.size:
+            run, name = (self.trained[column][int(bad[0])].as_py() for column in ("run", "name"))
+            raise EnvironmentDataError(
+                f"{self.name}: run {run!r}: weight of {name!r} is {weight[bad[0]]} ({bad.size} such); expected numbers "
+                "of 0 or more"
+            )
+        pairs = self.trained.group_by(["run", "name"]).aggregate([([], "count_all")])
+        twice = pairs.filter(pc.greater(pairs["count_all"], 1))
+        if len(twice):
+            raise EnvironmentDataError(
+                f"{self.name}: run {twice['run'][0].as_py()!r} is there twice: {twice['name'][0].as_py()!r} has "
+                f"{twice['count_all'][0].as_py()} weights; give every run a name of its own"
+            )
+        total = self.trained.group_by("run").aggregate([("weight", "sum")])
+        empty = total.filter(pc.less_equal(total["weight_sum"], 0))
+        if len(empty):
+            raise EnvironmentDataError(f"{self.name}: run {empty['run'][0].as_py()!r}: all weights are 0")
+
+    def _check_results(self) -> None:
+        bad = self.results.filter(pc.invert(pc.is_finite(pc.coalesce(self.results["value"], float("nan")))))
+        if len(bad):
+            run, metric = bad["run"][0].as_py(), bad["metric"][0].as_py()
+            raise EnvironmentDataError(
+                f"{self.name}: run {run!r}: {metric} is {bad['value'][0].as_py()} ({len(bad)} such); leave the run out "
+                "(--skip-failed), or give its value"
+            )
+        keys = ["run", "seed", "size", "metric", "unit_id"]
+        count = self.results.group_by(keys).aggregate([([], "count_all")])
+        twice = count.filter(pc.greater(count["count_all"], 1))
+        if len(twice):
+            raise EnvironmentDataError(
+                f"{self.name}: run {twice['run'][0].as_py()!r} has {twice['metric'][0].as_py()} "
+                f"{twice['count_all'][0].as_py()} times ({len(twice)} such); give runs different names, or a column "
+                "seed"
+            )
+        have, want = set(self.results["run"].to_pylist()), set(self.runs)
+        for names, what in ((want - have, "no results"), (have - want, "results, but nothing it was trained on")):
+            if names:
+                shown = ", ".join(sorted(names)[:NAMED])
+                raise EnvironmentDataError(f"{self.name}: {len(names)} run(s) have {what}: {shown}")
+
+    def _normalised(self) -> Self:
+        """Shares that add up to 1."""
+        total = self.trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
+        sums = dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
+        off = {run: at for run, at in sums.items() if abs(at - 1.0) > SUM_SLACK}
+        if off:
+            run, at = next(iter(off.items()))
+            raise EnvironmentDataError(
+                f"{self.name}: run {run!r}: shares add up to {at:.4g} ({len(off)} such), expected 1; if they say how "
+                "often each value is seen, import them with --times"
+            )
+        over = np.array([sums[run] for run in self.trained["run"].to_pylist()])
+        share = pa.array(self.trained["weight"].to_numpy() / over)
+        trained = self.trained.set_column(2, "weight", share)
+        return type(self)(self.name, self.info, trained, self.results, self.notes)
+
+
+def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> NDArray[np.int64]:
+    code_of: Mapping[object, int] = {name: code for code, name in enumerate(names)}
+    return np.array([code_of[name] for name in column.to_pylist()], dtype=np.int64)
+
+
+def any_runs(runs: Environment | RunTable | Path | str) -> Environment | RunTable:
+    """Retrained or imported runs, or those that a directory holds."""
+    if not isinstance(runs, Path | str):
+        return runs
+    return RunTable.open(runs) if (Path(runs) / INFO).exists() else Environment.open(runs)

@@ -1,0 +1,162 @@
+"""Runs from the files that people have, and what is refused of them."""
+
+import csv
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import grasp
+from grasp.errors import EnvironmentDataError
+from grasp.runs.table import RunTable
+
+SHARES = [["run", "wiki", "code", "books"], ["a", 0.5, 0.3, 0.2], ["b", 0.1, 0.1, 0.8], ["c", 0.0, 1.0, 0.0]]
+LOSSES = [["run", "val_loss/sciq", "acc"], ["a", 3.5, 0.4], ["b", 3.25, 0.5], ["c", 4.0, 0.25]]
+
+
+def write(path, lines):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    return path
+
+
+def changed(lines, row, column, value):
+    copy = [list(line) for line in lines]
+    copy[row][column] = value
+    return copy
+
+
+def read(tmp_path, shares=SHARES, losses=LOSSES, **options) -> RunTable:
+    options = {"label": "source"} | options
+    return grasp.import_runs(write(tmp_path / "m.csv", shares), write(tmp_path / "r.csv", losses), **options)
+
+
+def test_a_pair_of_tables_is_read_stored_and_opened_again(tmp_path):
+    runs = read(tmp_path, out=tmp_path / "runs")
+    again = grasp.open_runs(tmp_path / "runs")
+    for one in (runs, again):
+        assert one.runs == ("a", "b", "c")
+        assert one.values == ("wiki", "code", "books")
+        np.testing.assert_allclose(one.weights_RG()[1], [0.1, 0.1, 0.8])
+        np.testing.assert_allclose(one.utility_RST()[:, 0], [[-3.5, 0.4], [-3.25, 0.5], [-4.0, 0.25]])
+        assert one.info.metrics == {"val_loss/sciq": "lower", "acc": "higher"}
+
+
+def test_one_wide_table_with_seeds_and_sizes(tmp_path):
+    head = ["name", "seed", "size", "tokens", "w_x", "w_y", "loss"]
+    lines = [
+        head,
+        ["a", 0, "1M", 1e9, 0.4, 0.6, 2.0],
+        ["a", 1, "1M", 1e9, 0.4, 0.6, 3.0],
+        ["b", 0, "60M", 1e9, 1, 0, 1.0],
+    ]
+    runs = grasp.import_runs(write(tmp_path / "w.csv", lines), label="topic", metrics=["loss"], columns=["w_*"])
+    with pytest.raises(EnvironmentDataError, match=re.escape("has runs of sizes ['1M', '60M']; import one, --size")):
+        runs.utility_RST()
+    small = runs.of_size("1M")
+    np.testing.assert_allclose(small.utility_RST()[:, :, 0], [[-2.0, -3.0]])
+    table = pa.table({name: [line[k] for line in lines[1:]] for k, name in enumerate(head)})
+    pq.write_table(table, tmp_path / "w.parquet")
+    again = grasp.import_runs(tmp_path / "w.parquet", label="topic", metrics=["loss"], columns=["w_*"])
+    assert again.trained.equals(runs.trained)
+    assert again.results.equals(runs.results)
+
+
+def test_a_directory_of_the_harness_says_its_directions(tmp_path):
+    for run, acc in (("a", 0.4), ("b", 0.5), ("c", 0.25)):
+        found = {"sciq": {"alias": "sciq", "acc,none": acc, "acc_stderr,none": 0.01, "odd,none": 1 - acc}}
+        place = tmp_path / "harness" / run / "model"
+        place.mkdir(parents=True)
+        better = {"sciq": {"acc": True, "odd": False}}
+        (place / "results_1.json").write_text(json.dumps({"results": found, "higher_is_better": better}))
+    runs = grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
+    assert runs.info.metrics == {"sciq/acc": "higher", "sciq/odd": "lower"}
+    np.testing.assert_allclose(runs.utility_RST()[:, 0], [[0.4, -0.6], [0.5, -0.5], [0.25, -0.75]])
+    (tmp_path / "harness" / "a" / "model" / "results_1.json").write_text("[]")
+    with pytest.raises(EnvironmentDataError, match="is no results file of lm-evaluation-harness"):
+        grasp.import_runs(tmp_path / "m.csv", tmp_path / "harness", label="source")
+
+
+def test_both_exports_of_wandb(tmp_path):
+    table = [
+        ["Name", "State", "User", "eval/loss"],
+        ["a", "finished", "x", 3],
+        ["b", "crashed", "x", ""],
+        ["c", "finished", "x", 1],
+    ]
+    runs = read(tmp_path, losses=table, metrics=["eval/*"], skip_failed=True)
+    assert runs.runs == ("a", "c")
+    assert "left out as failed: 1 runs, e.g. b" in runs.notes
+    panel = [
+        ["Step", "a - eval/loss", "a - eval/loss__MIN", "b - eval/loss", "c - eval/loss"],
+        [1, 9, 9, 8, 7],
+        [2, 3, 3, 2, ""],
+    ]
+    np.testing.assert_allclose(read(tmp_path, losses=panel).utility_RST()[:, 0, 0], [-3, -2, -7])
+
+
+def test_long_tables_of_rows_and_of_expressions(tmp_path):
+    rows = [["run", "row_id", "weight"], ["a", "r1", 1], ["a", "r2", 3], ["b", "r1", 1], ["c", "r2", 1]]
+    assert read(tmp_path, shares=rows).info.kind == "rows"
+    wanted = [["run", "expression"], ["a", "topic = 'x'"], ["b", "topic = 'y'"], ["c", "n > 3"]]
+    assert read(tmp_path, shares=wanted).info.kind == "expressions"
+
+
+def test_shares_that_nearly_add_up_are_divided_by_their_sum(tmp_path):
+    near = changed(SHARES, 1, 1, 0.505)
+    np.testing.assert_allclose(read(tmp_path, shares=near).weights_RG().sum(axis=1), 1.0)
+    with pytest.raises(EnvironmentDataError, match=r"run 'a': shares add up to 1\.4"):
+        read(tmp_path, shares=changed(SHARES, 1, 1, 0.9))
+    assert read(tmp_path, shares=changed(SHARES, 1, 1, 4.0), weights="times").weights_RG()[0, 0] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("shares", "losses", "message"),
+    [
+        (
+            changed(SHARES, 1, 1, -0.5),
+            LOSSES,
+            "run 'a': weight of 'wiki' is -0.5 (1 such); expected numbers of 0 or more",
+        ),
+        (SHARES, changed(LOSSES, 2, 1, "nan"), "run 'b': val_loss/sciq is nan (1 such); leave the run out"),
+        (SHARES, changed(LOSSES, 2, 1, ""), "run 'b': val_loss/sciq is nan (1 such); leave the run out"),
+        (SHARES, changed(LOSSES, 2, 0, "a"), "run 'a' has val_loss/sciq 2 times"),
+        (changed(SHARES, 2, 0, "a"), LOSSES, "run 'a' is there twice, with different weights; rename one"),
+        (SHARES, changed(LOSSES, 2, 0, "z"), "1 run(s) have no results: b"),
+        (SHARES[:3], LOSSES, "1 run(s) have results, but nothing it was trained on: c"),
+        (
+            SHARES,
+            changed(LOSSES, 0, 2, "wobble"),
+            "metric 'wobble': is more of it better or worse? say --higher 'wobble'",
+        ),
+        (SHARES, changed(LOSSES, 0, 0, "what"), "has no column with the names of runs"),
+    ],
+)
+def test_bad_tables_are_refused_with_the_run_named(tmp_path, shares, losses, message):
+    with pytest.raises(EnvironmentDataError, match=re.escape(message)):
+        read(tmp_path, shares=shares, losses=losses)
+
+
+def test_directions_and_patterns_may_be_said(tmp_path):
+    odd = changed(LOSSES, 0, 2, "wobble")
+    assert read(tmp_path, losses=odd, lower=["wob*"]).info.metrics["wobble"] == "lower"
+    assert read(tmp_path, losses=odd, metrics=["val*"]).metrics == ("val_loss/sciq",)
+    with pytest.raises(EnvironmentDataError, match=r"no column of numbers is like 'eval/"):
+        read(tmp_path, metrics=["eval/*"])
+    with pytest.raises(EnvironmentDataError, match="say which label its columns are values of"):
+        read(tmp_path, label=None)
+
+
+def test_what_is_no_table_and_no_runs_is_refused(tmp_path):
+    with pytest.raises(EnvironmentDataError, match="no such file"):
+        grasp.import_runs(tmp_path / "none.csv", label="x")
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(EnvironmentDataError, match="cannot be read as a table"):
+        grasp.import_runs(tmp_path / "bad.parquet", label="x")
+    read(tmp_path, out=tmp_path / "runs")
+    (tmp_path / "runs" / "results.parquet").write_bytes(b"no parquet")
+    with pytest.raises(EnvironmentDataError, match="damaged"):
+        grasp.open_runs(tmp_path / "runs")

@@ -1,0 +1,160 @@
+"""Runs beside an artifact: every verb says the same of them, whether they were retrained or imported."""
+
+import functools
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import grasp
+from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.predict.families import parse_family
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.slices import LabelTable
+from grasp.predict.verb import predict
+from grasp.runs.learning import learn, row_weights
+from tests.runs.environments import TOPICS, write_artifact, write_environment
+
+PROTOCOL = ScoringProtocol(name="p")
+SLOPE = {"sciq": 0.02, "boolq": 0.005}
+N_RUNS = 40
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return write_artifact(tmp_path_factory.mktemp("learning") / "art")
+
+
+@pytest.fixture(scope="module")
+def environment(artifact, tmp_path_factory):
+    """U = -3 + slope x change + noise."""
+    labels = LabelTable(artifact.rows_path).column("topic")
+    family = parse_family("mixture:topic")
+    blocks = family.draw(N_RUNS, n_rows=artifact.n_rows, labels=labels, seed=3, purpose="evaluation")
+    predictor = Predictor.of(artifact, PROTOCOL)
+    change_BT = np.concatenate([predictor.change(block.weights) for block in blocks])
+    noise = 0.002 * np.random.default_rng(1).standard_normal((N_RUNS, 2))
+
+    def utility(b, seed, target):
+        return -3.0 + SLOPE[target] * change_BT[b, ("sciq", "boolq").index(target)] + noise[b, seed]
+
+    return write_environment(tmp_path_factory.mktemp("learning") / "env", artifact, utility)
+
+
+@pytest.fixture
+def ask(artifact, environment):
+    runs = functools.partial(learn, artifact=artifact, runs=environment)
+    return functools.partial(predict, artifact, protocol=PROTOCOL, runs=runs)
+
+
+def imported(values=TOPICS, n=30, metric="sciq/acc", **fields):
+    """Runs that were trained on shares of topics; the second value helps, less and less."""
+    share_RG = np.random.default_rng(2).dirichlet(np.ones(len(values)), n)
+    names = [f"run-{r}" for r in range(n)]
+    shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(values)})
+    results = pa.table({"run": names, metric: 0.2 + 0.1 * np.log(share_RG[:, 1] + 0.02)})
+    return grasp.import_runs(shares, results, label="topic", **fields), share_RG
+
+
+def test_every_verb_says_the_same_and_the_corpus_is_certain(artifact, environment, ask):
+    topic = next(artifact.row_batches(["topic"])).column(0)[0].as_py()
+    dropped = ask(drop=f"topic = '{topic}'").to_pandas()
+    by = ask(by="topic").to_pandas().set_index(["value", "target"])
+    for _, line in dropped.iterrows():
+        same = by.loc[(topic, line["target"])]
+        for name in ("nats", "nats_low", "nats_high"):
+            assert line[name] == pytest.approx(same[name], abs=1e-5)
+        assert line["nats_low"] < line["nats"] < line["nats_high"]
+        assert line["nats"] == pytest.approx(SLOPE[line["target"]] * line["change"], abs=0.004)
+    everything = {"all": next(artifact.row_batches(["row_id"])).column(0).to_pylist()}
+    whole = ask(subsets=everything).to_pandas()
+    np.testing.assert_allclose(whole[["nats", "nats_low", "nats_high"]], 0.0, atol=1e-4)
+    assert (
+        "nats, nats_low, nats_high: change in nats a token, 90% interval, for a model retrained as in env (recipe "
+        "tiny, mean of 2 seeds)"
+    ) in ask(by="topic").notes
+
+
+def test_ordinary_moves_are_no_warning_and_far_ones_are(artifact, ask):
+    assert not [note for note in ask(family="uniform:0.95", count=50).notes if note.startswith("outside")]
+    ids = next(artifact.row_batches(["row_id"])).column(0).to_pylist()
+    (note,) = [note for note in ask(subsets={"one row": ids[:1]}).notes if note.startswith("outside")]
+    said = r"outside of what the runs covered, so the interval is wider: one row \(\d+\.\d times as far from the corpus"
+    assert re.match(said, note)
+
+
+def test_units_have_no_interval(ask):
+    table = ask(family="uniform:0.5", count=2, units=True).to_pandas()
+    assert table["nats"].notna().tolist() == table["unit_id"].isna().tolist()
+
+
+def test_what_is_held_out_is_refused(artifact, tmp_path):
+    held = write_environment(tmp_path / "held", artifact, lambda b, s, _: 0.1 * b, role="held-out")
+    predictor = Predictor.of(artifact, PROTOCOL)
+    with pytest.raises(ProtocolLeakError, match="held: is held out; intervals are fitted on development environments"):
+        learn(predictor, artifact, held)
+    partly = write_environment(tmp_path / "partly", artifact, lambda b, s, _: 0.1 * b, held_out_targets=("boolq",))
+    found = learn(predictor, artifact, partly)
+    assert list(found.columns) == ["sciq"]
+    assert "no runs for boolq: no expected change" in found.notes
+
+
+def test_runs_that_prefer_other_rows_than_relevance_does_are_noted(artifact, environment, tmp_path):
+    predictor = Predictor.of(artifact, PROTOCOL, ["sciq"])
+    values = environment.utilities("sciq").values_BSE.mean(axis=(1, 2))
+    down = write_environment(tmp_path / "falls", artifact, lambda b, s, _: -values[b])
+    assert (
+        "sciq: what came out does not rise with the prediction; the runs correct it"
+        in learn(predictor, artifact, down).notes
+    )
+
+
+def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
+    runs, _ = imported()
+    ask = functools.partial(predict, artifact, protocol=PROTOCOL, targets=["sciq"])
+    answer = ask(by="topic", runs=functools.partial(learn, artifact=artifact, runs=runs))
+    table = answer.to_pandas().set_index("value")
+    assert table.loc[TOPICS[1], "nats"] < -0.02 < table.loc[TOPICS[0], "nats"]
+    assert any("change in the runs' own unit (sciq/acc; higher is better)" in note for note in answer.notes)
+
+
+def test_shares_and_times_become_weights_of_rows(artifact):
+    column = LabelTable(artifact.rows_path).column("topic")
+    runs, share_RG = imported(tuple(f"train_{name}" for name in TOPICS))  # a common beginning may be left off
+    (weights,), said = row_weights(runs, artifact)
+    dense_RN = weights.share_BG[:, column.codes_N]
+    per_topic = np.stack([dense_RN[:, column.codes_N == column.values.index(name)].sum(axis=1) for name in TOPICS], 1)
+    np.testing.assert_allclose(per_topic / dense_RN.sum(axis=1, keepdims=True), share_RG, atol=1e-9)
+    assert said == ()
+    twice, _ = imported(weights="times")
+    (weights,), _ = row_weights(twice, artifact)
+    np.testing.assert_allclose(weights.share_BG[:, column.values.index(TOPICS[0])], share_RG[:, 0], atol=1e-9)
+
+
+def test_runs_of_documents_and_of_expressions(artifact):
+    results = pa.table({"run": ["a", "b"], "sciq": [0.1, 0.2]})
+    documents = pa.table({"run": ["a", "b", "b"], "doc_id": ["doc-3", "doc-5", "doc-4"], "weight": [1.0, 1.0, 2.0]})
+    (weights,), _ = row_weights(grasp.import_runs(documents, results, higher=["sciq"]), artifact)
+    dense = weights.toarray()
+    assert (dense[0, 3], dense[1, 4], dense[1, 5], dense.sum()) == (1.0, 2.0, 1.0, 4.0)
+    conditions = pa.table({"run": ["a", "b"], "expression": ["topic = 'games'", "n_tokens > 30"]})
+    (weights,), _ = row_weights(grasp.import_runs(conditions, results, higher=["sciq"]), artifact)
+    np.testing.assert_array_equal(
+        weights.toarray()[0], LabelTable(artifact.rows_path).matching("topic = 'games'").mask_N
+    )
+
+
+def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
+    predictor = Predictor.of(artifact, PROTOCOL)
+    with pytest.raises(EnvironmentDataError, match="2 values of topic are not in the artifact: news, code; it has"):
+        learn(predictor, artifact, imported(("games", "news", "code"))[0])
+    with pytest.raises(EnvironmentDataError, match="has the metrics arc/acc, asked are sciq, boolq; a metric belongs"):
+        learn(predictor, artifact, imported(metric="arc/acc")[0])
+    with pytest.raises(EnvironmentDataError, match="got 1 of different subsets, expected 2 or more"):
+        learn(predictor, artifact, imported(n=1)[0])
+    rows = pa.table({"run": ["a", "b"], "row_id": ["row-1", "nowhere"]})
+    other = grasp.import_runs(rows, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
+    with pytest.raises(EnvironmentDataError, match="1 rows or documents are not in the artifact: nowhere"):
+        learn(predictor, artifact, other)
