@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.errors import ModelError, ShapeError
-from grasp.runs.training import label_weights
+from grasp.runs.train import label_weights
 from grasp.runs.training_rows import Share, batch_order, token_batches
 from tests.models.toy import InMemoryRows
 

@@ -27,8 +27,7 @@ from grasp.runs.contract import Account, Scores, Seconds
 from grasp.runs.material import Material
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain_plan import resolved_device
-from grasp.runs.train import train_stacked
-from grasp.runs.training import Trainer
+from grasp.runs.train import Trainer, train_stacked
 from grasp.settings import Settings, describe, refuse_idle
 
 F64 = NDArray[np.float64]

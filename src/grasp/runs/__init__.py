@@ -6,13 +6,12 @@ retraining, protocols selected on development runs, and intervals. To be read in
     verbs        what retrain, evaluate and calibrate do, step by step; each is one page
     environment  runs on disk: what was trained is in environment_info, the tables are in run_tables
     retrain      one run after the other, by any number of workers; retrain_plan decides everything before
-    train        one model, or K at once, by a recipe: training is the loop, training_rows feeds it, llama with
-                 head_loss and fused is the model
+    train        one model, or K at once, by a recipe: training_rows feeds it, llama with fused is the model
     compare      methods side by side: ours from scored, others' from predictions and method_scores; evaluate and
                  metrics say how well they agree with the runs
     selection    the protocol that agrees best: candidates lists them, development says on what, controls are ablations
     contract     what a published method is: material is what it may look at, configured finds it by name
     trust        intervals for predictions, in the unit of the runs; learned corrects relevance by them (covariance)
 
-Only the trainers (retrain, train, training, llama and what they use) load torch.
+Only the trainers (retrain, train, llama and what they use) load torch.
 """

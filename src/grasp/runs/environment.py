@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
 from grasp.files import TTL_SECONDS, Lease, is_part, remove_stale, take, write_whole, written_aside
 from grasp.predict.blocks import SubsetBlock
@@ -31,7 +32,7 @@ from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result
 from grasp.runs.candidates import evidence
-from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info, write_info
+from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
 from grasp.runs.run_tables import EXAMPLES, FULL, MaskDigest, Run, read_runs, run_bytes, runs_in, write_subsets
 
 F64 = NDArray[np.float64]
@@ -119,7 +120,7 @@ class Environment:
                 check_growth(path, begun, info, checksums)
                 if begun == info.model_copy(update={"made_by": begun.made_by}):
                     info = begun
-        write_info(path / INFO, info)
+        write_whole(path / INFO, signed_json(info))
         return cls(path, info)
 
     # ---------------------------------------------------------------------------------------- what it is

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
-from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
-from grasp.files import is_signed, write_whole
+from grasp.files import is_signed
 from grasp.settings import CorpusSettings, Settings, TargetSettings, describe
 
 Role = Literal["dev", "held-out"]
@@ -122,8 +121,3 @@ def read_info(path: Path) -> EnvironmentInfo:
     if info.checksum and not is_signed(data):
         raise EnvironmentDataError(f"{path}: damaged: its checksum does not match; restore it from a copy")
     return info.model_copy(update={"checksum": ""})
-
-
-def write_info(path: Path, info: EnvironmentInfo) -> None:
-    """Write environment.json with its own checksum in it."""
-    write_whole(path, signed_json(info))
