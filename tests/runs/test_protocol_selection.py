@@ -147,10 +147,10 @@ def test_targets_of_one_environment_share_its_resamples_however_they_are_handed_
 def test_the_standard_error_is_that_of_resampled_subsets():
     rng = np.random.default_rng(0)
     rho = rng.normal(size=(3, 2, 4_000)) * 0.1
-    one = standard_errors([rho], 0)
+    one = standard_errors([rho])
     np.testing.assert_allclose(one, rho.mean(axis=1).std(axis=1, ddof=1))
     # two environments that differ by 2d: the place draws add d^2 / 2 to the variance of the mean
-    two = standard_errors([rho + 0.3, rho - 0.3], 0)
+    two = standard_errors([rho + 0.3, rho - 0.3])
     np.testing.assert_allclose(two**2, one**2 / 2 + 0.3**2 / 2, rtol=0.1)
 
 

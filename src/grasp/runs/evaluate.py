@@ -183,7 +183,6 @@ def evaluate(
     seeds: Sequence[int] | None = None,
     partial: bool = False,
     resamples: int = RESAMPLES,
-    seed: int = 0,
     notes: Sequence[str] = (),
     chosen_on: Mapping[str, Collection[str]] | None = None,
 ) -> Evaluation:
@@ -194,7 +193,6 @@ def evaluate(
         targets: None: all targets of the environment that every method predicts.
         seeds: retraining seeds to use; None: all.
         partial: of an unfinished environment use the subsets that are there.
-        seed: of the resamples.
         notes: how the methods came about, kept in the report.
         chosen_on: by method, the targets of these very runs that it was chosen by.
     Raises:
@@ -206,7 +204,7 @@ def evaluate(
     utilities = environment.utilities(seeds=seeds, partial=partial)
     if not utilities.subset_ids:
         raise EnvironmentDataError(f"{environment.path}: no subset has a result for every seed yet; wait for some")
-    weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples, seed=seed)
+    weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     realized = {name: utilities.of(name) for name in names}
     ceilings = {name: noise_ceilings(own.values_BSE, weights_RB) for name, own in realized.items()}
 

@@ -305,8 +305,6 @@ def target_metrics(
     """
     realized_BSE = np.asarray(realized_BSE, np.float64)
     n_subsets, _, n_units = realized_BSE.shape
-    if predicted_BE is None and task_predicted_B is None:
-        raise ShapeError(f"{target}: got no predictions, expected {(n_subsets, n_units)} for units or one a subset")
     only_task = predicted_BE is None
     predicted_BE = np.zeros((n_subsets, n_units)) if predicted_BE is None else np.asarray(predicted_BE, np.float64)
     if predicted_BE.shape != (n_subsets, n_units):
@@ -315,9 +313,6 @@ def target_metrics(
         )
     realized_BE = realized_BSE.mean(axis=1)
     task_B = predicted_BE.mean(axis=1) if task_predicted_B is None else np.asarray(task_predicted_B, np.float64)
-    if task_B.shape != (n_subsets,):
-        raise ShapeError(f"{target}: task prediction {task_B.shape} does not fit {n_subsets} subsets")
-
     values, rho_E = _metrics(predicted_BE, task_B, realized_BE, _ones(n_subsets))
     resamples, _ = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
     task_why, units_why = _why_undefined(task_B, realized_BE)

@@ -105,9 +105,7 @@ class Scored:
     fingerprints: Mapping[str, str]  # of the artifact
 
     @classmethod
-    def of(
-        cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256, seed: int = 0
-    ) -> "Scored":
+    def of(cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> "Scored":
         """Check that both belong together, and draw a calibration family like the environment's own.
 
         Its stream is another than that of the subsets that were retrained, so no intervention that is scored
@@ -118,7 +116,7 @@ class Scored:
         """
         common = artifact_targets(environment, artifact)
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
-        calibration = Calibration(family=spec, n_subsets=calibration_subsets, seed=seed)
+        calibration = Calibration(family=spec, n_subsets=calibration_subsets)
         label = calibration.parsed.label
         labels = LabelTable(artifact.rows_path).column(label) if label is not None else None
         blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))

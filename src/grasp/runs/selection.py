@@ -78,7 +78,6 @@ def select(
     *,
     delta: float = DELTA,
     resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> Selection:
     """Choose the member of the family with the highest lower confidence bound of mean agreement.
 
@@ -100,13 +99,13 @@ def select(
     if not 0 < delta < 1:
         raise ProtocolError(f"selection: delta is {delta}, expected a number between 0 and 1")
     candidates, not_served = _candidates(family, developments)
-    each = _by_environment(developments, candidates, family, resamples, seed)
+    each = _by_environment(developments, candidates, family, resamples)
     value_CT = np.concatenate([value[:, :, 0] for value in each], axis=1)
     defined_C = np.isfinite(value_CT).all(axis=1)
     if not defined_C.any():
         raise ProtocolError("selection: no candidate has a rho on every development result; predictions are constant")
     z = float(norm.ppf(1 - delta / len(candidates)))
-    se_C = standard_errors([value[:, :, 1:] for value in each], seed)
+    se_C = standard_errors([value[:, :, 1:] for value in each])
     scores = [
         Score(
             candidate, float(mean), float(se), float(mean - z * se), dict(zip(results, value_T.tolist(), strict=True))
@@ -139,12 +138,11 @@ def _by_environment(
     candidates: Sequence[Candidate],
     family: ProtocolFamily,
     resamples: int,
-    seed: int,
 ) -> list[F64]:
     """Agreement (C, T, 1 + R), an array for each environment: its targets share the subsets that are drawn."""
     found: dict[Path, list[F64]] = {}
     for one in developments:
-        values = _figures(one, candidates, family.criterion, resamples=resamples, seed=seed)
+        values = _figures(one, candidates, family.criterion, resamples=resamples)
         found.setdefault(one.environment.path, []).append(values)
     return [np.concatenate(values, axis=1) for values in found.values()]
 
@@ -267,9 +265,7 @@ def _ranked(scores: Sequence[Score]) -> list[Score]:
 # ------------------------------------------------------------------------------------------ figures and their errors
 
 
-def _figures(
-    one: Development, candidates: Sequence[Candidate], criterion: Criterion, *, resamples: int, seed: int
-) -> F64:
+def _figures(one: Development, candidates: Sequence[Candidate], criterion: Criterion, *, resamples: int) -> F64:
     """Criterion of every candidate on every target, plain and then resampled, (C, T, 1 + R).
 
     nan where it is undefined: predictions that are constant, for mean_lds those of every unit.
@@ -283,7 +279,7 @@ def _figures(
     if flat:
         raise ProtocolError(f"{one.environment.path}: utilities of {flat} are constant; no protocol can be told apart")
     plain_1B = np.ones((1, len(utilities.subset_ids)))
-    weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples, seed=seed)
+    weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     out = np.empty((len(candidates), len(one.targets), 1 + resamples))
     for variant in dict.fromkeys(candidate.variant for candidate in candidates):
         own = [c for c, candidate in enumerate(candidates) if candidate.variant == variant]
@@ -324,14 +320,14 @@ def _in_order(wanted: Sequence[str], have: Sequence[str]) -> NDArray[np.int64]:
     return np.array([position[name] for name in wanted], dtype=np.int64)
 
 
-def standard_errors(resampled: Sequence[F64], seed: int) -> F64:
+def standard_errors(resampled: Sequence[F64]) -> F64:
     """Standard error of each candidate's mean over all results, (C,); `resampled` has (C, T, R) an environment.
 
     A resample of environments takes, for each place, an environment at random and one of its resamples of subsets.
     Its mean weighs environments by their targets, as the plain mean does. A resample without a value is left out.
     """
     n_places, n_resamples = len(resampled), resampled[0].shape[2]
-    rng = stream(seed, "selection", "environments")
+    rng = stream(0, "selection", "environments")
     total_CR = np.zeros((len(resampled[0]), n_resamples))
     count_CR = np.zeros_like(total_CR)
     for _ in range(n_places):

@@ -176,11 +176,8 @@ class TrainedModel:
     """A finished training run."""
 
     model: LlamaForCausalLM  # on the CPU, float32, eval mode
-    recipe: TrainingRecipe
-    seed: int
     n_retained: int
     losses: NDArray[np.float32]  # (steps,), nats a label
-    path: Path | None
     checkpoints: tuple[Path, ...]  # intermediate ones, by step
 
 
@@ -238,11 +235,8 @@ def train(
         run.finish(trainer, model)
     return TrainedModel(
         model=model,
-        recipe=recipe,
-        seed=seed,
         n_retained=share.n_kept,
         losses=trainer.losses[:, 0],
-        path=out,
         checkpoints=() if run is None else run.checkpoints(),
     )
 

@@ -17,9 +17,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.learning import development_targets
 
 
-def fit_intervals(
-    predictor: Predictor, artifact: ArtifactReader, environment: Environment, *, coverage: float = COVERAGE
-) -> Intervals:
+def fit_intervals(predictor: Predictor, artifact: ArtifactReader, environment: Environment) -> Intervals:
     """Fit the targets of a predictor that the environment has.
 
     Args:
@@ -42,10 +40,10 @@ def fit_intervals(
     for name, theirs in targets.items():
         change_B = change_BT[:, predictor.targets.index(name)]
         realized_B = utilities.of(theirs).values_BSE.mean(axis=(1, 2))
-        lines[name] = NatsLine.fit(name, change_B, realized_B, relative(each, reach), coverage)
+        lines[name] = NatsLine.fit(name, change_B, realized_B, relative(each, reach), COVERAGE)
     seeds = f"{len(utilities.seeds)} seed" + ("s" if len(utilities.seeds) > 1 else "")
     return Intervals(
-        title=f"nats, nats_low, nats_high: change in nats a token, {coverage:.0%} interval, for a model retrained as "
+        title=f"nats, nats_low, nats_high: change in nats a token, {COVERAGE:.0%} interval, for a model retrained as "
         f"in {environment.name} (recipe {environment.info.recipe}, mean of {seeds})",
         lines=lines,
         reach=reach,
