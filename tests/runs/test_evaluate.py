@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -209,6 +210,13 @@ def test_constant_predictions_are_said_to_be_undefined_everywhere(env):
     record = json.loads(report.to_json())["results"][0]
     assert (record["task_rho"], record["task_rho_reason"]) == (None, "predictions are constant")
     assert next(csv.DictReader(io.StringIO(report.to_csv())))["task_rho"] == ""
+
+
+def test_a_target_named_average_is_not_the_average(env):
+    (result,) = evaluate(env, [truth(env)], resamples=9).methods
+    assert result.average_name == "average"
+    renamed = tuple(replace(row, target="average") for row in result.targets[:1])
+    assert replace(result, targets=renamed + result.targets[1:]).average_name == "average #2"
 
 
 def test_the_report_says_the_same_as_text_json_and_csv(env):

@@ -25,7 +25,7 @@ from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend
 from grasp.report.whatif import payload
 from grasp.runs.compare import Agreement, TargetPoints
-from grasp.runs.evaluate import AVERAGE, Evaluation, MethodResult
+from grasp.runs.evaluate import Evaluation, MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, skipped_text
 
@@ -379,7 +379,7 @@ def _fidelity_lines(result: MethodResult, report: Evaluation) -> list[View]:
 
     lines = [line(name(report.marked(row.target, result)), row.n_units, row.__getitem__) for row in result.targets]
     if len(result.targets) > 1:
-        lines.append(line(AVERAGE, sum(row.n_units for row in result.targets), result.average))
+        lines.append(line(result.average_name, result.n_units, result.average))
     return lines
 
 

@@ -26,7 +26,7 @@ from grasp.runs.metrics import (
 from grasp.runs.predictions import Cost, Predictions, Standing
 from grasp.seeds import bootstrap_weights
 from grasp.targets.units import Unit, UnitSet
-from grasp.text import json_text, text_table
+from grasp.text import different, json_text, text_table
 
 AVERAGE = "average"
 APART: dict[Standing, str] = {
@@ -72,6 +72,11 @@ class MethodResult:
     @property
     def n_units(self) -> int:
         return sum(row.n_units for row in self.targets)
+
+    @property
+    def average_name(self) -> str:
+        """What the mean over targets is called; a target may have the word for its name."""
+        return different([*(row.target for row in self.targets), AVERAGE])[-1]
 
     def average(self, metric: str) -> Estimate:
         """Mean over targets of a metric or a ceiling."""
@@ -147,7 +152,7 @@ class Evaluation(Result):
         if len(result.targets) > 1:
             cells = [_cell(metric, result.average(metric)) for metric in HEADINGS]
             seen = " (in sample)" if result.chosen_on else ""
-            lines.append([result.method, AVERAGE + seen, str(result.n_units), *cells, *cost])
+            lines.append([result.method, result.average_name + seen, str(result.n_units), *cells, *cost])
         return lines
 
     def marked(self, target: str, result: MethodResult) -> str:
@@ -252,7 +257,7 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
             record["undefined_units"] = sum(row.undefined_units.values())
             record["undefined_why"] = "; ".join(f"{why}: {n}" for why, n in row.undefined_units.items())
             records.append(record | about | {"in_sample": row.target in result.chosen_on})
-        record = {"method": result.method, "target": AVERAGE, "n_subsets": result.targets[0].n_subsets}
+        record = {"method": result.method, "target": result.average_name, "n_subsets": result.targets[0].n_subsets}
         record["n_units"] = result.n_units
         for metric in (*METRICS, *CEILINGS):
             record |= _flat(metric, result.average(metric))
