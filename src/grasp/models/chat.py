@@ -32,8 +32,13 @@ def written_out(tokenizer: Any, conversation: Conversation, *, last_only: bool) 
         )
     text, marked = _written(tokenizer, conversation, len(conversation.turns))
     answers = conversation.answers[-1:] if last_only else conversation.answers
+    if marked and len(marked) != len(conversation.answers):
+        raise ModelError(
+            f"the chat template marks {len(marked)} spans of the assistant's words, expected one for each of its "
+            f"{len(conversation.answers)} turns"
+        )
     if marked:
-        spans = _spans_marked(marked, conversation, text)[-len(answers) :]
+        spans = marked[-len(answers) :]
     else:
         spans = [_span_between(tokenizer, conversation, k, text) for k in answers]
     for k, (start, stop) in zip(answers, spans, strict=True):
@@ -64,17 +69,6 @@ def _written(tokenizer: Any, conversation: Conversation, turns: int, **how: Any)
     except (jinja.TemplateError, TypeError, ValueError, KeyError) as err:
         raise ModelError(f"the chat template refuses the turns: {' '.join(str(err).split())[:200]}") from err
     return text, [(start, stop) for start, stop in marked[0]] if has_marks else []
-
-
-def _spans_marked(marked: list[Span], conversation: Conversation, text: str) -> list[Span]:
-    """One span for each turn of the assistant: a template may mark a turn in pieces."""
-    answers = conversation.answers
-    if len(marked) == len(answers):
-        return marked
-    raise ModelError(
-        f"the chat template marks {len(marked)} spans of the assistant's words in {len(text)} characters, expected "
-        f"{len(answers)}, one a turn"
-    )
 
 
 def _span_between(tokenizer: Any, conversation: Conversation, k: int, text: str) -> Span:

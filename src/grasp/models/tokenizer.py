@@ -46,26 +46,20 @@ class HfTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, no special tokens added, nothing cut."""
-        if not texts:
-            return []
-        # verbose=False: a text longer than the context is no mistake here, rows are cut later.
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
+        ids: list[list[int]] = self._encoded(texts)["input_ids"] if texts else []
         return ids
 
     def encode_with_ends(self, texts: Sequence[str]) -> list[tuple[list[int], list[int] | None]]:
         """The ids of `encode`, and the character after each token; None for a tokenizer that is not a fast one."""
         if not self.tokenizer.is_fast or not texts:
             return [(ids, None) for ids in self.encode(texts)]
-        encoded = self.tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        encoded = self._encoded(texts, return_offsets_mapping=True)
         spans: list[list[tuple[int, int]]] = encoded["offset_mapping"]
         return [(ids, [end for _, end in span]) for ids, span in zip(encoded["input_ids"], spans, strict=True)]
+
+    def _encoded(self, texts: Sequence[str], **how: bool) -> Any:
+        # verbose=False: a text longer than the context is no mistake here, rows are cut later.
+        return self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False, **how)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Text of each row of token ids, without special tokens and without tidying up spaces."""

@@ -6,8 +6,8 @@ from grasp.corpus.image_store import HASH_LABEL, ImageRow, ImageShard, image_row
 from grasp.corpus.images import read_images
 from grasp.corpus.packing import SkipLog
 from grasp.errors import TargetError
-from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
+from grasp.targets.load import draw
 from grasp.targets.records import target_name
 from grasp.targets.units import Unit, UnitSet
 
@@ -30,7 +30,9 @@ def load_image_units(
         target = target_name(path)
         if any(unit.target == target for unit in units):
             raise TargetError(f"targets.names: two targets are called {target!r}; rename one of the files")
-        for row in _drawn(target, _read(path, corpus, classes, n_classes), settings):
+        for row in draw(
+            target, _read(path, corpus, classes, n_classes), settings, lambda row: f"{target}:{row.row_id}"
+        ):
             units.append(
                 Unit(
                     unit_id=f"{target}:{row.row_id}",
@@ -57,15 +59,6 @@ def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: 
         )
     if not rows:
         raise TargetError(f"{path}: no trusted images, expected at least one")
+    if len({row.row_id for row in rows}) < len(rows):
+        raise TargetError(f"targets: {target_name(path)} names an image twice; give every one a name of its own")
     return rows
-
-
-def _drawn(target: str, pool: Sequence[ImageRow], settings: TargetSettings) -> list[ImageRow]:
-    order = stream(settings.seed, "units", target).permutation(len(pool))
-    kept = [pool[k] for k in order if f"{target}:{pool[k].row_id}" not in settings.exclude_units]
-    if not kept:
-        raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more")
-    names = {row.row_id for row in kept}
-    if len(names) < len(kept):
-        raise TargetError(f"targets: {target} names an image twice; give every one a name of its own")
-    return kept[: settings.units_per_target]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from grasp.corpus.passages import task_root
 from grasp.corpus.sources import IN_MEMORY
@@ -11,6 +12,8 @@ from grasp.settings import TargetSettings
 from grasp.targets.olmes import read_task, shipped_name
 from grasp.targets.records import is_path, read_mapped, read_units
 from grasp.targets.units import Unit, UnitSet
+
+T = TypeVar("T")
 
 
 def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> UnitSet:
@@ -31,14 +34,10 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         raise TargetError("targets.names: got none, expected at least one task or file of units")
     _refuse_broken(chain.from_iterable(pools.values()))
     _refuse_duplicates(chain.from_iterable(pools.values()))
+    drawn = [draw(target, pool, [unit.unit_id for unit in pool], settings) for target, pool in pools.items()]
     excluded = frozenset(settings.exclude_units)
-    drawn = [
-        unit
-        for target, pool in pools.items()
-        for unit in _draw(target, pool, excluded, settings.units_per_target, settings.seed)
-    ]
     found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
-    return UnitSet(tuple(drawn), found)
+    return UnitSet(tuple(chain.from_iterable(drawn)), found)
 
 
 def _pools(settings: TargetSettings, in_memory: Sequence[Unit]) -> dict[str, list[Unit]]:
@@ -91,10 +90,16 @@ def _refuse_duplicates(units: Iterable[Unit]) -> None:
         target_of[unit.unit_id] = unit.target
 
 
-def _draw(target: str, pool: Sequence[Unit], excluded: frozenset[str], count: int | None, seed: int) -> list[Unit]:
+def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: TargetSettings) -> list[T]:
+    """What is scored of a target, in the order drawn.
+
+    Raises:
+        TargetError: all of it is left out.
+    """
     # An alias draws what its task draws: the stream is named by the task that stands behind it.
-    order = stream(seed, "units", shipped_name(target)).permutation(len(pool))
-    kept = [pool[k] for k in order if pool[k].unit_id not in excluded]
+    order = stream(settings.seed, "units", shipped_name(target)).permutation(len(pool))
+    excluded = frozenset(settings.exclude_units)
+    kept = [pool[k] for k in order if unit_ids[k] not in excluded]
     if not kept:
         raise TargetError(f"targets: {target} has {len(pool)} units and all are in exclude_units, expected one or more")
-    return kept[:count]
+    return kept[: settings.units_per_target]
