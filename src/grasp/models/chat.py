@@ -37,10 +37,7 @@ def written_out(tokenizer: Any, conversation: Conversation, *, last_only: bool) 
             f"the chat template marks {len(marked)} spans of the assistant's words, expected one for each of its "
             f"{len(conversation.answers)} turns"
         )
-    if marked:
-        spans = marked[-len(answers) :]
-    else:
-        spans = [_span_between(tokenizer, conversation, k, text) for k in answers]
+    spans = marked[-len(answers) :] or [_span_between(tokenizer, conversation, k, text) for k in answers]
     for k, (start, stop) in zip(answers, spans, strict=True):
         words = conversation.turns[k]["content"].strip()
         if words not in text[start:stop]:

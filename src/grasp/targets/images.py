@@ -30,9 +30,8 @@ def load_image_units(
         target = target_name(path)
         if any(unit.target == target for unit in units):
             raise TargetError(f"targets.names: two targets are called {target!r}; rename one of the files")
-        for row in draw(
-            target, _read(path, corpus, classes, n_classes), settings, lambda row: f"{target}:{row.row_id}"
-        ):
+        trusted = _read(path, corpus, classes, n_classes)
+        for row in draw(target, trusted, [f"{target}:{row.row_id}" for row in trusted], settings):
             units.append(
                 Unit(
                     unit_id=f"{target}:{row.row_id}",
