@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from experiments.finetune.features import Features
 from grasp.features.input_match import input_tokens
-from grasp.features.moments import MomentAccumulator, Moments
+from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
+from grasp.features.neighbour_match import neighbour_relevance, prepare_neighbours
 from grasp.features.pooled_match import pooled_relevance, prepare_units
 from grasp.features.pooling import PooledFeatures, pool
+from grasp.features.residuals import SparseResidual
 from grasp.features.token_match import prepare_targets, token_relevance
 from grasp.features.whitening import Whitener, preconditioner, whitening_map
 
@@ -148,6 +150,54 @@ def input_kernel(
         rows,
         lambda part, owner_P, n: token_relevance(
             targets, torch.from_numpy(rows.delta_PH[part]), input_tokens(token_P[torch.from_numpy(part)]), owner_P, n
+        ),
+    )
+
+
+def shift_kernel(sides: Sides, ridge: float = TAU) -> F64:
+    """<delta~_i, delta~_e>, means of d over positions: the gradient of one vector added to every hidden state."""
+    map_HH = sides.delta_map(ridge)
+    means = []
+    for side in (sides.rows, sides.units):
+        total_NH = np.zeros((side.n, len(map_HH)))
+        np.add.at(total_NH, side.owner_P, side.delta_PH @ map_HH)
+        means.append(total_NH / side.count_N[:, None])
+    return np.asarray(means[0] @ means[1].T)
+
+
+def local_kernel(sides: Sides, width: float, delta_ridge: float) -> F64:
+    """Mean of k(h_t, h_s) <d~_t, d~_s>, k Gaussian, its width in root mean square distances of whitened states."""
+    hidden_HH, delta_HH = sides.hidden_map(TAU), sides.delta_map(delta_ridge)
+    spread = 2.0 * float(np.sum(hidden_HH * (sides.moments.covariance_HH @ hidden_HH)))
+    map_HH = (hidden_HH / (width * spread**0.5)).astype(np.float32)
+    row_PH, unit_SH = sides.rows.hidden_PH @ map_HH, sides.units.hidden_PH @ map_HH
+    row_PD, unit_SD = (side.delta_PH @ delta_HH.astype(np.float32) for side in (sides.rows, sides.units))
+    square_S, count_N = (unit_SH**2).sum(axis=1), sides.rows.count_N
+    sums_NS = np.zeros((sides.rows.n, len(unit_SH)))
+    for start in range(0, len(row_PH), 4096):
+        part = slice(start, start + 4096)
+        distance_PS = (row_PH[part] ** 2).sum(axis=1)[:, None] + square_S - 2.0 * row_PH[part] @ unit_SH.T
+        value_PS = np.exp(-0.5 * np.maximum(distance_PS, 0.0)) * (row_PD[part] @ unit_SD.T)
+        np.add.at(sums_NS, sides.rows.owner_P[part], value_PS)
+    return _mean_of_units(sides.units, (sums_NS / count_N[:, None]).T).T
+
+
+def neighbour_kernel(sides: Sides, sampled: int = 8192) -> F64:
+    """As a build computes it: the linearised kernel language model, its means from a sample of the rows' positions."""
+    some = slice(None, None, max(1, len(sides.rows.owner_P) // sampled))
+    states = LabelledStates(sides.rows.hidden_PH[some], sides.rows.label_P[some].astype(np.int64))
+    whitener = Whitener.fit(sides.moments, tau=TAU, alpha=ALPHA, epsilon=EPSILON)
+    units, rows = sides.units, sides.rows
+    label_S1 = torch.from_numpy(units.label_P.astype(np.int64))[:, None]
+    residual = SparseResidual(label_S1, torch.zeros(len(label_S1), 1), torch.from_numpy(units.loss_P))
+    moments = PositionMoments(sides.moments, states=states)
+    owner_S = torch.from_numpy(units.owner_P)
+    targets = prepare_neighbours(torch.from_numpy(units.hidden_PH), residual, owner_S, units.n, whitener, moments)
+    label_P = torch.from_numpy(rows.label_P.astype(np.int64))
+    return _blocks(
+        rows,
+        lambda part, owner_P, n: neighbour_relevance(
+            targets, torch.from_numpy(rows.hidden_PH[part]), label_P[torch.from_numpy(part)], owner_P, n
         ),
     )
 

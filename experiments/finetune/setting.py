@@ -76,7 +76,9 @@ def write_corpora(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def corpus_settings(name: Name, work: Path) -> CorpusSettings:
-    return CorpusSettings(path=str(work / f"{name}.parquet"), max_length=LENGTH, max_rows_per_document=1)
+    return CorpusSettings(
+        path=str(work / f"{name}.parquet"), text_column="text", max_length=LENGTH, max_rows_per_document=1
+    )
 
 
 def target_settings(name: Name, work: Path) -> TargetSettings:
