@@ -1,0 +1,58 @@
+"""Law: shift relevance is the inner product of exact gradients of one vector that is added to every hidden state."""
+
+import numpy as np
+import torch
+
+from grasp.features.input_match import hidden_gradient, input_tokens, input_whitener
+from grasp.features.moments import MomentAccumulator
+from grasp.features.residuals import sparse_residual
+from grasp.features.shift_match import prepare_shift, shift_relevance
+from grasp.features.whitening import Whitener
+from grasp.models.head import OutputHead
+
+V, H, E, N = 20, 6, 4, 3
+
+
+def world(seed: int = 0):
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(H, V, bias=False).requires_grad_(False)
+    hidden, unit_hidden = torch.randn(30, H), torch.randn(17, H)
+    label, unit_label = torch.randint(0, V, (30,)), torch.randint(0, V, (17,))
+    row, unit = torch.arange(30) * N // 30, torch.arange(17) % E
+    return OutputHead(linear), (hidden, label, row), (unit_hidden, unit_label, unit)
+
+
+def delta(head, hidden, label):
+    return hidden_gradient(head, sparse_residual(head.linear_logits(hidden), label, V))
+
+
+def gradient(head, hidden, label, owner, which) -> np.ndarray:
+    """d (mean loss) / d shift, by autograd."""
+    shift = torch.zeros(H, requires_grad=True)
+    mine = owner == which
+    loss = torch.nn.functional.cross_entropy(head.linear(hidden[mine] + shift), label[mine])
+    (found,) = torch.autograd.grad(loss, shift)
+    return found.double().numpy()
+
+
+def test_shift_relevance_is_the_inner_product_of_exact_gradients():
+    head, rows, units = world()
+    plain = Whitener(np.zeros(H), np.eye(H), np.ones(V))
+    unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, plain)
+    found = shift_relevance(unit_EH, delta(head, *rows[:2]), rows[2], N).numpy()
+    expected = [[gradient(head, *rows, i) @ gradient(head, *units, e) for e in range(E)] for i in range(N)]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_directions_in_which_all_rows_pull_count_less():
+    head, rows, units = world(1)
+    accumulator = MomentAccumulator(H, V)
+    delta_PH, tokens = delta(head, *rows[:2]), input_tokens(torch.zeros(30, dtype=torch.int64))
+    accumulator.add(delta_PH.numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
+    whitener = input_whitener(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
+    unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, whitener)
+    second = (delta_PH.T @ delta_PH).double().numpy() / 30
+    inverse = np.linalg.inv(second + 0.01 * np.trace(second) / H * np.eye(H))
+    expected = [[gradient(head, *rows, i) @ inverse @ gradient(head, *units, e) for e in range(E)] for i in range(N)]
+    found = shift_relevance(unit_EH, delta_PH, rows[2], N).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
