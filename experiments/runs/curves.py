@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from grasp.runs.oracles import ridge_out
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.baselines.oracles import ridge_out
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import LabelTable

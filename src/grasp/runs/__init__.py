@@ -11,7 +11,9 @@ retraining, protocols selected on development runs, and intervals. To be read in
                  metrics say how well they agree with the runs
     selection    the protocol that agrees best: candidates lists them, development says on what, controls are ablations
     contract     what a published method is: material is what it may look at, configured finds it by name
-    trust        intervals for predictions, in the unit of the runs; learned corrects relevance by them (covariance)
+    table        runs that somebody else made, as readers find them
+    learning     what runs teach a predictor, with intervals in their unit: learned is the fit, covariance its kernels;
+                 trust is a straight line through retrained subsets, for the report
 
 Only the trainers (retrain, train, llama and what they use) load torch.
 """
