@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 import grasp
+from grasp.choose.mixture import mix
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
@@ -158,3 +159,18 @@ def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
     other = grasp.import_runs(rows, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
     with pytest.raises(EnvironmentDataError, match="1 rows or documents are not in the artifact: nowhere"):
         learn(predictor, artifact, other)
+
+
+def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
+    share_RG = np.random.default_rng(4).dirichlet(np.ones(3), 60)
+    peak_G = np.array([0.5, 0.3, 0.2])
+    names = [f"run-{r}" for r in range(60)]
+    shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
+    results = pa.table({"run": names, "sciq/acc": -((share_RG - peak_G) ** 2).sum(axis=1)})
+    runs = grasp.import_runs(shares, results, label="topic")
+    table = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs).to_pandas().set_index("value")
+    np.testing.assert_allclose(table.loc[list(TOPICS), "proposed"], peak_G, atol=0.05)
+    alone = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50).to_pandas().set_index("value")
+    assert alone["proposed"].max() > 0.9  # relevance alone ends in a corner
+    bounded = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cap=["games:20%"])
+    assert bounded.to_pandas().set_index("value").loc["games", "proposed"] <= 0.2 + 1e-6

@@ -3,7 +3,7 @@
 Shape letters: N rows, T targets, B subsets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -117,6 +117,13 @@ class Aim:
     def value(self, sums: SubsetSums, tokens_B: F64 | I64) -> F64:
         """Weighted change of subsets with so many tokens, what repetition leaves of it, (B,)."""
         return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * self.training.share(tokens_B))
+
+    def learned(self, weights_of: Callable[[F64], Weights]) -> Callable[[F64], F64] | None:
+        """The weighted change that runs lead to expect, (B,), by what `weights_of` takes; None: without runs."""
+        intervals = self.intervals
+        if intervals is None:
+            return None
+        return lambda asked: np.asarray(np.nan_to_num(intervals.of(weights_of(asked)).nats_BT) @ self.weights_T)
 
     def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""

@@ -23,6 +23,7 @@ import pyarrow as pa
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Bound, parse_bounds, parse_share, weighted_targets
 from grasp.choose.choice import Aim, Choice, protocol_of, text_of
+from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, Solution, solve
 from grasp.choose.repetition import REPEAT_WORTH, Training, effective_tokens
@@ -144,17 +145,21 @@ def _mixture(
     effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, parts, slices.rows_G.astype(np.float64))
     segments = _segments(effect_G, slices, aim.training, low_G, high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
-    solution = solve(Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments))
-    factor_G = solution.p_G / current_G
+    programme = Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments)
+    solution = solve(programme)
+    learned = aim.learned(lambda p_BG: slices.weights(p_BG / current_G)) if segments is None else None
+    p_G = solution.p_G if learned is None else climb(programme, learned, [solution.p_G, current_G])
+    factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
     targets, notes = aim.judged(MIXTURE, weights)
     value = float(predictor.change(weights)[0] @ aim.weights_T)
-    said = _notes(slices, predictor, solution, asked)
+    said = _notes(slices, predictor, solution, asked, learned=learned is not None)
     if segments is not None:
         value += segments.value(solution.p_G) - float(effect_G @ solution.p_G)
         said.append(_repeated(aim.training, factor_G, value))
-    moved = 0.5 * float(np.abs(solution.p_G - current_G).sum())
+    moved = 0.5 * float(np.abs(p_G - current_G).sum())
     optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
+    optimum = optimum if learned is None else "the best that the runs lead to"
     return Mixture(
         pa.table(
             {
@@ -162,7 +167,7 @@ def _mixture(
                 "expression": pa.array([one.expression for one in slices.slices], pa.string()),
                 "rows": pa.array(slices.rows_G),
                 "now": pa.array(current_G),
-                "proposed": pa.array(solution.p_G),
+                "proposed": pa.array(p_G),
                 "times_as_often": pa.array(factor_G),
             }
         ),
@@ -300,13 +305,20 @@ def _shares(bounds: Sequence[Bound], name: str, slices: LabelSlices, default_G: 
     return out_G
 
 
-def _notes(slices: LabelSlices, predictor: Predictor, solution: Solution, asked: Mapping[str, Any]) -> list[str]:
+def _notes(
+    slices: LabelSlices, predictor: Predictor, solution: Solution, asked: Mapping[str, Any], *, learned: bool
+) -> list[str]:
     said = [
         f"no row is seen more than {asked['max_repeat']:g} times (as often as now, if the corpus is repeated anyway); "
         f"values without a floor of their own keep a {_nth(asked['max_repeat'])} of their share (max-repeat)"
     ]
     if slices.n_grouped:
         said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
+    if learned:
+        return [
+            *said,
+            "what is maximised is the change that the runs lead to expect (nats), not that by relevance",
+        ]
     if not solution.is_global:
         said.append(
             "the protocol rewards a part of the geometry, so the problem is not convex: the best of "
