@@ -32,7 +32,7 @@ GEOMETRY = {
 }
 
 
-def effects(art: Path, kernels=("token", "input"), columns=slice(None)) -> np.ndarray:
+def effects(art: Path, kernels=("token", "input", "neighbour"), columns=slice(None)) -> np.ndarray:
     """Effect of every row on `facts`, (N,): the protocol that ships, written out."""
     total_N = 0.0
     for kernel in kernels:
@@ -273,7 +273,7 @@ def test_a_kept_slice_is_its_mean_effect(art, tmp_path):
     assert lines == [
         said,
         "change against the whole corpus in effect size: 0 = the corpus, higher is better; protocol default (token + "
-        "input, negative relevance times 0.25; selected on 4 development results)",
+        "input + neighbour, negative relevance times 0.25; selected on 4 development results)",
         f"{tmp_path / 'p.parquet'}: 1 rows",
     ]
     (line,) = lines_of(tmp_path / "p.parquet")
