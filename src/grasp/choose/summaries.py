@@ -116,12 +116,12 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
     found = data.get("kind") if isinstance(data, dict) else None
     if isinstance(found, str) and found in COMMANDS and found != name:
         raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with --{found}; {expected}")
-    if not is_signed(content):
-        raise SettingsError(f"{flag}: {path}: damaged: its checksum does not match; run {COMMANDS[name]} again")
     try:
         summary = kind.model_validate(data)
     except ValidationError as err:
         raise SettingsError(f"{describe(err, f'{flag}: {path}')}; {expected}") from err
+    if not is_signed(content):
+        raise SettingsError(f"{flag}: {path}: damaged: its checksum does not match; run {COMMANDS[name]} again")
     here = artifact.manifest.fingerprints.get("corpus")
     if summary.corpus != here:
         raise SettingsError(

@@ -145,6 +145,8 @@ def _check_schema(source: Path | pa.Table, corpus: str | None) -> bool:
     missing = [name for name in ("subset_id", "row_id") if name not in names]
     if missing:
         raise SubsetError(f"{where}: has columns {names}, lacks {missing}; expected subset_id, row_id[, weight]")
+    if twice := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
+        raise SubsetError(f"{where}: has column {twice[0]} more than once; drop one of them")
     close = difflib.get_close_matches("weight", [name for name in names if name not in ("subset_id", "row_id")], 1)
     if close and close[0] != "weight":
         raise SubsetError(f"{where}: column {close[0]!r} looks like weights; rename it to 'weight' or drop it")

@@ -13,6 +13,7 @@ Higher is better. Shape letters: B subsets, E units, N rows.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Literal
 
 import numpy as np
@@ -297,7 +298,7 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err
-    except (ValueError, EOFError, OSError, OverflowError) as err:
+    except (ValueError, EOFError, OSError, OverflowError, SyntaxError, TokenError) as err:  # of its header as well
         raise EnvironmentDataError(f"{path}: cannot be read as .npy: {err}") from err
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         found = array.dtype if isinstance(array, np.ndarray) else "an archive"

@@ -1,0 +1,346 @@
+"""What comes from a stranger gives a result or an error of ours, no traceback; nothing outside; in time and in memory.
+
+Every parser is given files of ours that were changed: bytes flipped, cut out, put in or moved, and values of JSON put
+in the place of others; what the artifact lists is signed again, so that the parser is reached and not its checksum.
+`GRASP_FUZZ=1000` gives every parser so many files in the place of a few.
+"""
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grasp.artifact.inspection import info, verify
+from grasp.artifact.layout import MANIFEST
+from grasp.artifact.reader import ArtifactReader
+from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
+from grasp.corpus import read_documents
+from grasp.errors import GraspError
+from grasp.files import UNSIGNED, entry_of, signed
+from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.runs.environment import Environment
+from grasp.runs.predictions import read_predictions
+from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, read_yaml, retrain_settings
+from grasp.targets import load_units
+from tests.runs.environments import write_artifact, write_environment
+
+EXAMPLES = int(os.environ.get("GRASP_FUZZ", "6"))
+LONGEST_S = 20.0
+MOST_BYTES = 512 << 20
+PIECES = (
+    b"\x00",
+    b"\xff\xfe",
+    b"../../victim",
+    b"[" * 2000,
+    b"{" * 50,
+    b"9" * 400,
+    b"NaN",
+    b"null",
+    b'"',
+    b"\n",
+    b"-1",
+    b"1e308",
+)
+HOSTILE = (
+    "../../victim",
+    "/etc/passwd",
+    "",
+    "\x00",
+    "\x1b[2J",
+    "x" * 5000,
+    -1,
+    0,
+    10**30,
+    1e308,
+    2.5,
+    True,
+    None,
+    [],
+    {},
+    ["a"],
+    {"a": 1},
+)
+
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def changed_bytes(draw: Callable, data: bytes) -> bytes:
+    """Bytes flipped, cut out, put in or cut short, some times over."""
+    out = bytearray(data)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(out) - 1)))
+        kind = draw(st.sampled_from(("flip", "cut", "put", "end", "move")))
+        if kind == "flip" and out:
+            out[at] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "cut":
+            del out[at : at + draw(st.integers(1, 64))]
+        elif kind == "put":
+            out[at:at] = draw(st.sampled_from(PIECES))
+        elif kind == "end":
+            del out[at:]
+        else:
+            out[at:at] = out[-draw(st.integers(1, 64)) :]
+    return bytes(out)
+
+
+def changed_value(draw: Callable, value: object) -> object:
+    """JSON in which one value somewhere is another, is gone, or is there under another name."""
+    if isinstance(value, dict) and value and draw(st.integers(0, 3)):
+        key = draw(st.sampled_from(sorted(value)))
+        kind = draw(st.integers(0, 5))
+        rest = {name: part for name, part in value.items() if name != key}
+        if kind == 0:
+            return rest
+        if kind == 1:
+            return rest | {str(draw(st.sampled_from(HOSTILE)))[:50]: value[key]}
+        return value | {key: changed_value(draw, value[key])}
+    if isinstance(value, list) and value and draw(st.integers(0, 3)):
+        place = draw(st.integers(0, len(value) - 1))
+        return [*value[:place], changed_value(draw, value[place]), *value[place + 1 :]]
+    return draw(st.sampled_from(HOSTILE))
+
+
+def changed_json(draw: Callable, data: bytes) -> bytes:
+    """A JSON file changed as text, or as values and signed again."""
+    if not draw(st.integers(0, 2)):
+        return changed_bytes(draw, data)
+    found = changed_value(draw, json.loads(data))
+    if isinstance(found, dict) and "checksum" in found:
+        found = found | {"checksum": UNSIGNED}
+    return signed((json.dumps(found, indent=1) + "\n").encode())
+
+
+def survives(read: Callable[[], object], outside: Path) -> None:
+    """A result, or an error of ours in one line; in time, in memory, and `outside` as it was."""
+    before, began, most = listing(outside), time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        read()
+    except GraspError as err:
+        said = str(err)
+    else:
+        said = "a result"
+    assert 0 < len(said) < 20_000
+    assert time.monotonic() - began < LONGEST_S
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most
+    assert used * (1 if sys.platform == "darwin" else 1024) < MOST_BYTES
+    assert listing(outside) == before
+
+
+def listing(place: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in place.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An artifact and an environment of it, and beside them what nobody may touch."""
+    place = tmp_path_factory.mktemp("fuzz")
+    (place / "victim").write_text("mine")
+    artifact = write_artifact(place / "in" / "art")
+    write_environment(place / "in" / "env", artifact, lambda b, seed, target: float(b), n_subsets=6)
+    return place
+
+
+@pytest.fixture
+def place(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "all"))
+
+
+def everything(path: Path) -> None:
+    """All that readers of an artifact ask for; what one of them refuses the others are asked all the same."""
+    for look in (info, verify):
+        try:
+            look(path)
+        except GraspError:
+            continue
+    artifact = ArtifactReader.open(path)
+    _ = artifact.units, dict(artifact.moments), dict(artifact.sums), artifact.reads, artifact.tokens_path
+    for name in artifact.array_names:
+        for _, block in artifact.array_blocks(name):
+            assert block.dtype == np.float32
+    artifact.rows(np.arange(artifact.n_rows))
+    LabelTable(artifact.rows_path).matching("topic = 'games'")
+
+
+def resigned(art: Path, name: str) -> None:
+    """The manifest with the size and checksum that the file has now."""
+    raw = json.loads((art / MANIFEST).read_text())
+    raw["files"][name] = entry_of(art / name).model_dump()
+    (art / MANIFEST).write_bytes(signed((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
+
+
+@given(data=st.data())
+@fuzz
+def test_a_manifest(data, whole, place):
+    text = (whole / "in" / "art" / MANIFEST).read_bytes()
+    (place / "in" / "art" / MANIFEST).write_bytes(changed_json(data.draw, text))
+    survives(lambda: everything(place / "in" / "art"), place)
+
+
+TABLES = (
+    "moments.safetensors",
+    "rows.parquet",
+    "units.parquet",
+    "arrays/hidden_sketch/00001.npy",
+    "arrays/relevance_token/scale.npy",
+    "shards/00002.parquet",
+)
+
+
+@pytest.mark.parametrize("name", TABLES)
+@given(data=st.data())
+@fuzz
+def test_a_file_of_an_artifact(data, name, whole, place):
+    art = place / "in" / "art"
+    shutil.copy(whole / "in" / "art" / MANIFEST, art / MANIFEST)
+    (art / name).write_bytes(changed_bytes(data.draw, (whole / "in" / "art" / name).read_bytes()))
+    resigned(art, name)
+    survives(lambda: everything(art), place)
+
+
+@given(
+    header=st.recursive(
+        st.sampled_from(HOSTILE),
+        lambda inner: st.dictionaries(
+            st.sampled_from(("a", "dtype", "shape", "data_offsets", "__metadata__")), inner, max_size=3
+        ),
+        max_leaves=6,
+    )
+)
+@fuzz
+def test_a_header_of_safetensors(header, whole, place):
+    art = place / "in" / "art"
+    text = json.dumps(header).encode()
+    (art / "moments.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 64)
+    shutil.copy(whole / "in" / "art" / MANIFEST, art / MANIFEST)
+    resigned(art, "moments.safetensors")
+    survives(lambda: everything(art), place)
+
+
+def read_environment(path: Path) -> None:
+    environment = Environment.open(path)
+    _ = environment.pending(), environment.utilities().subset_ids, environment.targets
+
+
+@pytest.mark.parametrize("name", ["environment.json", "subsets.parquet", "utilities.parquet"])
+@given(data=st.data())
+@fuzz
+def test_an_environment(data, name, whole, place):
+    env, original = place / "in" / "env", (whole / "in" / "env" / name).read_bytes()
+    change = changed_json if name.endswith(".json") else changed_bytes
+    (env / name).write_bytes(change(data.draw, original))
+    survives(lambda: read_environment(env), place)
+    (env / name).write_bytes(original)
+
+
+RUN = BuildSettings.model_validate(
+    {"model": {"path": "m"}, "corpus": {"path": "c"}, "targets": {"names": ["sciq"]}}
+).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("kind", ["protocol", "build", "retrain"])
+@given(data=st.data())
+@fuzz
+def test_yaml(data, kind, place):
+    path = place / "in" / "given.yaml"
+    if kind == "protocol":
+        save_protocol(default_protocol(), path)
+        value = yaml.safe_load(path.read_text())
+    else:
+        value = RUN
+    text = yaml.safe_dump(changed_value(data.draw, value)).encode()
+    path.write_bytes(changed_bytes(data.draw, text) if data.draw(st.booleans()) else text)
+    parse = {"build": build_settings, "retrain": retrain_settings}
+    survives(lambda: load_protocol(path) if kind == "protocol" else parse[kind](read_yaml(path), str(path)), place)
+
+
+LINES = [
+    {"row_id": f"r{i}", "text": "one two", "topic": "a", "prompt": "p", "completion": " c", "unit_id": f"u{i}"}
+    for i in range(3)
+]
+
+
+@pytest.mark.parametrize("of", ["corpus", "units"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@given(data=st.data())
+@fuzz
+def test_rows_and_units(data, suffix, of, place):
+    path = place / "in" / f"given{suffix}"
+    if suffix == ".parquet":
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(LINES), sink)
+        content = changed_bytes(data.draw, sink.getvalue().to_pybytes())
+    else:
+        content = b"".join(json.dumps(changed_value(data.draw, line)).encode() + b"\n" for line in LINES)
+        content = changed_bytes(data.draw, content) if data.draw(st.booleans()) else content
+    path.write_bytes(content)
+    if of == "corpus":
+        survives(lambda: list(read_documents(CorpusSettings(path=str(path)))), place)
+    else:
+        survives(lambda: load_units(TargetSettings(names=(str(path),))), place)
+
+
+CELLS = st.sampled_from(("row-1", "row-2", "sciq", "", None, 0, 1.5, -1, 1e308, float("nan"), [1], {"a": 1}))
+
+
+def table_of(draw: Callable, names: tuple[str, ...], path: Path) -> None:
+    """Columns of one kind of value each, some of them gone or there twice; now and then not even Parquet."""
+    kept = draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names) + 1))
+    columns = [pa.array([draw(CELLS)] * draw(st.just(2))) for _ in kept]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns, kept), sink)
+    content = sink.getvalue().to_pybytes()
+    path.write_bytes(content if draw(st.integers(0, 3)) else changed_bytes(draw, content))
+
+
+@given(data=st.data())
+@fuzz
+def test_subsets(data, place):
+    path = place / "in" / "given.parquet"
+    rows = RowIndex.from_parquet(place / "in" / "art" / "rows.parquet")
+    table_of(data.draw, ("subset_id", "row_id", "weight"), path)
+    survives(lambda: list(read_subsets(path, rows)), place)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".npy"])
+@given(data=st.data())
+@fuzz
+def test_predictions(data, suffix, place):
+    path = place / "in" / f"given{suffix}"
+    rows = RowIndex.from_parquet(place / "in" / "art" / "rows.parquet")
+    if suffix == ".parquet":
+        table_of(data.draw, ("subset_id", "row_id", "target", "unit_id", "utility"), path)
+    else:
+        np.save(path, np.zeros((2, 1)))
+        path.write_bytes(changed_bytes(data.draw, path.read_bytes()))
+        ids = {"subset_ids": ["a", "b"], "units": [["sciq", "u0"]]}
+        path.with_suffix(".ids.json").write_text(json.dumps(changed_value(data.draw, ids)))
+    survives(lambda: read_predictions(path, rows, ()), place)
+
+
+@pytest.mark.parametrize("kind", [SelectionSummary, MixtureSummary])
+@given(data=st.data())
+@fuzz
+def test_summaries(data, kind, place):
+    path, art = place / "in" / "given.json", ArtifactReader.open(place / "in" / "art")
+    value = {"checksum": UNSIGNED, "kind": "selection", "corpus": "c0ffee", "headline": "h", "rows": 1, "targets": []}
+    path.write_bytes(changed_json(data.draw, signed((json.dumps(value, indent=1) + "\n").encode())))
+    survives(lambda: read_summary(kind, path, art), place)
