@@ -275,7 +275,7 @@ def test_flags_that_chance_explains_are_no_suspects(leaked, marked):
     found = detect(marked, "facts", false_positives=0.2)
     assert found.record.threshold.n_flagged <= 8 + 2 * 8**0.5
     assert found.headline.startswith("No suspects by relevance: ")
-    assert found.headline.endswith("no more than chance (about 8 of 40 rows).")
+    assert found.headline.endswith("no more than chance flags (about 8 of 40 rows).")
     planted = detect(leaked[0], "facts", contamination=True)
     for result in (found, planted):
         assert all(len(sentence.split()) < 25 for sentence in result.headline.split(". "))

@@ -1,12 +1,13 @@
 """Datamodels find planted linear utilities out of fold; a null world stays at chance; an oracle, and labelled so."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grasp.baselines.oracles import lasso_oracle, mask_features
-from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
+from grasp.errors import EnvironmentDataError, MissingExtraError, SettingsError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.runs.material import Material, Retrained
 from grasp.runs.method_scores import predict
@@ -71,13 +72,21 @@ def test_shares_of_a_label_are_another_view(world, tmp_path):
     assert found.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
 
 
+def test_the_lasso_needs_an_extra_and_ridge_none(world, tmp_path, monkeypatch):
+    material, _ = planted(world, few_rows)
+    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
+    with pytest.raises(MissingExtraError, match=r"datamodels: lasso needs .*grasp-attribution\[baselines\]"):
+        run(material, tmp_path)
+    assert run(material, tmp_path, penalty="ridge").notes
+
+
 def test_what_it_cannot_predict_is_refused(world, tmp_path):
     material, _ = planted(world, few_rows)
     (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
     strange = replace(other, subset_ids=("mine", "yours"))
     with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'; it predicts retrained"):
         predict(asked("datamodels"), material, [strange], cache(tmp_path, material))
-    with pytest.raises(SettingsError, match=r"is made from retrained subsets; name .* --environment"):
+    with pytest.raises(SettingsError, match=r"is made from retrained subsets; name .* \(--environment\)"):
         predict(asked("datamodels"), Material(world.artifact), [other], cache(tmp_path, material))
     with pytest.raises(SubsetError, match="nonsense"):
         run(material, tmp_path, sees="nonsense")

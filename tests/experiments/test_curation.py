@@ -134,7 +134,8 @@ def test_additive_choice_is_the_greatest_relevance(experiment):
     )
     artifact = world.artifact
     value_N, units = np.zeros(artifact.n_rows), UnitSelection.of(artifact, artifact.targets)
-    for kernel in ("token", "input"):
+    kernels = world.protocol.fitted(artifact.array_names, artifact.feature_settings).match
+    for kernel in kernels:
         relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
             float
         )

@@ -375,6 +375,14 @@ def test_a_refused_build_does_not_stand_in_the_way_of_the_corrected_one(root, tm
     assert_same(arrays(build(good, tmp_path / "art")), arrays(build(good, tmp_path / "clean")))
 
 
+def test_lengths_that_follow_from_the_model_leave_the_artifact_whole(root, tmp_path):
+    asked = world(root)
+    corpus = asked.corpus.model_copy(update={"max_length": None})
+    targets = asked.targets.model_copy(update={"max_length": 512})  # the model reads 128
+    artifact = build(asked.model_copy(update={"corpus": corpus, "targets": targets}), tmp_path / "art")
+    assert verify(artifact).problems == ()
+
+
 def test_a_locked_artifact_is_refused(root, tmp_path):
     with (
         lock_artifact(tmp_path / "artifact"),

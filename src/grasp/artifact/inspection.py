@@ -251,9 +251,14 @@ def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None
 
 
 def _other_settings(path: Path, manifest: Manifest) -> bool:
+    """Whether the run.yaml is not what was built: lengths that it leaves open, or to the model, follow from both."""
     try:
-        # what a run.yaml leaves open follows from model and corpus
-        return not all(line.endswith("now null") for line in differences(manifest.settings, read_yaml(path)))
+        asked = read_yaml(path)
+        built = manifest.settings
+        units, reads = asked.get("targets"), built.get("targets")
+        if isinstance(units, dict) and isinstance(reads, dict) and isinstance(units.get("max_length"), int):
+            units["max_length"] = min(units["max_length"], reads["max_length"])
+        return not all(line.endswith("now null") for line in differences(built, asked))
     except SettingsError:
         return True
 

@@ -370,7 +370,7 @@ def _headline(ranking: str, cut: Threshold, n_rows: int) -> str:
     by_score, expected = cut.n_flagged - cut.n_copies, f"about {cut.expected_false:,.0f} of {n_rows:,} rows"
     copies = f"{cut.n_copies:,} rows are exact copies of units. " if cut.n_copies else ""
     if not cut.beyond_chance:
-        return f"{copies}No suspects by {ranking}: {by_score:,} flagged, no more than chance ({expected})."
+        return f"{copies}No suspects by {ranking}: {by_score:,} flagged, no more than chance flags ({expected})."
     return f"{copies}{by_score:,} suspects by {ranking}; chance would flag {expected}."
 
 

@@ -14,6 +14,7 @@ from grasp.cli.progress import Watch
 EXAMPLES = """\b
 Examples:
   grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env
+  grasp retrain --like art --family mixture:topic --out env
   grasp retrain --out env --resume -B 64
   grasp retrain --out env --resume --engine ray --workers 16 --address auto
 """
@@ -29,6 +30,9 @@ def retrain(
     ),
     targets: str | None = typer.Option(
         None, "--targets", metavar="NAMES", help="Tasks or JSONL files, separated by commas."
+    ),
+    like: str | None = typer.Option(
+        None, "--like", metavar="ART", help="Corpus, targets and tokenizer of this artifact: runs to judge it by."
     ),
     recipe: str | None = typer.Option(
         None, "--recipe", metavar="NAME", help="Model and training: tiny, small or paper-50m. Default: tiny."
@@ -48,6 +52,12 @@ def retrain(
     resume: bool = typer.Option(False, "--resume", help="Go on with the settings of the run.yaml that is there."),
     config: Path | None = typer.Option(
         None, "--config", metavar="FILE", help="YAML of settings; a run.yaml replays a run.", rich_help_panel=MORE
+    ),
+    text_column: str | None = typer.Option(
+        None, "--text-column", metavar="NAME", help="Column with the text. Default: text.", rich_help_panel=MORE
+    ),
+    id_column: str | None = typer.Option(
+        None, "--id-column", metavar="NAME", help="Column that names rows. Default: row_id or id.", rich_help_panel=MORE
     ),
     assign: list[str] = typer.Option(
         [],
@@ -95,6 +105,9 @@ def retrain(
             corpus,
             names(targets),
             out=out,
+            like=like,
+            text_column=text_column,
+            id_column=id_column,
             family=family,
             count=count,
             seeds=seeds,

@@ -210,7 +210,7 @@ def _checked(db: duckdb.DuckDBPyConnection, expression: str, columns: tuple[str,
         raise SubsetError(f"{where}: {STATEMENT_REFUSED}")
     parsed = _parse(db, expression)
     if parsed.get("error"):
-        raise SubsetError(f"{where}: {_syntax_error(expression, parsed)}")
+        raise SubsetError(f"{where}: {_syntax_error(expression, parsed)}{_quoting(expression, columns)}")
     statements = parsed["statements"]
     node = statements[0]["node"]
     if len(statements) != 1 or not _is_plain(node):
@@ -240,6 +240,12 @@ def _syntax_error(expression: str, parsed: dict[str, Any]) -> str:
     if not 0 <= at < len(expression):
         return f"{message.split(' at or near')[0]} at its end"
     return f"{message} (character {at + 1}: ...{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]})"
+
+
+def _quoting(expression: str, columns: tuple[str, ...]) -> str:
+    """What to write for a column that needs quotes and stands without them."""
+    bare = [name for name in columns if identifier(name) != name and name in expression.replace(identifier(name), "")]
+    return f"; write the column in double quotes: {', '.join(map(identifier, bare))}" if bare else ""
 
 
 def _is_plain(node: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
 from grasp.errors import EnvironmentDataError
-from grasp.files import is_signed
+from grasp.files import differences, is_signed
 from grasp.settings import CorpusSettings, Settings, TargetSettings, describe
 
 Role = Literal["dev", "held-out"]
@@ -88,11 +88,9 @@ def _changed(group: str, given: dict[str, Any], kind: type[Settings]) -> list[st
 def check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, checksums: list[str]) -> None:
     """Allow more seeds and more subsets of the same family; name every other difference."""
     fixed = set(EnvironmentInfo.model_fields) - {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-    differs = [
-        f"{name}: was {getattr(begun, name)!r}, is {getattr(now, name)!r}"
-        for name in sorted(fixed)
-        if getattr(begun, name) != getattr(now, name)
-    ]
+    differs = list(
+        differences(begun.model_dump(mode="json", include=fixed), now.model_dump(mode="json", include=fixed))
+    )
     if now.seeds[: len(begun.seeds)] != begun.seeds:
         differs.append(f"seeds: was {begun.seeds}, is {now.seeds}")
     n_begun = len(begun.subset_ids)

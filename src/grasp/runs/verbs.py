@@ -17,6 +17,7 @@ from grasp.dotted import leaf, over, put
 from grasp.errors import SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.progress import Progress
+from grasp.extract.reopen import Origin
 from grasp.predict.families import parse_family
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
 from grasp.results import Result
@@ -63,6 +64,9 @@ def retrain(
     targets: str | Sequence[str] | None = None,
     *,
     out: Place,
+    like: "Opened | Place | None" = None,
+    text_column: str | None = None,
+    id_column: str | None = None,
     family: str | None = None,
     count: int | None = None,
     seeds: int | None = None,
@@ -80,6 +84,8 @@ def retrain(
     Args:
         corpus: file, directory or URL.
         targets: tasks and files of units.
+        like: an artifact whose corpus, targets and tokenizer are taken, so that it can be compared with these runs.
+        text_column, id_column: columns of the corpus; by default `text`, and `row_id` or `id`.
         family: how subsets are drawn, e.g. mixture:topic; `count` of them, each trained with so many `seeds`.
         recipe: model and training: tiny, small or paper-50m.
         role: dev: protocols may be chosen on it; held-out: only judged.
@@ -94,11 +100,15 @@ def retrain(
     from grasp.runs.retrain import retrain  # noqa: PLC0415 - brings torch
 
     data = deepcopy(dict(settings)) if isinstance(settings, Mapping) else read_yaml(Path(settings)) if settings else {}
+    if like is not None:
+        data = over(_like(like), data)
     begun = Path(out) / "run.yaml"
     if resume and begun.exists():
         data = over(read_yaml(begun), data)
     arguments = {
         "corpus.path": None if corpus is None else str(corpus),
+        "corpus.text_column": text_column,
+        "corpus.row_id_column": id_column,
         "targets.names": [targets] if isinstance(targets, str) else targets and list(targets),
         "family": family,
         "n_subsets": count,
@@ -120,6 +130,18 @@ def retrain(
             f"{where}: missing {', '.join(missing)}; give it as an argument, or in the settings (--set, --config)"
         )
     return retrain(retrain_settings(data), Path(out), progress, cluster=cluster)
+
+
+def _like(art: Opened | Place) -> dict[str, Any]:
+    """Settings under which retrained models read the same rows and units as the artifact's model did."""
+    files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
+    origin = Origin(files)
+    if origin.has_images:
+        raise SettingsError(f"like: {files.where} was built from images, and what is retrained are language models")
+    _ = origin.tokenizer  # still there, and its own
+    built = origin.settings.model_dump(mode="json", include={"corpus", "targets"})
+    shape = {"vocab_size": files.manifest.details["vocab_size"], "context": origin.settings.corpus.max_length}
+    return built | {"tokenizer": origin.settings.model.path, "overrides": {"shape": shape}}
 
 
 # ------------------------------------------------------------------------------------------------ calibrate
