@@ -187,11 +187,11 @@ def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: P
 def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> str:
     """One line: what the model's loss says of what it is for, and which kernel follows."""
     share = f"loss {moments.loss:.1f} nats a token, {moments.loss / math.log(vocab):.0%} of ln V"
-    if resolved(features, moments, vocab).shift:
-        return (
-            f"{share}: a model that knows the language, as when it is fine-tuned (tested at 30%); rows rank by `shift`"
-        )
-    return f"{share}: a model that learns the language (tested at 63%); rows rank by token, input and neighbour"
+    chosen = resolved(features, moments, vocab)
+    if chosen.shift:
+        return f"{share}: a model that knows the language, as when it is fine-tuned (tested at 30%); rows rank by shift"
+    kernels = "token, input and neighbour" if chosen.neighbour else "token and input"
+    return f"{share}: a model that learns the language (tested at 63%); rows rank by {kernels}"
 
 
 Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]

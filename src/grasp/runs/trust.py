@@ -44,7 +44,8 @@ def fit_intervals(predictor: Predictor, artifact: ArtifactReader, environment: E
     seeds = f"{len(utilities.seeds)} seed" + ("s" if len(utilities.seeds) > 1 else "")
     return Intervals(
         title=f"nats, nats_low, nats_high: change in nats a token, {COVERAGE:.0%} interval, for a model retrained as "
-        f"in {environment.name} (recipe {environment.info.recipe}, mean of {seeds})",
+        f"in {environment.name} (recipe {environment.info.recipe}, mean of {seeds}); by a straight line through the "
+        "runs, so grasp predict, which learns a curve, differs a little",
         lines=lines,
         reach=reach,
         notes=tuple(_notes(predictor, environment, lines, scored.runs_fingerprint)),
