@@ -114,6 +114,7 @@ def sliders(view):
 def test_nothing_changes_while_everything_is_kept(view):
     found = {target: numbers["change"] for target, numbers in shown(view).items()}
     assert found == pytest.approx({"sciq": 0, "boolq": 0}, abs=1e-6)
+    assert {bar.evaluate("bar => bar.style.width") for bar in view.locator("#whatif-results i").all()} == {"0%"}
     assert view.locator("#whatif-results .nats").first.text_content().startswith("0.0000 ")
     assert "the whole corpus is kept" in view.locator("#whatif-command").text_content()
 

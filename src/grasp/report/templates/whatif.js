@@ -201,7 +201,7 @@
       const [, bar, change] = row.cells, x = predicted[t], known = Number.isFinite(x);
       row.dataset.target = model.targets[t];
       row.dataset.change = known ? x : "";
-      const mark = bar.firstChild.firstChild, width = known ? (50 * Math.abs(x)) / most : 0;
+      const mark = bar.firstChild.firstChild, width = known && signed(x) !== "0.000" ? (50 * Math.abs(x)) / most : 0;
       mark.className = x < 0 ? "down" : "";
       mark.style.width = `${width}%`;
       mark.style.left = `${x < 0 ? 50 - width : 50}%`;
