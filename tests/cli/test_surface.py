@@ -20,6 +20,7 @@ SURFACE = {
         "--id-column",
         "--split",
         "--max-length",
+        "--limit",
         "--resume",
         "--untrained",
         "--tokenizer",

@@ -86,9 +86,11 @@ def test_arguments_name_columns_and_splits(root, tmp_path, settings):
     given = str(root / "model"), splits, str(root / "facts.jsonl"), tmp_path / "art"
     with pytest.raises(CorpusError, match="corpus: has the splits test, train; say which one with --split"):
         build(*given, **rest)
-    artifact = build(*given, split="train", **rest)
+    artifact = build(*given, split="train", limit=20, **rest)
     assert artifact.manifest.details["columns"] == {"text": "body", "row_id": "key"}
     assert artifact.manifest.settings["corpus"]["max_length"] == 32
+    names = artifact.rows(np.arange(artifact.n_rows)).column("doc_id").unique().to_pylist()
+    assert len(names) == 20
 
 
 def test_what_follows_from_the_model_is_in_the_manifest(root, tmp_path, settings):

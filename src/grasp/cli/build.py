@@ -64,6 +64,9 @@ def build(
         metavar="N",
         help="Tokens of the longest row; longer documents become several. Default: what the model reads, at most 2048.",
     ),
+    limit: int | None = typer.Option(
+        None, "--limit", min=1, metavar="N", help="Read only the first N documents, for a quick look."
+    ),
     resume: bool = typer.Option(
         False, "--resume", help="Go on with a build that was cut off, with its settings.", rich_help_panel=MORE
     ),
@@ -148,6 +151,7 @@ def build(
         "corpus.text_column": text_column,
         "corpus.row_id_column": id_column,
         "corpus.max_length": max_length,
+        "corpus.limit": limit,
         "targets.names": [name for text in targets for name in split_names(text)] or None,
         "features.match": match,
         "keep_features": keep_features,

@@ -54,6 +54,7 @@ def build(
     text_column: str | None = None,
     id_column: str | None = None,
     max_length: int | None = None,
+    limit: int | None = None,
     match: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
@@ -77,6 +78,7 @@ def build(
         split: of a corpus with several.
         text_column, id_column: columns of the corpus; by default `text`, and `row_id` or `id`.
         max_length: tokens of the longest row; by default what the model reads, at most 2,048.
+        limit: only the first so many documents are read.
         match: relevance kernels, `pooled`, `token` or `both`.
         dtype: `float32`, `bfloat16` or `float16`; by default float32 on a CPU, else bfloat16.
         keep_features: keep what a target needs that is added later.
@@ -92,6 +94,7 @@ def build(
         "corpus.text_column": text_column,
         "corpus.row_id_column": id_column,
         "corpus.max_length": max_length,
+        "corpus.limit": limit,
         "features.match": match,
         "keep_features": keep_features,
     }
