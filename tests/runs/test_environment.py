@@ -182,9 +182,9 @@ def test_seeds_and_subsets_can_be_added(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": "small"}, "recipe: was 'tiny', is 'small'"),
-        ({"role": "held-out"}, "role: was 'dev', is 'held-out'"),
-        ({"corpus_fingerprint": "beef"}, "corpus_fingerprint: was 'c0ffee', is 'beef'"),
+        ({"recipe": "small"}, 'recipe: was "tiny", now "small"'),
+        ({"role": "held-out"}, 'role: was "dev", now "held-out"'),
+        ({"corpus_fingerprint": "beef"}, 'corpus_fingerprint: was "c0ffee", now "beef"'),
         ({"seeds": (1, 2)}, r"seeds: was \(0, 1\), is \(1, 2\)"),
         ({"n_subsets": 3}, "subsets: was 4 with checksum"),
     ],

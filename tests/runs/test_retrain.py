@@ -274,7 +274,7 @@ def test_a_tokenizer_too_large_for_the_recipe_is_refused(inputs, whole, tmp_path
 
 
 def test_other_settings_in_the_same_place_are_refused(inputs, whole):
-    with pytest.raises(EnvironmentDataError, match="recipe_settings: was"):
+    with pytest.raises(EnvironmentDataError, match=r"recipe_settings\.steps: was 5, now 6"):
         retrain(settings(inputs, overrides=settings(inputs).overrides | {"steps": 6}), whole.path)
     with pytest.raises(EnvironmentDataError, match="subsets: was 3 with checksum"):
         retrain(settings(inputs, family_seed=1), whole.path)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 Label = str | int | float | bool | None
-Kind = Literal["null", "bool", "int", "float", "string"]
+Kind = Literal["null", "bool", "int", "long", "float", "string"]  # long: integers that no float holds exactly
 
 IDS_COLUMN = "__input_ids__"
 LABELLED_COLUMN = "__labelled__"
@@ -27,6 +27,7 @@ _ARROW: Mapping[Kind, pa.DataType] = {
     "null": pa.string(),
     "bool": pa.bool_(),
     "int": pa.int64(),
+    "long": pa.int64(),
     "float": pa.float64(),
     "string": pa.string(),
 }
@@ -50,7 +51,9 @@ def kind_of(value: Label) -> Kind:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int" if -(2**63) <= value < 2**63 else "string"
+        if abs(value) < _EXACT_FLOAT:
+            return "int"
+        return "long" if -(2**63) <= value < 2**63 else "string"
     return "float" if isinstance(value, float) else "string"
 
 
@@ -60,7 +63,8 @@ def wider(one: Kind, other: Kind) -> Kind:
         return one
     if one == "null":
         return other
-    return "float" if {one, other} == {"int", "float"} else "string"
+    both = {one, other}
+    return "long" if both == {"int", "long"} else "float" if both == {"int", "float"} else "string"
 
 
 def kind_of_all(values: Iterable[Label]) -> Kind:
