@@ -25,6 +25,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/prose.py
 	$(BIN)/mkdocs build --strict --quiet
 
 docs: $(STAMP)

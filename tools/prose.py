@@ -1,0 +1,144 @@
+"""Whether the pages are easy to read: short sentences, short table cells, everyday words.
+
+python tools/prose.py            every page over a limit, and exit code 1 if there is one
+python tools/prose.py --list     every page with its figures
+"""
+
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MEAN, LONGEST, CELL = 18, 40, 15
+# A map from the paper's labels: names, not prose.
+NOT_PROSE = {"docs/paper_map.md"}
+# Made by scripts from results: cells are counted, sentences are not.
+MADE = {"table.md", "tables.md", "related.md", "cc.md", "pool.md"}
+# Not yet rewritten.
+NOT_YET = {
+    "docs/baselines.md",
+    "docs/howto/diagnose.md",
+    "docs/howto/images.md",
+    "docs/howto/models.md",
+    "docs/howto/suspects.md",
+    "docs/howto/trust.md",
+    "docs/index.md",
+    "docs/scale.md",
+    "docs/security.md",
+    "experiments/finetune/README.md",
+    "experiments/runs/README.md",
+}
+# Words of our own that need a lesson first. The glossary is the lesson.
+HOUSE_WORDS = {
+    r"realized": "measured",
+    r"utilit(?:y|ies)": "loss, accuracy, or quality",
+    r"counterfactual": "what if",
+    r"provenance": "where it comes from",
+    r"oracle-selected": "chosen on the test",
+    r"hidden_match|residual_match": "agreement of hidden states, of mistakes",
+    r"standardisation": "common scale",
+}
+GLOSSARY = "docs/glossary.md"
+
+
+class Figures(NamedTuple):
+    """What was counted on a page."""
+
+    sentences: int
+    mean: float
+    longest: str
+    cell: str
+    house: list[str]
+
+    def faults(self) -> list[str]:
+        """A line for each limit that the page breaks."""
+        found = []
+        if self.mean > MEAN:
+            found.append(f"sentences have {self.mean:.1f} words on average; at most {MEAN}")
+        if words(self.longest) > LONGEST:
+            found.append(f"a sentence of {words(self.longest)} words; at most {LONGEST}: {self.longest[:90]}...")
+        if words(self.cell) > CELL:
+            found.append(f"a table cell of {words(self.cell)} words; at most {CELL}: {self.cell[:90]}...")
+        return found + [f"house word: {word}" for word in self.house]
+
+
+def words(text: str) -> int:
+    """Words and numbers; code, a link or an interval in brackets counts as one."""
+    text = re.sub(r"`[^`]*`|\[[-+., \d]*\]", "x", text)
+    return len([word for word in text.split() if re.search(r"\w", word)])
+
+
+def paragraphs(page: str) -> tuple[list[str], list[str]]:
+    """Running text and table cells of a page; headings and blocks of code are neither."""
+    page = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", page)
+    texts, cells = [], []
+    for block in re.split(r"\n\s*\n", page):
+        lines = [line for line in block.splitlines() if not re.match(r"#|---|<|    \S|::: ", line)]
+        rows = [line for line in lines if line.startswith("|")]
+        cells += [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row.strip("|"))]
+        rest = "\n".join(line for line in lines if not line.startswith("|"))
+        texts += [" ".join(item.split()) for item in re.split(r"^\s*(?:[-*]|\d+\.)\s+", rest, flags=re.MULTILINE)]
+    return [text for text in texts if text], cells
+
+
+def sentences(text: str) -> list[str]:
+    """Cut at a full stop, question mark or colon that ends one."""
+    return [part for part in re.split(r"(?<=[.!?])[\"*)]*\s+(?=[\"*(`]*[A-Z\d`])", text) if words(part) > 1]
+
+
+def figures(page: str, *, glossary: bool = False, made: bool = False) -> Figures:
+    """Count one page."""
+    texts, cells = paragraphs(page)
+    texts = [] if made else texts
+    found = [sentence for text in texts for sentence in sentences(text)]
+    plain = re.sub(r"`[^`]*`", "", " ".join([*texts, *cells]))
+    house = [
+        f"{match} (say: {better})"
+        for word, better in HOUSE_WORDS.items()
+        for match in sorted(set(re.findall(rf"\b(?:{word})\b", plain, re.IGNORECASE)))
+    ]
+    return Figures(
+        sentences=len(found),
+        mean=statistics.fmean(map(words, found)) if found else 0.0,
+        longest=max(found, key=words, default=""),
+        cell=max(cells, key=words, default=""),
+        house=[] if glossary or made else house,
+    )
+
+
+def pages() -> list[str]:
+    """README, docs and experiments, as git knows them."""
+    asked = [
+        "git",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "README.md",
+        "docs/*.md",
+        "experiments/*.md",
+    ]
+    listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    return sorted({name for name in listed if name not in NOT_PROSE | NOT_YET and (ROOT / name).is_file()})
+
+
+def main() -> int:
+    """Print the figures or the faults; how many pages have one."""
+    bad = 0
+    for name in pages():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        page = figures(text, glossary=name == GLOSSARY, made=Path(name).name in MADE)
+        if "--list" in sys.argv:
+            print(f"{page.mean:5.1f} {words(page.longest):4d} {words(page.cell):4d} {len(page.house):2d}  {name}")
+        else:
+            print("".join(f"{name}: {fault}\n" for fault in page.faults()), end="")
+        bad += bool(page.faults())
+    return min(bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
