@@ -83,8 +83,8 @@ def test_an_artifact_of_objects_in_memory_is_that_of_files(root, art, tmp_path):
 def test_what_is_not_there_is_said_in_one_line(art, tmp_path):  # noqa: F811
     with pytest.raises(grasp.GraspError, match="no such artifact; make one with `grasp build --out"):
         grasp.open(tmp_path / "none")
-    with pytest.raises(grasp.GraspError, match="targets: got facts more than once; name each once"):
-        grasp.open(art).report(tmp_path / "r.html", targets=["facts", "facts"])
+    with pytest.raises(grasp.GraspError, match="target: got facts more than once; name each once"):
+        grasp.open(art).report(tmp_path / "r.html", target=["facts", "facts"])
     with pytest.raises(grasp.GraspError, match="which is the artifact; give it a name of its own"):
         grasp.open(art).report(art / "manifest.json")
 
@@ -146,6 +146,15 @@ def test_one_question_in_every_form_has_one_answer(art, tmp_path):  # noqa: F811
     assert by_label == pytest.approx(changes[0], rel=1e-6)
     succeed("predict", art, "--drop", topic, "--out", tmp_path / "p.parquet")
     assert pq.read_table(tmp_path / "p.parquet")["change"].to_pylist() == [changes[0]]
+
+
+def test_the_only_target_needs_no_name(art):  # noqa: F811
+    opened = grasp.open(art)
+    assert list(opened.targets) == ["facts"]
+    assert opened.score(top=3).to_arrow() == opened.score("facts", top=3).to_arrow()
+    assert opened.detect().record.target == "facts"
+    with pytest.raises(grasp.GraspError, match=r"target: got \['sums'\], the artifact has \['facts'\]"):
+        opened.score("sums")
 
 
 def test_a_selection_and_a_mixture_are_those_of_the_commands(art, tmp_path):  # noqa: F811

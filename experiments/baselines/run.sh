@@ -16,7 +16,7 @@ done
 grasp evaluate $ARTIFACT --environment experiments/environments/cc-format --methods datamodels \
   --json $HERE/lasso.json --quiet
 # Oracle-selected, on the development environment and its first target alone, as the paper's appendix does.
-grasp evaluate $ARTIFACT --environment experiments/environments/cc-topic --targets sciq \
+grasp evaluate $ARTIFACT --environment experiments/environments/cc-topic --target sciq \
   --method-settings $HERE/search.yaml --checkpoints $REFERENCE --json $HERE/search.json --quiet
 python -m experiments.baselines.table $HERE/cc-topic.json $HERE/cc-format.json $HERE/lasso.json $HERE/search.json \
   --rows 10482 --out $HERE

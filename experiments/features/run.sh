@@ -9,7 +9,7 @@ try() { # name, then flags of grasp build
   local art=bench-out/features-$1
   grasp build --config experiments/artifacts/cc-completion.yaml --targets $TASKS --set features.match=token \
     --out $art --quiet "${@:2}"
-  grasp evaluate $art --environment experiments/environments/cc-topic --targets $TASKS --json $HERE/$1.json
+  grasp evaluate $art --environment experiments/environments/cc-topic --target $TASKS --json $HERE/$1.json
 }
 try base
 try tail32 --set features.token_positions=tail:32

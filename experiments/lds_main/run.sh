@@ -30,7 +30,7 @@ for loss in completion all; do
   }
   compare cc-format
   if [ $loss = all ]; then HELD=${HELD//,/@all,}@all; fi
-  compare cc-topic --targets $HELD
+  compare cc-topic --target $HELD
   grasp evaluate bench-out/cc-$loss --environment experiments/environments/cc-format --protocol bench-out/signed.yaml \
     --json $OUT/signed-cc-format-$loss.json
 done

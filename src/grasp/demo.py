@@ -160,7 +160,7 @@ def _command(say: Callable[[str], None], *arguments: object) -> None:
 def _worth(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
     """Slices, then single rows."""
     say("1. What is each source worth for SciQ, a set of science questions?")
-    _command(say, "predict", demo.artifact_path, "--by", LABEL, "--targets", TARGET)
+    _command(say, "predict", demo.artifact_path, "--by", LABEL, "--target", TARGET)
     say(f"{art.predict(by=LABEL, targets=[TARGET])}\n")
     say("2. Which rows teach these answers most, and which least?")
     _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)

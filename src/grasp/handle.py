@@ -120,7 +120,7 @@ class Artifact:
 
     def score(
         self,
-        target: str,
+        target: str | None = None,
         *,
         top: int | None = None,
         bottom: int = 0,
@@ -183,7 +183,7 @@ class Artifact:
         family: str | None = None,
         count: int = 100,
         seed: int = 0,
-        targets: Sequence[str] | None = None,
+        target: str | Sequence[str] | None = None,
         protocol: "Protocol" = None,
         runs: "Runs" = None,
         components: bool = False,
@@ -205,7 +205,7 @@ class Artifact:
             family=family,
             count=count,
             seed=seed,
-            targets=targets,
+            target=target,
             protocol=protocol,
             runs=learning_from(self.files, runs),
             components=components,

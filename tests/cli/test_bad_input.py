@@ -495,7 +495,7 @@ def test_an_expression_that_tells_no_rows_apart_says_what_there_is(art, flag):
         ({"subset_id": ["a", "b"], "row_id": ["row-1", None]}, "subsets ['b'] name no rows"),
         (
             {"subset": ["a"], "row_id": ["row-1"]},
-            "has columns ['subset', 'row_id'], lacks ['subset_id']; expected subset_id, row_id[, weight]",
+            "column 'subset' looks like names of subsets; rename it to 'subset_id' or drop it",
         ),
         (
             {"subset_id": ["a"] * 2, "row_id": ["row-1"] * 2},
@@ -529,7 +529,7 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
     assert re.match(f"{path}: cannot be read as Parquet: ", refused("predict", art, "--subsets", path))
     assert re.match(f"{tmp_path}: cannot be read as Parquet: ", refused("predict", art, "--subsets", tmp_path))
     assert refused("predict", art, "--subsets", tmp_path / "no.parquet") == (
-        f"{tmp_path / 'no.parquet'}: no such file; expected Parquet with columns subset_id, row_id[, weight]"
+        f"{tmp_path / 'no.parquet'}: no such file; expected Parquet with columns row_id[, subset_id, weight]"
     )
 
 
@@ -551,7 +551,7 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
         (["--family", "uniform:2"], "family 'uniform:2': got '2', expected a fraction between 0 and 1, both excluded"),
         (["--family", "mixture:tipic"], "family: unknown column 'tipic' (did you mean 'topic'?)"),
         (["--by", ""], "by: unknown column ''; the columns are "),
-        (["--keep", "true", "--targets", "sciq"], "targets: got ['sciq'], the artifact has ['facts']"),
+        (["--keep", "true", "--target", "sciq"], "target: got ['sciq'], the artifact has ['facts']"),
         (["--by", "topic", "--protocol", "/no/protocol.yaml"], "/no/protocol.yaml: no such settings file"),
         (["--weight", "true: -1"], "--weight: got 'true: -1', expected EXPR:NUMBER with 0 or more, e.g. "),
         (["--weight", "true"], "--weight: got 'true', expected EXPR:NUMBER with 0 or more, e.g. "),

@@ -292,7 +292,7 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
 def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree(art, own_env, tmp_path):
     plant_protocol(own_env, art)
     outcome = succeed(
-        *("evaluate", art, "--environment", own_env, "--protocol", tmp_path / "planted.yaml", "--targets", "facts"),
+        *("evaluate", art, "--environment", own_env, "--protocol", tmp_path / "planted.yaml", "--target", "facts"),
         *("--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv", "--oracle", "ridge", "--oracle", "ridge:masks"),
     )
     printed = lines_of(outcome.out)
@@ -428,7 +428,7 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--targets", "facts,sums"], "targets: got ['facts', 'sums']; environment and artifact have ['facts']"),
+        (["--target", "facts,sums"], "target: got ['facts', 'sums']; environment and artifact have ['facts']"),
         (["--oracle", "forest"], "oracle: got 'forest', expected ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
         (["--development", "elsewhere"], "development, family: no meaning without controls"),

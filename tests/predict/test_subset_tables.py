@@ -67,6 +67,12 @@ def test_weights_and_whole_numbers_as_names(tmp_path):
     assert weights_BN.tolist() == [[0.0, 2.0], [0.0, 1.0]]
 
 
+def test_a_list_of_rows_is_one_subset(tmp_path):
+    names, weights_BN = dense(read_subsets(save(tmp_path / "s.parquet", row_id=[IDS[4], IDS[2]]), INDEX))
+    assert names == ["subset"]
+    assert np.flatnonzero(weights_BN[0]).tolist() == [2, 4]
+
+
 def test_an_omitted_table_leaves_the_rest(tmp_path):
     path = save(tmp_path / "s.parquet", subset_id=["a", "a"], row_id=[IDS[1], IDS[0]])
     ((block),) = read_subsets(path, INDEX, side="omitted")
@@ -103,7 +109,8 @@ def test_weights_are_written_when_asked(tmp_path):
         ({"subset_id": ["a", "a"], "row_id": [IDS[0], None]}, "1 lines have no row_id"),
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weight": [0.0]}, r"subsets \['a'\] have weights that sum to 0"),
         ({"subset_id": pa.array([None], pa.string()), "row_id": [IDS[0]]}, "1 lines have no subset_id"),
-        ({"subset": ["a"], "row_id": [IDS[0]]}, r"has columns \['subset', 'row_id'\], lacks \['subset_id'\]"),
+        ({"subset": ["a"], "row_id": [IDS[0]]}, "column 'subset' looks like names of subsets"),
+        ({"subset_id": ["a"], "name": [IDS[0]]}, r"has columns \['subset_id', 'name'\], lacks \['row_id'\]"),
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "column 'weights' looks like weights"),
         ({"subset_id": ["a"], "row_id": [[1, 2]]}, "cannot be read as subsets"),
     ],

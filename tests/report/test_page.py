@@ -294,7 +294,7 @@ def test_an_environment_of_another_corpus_is_refused(place, tmp_path):
     ("flags", "message"),
     [
         (["--by", "topci"], "--by: unknown column 'topci' (did you mean 'topic'?)"),
-        (["--targets", "squad"], "--targets: got ['squad'], the artifact has ['sciq', 'boolq']"),
+        (["--target", "squad"], "target: got ['squad'], the artifact has ['sciq', 'boolq']"),
         (["--selection", "no.json"], "--selection: no.json: no such file; expected the .json that grasp select writes"),
         (["--mixture", "no.json"], "--mixture: no.json: no such file; expected the .json that grasp mix writes"),
         (["--protocol", "no.yaml"], "no.yaml: no such settings file"),

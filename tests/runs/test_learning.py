@@ -114,7 +114,7 @@ def test_runs_that_prefer_other_rows_than_relevance_does_are_noted(artifact, env
 
 def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
     runs, _ = imported()
-    ask = functools.partial(predict, artifact, protocol=PROTOCOL, targets=["sciq"])
+    ask = functools.partial(predict, artifact, protocol=PROTOCOL, target="sciq")
     answer = ask(by="topic", runs=functools.partial(learn, artifact=artifact, runs=runs))
     table = answer.to_pandas().set_index("value")
     assert table.loc[TOPICS[1], "nats"] < -0.02 < table.loc[TOPICS[0], "nats"]

@@ -32,6 +32,7 @@ from grasp.audit.neighbours import disagreement
 from grasp.corpus.image_store import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
+from grasp.predict.row_arrays import only_target
 from grasp.predict.slices import LabelTable
 from grasp.predict.standardize import ComponentMoments, RowMoments
 from grasp.results import Result
@@ -111,7 +112,7 @@ class _Scored:
 
 def detect(
     artifact: ArtifactReader,
-    target: str,
+    target: str | None = None,
     *,
     contamination: bool = False,
     label: str | None = None,
@@ -134,6 +135,7 @@ def detect(
     has far more than others. Rows that are a unit to the letter come first there; otherwise they are an error.
 
     Args:
+        target: whose units are trusted; None: the only one.
         label: column of labels; None: the class of images, of texts none.
         truth: column that says which rows were planted (true or 1): how well does each score find them?
         clean: column that says which rows are known to be right: their scores decide the threshold.
@@ -150,6 +152,7 @@ def detect(
             everything is planted.
     Memory: a few numbers a row, the hidden sketch where there are labels, and blocks of relevance.
     """
+    target = only_target(artifact, target)
     if not contamination and label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
         label = CLASS_LABEL
     _check(artifact, contamination, label, truth, k, neighbours, against, cache)
@@ -350,7 +353,7 @@ def _result(
         rows=artifact.n_rows,
         threshold=cut,
         detections=detections,
-        notes=(*scored.notes, *cut.notes),
+        notes=(*scored.notes, "scores speak against a row: the higher, the more suspicious", *cut.notes),
     )
     order_N = np.lexsort((-ranking_N, ~copy_N))
     table = _table(artifact, target, scored, flagged_N, order_N)
@@ -359,7 +362,7 @@ def _result(
         record.headline,
         record.notes,
         record=record,
-        shown=_shown(artifact, table.slice(0, top), order_N[:top], scored.ranking, label),
+        shown=_shown(artifact, table.slice(0, top), order_N[:top], scored.ranking, label, cut.beyond_chance),
         scores=scores,
         agreements={name: agreement(scores[name], ranking_N, first) for name in others},
     )
@@ -392,14 +395,19 @@ def _table(
 
 
 def _shown(
-    artifact: ArtifactReader, table: pa.Table, order_N: NDArray[np.int64], ranking: str, label: str | None
+    artifact: ArtifactReader,
+    table: pa.Table,
+    order_N: NDArray[np.int64],
+    ranking: str,
+    label: str | None,
+    believed: bool,
 ) -> pa.Table:
     """Some rows of the table as people read them."""
     rows = artifact.rows(order_N)
     extra = {"unit_id": table["unit_id"]} if "unit_id" in table.column_names else {}
     if label is not None:
         extra[label] = rows[label]
-    flagged = ["yes" if flag else "no" for flag in table["flagged"].to_pylist()]
+    flagged = [("yes" if believed else "by chance?") if flag else "no" for flag in table["flagged"].to_pylist()]
     named = {name: table[name] for name in ("rank", ranking)} | {"flagged": flagged, "row_id": table["row_id"]}
     return pa.table(named | extra | {"text": rows["snippet"]})
 

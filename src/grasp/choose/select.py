@@ -153,7 +153,7 @@ class Selection(Choice):
         ]
         return text_table(
             "other budgets: what the next row is worth (0 = the corpus average), and all rows together",
-            ("rows", "share", "tokens", "next row", "all rows"),
+            ("rows", "share", "tokens", "next row", "all rows" if self.asked["train_tokens"] is None else "value"),
             lines,
             left=0,
         )

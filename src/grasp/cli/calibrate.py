@@ -29,7 +29,7 @@ def calibrate(
         [], "--environment", metavar="DIR", help="Development environment to choose on; repeatable."
     ),
     out: Path | None = typer.Option(None, "--out", metavar="FILE", help="The chosen protocol, .yaml or .json."),
-    targets: TargetNames = None,
+    target: TargetNames = None,
     family: Path | None = typer.Option(
         None,
         "--family",
@@ -72,7 +72,7 @@ def calibrate(
         arts,
         environments,
         family=family,
-        targets=names(targets),
+        target=names(target),
         delta=delta,
         resamples=resamples,
         name=out.stem,

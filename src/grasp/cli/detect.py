@@ -26,7 +26,9 @@ Examples:
 @command(EXAMPLES)
 def detect(
     art: Art,
-    target: str = typer.Option(..., "--target", metavar="NAME", help="Target that you trust."),
+    target: str | None = typer.Option(
+        None, "--target", metavar="NAME", help="Target that you trust. Default: the only one."
+    ),
     contamination: bool = typer.Option(False, "--contamination", help="Look for rows that hold the target's own text."),
     label: str | None = typer.Option(
         None, "--label", metavar="LABEL", help="Column whose values may be wrong. Default: the class of images, if any."

@@ -31,7 +31,7 @@ def evaluate(
     protocol: Path | None = typer.Option(
         None, "--protocol", metavar="FILE", help="Protocol file, compared beside the one that ships."
     ),
-    targets: TargetNames = None,
+    target: TargetNames = None,
     methods: str | None = typer.Option(
         None, "--methods", metavar="NAMES", help="Published methods, separated by commas; see grasp methods."
     ),
@@ -111,7 +111,7 @@ def evaluate(
             art,
             environment,
             protocol=protocol,
-            targets=names(targets),
+            target=names(target),
             methods=asked_names("--methods", methods),
             method_settings=method_settings,
             controls=controls,

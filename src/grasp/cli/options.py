@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
 TargetNames = Annotated[
-    str | None, typer.Option("--targets", metavar="NAMES", help="Targets, separated by commas. Default: all.")
+    str | None, typer.Option("--target", metavar="NAMES", help="Targets, separated by commas. Default: all.")
 ]
 EnvironmentPath = Annotated[
     Path | None,

@@ -21,7 +21,7 @@ from grasp.files import check_outputs
 # \b keeps the lines of the epilog as they are.
 EXAMPLES = """\b
 Examples:
-  grasp predict art --by topic --targets sciq
+  grasp predict art --by topic --target sciq
   grasp predict art --drop "topic = 'Games' AND format != 'FAQs'"
   grasp predict art --weight "topic = 'Games': 0.3" --weight "topic = 'Health': 2"
   grasp predict art --subsets subsets.parquet --out predictions.parquet
@@ -41,9 +41,9 @@ def predict(
         [], "--weight", metavar="EXPR:NUMBER", help="Weight of the rows for which it is true, 1 for others; repeatable."
     ),
     subsets: Path | None = typer.Option(
-        None, "--subsets", metavar="FILE", help="Many subsets at once: Parquet of subset_id, row_id[, weight]."
+        None, "--subsets", metavar="FILE", help="Many subsets at once: Parquet of row_id[, subset_id, weight]."
     ),
-    targets: TargetNames = None,
+    target: TargetNames = None,
     environment: EnvironmentPath = None,
     out: ResultFile = None,
     protocol: ProtocolFile = None,
@@ -80,7 +80,7 @@ def predict(
         family=family,
         count=count,
         seed=seed,
-        targets=distinct_names("--targets", targets),
+        target=distinct_names("--target", target),
         protocol=protocol,
         runs=environment,
         components=components,

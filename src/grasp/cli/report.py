@@ -29,7 +29,7 @@ def report(
     by: str | None = typer.Option(
         None, "--by", metavar="LABELS", help="Labels, separated by commas. Default: those of 2 to 100 values."
     ),
-    targets: TargetNames = None,
+    target: TargetNames = None,
     environment: EnvironmentPath = None,
     selection: Path | None = typer.Option(
         None, "--selection", metavar="FILE", help="JSON that grasp select wrote beside its --out."
@@ -62,7 +62,7 @@ def report(
     page = artifact.report(
         out,
         by=names(by) or (),
-        targets=names(targets),
+        target=names(target),
         protocol=protocol,
         runs=environment,
         partial=partial,

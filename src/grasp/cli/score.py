@@ -25,7 +25,9 @@ Examples:
 @command(EXAMPLES)
 def score(
     art: Art,
-    target: str = typer.Option(..., "--target", metavar="NAME", help="Target that the rows are ranked for."),
+    target: str | None = typer.Option(
+        None, "--target", metavar="NAME", help="Target that the rows are ranked for. Default: the only one."
+    ),
     top: int = typer.Option(
         0, "--top", min=0, metavar="N", help=f"So many of the most helpful rows. Default: {TOP}, or all with --out."
     ),

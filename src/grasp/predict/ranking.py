@@ -21,7 +21,7 @@ from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.relevance import UnitSelection
-from grasp.predict.row_arrays import F32, RowArrays, checked_targets, row_tokens
+from grasp.predict.row_arrays import F32, RowArrays, only_target, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.results import Result, write_table
 
@@ -59,7 +59,7 @@ class RankedRows(Result):
 
 def score(
     artifact: ArtifactReader,
-    target: str,
+    target: str | None = None,
     *,
     protocol: ScoringProtocol | Path | str | None = None,
     match: str | None = None,
@@ -75,6 +75,7 @@ def score(
     """Rows by what they teach a target: the most helpful, the most harmful, or both.
 
     Args:
+        target: None: the only one.
         protocol: None: the one that ships.
         match: token, input, neighbour, shift or pooled: rank by one kernel.
         unit: unit_id: rank for one unit of the target.
@@ -88,7 +89,7 @@ def score(
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such label, or no row that is as long.
     """
-    checked_targets(artifact, [target], "target")
+    target = only_target(artifact, target)
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is
     if idle := [name for name, given in (("match", match), ("unit", unit)) if given is not None and method is not None]:

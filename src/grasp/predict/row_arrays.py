@@ -48,7 +48,12 @@ class RowArrays(Protocol):
         """The row table from first row to last."""
 
 
-def checked_targets(artifact: RowArrays, targets: Sequence[str] | None, where: str = "targets") -> tuple[str, ...]:
+def target_names(target: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """One name or several, as people give them."""
+    return None if target is None else (target,) if isinstance(target, str) else tuple(target)
+
+
+def checked_targets(artifact: RowArrays, target: str | Sequence[str] | None, where: str = "target") -> tuple[str, ...]:
     """The targets asked for, all of the artifact's if none were.
 
     Args:
@@ -56,13 +61,24 @@ def checked_targets(artifact: RowArrays, targets: Sequence[str] | None, where: s
     Raises:
         ProtocolError: no target, one that the artifact lacks, or one twice.
     """
-    chosen = tuple(artifact.targets if targets is None else targets)
+    chosen = tuple(artifact.targets) if target is None else target_names(target) or ()
     unknown = [target for target in chosen if target not in artifact.targets]
     if unknown or not chosen:
         raise ProtocolError(f"{where}: got {list(chosen)}, the artifact has {list(artifact.targets)}")
     if twice := sorted({target for target in chosen if chosen.count(target) > 1}):
         raise ProtocolError(f"{where}: got {', '.join(twice)} more than once; name each once")
     return chosen
+
+
+def only_target(artifact: RowArrays, target: str | None) -> str:
+    """One target: the one asked for, or the only one.
+
+    Raises:
+        ProtocolError: the artifact lacks it, or has several and none was named.
+    """
+    if target is None and len(artifact.targets) > 1:
+        raise ProtocolError(f"target: got none, and the artifact has {', '.join(artifact.targets)}; name one")
+    return checked_targets(artifact, target)[0]
 
 
 def row_tokens(artifact: RowArrays) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Long-form subset tables: `subset_id, row_id[, weight]`, one line a retained row.
+"""Long-form subset tables: `[subset_id, ]row_id[, weight]`, one line a retained row; without names all are one subset.
 
 DuckDB joins row names to positions and puts the lines in order out of core, so neither the table nor the
 names of the rows are ever whole in memory. Everything is checked before the first block comes out.
@@ -29,6 +29,7 @@ from grasp.predict.blocks import (
     in_blocks,
 )
 
+ONE_SUBSET = "subset"  # name of the only subset of a table that names none
 CORPUS = "corpus"  # key of the corpus' fingerprint in the metadata of what we write
 MEMORY_LIMIT = "512MB"
 BATCH = 1 << 16
@@ -142,14 +143,15 @@ def _check_schema(source: Path | pa.Table, corpus: str | None) -> bool:
         raise SubsetError(
             f"{where}: was made from another artifact: corpus {made_from!r}, here {corpus!r}; make it from this one"
         )
-    missing = [name for name in ("subset_id", "row_id") if name not in names]
-    if missing:
-        raise SubsetError(f"{where}: has columns {names}, lacks {missing}; expected subset_id, row_id[, weight]")
+    if "row_id" not in names:
+        raise SubsetError(f"{where}: has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
     if twice := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
         raise SubsetError(f"{where}: has column {twice[0]} more than once; drop one of them")
-    close = difflib.get_close_matches("weight", [name for name in names if name not in ("subset_id", "row_id")], 1)
-    if close and close[0] != "weight":
-        raise SubsetError(f"{where}: column {close[0]!r} looks like weights; rename it to 'weight' or drop it")
+    others = [name for name in names if name not in ("subset_id", "row_id")]
+    for name, meaning in (("subset_id", "names of subsets"), ("weight", "weights")):
+        close = difflib.get_close_matches(name, others, 1)
+        if name not in names and close:
+            raise SubsetError(f"{where}: column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
     return "weight" in names
 
 
@@ -159,7 +161,7 @@ def _schema(source: Path | pa.Table) -> pa.Schema:
     try:
         return pq.read_schema(source)
     except FileNotFoundError as err:
-        raise SubsetError(f"{source}: no such file; expected Parquet with columns subset_id, row_id[, weight]") from err
+        raise SubsetError(f"{source}: no such file; expected Parquet with columns row_id[, subset_id, weight]") from err
     except (pa.ArrowException, OSError) as err:
         raise SubsetError(f"{source}: cannot be read as Parquet: {' '.join(str(err).split())}") from err
 
@@ -173,15 +175,17 @@ def _batches(source: Path | pa.Table, columns: list[str]) -> Iterator[pa.RecordB
 
 
 def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBatch]:
-    columns = ["subset_id", "row_id"] + (["weight"] if has_weight else [])
+    has_id = "subset_id" in _schema(source).names
+    columns = [*(["subset_id"] if has_id else []), "row_id", *(["weight"] if has_weight else [])]
     start = 0
     try:
         for batch in _batches(source, columns):
             n = batch.num_rows
             weight = batch.column("weight").cast(pa.float64()) if has_weight else pa.array(np.ones(n))
-            arrays = [batch.column(name).cast(pa.string()) for name in ("subset_id", "row_id")]
+            row_ids = batch.column("row_id").cast(pa.string())
+            subset_ids = batch.column("subset_id").cast(pa.string()) if has_id else pa.repeat(ONE_SUBSET, n)
             entry = pa.array(np.arange(start, start + n), pa.int64())
-            yield pa.record_batch([*arrays, weight, entry], schema=ENTRY_SCHEMA)
+            yield pa.record_batch([subset_ids, row_ids, weight, entry], schema=ENTRY_SCHEMA)
             start += n
     except (pa.ArrowException, OSError) as err:
         raise SubsetError(f"{_where(source)}: cannot be read as subsets: {' '.join(str(err).split())}") from err

@@ -92,7 +92,7 @@ def predict(
     family: str | None = None,
     count: int = 100,
     seed: int = 0,
-    targets: Sequence[str] | None = None,
+    target: str | Sequence[str] | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     runs: FitIntervals | None = None,
     components: bool = False,
@@ -106,10 +106,10 @@ def predict(
         keep: rows that are kept, the others being left out.
         weight: expression -> weight of its rows, 1 for others; where a row is in several, their product.
         by: label; what dropping, and doubling, each of its values does.
-        subsets: Parquet file or table of subset_id, row_id[, weight], or name -> row_ids.
+        subsets: Parquet file or table of row_id[, subset_id, weight], or name -> row_ids.
         omitted: the subsets name what is left out.
         family: draw `count` subsets, e.g. uniform:0.5.
-        targets: None: all.
+        target: one, or several; None: all.
         protocol: None: the one that ships.
         runs: learns from runs what the changes are in nats a token.
         components: the level, and what each part of the prediction adds.
@@ -123,7 +123,7 @@ def predict(
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}
     _one_question(asked, idle | {"components": components and by is not None})
-    checked_targets(artifact, targets)
+    targets = checked_targets(artifact, target)
     labels = LabelTable(artifact.rows_path)
     chosen = as_protocol(protocol)
     sketches = measures(artifact.array_names) if runs is not None or by is not None else ()
@@ -255,6 +255,11 @@ def _by(
     said = [f"{slices.n_grouped:,} of the values are small and share one slice"] if slices.n_grouped else []
     said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]
     said += ["low, high: 95 % interval of if dropped over other units of the target"] if bounds is not None else []
+    said += (
+        ["redundancy: from -1 to 1, how alike the slice is to all other rows"]
+        if effects.redundancy_G is not None
+        else []
+    )
     result = SlicePrediction(
         table,
         f"what dropping, or doubling, each {column.name} does",

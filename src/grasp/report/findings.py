@@ -149,7 +149,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         SubsetError: no such label, or one with a single value.
         SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
-    targets = checked_targets(artifact, question.targets, "--targets")
+    targets = checked_targets(artifact, question.targets)
     kept, mixed = question.selection, question.mixture
     selection = NO_SELECTION if kept is None else read_summary(SelectionSummary, kept, artifact)
     mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)

@@ -9,6 +9,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.predict.protocol import ScoringProtocol, as_protocol
+from grasp.predict.row_arrays import target_names
 from grasp.report.findings import Question, findings
 from grasp.report.page import write_report
 from grasp.runs.environment import Environment, as_runs
@@ -19,7 +20,7 @@ def report(
     out: Path | str,
     *,
     by: Sequence[str] = (),
-    targets: Sequence[str] | None = None,
+    target: str | Sequence[str] | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     runs: Environment | Path | str | None = None,
     partial: bool = False,
@@ -33,7 +34,7 @@ def report(
 
     Args:
         by: labels; none: text labels of 2 to 100 values.
-        targets: None: all.
+        target: one, or several; None: all.
         protocol: None: the one that ships.
         runs: retrained subsets, to say how far to trust the predictions; `partial` takes an unfinished set of them.
         selection, mixture: JSON that was saved with a selection or a mixture of these rows.
@@ -48,7 +49,8 @@ def report(
         EnvironmentDataError: runs and artifact do not belong together.
         SubsetError: no such label, or one with a single value.
     """
-    for name, values in (("targets", targets or ()), ("by", by)):
+    targets = target_names(target)
+    for name, values in (("target", targets or ()), ("by", by)):
         if twice := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")
     place, environment = Path(out), None if runs is None else as_runs(runs)
@@ -93,7 +95,7 @@ def _command(
     """The command line that writes the page."""
     flags = {
         "--by": ",".join(by) or None,
-        "--targets": None if targets is None else ",".join(targets),
+        "--target": None if targets is None else ",".join(targets),
         "--environment": None if runs is None else runs.path,
         "--protocol": protocol,
         "--selection": files["selection"],

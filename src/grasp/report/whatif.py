@@ -64,7 +64,7 @@ def _after(found: Findings) -> str:
     """Flags that make the command line say what the page says."""
     question, parts = found.question, []
     if question.targets is not None:
-        parts += ["--targets", ",".join(found.targets)]
+        parts += ["--target", ",".join(found.targets)]
     if question.protocol_path is not None:
         parts += ["--protocol", str(question.protocol_path)]
     return shlex.join(parts)

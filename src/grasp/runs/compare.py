@@ -172,7 +172,7 @@ def _checked_targets(scored: Scored, targets: Sequence[str] | None) -> tuple[str
     unknown = [name for name in targets or () if name not in have]
     if unknown or targets == []:
         raise EnvironmentDataError(
-            f"targets: got {list(targets or ())}; environment and artifact have {list(have)} in common"
+            f"target: got {list(targets or ())}; environment and artifact have {list(have)} in common"
         )
     return tuple(targets) if targets is not None else have
 

@@ -132,6 +132,6 @@ def _shared_out(
         return [(group, targets) for _, group in groups]
     missing = sorted(set(targets).difference(*(names for names, _ in groups)))
     if missing:
-        raise EnvironmentDataError(f"targets: got {missing}, which {environment.path} and the artifacts do not share")
+        raise EnvironmentDataError(f"target: got {missing}, which {environment.path} and the artifacts do not share")
     shared = [(group, [name for name in targets if name in names]) for names, group in groups]
     return [(group, wanted) for group, wanted in shared if wanted]

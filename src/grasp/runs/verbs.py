@@ -20,6 +20,7 @@ from grasp.extract.progress import Progress
 from grasp.extract.reopen import Origin
 from grasp.predict.families import parse_family
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
+from grasp.predict.row_arrays import target_names
 from grasp.results import Result
 from grasp.runs.candidates import DELTA, Candidate, ProtocolFamily, default_family, family_for, load_family
 from grasp.runs.compare import compare, control_methods
@@ -168,7 +169,7 @@ def calibrate(
     runs: Environment | Place | Sequence[Environment | Place],
     *,
     family: ProtocolFamily | Place | None = None,
-    targets: Sequence[str] | None = None,
+    target: str | Sequence[str] | None = None,
     delta: float = DELTA,
     resamples: int = RESAMPLES,
     name: str = "calibrated",
@@ -178,7 +179,7 @@ def calibrate(
     Args:
         arts: each serves the runs of its corpus.
         family: what is chosen from; None: the list that ships, or the short one where there are few subsets.
-        targets: None: all that are not held out.
+        target: one, or several; None: all that are not held out.
         delta: the bounds of all protocols hold with probability 1 - delta.
     Raises:
         ProtocolLeakError: held-out runs.
@@ -193,7 +194,7 @@ def calibrate(
     else:
         chosen_from, why = _family(family), []
     developments = developments_of(
-        artifacts, environments, targets=targets, calibration_subsets=chosen_from.calibration_subsets
+        artifacts, environments, targets=target_names(target), calibration_subsets=chosen_from.calibration_subsets
     )
     selection = select(chosen_from, developments, delta=delta, resamples=resamples)
     protocol = freeze(selection, developments, chosen_from, name)
@@ -240,7 +241,7 @@ def evaluate(
     runs: Environment | Place,
     *,
     protocol: ScoringProtocol | Place | None = None,
-    targets: Sequence[str] | None = None,
+    target: str | Sequence[str] | None = None,
     methods: Sequence[str] | None = None,
     method_settings: Mapping[str, Any] | Place | None = None,
     controls: bool = False,
@@ -260,7 +261,7 @@ def evaluate(
 
     Args:
         protocol: compared beside the one that ships.
-        targets: None: all that artifact, runs and files have in common.
+        target: one, or several; None: all that artifact, runs and files have in common.
         methods: published ones by name, see `grasp methods`, or by the labels of `method_settings`; their scores are
             computed once and kept in `cache`.
         method_settings: settings by method, or by a label of your own; or the YAML file of them.
@@ -296,7 +297,7 @@ def evaluate(
         methods=published,
         checkpoints=[Path(place) for place in checkpoints],
         cache=None if cache is None else Path(cache),
-        targets=targets,
+        targets=target_names(target),
         partial=partial,
         resamples=resamples,
         notes=notes,
