@@ -161,7 +161,7 @@ def _worth(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> None:
     """Slices, then single rows."""
     say("1. What is each source worth for SciQ, a set of science questions?")
     _command(say, "predict", demo.artifact_path, "--by", LABEL, "--target", TARGET)
-    say(f"{art.predict(by=LABEL, targets=[TARGET])}\n")
+    say(f"{art.predict(by=LABEL, target=[TARGET])}\n")
     say("2. Which rows teach these answers most, and which least?")
     _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
     say(f"{art.score(TARGET, top=5, bottom=5, min_tokens=32)}\n")
