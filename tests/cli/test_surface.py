@@ -302,7 +302,7 @@ def test_help_names_every_command():
     ("arguments", "said"),
     [
         (["build"], "--out"),
-        (["score", "art"], "--target"),
+        (["score"], "ART"),
         (["predict"], "ART"),
         (["predict", "art", "--byy", "topic"], "--byy"),
         (["predict", "art", "--family", "uniform:0.5", "-B", "0"], "-B"),
