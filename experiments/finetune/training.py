@@ -79,8 +79,13 @@ def train(
     rows: Sequence[NDArray[np.int32]],
     first_N: NDArray[np.int64],
     row_index: Sequence[int],
+    moments: dict[str, Tensor] | None = None,
 ) -> list[float]:
-    """Train in place; the mean loss of a batch is over its tokens that carry loss. Returns the loss of each step."""
+    """Train in place; the mean loss of a batch is over its tokens that carry loss. Returns the loss of each step.
+
+    Args:
+        moments: Adam's moments after the last step are put there, as `NAME.exp_avg` and `NAME.exp_avg_sq`.
+    """
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     losses = []
@@ -96,6 +101,10 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
+    if moments is not None:
+        for name, parameter in model.named_parameters():
+            state = optimizer.state[parameter]
+            moments |= {f"{name}.{moment}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
     return losses
 
 

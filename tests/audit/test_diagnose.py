@@ -9,7 +9,7 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit import diagnose as diagnosing
-from grasp.audit import measures
+from grasp.audit import measures, redraw
 from grasp.audit.diagnose import diagnose
 from grasp.audit.kernels import Kernels
 from grasp.audit.sample import environment_subsets, features_alone, reopened, sample_features, sample_rows
@@ -76,6 +76,9 @@ LINES = {
     "direct-sum bound",
     *(f"effective rank, {half} sketch" for half in ("hidden", "residual", "product")),
     "pooled against token relevance",
+    *(f"tail, {kernel}" for kernel in ("token", "input", "neighbour")),
+    "moments drawn again",
+    "model in the tested range",
     "batch invariance",
     "ranking stability",
 }
@@ -102,6 +105,27 @@ def test_everything_is_measured_and_every_line_says_what_is_healthy(of_plain):
     assert numbers["residual beyond top-k"] == named["residual beyond top-k"].numbers["share"]
     assert numbers["ranking stability"] is None
     assert {f.verdict for f in of_plain.checks if f.name not in ("ranking stability",)} <= {"healthy", "look"}
+
+
+def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(plain, of_plain, monkeypatch):
+    named = by_name(of_plain)
+    for kernel in ("token", "input", "neighbour"):
+        square_NE = plain.array_rows(f"relevance_{kernel}", np.arange(plain.n_rows)).astype(np.float64) ** 2
+        share_E = square_NE.max(axis=0) / np.maximum(square_NE.sum(axis=0), 1e-300)
+        assert named[f"tail, {kernel}"].numbers["median"] == pytest.approx(np.median(share_E))
+        assert named[f"tail, {kernel}"].verdict == ("healthy" if np.median(share_E) <= 0.2 else "look")
+    again = named["moments drawn again"].numbers
+    assert again["ranks"] == min(again[target] for target in plain.targets)
+    # the same rows twice: nothing is drawn again
+    monkeypatch.setattr(redraw, "_two_samples", lambda artifact, seed: (np.arange(artifact.n_rows),) * 2)
+    same = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
+    assert same.numbers["ranks"] == pytest.approx(1.0)
+    assert same.verdict == "healthy"
+    # moments of a single row are no moments
+    monkeypatch.setattr(redraw, "_two_samples", lambda artifact, seed: (np.array([0]), np.array([1])))
+    shaky = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
+    assert shaky.numbers["ranks"] < 0.95
+    assert shaky.verdict == "look"
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
@@ -77,6 +78,20 @@ def test_moments_are_those_of_the_optimizer_by_parameter(world):
     torch.testing.assert_close(found["model.norm.weight"][0], gains[-16:])
     total = sum(moment.double().sum() for moment, _ in found.values())
     assert float(total) == pytest.approx(float(first.double().sum() + gains.double().sum()), rel=1e-5)
+
+
+def test_moments_by_names_of_parameters_are_read_as_they_are(tmp_path):
+    path = write_checkpoint(tmp_path / "checkpoint-40")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": 40, "log_history": []}))
+    first, second = torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
+    save_file({"a.weight.exp_avg": first, "a.weight.exp_avg_sq": second}, path / "optimizer.safetensors")
+    (one,) = find_checkpoints([path])
+    (found,) = one.moments().values()
+    torch.testing.assert_close(found, (first, second))
+    assert one.moments_fingerprint
+    save_file({"a.weight.exp_avg": first}, path / "optimizer.safetensors")
+    with pytest.raises(ModelError, match=r"optimizer.safetensors: not the moments of named parameters: .*exp_avg_sq"):
+        one.moments()
 
 
 def test_a_checkpoint_without_moments_says_so(world, tmp_path):

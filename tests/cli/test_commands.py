@@ -273,7 +273,7 @@ def test_a_kept_slice_is_its_mean_effect(art, tmp_path):
     assert lines == [
         said,
         "change against the whole corpus in effect size: 0 = the corpus, higher is better; protocol default (token + "
-        "input + neighbour, negative relevance times 0.25; selected on 4 development results)",
+        "input + neighbour, negative relevance times 0.25; selected on 8 development results)",
         f"{tmp_path / 'p.parquet'}: 1 rows",
     ]
     (line,) = lines_of(tmp_path / "p.parquet")

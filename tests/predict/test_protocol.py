@@ -26,14 +26,23 @@ FULL = ScoringProtocol(
 
 
 def test_the_default_is_what_its_provenance_says_was_selected():
+    """Two defaults, each what a build of its kind of model ranks by, and each with the best bound of what was tried."""
     protocol = default_protocol()
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
-    best = max(record["best"], key=lambda one: one["lcb"])
+    scratch, tuned = (record["defaults"][name] for name in ("from scratch", "fine-tuned"))
+    arrays = [f"relevance_{kernel}" for kernel in ("pooled", "token", "input")]
+    for default, last in ((scratch, "neighbour"), (tuned, "shift")):
+        fitted = protocol.fitted([*arrays, f"relevance_{last}"], {})
+        assert sorted(fitted.match) == sorted(default["match"])
+        assert "ln V; measured at" in default["when"]
+    best = max(scratch["best"], key=lambda one: one["lcb"])
     assert best["protocol"] == "retained | mean | input+token (negative x 0.25) | no geometry | mean_relevance"
+    assert max(tuned["best"], key=lambda one: one["lcb"])["match"] == tuned["match"]
     assert protocol.negative == 0.25
     assert protocol.components == {}
     assert (protocol.side, protocol.weighting, protocol.match) == ("retained", "mean", "auto")
-    assert protocol.selected_on == tuple(best["results"])
+    assert protocol.selected_on == (*best["results"], *tuned["results"])
+    assert set(protocol.selected_on) == set(protocol.selected_runs)
     assert protocol.provenance == f"selected on {', '.join(protocol.selected_on)}"
 
 

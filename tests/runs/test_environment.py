@@ -1,7 +1,9 @@
 """Laws: what exists is whole; a kill costs one run; what is read is what was written, or is named and refused."""
 
 import dataclasses
+import json
 import os
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -394,9 +396,16 @@ def test_runs_are_known_by_what_was_trained_and_not_by_their_directory(tmp_path,
 
 
 def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
-    env = Environment.open(Path(__file__).parents[2] / "experiments" / "environments" / "cc-topic")
+    experiments = Path(__file__).parents[2] / "experiments"
+    env = Environment.open(experiments / "environments" / "cc-topic")
     protocol = default_protocol()
     runs = env.fingerprint(next(blocks()))
-    assert {name for name, known in protocol.selected_runs.items() if known == runs} == set(protocol.selected_on)
     assert protocol.chosen_on(runs) == {"sciq", "openbookqa", "sciq@all", "openbookqa@all"}
     assert protocol.chosen_on("other") == set()
+    other = {name for name, known in protocol.selected_runs.items() if known != runs}
+    tuned = Environment.open(experiments / "finetune" / "documents").info
+    assert other == {f"documents/{target}" for target in tuned.targets}
+    record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
+    (evidence,) = record["defaults"]["fine-tuned"]["selection"]["environments"]
+    assert (evidence["corpus"], evidence["masks"]) == (tuned.corpus_fingerprint, tuned.masks_checksum)
+    assert evidence["targets"] == {name: target.fingerprint for name, target in tuned.targets.items()}

@@ -18,6 +18,7 @@ from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit import measures
 from grasp.audit.check import Check, check, missing
 from grasp.audit.kernels import Kernels
+from grasp.audit.redraw import redrawn
 from grasp.audit.sample import (
     HOW_TO_KEEP,
     SampleFeatures,
@@ -30,9 +31,10 @@ from grasp.audit.sample import (
 )
 from grasp.audit.sketched import NAMES, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
-from grasp.extract.forward import forward_shard
+from grasp.extract.forward import TESTED, forward_shard, tested
 from grasp.extract.reopen import Origin
 from grasp.files import write_whole
+from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.results import Result
 from grasp.runs.compare import agreement
@@ -50,6 +52,9 @@ IDENTITY = 1e-9  # of kernels of unit vectors in float64: more is no rounding
 ENVIRONMENT = "70% of pairs or more in order"
 SMALL_TAIL = "at most 20%"
 MOST_OF_IT = "0.5 or more: the summary has more of the gradient than it lost"
+STEADY = 0.95
+STEADY_RANKS = "ranks of rows agree 0.95 or more for every target"
+SPREAD = "half of the units have at most 20% of their squared relevance in one row"
 ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are added (nearly submodular)"
 
 
@@ -138,6 +143,7 @@ def diagnose(
     subject = _Subject.of(artifact, index, weight_BN, own)
     chosen = as_protocol(protocol)
     checks = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
+    checks += [*_tails(artifact, chosen), _draw(subject, chosen, seed), *_range(artifact)]
     if environment is None:
         checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
     else:
@@ -365,6 +371,64 @@ def _batches(subject: _Subject) -> Check:
         "build with model.dtype: float32; if it is that already, the model mixes the rows of a batch (batch "
         "normalisation in training mode, attention over padding)",
         {"hidden": hidden, "residual": residual},
+    )
+
+
+def _tails(artifact: ArtifactReader, protocol: ScoringProtocol) -> Iterator[Check]:
+    """Of every kernel that the protocol counts, over all rows."""
+    for kernel in kernel_weights(protocol.fitted(artifact.array_names, artifact.feature_settings)):
+        share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
+        middle, most = float(np.median(share_E)), int(share_E.argmax())
+        worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
+        yield check(
+            f"tail, {kernel}",
+            f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
+            f"{share_E[most]:.0%} of {worst}",
+            SPREAD,
+            middle <= 0.2,
+            f"a ranking by {kernel} hangs on single rows: look at the best row of a unit, give a target more units, or "
+            "weigh less by how rarely a token was seen (features.alpha: 0.5)",
+            {"median": middle, "most": float(share_E[most])},
+        )
+
+
+def _range(artifact: ArtifactReader) -> Iterator[Check]:
+    """Whether predictions for a model like this one were compared with retraining."""
+    if "token.loss" not in artifact.moments or "vocab_size" not in artifact.manifest.details:
+        return
+    loss = float(artifact.moments["token.loss"][0])
+    share, known = tested(loss, int(artifact.manifest.details["vocab_size"]))
+    yield check(
+        "model in the tested range",
+        f"its loss on the corpus, {loss:.2f} nats a token, is {share:.0%} of ln V",
+        f"within 10 points of {' or '.join(f'{one:.0%}' for one in TESTED)}, of which retraining tells",
+        known,
+        "nothing is known of models like it: retrain on a few subsets (grasp retrain) and see (grasp evaluate)",
+        {"share": share, "loss": loss},
+    )
+
+
+def _draw(subject: _Subject, protocol: ScoringProtocol, seed: int) -> Check:
+    """The moments drawn again, twice."""
+    name = "moments drawn again"
+    for part in (subject.origin, subject.features):
+        if isinstance(part, GraspError):
+            return missing(name, STEADY_RANKS, str(part))
+    assert isinstance(subject.origin, Origin)
+    assert isinstance(subject.features, SampleFeatures)
+    try:
+        again = redrawn(subject.artifact, subject.features, subject.origin, protocol, seed)
+    except ArtifactError as err:
+        return missing(name, STEADY_RANKS, str(err))
+    worst = min(again.agreement, key=again.agreement.__getitem__)
+    return check(
+        name,
+        f"ranks of {len(subject.index)} rows agree {again.agreement[worst]:+.2f} for {worst}, the least of "
+        f"{len(again.agreement)} targets, between two samples of {again.positions:,} positions",
+        STEADY_RANKS,
+        again.agreement[worst] >= STEADY,
+        "another draw would rank otherwise: raise features.moment_positions, or take a larger corpus",
+        {"ranks": again.agreement[worst]} | again.agreement,
     )
 
 

@@ -3,6 +3,7 @@
 Shape letters: N rows of a sample, P positions, B subsets, D sketch width, H hidden width, V vocabulary.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -121,6 +122,15 @@ def unit_gram(gram_NN: F64) -> F64:
     """Inner products of a half whose mean squared norm is 1, as c_h and c_r make it."""
     mean = float(gram_NN.diagonal().mean())
     return np.asarray(gram_NN / mean if mean > 0 else gram_NN)
+
+
+def top_shares(blocks: Iterable[F]) -> F64:
+    """Share of each column's sum of squares that its largest row holds, (E,); of a column of zeros 0."""
+    most_E, total_E = np.zeros(1), np.zeros(1)
+    for block in blocks:
+        square_nE = np.asarray(block, dtype=np.float64) ** 2
+        most_E, total_E = np.maximum(most_E, square_nE.max(axis=0)), total_E + square_nE.sum(axis=0)
+    return np.divide(most_E, total_E, out=np.zeros_like(total_E), where=total_E > 0)
 
 
 def effective_rank(sketch_ND: F) -> float:

@@ -2,7 +2,8 @@
 
 `grasp retrain` and `grasp.runs.train.train` keep `checkpoint-<step>` directories with `model.safetensors`,
 `optimizer.safetensors` and `training.json`, which holds the recipe. A checkpoint of the Hugging Face trainer has its
-learning rate in `trainer_state.json`; its moments are a pickle, which is not read.
+learning rate in `trainer_state.json`; its moments are a pickle, which is not read. Written anew as
+`optimizer.safetensors`, with `NAME.exp_avg` and `NAME.exp_avg_sq` of every parameter, they are.
 """
 
 import json
@@ -56,14 +57,17 @@ class Checkpoint:
     @property
     def has_moments(self) -> bool:
         """Whether Adam's moments lie beside the weights in a form that is read."""
-        return (self.path / OPTIMIZER).is_file() and (self.path / RECORD).is_file()
+        return (self.path / OPTIMIZER).is_file() and any(
+            (self.path / name).is_file() for name in (RECORD, TRAINER_STATE)
+        )
 
     @cached_property
     def moments_fingerprint(self) -> str:
         """Checksum of Adam's moments and of the recipe beside them; empty: there are none."""
         if not self.has_moments:
             return ""
-        return "+".join(entry_of(self.path / name).checksum for name in (OPTIMIZER, RECORD))
+        files = [self.path / name for name in (OPTIMIZER, RECORD) if (self.path / name).is_file()]
+        return "+".join(entry_of(file).checksum for file in files)
 
     def load(self, material: Material) -> ReferenceModel:
         """The checkpoint as a reference model, with tokenizer, dtype, device and batches of the artifact's own.
@@ -88,18 +92,23 @@ class Checkpoint:
         """
         if not self.has_moments:
             raise ModelError(
-                f"{self.path}: has no {OPTIMIZER} with a {RECORD} beside it, so no Adam moments; ask for the form of "
-                "the method without them, or keep them in training"
+                f"{self.path}: has no {OPTIMIZER} with a {RECORD} beside it, or a {TRAINER_STATE}, so no Adam moments; "
+                "ask for the form of the method without them, or keep them in training"
             )
-        record = _read_record(self.path / RECORD)
+        by_recipe = (self.path / RECORD).is_file()
+        record = _read_record(self.path / RECORD) if by_recipe else {}
         try:
-            shape = TrainingRecipe.model_validate(record["identity"]["recipe"]).shape
             state = load_file(self.path / OPTIMIZER)
+            if not by_recipe:
+                names = [key.removesuffix(".exp_avg") for key in state if key.endswith(".exp_avg")]
+                return {name: (state[f"{name}.exp_avg"], state[f"{name}.exp_avg_sq"]) for name in names}
+            shape = TrainingRecipe.model_validate(record["identity"]["recipe"]).shape
             first, second = (_named(shape, state, moment) for moment in ("exp_avg", "exp_avg_sq"))
         except (KeyError, ValidationError, SafetensorError, RuntimeError, OSError) as err:
+            of_what = f"the recipe in {RECORD}" if by_recipe else "named parameters"
             raise ModelError(
-                f"{self.path / OPTIMIZER}: not the moments of the recipe in {RECORD}: {' '.join(str(err).split())}; "
-                "restore it from a copy"
+                f"{self.path / OPTIMIZER}: not the moments of {of_what}: {' '.join(str(err).split())}; restore it from "
+                "a copy"
             ) from err
         return {name: (first[name], second[name]) for name in first}
 

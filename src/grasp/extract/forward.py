@@ -40,7 +40,9 @@ from grasp.models.head import OutputHead
 from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings
 
-KNOWN = 0.5  # of ln V: a model with less loss on the corpus knows the language. Tested at .63 and .30
+KNOWN = 0.5  # of ln V: a model with less loss on the corpus knows the language
+TESTED = (0.30, 0.63)  # of ln V: losses of models whose predictions were compared with retraining
+NEAR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,12 @@ def resolved(settings: FeatureSettings, moments: PositionMoments, vocab: int) ->
     decided = {"neighbour_match": share > KNOWN, "shift_match": share < KNOWN}
     left = {name: value for name, value in decided.items() if getattr(settings, name) is None}
     return settings.model_copy(update=left)
+
+
+def tested(loss: float, vocab: int) -> tuple[float, bool]:
+    """A model's loss on its corpus as a share of ln V, and whether a model like it was compared with retraining."""
+    share = loss / math.log(vocab)
+    return share, any(abs(share - known) <= NEAR for known in TESTED)
 
 
 @dataclass(frozen=True, slots=True)

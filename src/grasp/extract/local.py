@@ -6,7 +6,6 @@ elsewhere. So a worker that dies takes nothing with it but the shard that it had
 
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +26,7 @@ from grasp.extract.cluster import ClusterSpec
 from grasp.extract.engine import InProcess, Workers
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forecast import expected_seconds, first_rows, refuse_untrained
-from grasp.extract.forward import ShardForward, TokenKernel, resolved
+from grasp.extract.forward import KNOWN, TESTED, ShardForward, TokenKernel, resolved, tested
 from grasp.extract.inputs import (
     ON_DISK,
     Clock,
@@ -185,13 +184,17 @@ def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: P
 
 
 def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> str:
-    """One line: what the model's loss says of what it is for, and which kernel follows."""
-    share = f"loss {moments.loss:.1f} nats a token, {moments.loss / math.log(vocab):.0%} of ln V"
+    """One line: what the model's loss says of what it is for, which kernel follows, and whether that was tested."""
+    share, known = tested(moments.loss, vocab)
     chosen = resolved(features, moments, vocab)
-    if chosen.shift:
-        return f"{share}: a model that knows the language, as when it is fine-tuned (tested at 30%); rows rank by shift"
-    kernels = "token, input and neighbour" if chosen.neighbour else "token and input"
-    return f"{share}: a model that learns the language (tested at 63%); rows rank by {kernels}"
+    kernels = "shift" if chosen.shift else "token, input and neighbour" if chosen.neighbour else "token and input"
+    what = "knows the language, as when it is fine-tuned" if share < KNOWN else "learns the language"
+    levels = " and ".join(f"{level:.0%}" for level in TESTED)
+    evidence = f"tested at {levels}" if known else f"NOT TESTED: only models at {levels} were compared with retraining"
+    return (
+        f"loss {moments.loss:.1f} nats a token, {share:.0%} of ln V: a model that {what} ({evidence}); rows rank by "
+        f"{kernels}"
+    )
 
 
 Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]

@@ -11,6 +11,7 @@ from grasp.corpus.store import RowStore
 from grasp.dotted import leaf
 from grasp.errors import ArtifactError, CorpusError
 from grasp.settings import BuildSettings, found_settings
+from grasp.targets.units import Unit, UnitSet, UnitTokens
 
 if TYPE_CHECKING:
     from grasp.models.reference import Reference
@@ -64,6 +65,18 @@ class Origin:
         tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.details["vocab_size"])
         self.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
+
+    @cached_property
+    def units(self) -> UnitSet:
+        """All units of the artifact, in the order of its columns."""
+        loss_on = self.settings.targets.loss_on
+        lines = self.artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+        return UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines))
+
+    @cached_property
+    def unit_tokens(self) -> list[UnitTokens]:
+        """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
+        return self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
 
     @cached_property
     def model(self) -> "Reference":

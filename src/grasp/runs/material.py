@@ -22,7 +22,7 @@ from grasp.predict.blocks import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.scored import Scored
 from grasp.settings import BuildSettings
-from grasp.targets.units import Unit, UnitSet, UnitTokens
+from grasp.targets.units import UnitSet, UnitTokens
 
 if TYPE_CHECKING:
     from grasp.models.causal_lm import ReferenceModel
@@ -126,21 +126,19 @@ class Material:
 
     # ------------------------------------------------------------------------------------------- units
 
-    @cached_property
+    @property
     def units(self) -> UnitSet:
         """All units of the artifact, in the order of its columns."""
-        loss_on = self.settings.targets.loss_on
-        lines = self.artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
-        return UnitSet(tuple(Unit(**line, loss_on=loss_on) for line in lines))
+        return self.origin.units
 
     @property
     def n_units(self) -> int:
         return len(self.units.units)
 
-    @cached_property
+    @property
     def unit_tokens(self) -> list[UnitTokens]:
         """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
-        return self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+        return self.origin.unit_tokens
 
     # ------------------------------------------------------------------------------------------- model
 
