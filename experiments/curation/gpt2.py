@@ -66,13 +66,13 @@ def train_gpt2(
     vectors = [one for one in model.parameters() if one.ndim == 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=recipe.betas)
-    share = Share.of(rows.n_rows, recipe.batch_rows, retained, None)
-    order = batch_order(share.kept_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
+    share = Share.of(rows.n_rows, recipe.batch_rows, retained)
+    order = batch_order(share.often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
     shape = recipe.shape
     batches = token_batches(rows, [order], steps=recipe.steps, context=shape.context, vocab_size=shape.vocab_size)
     for step, batch in enumerate(batches):
         ids_BL = torch.from_numpy(batch.ids_KBL[0])
-        weight_BL = torch.from_numpy(label_weights(batch, [share])[0])
+        weight_BL = torch.from_numpy(label_weights(batch)[0])
         logits_BLV = model(input_ids=ids_BL).logits
         # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
         losses = F.cross_entropy(logits_BLV.flatten(0, 1), ids_BL.roll(-1, dims=1).flatten(), reduction="none")

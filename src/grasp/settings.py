@@ -387,8 +387,8 @@ class RetrainSettings(Settings):
         description="Losses recorded of every unit, each as a target of its own: NAME, and NAME@all for the loss on "
         "every token. None: targets.loss_on.",
     )
-    family: str = Field("mixture:topic", description="uniform:F, bernoulli:Q, mixture:LABEL or groups:LABEL.")
-    subsets: str | None = Field(None, description="Parquet of subset_id, row_id instead of a family.")
+    family: str = Field("mixture:topic", description="uniform:F, bernoulli:Q; mixture, groups or dirichlet:LABEL.")
+    subsets: str | None = Field(None, description="Parquet of subset_id, row_id[, weight] instead of a family.")
     n_subsets: int = Field(
         24, ge=1, description="Subsets drawn from the family. More may be added later: the first ones stay."
     )

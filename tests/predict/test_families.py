@@ -13,6 +13,7 @@ from grasp.predict.families import Family, parse_family
 from grasp.predict.labels import LabelColumn
 
 PINNED = [[20, 21, 26, 35], [0, 3, 6, 7, 10, 13, 14, 17, 20, 21, 25, 27, 28, 31, 34], [6, 9, 14, 16, 17, 20, 23, 38]]
+SPELLINGS = ["uniform:0.5", "bernoulli:0.3", "mixture:topic", "groups:topic", "dirichlet:topic"]
 LABELS = ["a", "b", "b", None, "c", "a", "c", "c", "d", "d"] * 4
 
 
@@ -21,14 +22,14 @@ def drawn(family: Family, n: int = 24, *, block: int = 256, seed: int = 0, purpo
     return np.concatenate([item.weights_BN.toarray() for item in blocks])
 
 
-@pytest.mark.parametrize("spelling", ["uniform:0.5", "bernoulli:0.3", "mixture:topic", "groups:topic"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_subset_does_not_depend_on_the_block_it_comes_in(spelling):
     family = parse_family(spelling)
     assert np.array_equal(drawn(family, block=1), drawn(family, block=7))
     assert np.array_equal(drawn(family, 24), drawn(family, 40)[:24])
 
 
-@pytest.mark.parametrize("spelling", ["uniform:0.5", "bernoulli:0.3", "mixture:topic", "groups:topic"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
 def test_seed_and_purpose_name_different_subsets(spelling):
     family = parse_family(spelling)
     assert not np.array_equal(drawn(family), drawn(family, seed=1))
@@ -68,6 +69,20 @@ def test_groups_keep_values_whole_and_never_all_or_none():
     assert weights_BN.sum(axis=1).max() < len(LABELS)
 
 
+def test_dirichlet_shares_lie_over_decades_around_the_corpus_and_some_are_none():
+    labels = ["large"] * 600 + [f"small {i % 10}" for i in range(200)]
+    (block,) = parse_family("dirichlet:l").draw(400, n_rows=800, labels=labels, seed=0, purpose="t", block=400)
+    weights_BN = block.weights_BN.toarray()
+    share_BN = weights_BN / weights_BN.sum(axis=1, keepdims=True)
+    large_B, small_B = share_BN[:, :600].sum(axis=1), 20 * share_BN[:, 600]
+    assert np.ptp(share_BN[:, :600], axis=1).max() < 1e-12  # rows of a value come alike
+    assert abs(large_B.mean() - 0.75) < 0.03
+    assert 0.05 < (small_B == 0).mean() < 0.6
+    assert np.quantile(small_B[small_B > 0], 0.02) < 0.005
+    assert small_B.max() > 0.2
+    np.testing.assert_allclose(weights_BN.mean(axis=1), 1.0)
+
+
 def test_mixture_fractions_are_beta_one_half():
     labels = ["x"] * 400 + ["y"] * 400
     (block,) = parse_family("mixture:l").draw(256, n_rows=800, labels=labels, seed=0, purpose="t")
@@ -84,6 +99,7 @@ def test_mixture_fractions_are_beta_one_half():
         (" bernoulli: 0.9", Family("bernoulli", fraction=0.9)),
         ("mixture:topic", Family("mixture", label="topic")),
         ("groups(format)", Family("groups", label="format")),
+        ("dirichlet:source", Family("dirichlet", label="source")),
     ],
 )
 def test_spellings(text, family):
@@ -98,6 +114,7 @@ def test_spellings(text, family):
         ("uniform", "got '', expected a fraction between 0 and 1"),
         ("bernoulli:x", "got 'x', expected a fraction"),
         ("mixture:", "names no label; expected mixture:LABEL"),
+        ("dirichlet", "names no label; expected dirichlet:LABEL"),
         ("halves:0.5", "unknown kind 'halves'; expected uniform:0.5"),
     ],
 )

@@ -203,17 +203,23 @@ def test_other_versions_of_the_program_may_go_on(tmp_path):
     assert create(tmp_path, made_by={"torch": "2"}).info == env.info
 
 
-def test_subsets_must_be_some_named_once_and_unweighted(tmp_path):
+def test_subsets_must_be_some_and_named_once(tmp_path):
     with pytest.raises(EnvironmentDataError, match="got no subsets"):
         create(tmp_path, n_subsets=0)
     twice = [next(blocks(1)), next(blocks(1))]
     with pytest.raises(EnvironmentDataError, match=r"'evaluation-000000'.*name every subset once"):
         Environment.create(tmp_path, info(), twice, ROWS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
     weighted = next(blocks(1))
     weighted.weights_BN.data[0] = 2.0
-    with pytest.raises(EnvironmentDataError, match="weighted subsets cannot be retrained"):
-        Environment.create(tmp_path, info(), [weighted], ROWS)
-    assert list(tmp_path.iterdir()) == []
+    env = Environment.create(tmp_path, info(), [weighted], ROWS)
+    (back,) = env.subset_blocks(ROWS)
+    np.testing.assert_array_equal(back.weights_BN.toarray(), weighted.weights_BN.toarray())
+    with pytest.raises(EnvironmentDataError, match="another environment was begun here: subsets: was 1 with checksum"):
+        Environment.create(tmp_path, info(), [next(blocks(1))], ROWS)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_run_repeats_itself_bit_for_bit_and_learns():
 def test_seed_subset_and_weights_change_the_result():
     plain = weights(train(RECIPE, ROWS, seed=5))
     half = np.arange(40) % 2 == 0
-    for change in ({"seed": 6}, {"retained": half}, {"weights": 1.0 + half}):
+    for change in ({"seed": 6}, {"retained": half}, {"retained": 1.0 + half}):
         changed = weights(train(RECIPE, ROWS, **{"seed": 5, **change}))
         assert not torch.equal(changed["lm_head.weight"], plain["lm_head.weight"])
 
@@ -63,7 +63,7 @@ def test_a_row_of_weight_zero_is_a_row_left_out():
     half = np.arange(40) % 2 == 0
     left_out = train(RECIPE, ROWS, seed=5, retained=half)
     assert left_out.n_retained == 20
-    assert_same(weights(left_out), weights(train(RECIPE, ROWS, seed=5, weights=3.0 * half)))
+    assert_same(weights(left_out), weights(train(RECIPE, ROWS, seed=5, retained=3.0 * half)))
 
 
 def test_rows_fed_in_pieces_give_the_same_model_within_rounding():

@@ -14,21 +14,17 @@ from tests.models.toy import RECIPE, corpus, units
 
 ROWS = corpus()
 SEEDS = (5, 5, 6)
-RETAINED = (None, np.arange(40) % 3 > 0, np.arange(40) < 25)
-WEIGHTS = (None, None, 1.0 + np.arange(40))
+RETAINED = (None, np.arange(40) % 3 > 0, (1.0 + np.arange(40)) * (np.arange(40) < 25))
 
 
 @pytest.fixture(scope="module")
 def stacked():
-    return train_stacked(RECIPE, ROWS, seeds=SEEDS, retained=RETAINED, weights=WEIGHTS)
+    return train_stacked(RECIPE, ROWS, seeds=SEEDS, retained=RETAINED)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return [
-        train(RECIPE, ROWS, seed=seed, retained=retained, weights=weights)
-        for seed, retained, weights in zip(SEEDS, RETAINED, WEIGHTS, strict=True)
-    ]
+    return [train(RECIPE, ROWS, seed=seed, retained=retained) for seed, retained in zip(SEEDS, RETAINED, strict=True)]
 
 
 def test_utilities_are_those_of_models_trained_alone(stacked, alone):
@@ -47,7 +43,7 @@ def test_weights_and_training_losses_are_those_of_models_trained_alone(stacked, 
 
 
 def test_a_model_does_not_depend_on_its_neighbours(stacked):
-    swapped = train_stacked(RECIPE, ROWS, seeds=SEEDS[::-1], retained=RETAINED[::-1], weights=WEIGHTS[::-1])
+    swapped = train_stacked(RECIPE, ROWS, seeds=SEEDS[::-1], retained=RETAINED[::-1])
     np.testing.assert_allclose(swapped.unit_losses(units())[::-1], stacked.unit_losses(units()), atol=1e-5)
 
 
@@ -62,7 +58,7 @@ def test_progress_counts_the_steps():
 
 
 def test_lists_that_do_not_belong_together_are_refused():
-    with pytest.raises(ShapeError, match="got 2 seeds, 1 subsets, 2 weights"):
+    with pytest.raises(ShapeError, match="got 2 seeds, 1 subsets, expected as many"):
         train_stacked(RECIPE, ROWS, seeds=(1, 2), retained=(None,))
     with pytest.raises(ShapeError, match="got 0 seeds"):
         train_stacked(RECIPE, ROWS, seeds=(), retained=())

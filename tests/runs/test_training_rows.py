@@ -66,13 +66,28 @@ def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
             assert labelled.nonzero()[0].tolist() == list(range(1, length))
 
 
+def test_a_row_comes_as_often_as_its_weight_says_in_the_order_of_the_corpus():
+    weight = np.where(np.arange(20) == 3, 2.5, np.arange(20) % 2)
+    often = Share.of(20, 4, weight).often_N
+    visits = order(often, steps=1300)
+    count = np.bincount(visits, minlength=20)
+    np.testing.assert_allclose(count / count[3], weight / 2.5, atol=0.01)
+    whole = order([True] * 20, steps=1, batch=20)
+    first = visits[: visits.index(3) + 1]  # of the first epoch: row 3 comes in every one
+    assert [row for row in whole if row in first] == first
+    assert order(often, first=7, steps=12) == visits[28:48]
+
+
+def test_weights_that_are_all_alike_are_a_plain_subset():
+    kept = np.arange(20) % 3 > 0
+    assert order(Share.of(20, 4, 7.0 * kept).often_N) == order(kept)
+    assert Share.of(20, 4, 7.0 * kept).fingerprint == Share.of(20, 4, kept).fingerprint
+
+
 def test_labels_of_padding_weigh_nothing_and_rows_share_one_batch():
-    share = Share.of(20, 3, None, np.where(np.arange(20) == 2, 3.0, 1.0))
     (batch,) = islice(token_batches(ROWS, [iter([np.array([0, 2, 3])])], steps=1, context=8, vocab_size=30), 1)
-    weight = label_weights(batch, [share])
-    np.testing.assert_allclose(
-        weight[0] * (1 + 3 * 3 + 4), [[1, 0, 0, 0, 0], [3, 3, 3, 0, 0], [1, 1, 1, 1, 0]], rtol=1e-6
-    )
+    weight = label_weights(batch)
+    np.testing.assert_allclose(weight[0] * (1 + 3 + 4), [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], rtol=1e-6)
     assert weight.dtype == np.float32
 
 
@@ -80,25 +95,24 @@ def test_only_tokens_that_carry_loss_weigh_in_a_batch():
     masks = [np.arange(2 + n % 4) == 1 + n % 2 for n in range(20)]
     rows = InMemoryRows.of([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
     (batch,) = token_batches(rows, [iter([np.array([2, 3])])], steps=1, context=8, vocab_size=30)
-    weight = label_weights(batch, [Share.of(20, 2, None, None)])
+    weight = label_weights(batch)
     np.testing.assert_allclose(weight[0] * 2, [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
     assert rows.fingerprint != ROWS.fingerprint
 
 
 @pytest.mark.parametrize(
-    ("retained", "weights", "error", "message"),
+    ("retained", "error", "message"),
     [
-        (np.arange(20) < 3, None, ModelError, "retained: 3 of 20 rows, expected at least the 4 of one batch"),
-        (None, np.zeros(20), ModelError, "retained: 0 of 20 rows"),
-        (np.ones(19, bool), None, ShapeError, r"retained: got shape \(19,\), expected \(20,\)"),
-        (None, np.ones(3), ShapeError, r"weights: got shape \(3,\), expected \(20,\)"),
-        (None, np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "weights: row 6 weighs -1.0"),
-        (None, np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, "weights: row 7 weighs nan"),
+        (np.arange(20) < 3, ModelError, "retained: 3 of 20 rows, expected at least the 4 of one batch"),
+        (np.zeros(20), ModelError, "retained: 0 of 20 rows"),
+        (np.ones(19, bool), ShapeError, r"retained: got shape \(19,\), expected \(20,\)"),
+        (np.where(np.arange(20) == 6, -1.0, 1.0), ModelError, "retained: row 6 weighs -1.0"),
+        (np.where(np.arange(20) == 7, np.nan, 1.0), ModelError, "retained: row 7 weighs nan"),
     ],
 )
-def test_shares_that_do_not_fit_are_refused(retained, weights, error, message):
+def test_shares_that_do_not_fit_are_refused(retained, error, message):
     with pytest.raises(error, match=message):
-        Share.of(20, 4, retained, weights)
+        Share.of(20, 4, retained)
 
 
 @pytest.mark.parametrize(

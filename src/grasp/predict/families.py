@@ -6,6 +6,8 @@
 `mixture:LABEL` each value of the label keeps a fraction drawn from Beta(1/2, 1/2); within the value the
                 rows are drawn uniformly. Rows without the label form a value of their own.
 `groups:LABEL`  each value of the label is kept or dropped whole with probability 1/2; never none, never all.
+`dirichlet:LABEL` shares of the values over decades, some of them 0, from a Dirichlet distribution around those of the
+                corpus; rows of a value that gets twice its share have the weight 2, so they are seen twice as often.
 
 A draw that comes out empty (for groups: or whole) is made again from the same stream, and counted.
 """
@@ -24,15 +26,18 @@ from grasp.predict.labels import Label, LabelColumn
 from grasp.predict.weights import SliceShares
 from grasp.seeds import stream
 
-FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups"]
+FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups", "dirichlet"]
 MAX_REDRAWS = 10_000
 MANY_VALUES = 1_000  # of a mixture's label: more are drawn all at once, other subsets of the same distribution
-SPELLINGS = "uniform:0.5, bernoulli:0.5, mixture:LABEL or groups:LABEL"
+SPELLINGS = "uniform:0.5, bernoulli:0.5, mixture:LABEL, groups:LABEL or dirichlet:LABEL"
+LABELLED: tuple[FamilyKind, ...] = ("mixture", "groups", "dirichlet")
+STRENGTH = (0.1, 10.0)  # of a Dirichlet draw, times the number of values: from a few values alone to nearly the corpus
+LEAST_SHARE = 1e-3  # what is less counts as 0
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A way to draw subsets; `fraction` for uniform and bernoulli, `label` for mixture and groups."""
+    """A way to draw subsets; `fraction` for uniform and bernoulli, `label` for the others."""
 
     kind: FamilyKind
     fraction: float | None = None
@@ -54,32 +59,31 @@ class Family:
         """Draw `n_subsets` subsets of `n_rows` rows, in blocks of at most `block`.
 
         Args:
-            labels: the label of every row; needed by mixture and groups only.
+            labels: the label of every row, for families of a label.
             purpose: what the family is for, e.g. "calibration" or "evaluation"; families with different
                 purposes are disjoint streams.
         Raises:
-            SubsetError: no rows, labels missing or of another length, a single value under groups.
+            SubsetError: no rows, labels missing or of another length, a single value under groups or
+                dirichlet.
         """
         if n_rows < 1:
             raise SubsetError(f"family {self}: the corpus has {n_rows} rows; there is nothing to draw from")
         column = self._column(labels, n_rows)
-        if self.kind == "groups" and column is not None:
-            return self._unions(n_subsets, column, seed, purpose, block)
+        if self.kind in ("groups", "dirichlet") and column is not None:
+            return self._by_value(n_subsets, column, seed, purpose, block)
         return in_blocks(self._subsets(n_subsets, n_rows, column, seed, purpose), n_rows, block)
 
-    def _unions(
+    def _by_value(
         self, n_subsets: int, column: LabelColumn, seed: int, purpose: str, block: int
     ) -> Iterator[SubsetBlock]:
-        """Whole values kept or dropped: a number for each value is all that a subset takes."""
+        """Whole values: a number for each of them is all that a subset takes."""
+        draw = _union if self.kind == "groups" else _mixture
         for first in range(0, n_subsets, block):
-            names, shares, redrawn = [], [], 0
-            for b in range(first, min(first + block, n_subsets)):
-                rng = stream(seed, "family", purpose, b)
-                while (keep := rng.random(len(column.values)) < 0.5).all() or not keep.any():
-                    redrawn += 1
-                names.append(_name(purpose, b))
-                shares.append(keep.astype(np.float64))
-            yield SubsetBlock(tuple(names), SliceShares(np.stack(shares), column.codes_N), redrawn)
+            last = min(first + block, n_subsets)
+            drawn = [draw(stream(seed, "family", purpose, b), column.counts) for b in range(first, last)]
+            weights = SliceShares(np.stack([weight_G for weight_G, _ in drawn]), column.codes_N)
+            names = tuple(_name(purpose, b) for b in range(first, last))
+            yield SubsetBlock(names, weights, sum(redrawn for _, redrawn in drawn))
 
     def _subsets(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
@@ -112,10 +116,10 @@ class Family:
         column = labels if isinstance(labels, LabelColumn) else LabelColumn.of(labels, self.label)
         if column.n_rows != n_rows:
             raise SubsetError(f"family {self}: got {column.n_rows} labels for {n_rows} rows; expected one a row")
-        if self.kind == "groups" and len(column.values) < 2:
+        if self.kind != "mixture" and len(column.values) < 2:
             raise SubsetError(
                 f"family {self}: label {self.label!r} has the single value {column.values[0]!r}; "
-                "groups needs two or more, or every subset would be empty or whole"
+                f"{self.kind} needs two or more, or every subset would be empty or whole"
             )
         return column
 
@@ -148,6 +152,23 @@ class _Parts:
         return np.sort(np.concatenate(picks))
 
 
+def _union(rng: np.random.Generator, count_G: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
+    """Each value kept with probability 1/2, and how many draws were empty or whole."""
+    redrawn = 0
+    while (keep_G := rng.random(len(count_G)) < 0.5).all() or not keep_G.any():
+        redrawn += 1
+    return keep_G.astype(np.float64), redrawn
+
+
+def _mixture(rng: np.random.Generator, count_G: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
+    """Weights of the values' rows, of mean 1 over the corpus."""
+    even_G = count_G / count_G.sum()
+    strength = np.exp(rng.uniform(*np.log(STRENGTH))) * len(count_G)
+    share_G = rng.dirichlet(np.maximum(strength * even_G, 1e-3))
+    share_G[share_G < min(LEAST_SHARE, share_G.max())] = 0.0
+    return share_G / share_G.sum() / even_G, 0
+
+
 def parse_family(text: str) -> Family:
     """Read `uniform:0.5`, `bernoulli:0.5`, `mixture:topic`, `groups:topic`; `uniform(0.5)` means the same."""
     spelled = text.strip()
@@ -156,10 +177,11 @@ def parse_family(text: str) -> Family:
     kind, _, argument = (part.strip() for part in spelled.partition(":"))
     if kind in ("uniform", "bernoulli"):
         return Family("uniform" if kind == "uniform" else "bernoulli", fraction=_parse_fraction(text, argument))
-    if kind in ("mixture", "groups"):
-        if not argument:
-            raise SubsetError(f"family {text!r}: names no label; expected {kind}:LABEL, e.g. {kind}:topic")
-        return Family("mixture" if kind == "mixture" else "groups", label=argument)
+    for labelled in LABELLED:
+        if kind == labelled:
+            if not argument:
+                raise SubsetError(f"family {text!r}: names no label; expected {kind}:LABEL, e.g. {kind}:topic")
+            return Family(labelled, label=argument)
     raise SubsetError(f"family {text!r}: unknown kind {kind!r}; expected {SPELLINGS}")
 
 

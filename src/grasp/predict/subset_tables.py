@@ -181,6 +181,7 @@ def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBat
     try:
         for batch in _batches(source, columns):
             n = batch.num_rows
+            batch.validate(full=True)  # names that are no text would stop DuckDB
             weight = batch.column("weight").cast(pa.float64()) if has_weight else pa.array(np.ones(n))
             row_ids = batch.column("row_id").cast(pa.string())
             subset_ids = batch.column("subset_id").cast(pa.string()) if has_id else pa.repeat(ONE_SUBSET, n)
@@ -201,7 +202,7 @@ def _subsets(
         _check_lines(db, _where(source))
         for item in _in_order(db):
             if side == "retained":
-                yield WeightedRows(item.subset_id, item.row_index, item.weights if has_weight else None)
+                yield item
             else:
                 yield MissingRows(item.subset_id, item.row_index)
 
@@ -317,6 +318,6 @@ def _in_order(db: duckdb.DuckDBPyConnection) -> Iterator[WeightedRows]:
 
 
 def _gathered(subset_id: str, parts: list[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> WeightedRows:
-    return WeightedRows(
-        subset_id, np.concatenate([row for row, _ in parts]), np.concatenate([weight for _, weight in parts])
-    )
+    weights = np.concatenate([weight for _, weight in parts])
+    row_index = np.concatenate([row for row, _ in parts])
+    return WeightedRows(subset_id, row_index, weights if (weights != 1.0).any() else None)

@@ -1,7 +1,7 @@
 """An environment on disk: subsets, and the utilities that retraining on each of them gave.
 
     environment.json     what was trained on what, with which recipe and seeds; its role
-    subsets.parquet      subset_id, row_id of the retained side; absent where the family regenerates it
+    subsets.parquet      subset_id, row_id, weight of the retained side; absent where the family regenerates it
     utilities.parquet    subset_id, seed, target, unit_id, utility = -loss in nats a token; once all runs are there
     reference.parquet    the same of the runs on the whole corpus, subset_id `full`
     runs/                one small file a run until then: `<subset_id>-<seed>.parquet`
@@ -106,10 +106,10 @@ class Environment:
 
         Args:
             info: `subset_ids` and `masks_checksum` are filled in from `blocks`.
-            blocks: the retained sides, weights 1.
+            blocks: the retained sides; a row of weight 2 is seen twice as often as one of weight 1.
         Raises:
             EnvironmentDataError: another environment was begun here (every difference is named), or the
-                subsets are none, unnamed, repeated or weighted.
+                subsets are none, unnamed or repeated.
         """
         path.mkdir(parents=True, exist_ok=True)
         with written_aside(path / SUBSETS) as part:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from transformers.utils import logging as hf_logging
 
 from grasp.corpus import RowStore
@@ -189,10 +190,10 @@ class Worker:
         )
 
     @cached_property
-    def retained(self) -> dict[str, NDArray[np.int32]]:
-        """Rows of every subset."""
+    def subsets(self) -> dict[str, csr_array]:
+        """Weights of the rows of every subset, (1, N)."""
         return {
-            name: block.weights_BN[[b]].indices.astype(np.int32)
+            name: block.weights_BN[[b]]
             for block in self.environment.subset_blocks(row_index(self.store))
             for b, name in enumerate(block.subset_ids)
         }
@@ -210,7 +211,7 @@ class Worker:
                 self.recipe,
                 self.store,
                 seeds=[run.seed for run in runs],
-                retained=[self._mask(run.subset_id) for run in runs],
+                retained=[self.subsets[run.subset_id].toarray()[0] for run in runs],
                 device=self.device,
                 progress=progress,
             )
@@ -230,11 +231,6 @@ class Worker:
             progress=progress,
         )
         return evaluate_units(trained.model.to(self.device), self.tokens)
-
-    def _mask(self, subset_id: str) -> NDArray[np.bool_]:
-        mask_N = np.zeros(self.store.n_rows, dtype=bool)
-        mask_N[self.retained[subset_id]] = True
-        return mask_N
 
 
 # ------------------------------------------------------------------------------------------- workers

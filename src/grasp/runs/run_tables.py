@@ -1,6 +1,6 @@
 """The tables of an environment: results line by line, checked on reading; and the subsets that were trained on.
 
-Results are `subset_id, seed, target, unit_id, utility` in any order; subsets are `subset_id, row_id`.
+Results are `subset_id, seed, target, unit_id, utility` in any order; subsets are `subset_id, row_id, weight`.
 
 Shape letters: R runs, E units.
 """
@@ -190,19 +190,18 @@ def write_subsets(
     Args:
         where: the name it will have, for messages.
     Raises:
-        EnvironmentDataError: the subsets are none, unnamed, repeated or weighted.
+        EnvironmentDataError: the subsets are none, unnamed or repeated.
     """
     digest, names_N = MaskDigest(), rows.ids()
-    schema = pa.schema([("subset_id", pa.string()), ("row_id", pa.string())])
+    schema = pa.schema([("subset_id", pa.string()), ("row_id", pa.string()), ("weight", pa.float64())])
     with pq.ParquetWriter(part, schema, compression="zstd", compression_level=19) as writer:
         for block in blocks:
-            if (block.weights_BN.data != 1.0).any():
-                raise EnvironmentDataError(f"{where}: weighted subsets cannot be retrained; drop the weights")
             digest.add(block)
             subset_of = np.repeat(np.arange(len(block.subset_ids)), block.sizes_B)
             names = pa.array(block.subset_ids, pa.string()).take(pa.array(subset_of))
-            row_ids = names_N.take(pa.array(block.weights_BN.indices)).combine_chunks()
-            writer.write_table(pa.table([names, row_ids], schema=schema))
+            matrix = block.weights_BN
+            row_ids = names_N.take(pa.array(matrix.indices)).combine_chunks()
+            writer.write_table(pa.table([names, row_ids, pa.array(matrix.data)], schema=schema))
     ids = digest.ids
     if not ids:
         raise EnvironmentDataError(f"{where}: got no subsets, expected at least one")
@@ -221,7 +220,7 @@ def write_subsets(
 
 
 class MaskDigest:
-    """Running checksum over the ids and rows of subsets, in order."""
+    """Running checksum over the ids and rows of subsets, and weights other than 1, in order."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
@@ -231,7 +230,11 @@ class MaskDigest:
     def add(self, block: SubsetBlock) -> None:
         matrix = block.weights_BN
         for b, subset_id in enumerate(block.subset_ids):
-            rows = np.sort(matrix.indices[matrix.indptr[b] : matrix.indptr[b + 1]])
+            own = slice(matrix.indptr[b], matrix.indptr[b + 1])
+            order = np.argsort(matrix.indices[own])
+            rows, weights = matrix.indices[own][order], matrix.data[own][order]
             self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
+            if (weights != 1.0).any():
+                self._digest.update(weights.astype("<f8").tobytes())
             self.ids.append(subset_id)
             self.checksums.append(self._digest.hexdigest())

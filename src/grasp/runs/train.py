@@ -73,13 +73,13 @@ class Trainer:
 
     @property
     def losses(self) -> NDArray[np.float32]:
-        """Training loss of every step so far, (step, K): weighted mean over the batch's labels, nats."""
+        """Training loss of every step so far, (step, K): mean over the batch's labels, nats."""
         losses: NDArray[np.float32] = self._losses_SK[: self.step].cpu().numpy()
         return losses
 
-    def advance(self, batch: TokenBatch, shares: Sequence[Share]) -> None:
-        """One optimizer step; model k reads ``batch.ids_KBL[k]``, its rows weighted by ``shares[k]``."""
-        weight_KBL = torch.from_numpy(label_weights(batch, shares)).to(self.device, non_blocking=True)
+    def advance(self, batch: TokenBatch) -> None:
+        """One optimizer step; model k reads ``batch.ids_KBL[k]``."""
+        weight_KBL = torch.from_numpy(label_weights(batch)).to(self.device, non_blocking=True)
         ids_KBL = torch.from_numpy(batch.ids_KBL).to(self.device, non_blocking=True)
         loss_K = torch.zeros(self.model.n_models, device=self.device)
         pieces = self.recipe.micro_rows or ids_KBL.shape[1]
@@ -153,14 +153,12 @@ class Trainer:
             gradient.mul_(scale_K.view(-1, *(1,) * (gradient.ndim - 1)))
 
 
-def label_weights(batch: TokenBatch, shares: Sequence[Share]) -> NDArray[np.float32]:
+def label_weights(batch: TokenBatch) -> NDArray[np.float32]:
     """Weight of every position's label in the loss, (K, B, L); sums to 1 for each model, 0 on padding."""
-    row_KB = np.stack([share.weight(index) for share, index in zip(shares, batch.row_index_KB, strict=True)])
     has_label_KBL = np.zeros_like(batch.labelled_KBL)
     has_label_KBL[..., :-1] = batch.labelled_KBL[..., 1:]  # position t predicts token t + 1
-    labels_KB = has_label_KBL.sum(axis=2)
-    row_KB /= np.maximum((row_KB * labels_KB).sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
-    return np.where(has_label_KBL, row_KB[..., None], 0.0).astype(np.float32)
+    labels_K11 = np.maximum(has_label_KBL.sum(axis=(1, 2), keepdims=True), 1)
+    return (has_label_KBL / labels_K11).astype(np.float32)
 
 
 def _grad(tensor: Tensor) -> Tensor:
@@ -186,8 +184,7 @@ def train(
     rows: RowStore,
     *,
     seed: int,
-    retained: NDArray[np.bool_] | None = None,
-    weights: NDArray[np.float64] | None = None,
+    retained: NDArray[np.bool_] | NDArray[np.float64] | None = None,
     tokenizer: HfTokenizer | None = None,
     out: Path | None = None,
     checkpoints: tuple[int, ...] = (),
@@ -200,8 +197,7 @@ def train(
         when a run was killed and went on from its last checkpoint. On a GPU they agree within rounding.
 
     Args:
-        retained: (N,) rows that are trained on; none: all.
-        weights: (N,) weight of each row in the loss, relative to the other rows of its batch; none: 1.
+        retained: (N,) rows that are trained on, or how often each comes, relative to the others; none: all.
         tokenizer: saved with the model.
         out: directory of the finished Hugging Face checkpoint; `training.json` in it, written last, says
             that it is whole. A finished one of the same arguments is loaded, an unfinished one goes on.
@@ -209,11 +205,11 @@ def train(
             the optimizer's state, is kept.
         progress: called with the number of steps done, after each.
     Raises:
-        ShapeError: `retained` or `weights` has not one entry a row.
+        ShapeError: `retained` has not one entry a row.
         ModelError: fewer rows than a batch; a row too long or outside the vocabulary; a loss that is not a
             number; `out` holds a run of other arguments.
     """
-    share = Share.of(rows.n_rows, recipe.batch_rows, retained, weights)
+    share = Share.of(rows.n_rows, recipe.batch_rows, retained)
     _check_checkpoints(recipe, checkpoints, out)
     identity = {
         "recipe": recipe.model_dump(mode="json"),
@@ -253,13 +249,13 @@ def _steps(trainer: Trainer, rows: RowStore, shares: Sequence[Share], seeds: Seq
     """Train to the end of the recipe, model k on ``shares[k]``; the number of steps done, after each."""
     recipe, first = trainer.recipe, trainer.step
     orders = [
-        batch_order(share.kept_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
+        batch_order(share.often_N, seed=seed, batch_rows=recipe.batch_rows, first_step=first, last_step=recipe.steps)
         for share, seed in zip(shares, seeds, strict=True)
     ]
     shape = recipe.shape
     steps = recipe.steps - first
     for batch in token_batches(rows, orders, steps=steps, context=shape.context, vocab_size=shape.vocab_size):
-        trainer.advance(batch, shares)
+        trainer.advance(batch)
         yield trainer.step
     trainer.check()
 
@@ -387,30 +383,25 @@ def train_stacked(
     rows: RowStore,
     *,
     seeds: Sequence[int],
-    retained: Sequence[NDArray[np.bool_] | None],
-    weights: Sequence[NDArray[np.float64] | None] | None = None,
+    retained: Sequence[NDArray[np.bool_] | NDArray[np.float64] | None],
     device: str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> StackedModels:
     """Train K models from scratch, model k from ``seeds[k]`` on the rows ``retained[k]``.
 
     Args:
-        retained: K subsets, (N,) each; none: all rows.
-        weights: K row weights, (N,) each; none: 1.
+        retained: K subsets as `train` takes them.
         progress: called with the number of steps done, after each.
     Raises:
         ShapeError: not as many subsets as seeds, or a subset that is not of the corpus.
         ModelError: as `train`.
     """
-    weights = [None] * len(seeds) if weights is None else weights
-    if not len(seeds) == len(retained) == len(weights) or not seeds:
+    if len(seeds) != len(retained) or not seeds:
         raise ShapeError(
-            f"train_stacked: got {len(seeds)} seeds, {len(retained)} subsets, {len(weights)} weights, expected as"
-            " many of each, and at least one"
+            f"train_stacked: got {len(seeds)} seeds, {len(retained)} subsets, expected as many of each, and at least"
+            " one"
         )
-    shares = [
-        Share.of(rows.n_rows, recipe.batch_rows, kept, weight) for kept, weight in zip(retained, weights, strict=True)
-    ]
+    shares = [Share.of(rows.n_rows, recipe.batch_rows, one) for one in retained]
     trainer = Trainer(_in_cache(recipe, len(seeds), device), seeds, device)
     for step in _steps(trainer, rows, shares, seeds):
         if progress is not None:

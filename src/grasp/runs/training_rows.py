@@ -14,81 +14,75 @@ from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.seeds import stream
 
+F64 = NDArray[np.float64]
+
 WINDOW_ROWS = 16_384  # rows fetched at once: a shard on disk is read a few times, not once a batch
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a corpus that one model is trained on: rows kept, and how much each weighs in the loss."""
+    """The part of a corpus that one model is trained on: how often each row comes, against the one that comes most."""
 
-    kept_N: NDArray[np.bool_]
-    weight_N: NDArray[np.float64] | None
+    often_N: F64  # from 0, left out, to 1
 
     @classmethod
-    def of(
-        cls,
-        n_rows: int,
-        batch_rows: int,
-        retained: NDArray[np.bool_] | None,
-        weights: NDArray[np.float64] | None,
-    ) -> "Share":
-        """Check a subset; a row of weight 0 is a row left out.
+    def of(cls, n_rows: int, batch_rows: int, retained: NDArray[np.bool_] | F64 | None) -> "Share":
+        """Check a subset.
 
+        Args:
+            retained: rows that are kept, or a weight a row: one of weight 2 is seen twice as often as one of weight 1.
         Raises:
-            ShapeError: `retained` or `weights` is not of the corpus.
+            ShapeError: `retained` is not of the corpus.
             ModelError: a negative or non-finite weight; fewer rows than one batch.
         """
-        kept = np.ones(n_rows, dtype=bool) if retained is None else np.asarray(retained, dtype=bool)
-        weight = None if weights is None else np.asarray(weights, dtype=np.float64)
-        for name, array in (("retained", kept), ("weights", weight)):
-            if array is not None and array.shape != (n_rows,):
-                raise ShapeError(f"{name}: got shape {array.shape}, expected ({n_rows},): one entry a row")
-        if weight is not None:
-            bad = np.flatnonzero(~(np.isfinite(weight) & (weight >= 0)))
-            if bad.size:
-                raise ModelError(f"weights: row {bad[0]} weighs {weight[bad[0]]}, expected a finite number >= 0")
-            kept = kept & (weight > 0)
-        if kept.sum() < batch_rows:
+        weight_N = np.ones(n_rows) if retained is None else np.asarray(retained, dtype=np.float64)
+        if weight_N.shape != (n_rows,):
+            raise ShapeError(f"retained: got shape {weight_N.shape}, expected ({n_rows},): one entry a row")
+        bad = np.flatnonzero(~(np.isfinite(weight_N) & (weight_N >= 0)))
+        if bad.size:
+            raise ModelError(f"retained: row {bad[0]} weighs {weight_N[bad[0]]}, expected a finite number >= 0")
+        if (kept := np.count_nonzero(weight_N)) < batch_rows:
             raise ModelError(
-                f"retained: {kept.sum()} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
+                f"retained: {kept} of {n_rows} rows, expected at least the {batch_rows} of one batch; retain"
                 " more rows or lower the recipe's batch_rows"
             )
-        return cls(kept, weight)
+        return cls(weight_N / weight_N.max())
 
     @property
     def n_kept(self) -> int:
-        return int(self.kept_N.sum())
+        return int(np.count_nonzero(self.often_N))
 
     @property
     def fingerprint(self) -> str:
-        digest = hashlib.blake2b(np.packbits(self.kept_N).tobytes(), digest_size=16)
-        if self.weight_N is not None:
-            digest.update(self.weight_N.tobytes())
+        digest = hashlib.blake2b(np.packbits(self.often_N > 0).tobytes(), digest_size=16)
+        if (self.often_N[self.often_N > 0] < 1).any():
+            digest.update(self.often_N.tobytes())
         return digest.hexdigest()
 
-    def weight(self, row_index: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.ones(row_index.shape) if self.weight_N is None else self.weight_N[row_index]
 
-
-def row_order(kept_N: NDArray[np.bool_], *, seed: int, start: int = 0) -> Iterator[NDArray[np.int64]]:
+def row_order(often_N: NDArray[np.bool_] | F64, *, seed: int, start: int = 0) -> Iterator[NDArray[np.int64]]:
     """Rows in training order from position `start` on, without end, in pieces of at most an epoch.
 
     Epoch e visits the corpus in one permutation of all its rows, the same for every subset of a seed; rows
-    that are not kept are skipped. So any two subsets see the rows they share in the same order.
+    that are not kept are skipped. So any two subsets see the rows they share in the same order. A row that comes less
+    often than others is skipped in some epochs: where e a + u passes no whole number, u being its own phase.
     """
-    epoch, offset = divmod(start, int(kept_N.sum()))
+    phase_N = stream(seed, "order", "phase").random(len(often_N))
+    epoch = 0
     while True:
-        order = stream(seed, "order", epoch).permutation(len(kept_N))
-        yield order[kept_N[order]][offset:]
-        epoch, offset = epoch + 1, 0
+        seen_N = np.floor((epoch + 1) * often_N + phase_N) > np.floor(epoch * often_N + phase_N)
+        if (n_seen := int(np.count_nonzero(seen_N))) > start:
+            order = stream(seed, "order", epoch).permutation(len(often_N))
+            yield order[seen_N[order]][start:]
+        epoch, start = epoch + 1, max(start - n_seen, 0)
 
 
 def batch_order(
-    kept_N: NDArray[np.bool_], *, seed: int, batch_rows: int, first_step: int, last_step: int
+    often_N: NDArray[np.bool_] | F64, *, seed: int, batch_rows: int, first_step: int, last_step: int
 ) -> Iterator[NDArray[np.int64]]:
     """Rows of each step from `first_step` to before `last_step`, (B,) each; a batch may straddle two
     epochs."""
-    pieces = row_order(kept_N, seed=seed, start=first_step * batch_rows)
+    pieces = row_order(often_N, seed=seed, start=first_step * batch_rows)
     ready = np.zeros(0, dtype=np.int64)
     for _ in range(first_step, last_step):
         while len(ready) < batch_rows:
