@@ -26,7 +26,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.runs.covariance import Features
 from grasp.runs.environment import Environment
 from grasp.runs.learned import Learned
-from grasp.runs.learning import Known, joined, learn_features
+from grasp.runs.learning import Known, learn_features
 from grasp.runs.readers import import_runs
 from grasp.seeds import stream
 
@@ -74,7 +74,9 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     suffix = "@all" if art.endswith("-all") else ""
     columns = [utilities.of(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.targets]
     return World(
-        f"{name}{suffix}", joined([known.features(block.weights) for block in blocks]), np.stack(columns, axis=2)
+        f"{name}{suffix}",
+        Features.joined([known.features(block.weights) for block in blocks]),
+        np.stack(columns, axis=2),
     )
 
 

@@ -1,5 +1,7 @@
 """The learned predictor: laws of the Gaussian process, and planted worlds where it must find what is there."""
 
+import json
+
 import numpy as np
 import pytest
 from scipy.optimize import approx_fprime
@@ -59,6 +61,41 @@ def test_changes_are_differences_of_predictions_and_the_corpus_has_none() -> Non
     np.testing.assert_allclose(change_BT, level_BT - learned.predict(corpus)[0], atol=1e-8)
     np.testing.assert_allclose([change_BT[5], spread_BT[5]], 0.0, atol=1e-6)
     assert (spread_BT[:5] > 0).all()
+
+
+def test_the_formula_for_a_page_gives_what_change_gives() -> None:
+    """By loops over runs and slices, from plain numbers alone."""
+    features, utility_BT = world(30)
+    learned = Learned.fit(features.take(np.arange(20)), utility_BT[:20], seeds_n=np.arange(20) % 2 + 1.0)
+    corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
+    known = json.loads(json.dumps(learned.formula(corpus)))
+    points, weights, (short, long) = known["points"], known["weights"], known["lengths"]
+
+    def point(terms: dict, relevance: list, b: int) -> tuple[np.ndarray, ...]:
+        seen = np.log(np.array(terms["share"][b]) + known["c"]) / known["spread"]
+        return seen, np.array(terms["sketch"][b]), np.array(terms["kernel"])[:, b], np.array(relevance[b])
+
+    def covariance(one: tuple[np.ndarray, ...], other: tuple[np.ndarray, ...]) -> np.ndarray:
+        (z, sketch, kernel, r), (z2, sketch2, kernel2, r2) = one, other
+        alike = sketch @ sketch2 + weights["tasks"] * r @ r2 + weights["linear"] * z @ z2
+        alike += sum(weights["additive"] * np.exp(-((a - b) ** 2) / (2 * short**2)) for a, b in zip(z, z2, strict=True))
+        alike += weights["joint"] * np.exp(-((z - z2) @ (z - z2)) / (2 * long**2))
+        return alike + weights["slope"] * r * r2 + (kernel * kernel2).sum(axis=1)
+
+    relevance = (others.relevance_BT - known["relevance"]["mean"]) * known["relevance"]["inverse"]
+    terms = json.loads(json.dumps(learned.terms(others)))
+    runs = [point(points, points["relevance"], n) for n in range(20)]
+    whole = point(points, points["relevance"], 20)
+    expected_BT, spread_BT = learned.change(others, corpus)
+    for b in range(10):
+        own = point(terms, relevance, b)
+        d_nT = np.stack([covariance(own, run) - covariance(whole, run) for run in runs])
+        apart_T = covariance(own, own) + covariance(whole, whole) - 2 * covariance(own, whole)
+        mean_T = np.array(known["scale"]) * (own[3] - whole[3] + (d_nT * known["rest"]).sum(axis=0))
+        explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, np.array(known["inverse"]), strict=True)]
+        variance_T = np.maximum(apart_T - explained_T, 0.0) + known["noise"] * np.minimum(apart_T / known["far"], 1.0)
+        np.testing.assert_allclose(mean_T, expected_BT[b], atol=1e-9)
+        np.testing.assert_allclose(known["scale"] * np.sqrt(variance_T), spread_BT[b], atol=1e-7)
 
 
 def test_unit_and_level_of_the_metric_do_not_matter() -> None:

@@ -42,6 +42,16 @@ class Features:
             np.asarray(share_BG, np.float64), np.zeros((n, n_tasks)), np.zeros((n, n_tasks, 0)), np.zeros((n, 0))
         )
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Features]") -> Self:
+        """Of several blocks, one after the other."""
+        return cls(
+            np.concatenate([one.share_BG for one in parts]),
+            np.concatenate([one.relevance_BT for one in parts]),
+            np.concatenate([one.kernel_BTM for one in parts]),
+            np.concatenate([one.sketch_BD for one in parts]),
+        )
+
     def __len__(self) -> int:
         return len(self.share_BG)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,16 @@ class Expected:
         outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
         return NatsTable(expected, expected - half, expected + half, tuple(outside))
 
+    def formula(self) -> dict[str, Any]:
+        """What a page needs to compute the same by itself: see `Learned.formula`; `tasks` are those of the targets."""
+        targets = self.known.predictor.targets
+        said = {"tasks": [self.columns.get(name) for name in targets], "quantile": self.learned.quantile(self.coverage)}
+        return said | self.learned.formula(_pick(self.known.corpus(), self._chosen))
+
+    def terms(self, weights: Weights) -> dict[str, Any]:
+        """What the formula takes of subsets: see `Learned.terms`."""
+        return self.learned.terms(_pick(self.known.features(weights), self._chosen))
+
     @property
     def _chosen(self) -> list[int]:
         targets = self.known.predictor.targets
@@ -137,7 +147,7 @@ def learn(
     known = Known.of(predictor, artifact, tuple(labels))
     parts = [known.features(weights) for weights in given.blocks]
     chosen = [predictor.targets.index(name) for name in given.targets]
-    features = _pick(joined(parts), chosen)
+    features = _pick(Features.joined(parts), chosen)
     learned = learn_features(features, given.utility_RST)
     missing = [name for name in predictor.targets if name not in given.targets]
     rise_T = _rise(features.relevance_BT, np.nanmean(given.utility_RST, axis=1))
@@ -343,14 +353,4 @@ def _pick(features: Features, tasks: Sequence[int]) -> Features:
     """The same of some of the tasks."""
     return Features(
         features.share_BG, features.relevance_BT[:, tasks], features.kernel_BTM[:, tasks], features.sketch_BD
-    )
-
-
-def joined(parts: Sequence[Features]) -> Features:
-    """Of several blocks, one after the other."""
-    return Features(
-        np.concatenate([one.share_BG for one in parts]),
-        np.concatenate([one.relevance_BT for one in parts]),
-        np.concatenate([one.kernel_BTM for one in parts]),
-        np.concatenate([one.sketch_BD for one in parts]),
     )

@@ -158,7 +158,7 @@ def label_weights(batch: TokenBatch) -> NDArray[np.float32]:
     has_label_KBL = np.zeros_like(batch.labelled_KBL)
     has_label_KBL[..., :-1] = batch.labelled_KBL[..., 1:]  # position t predicts token t + 1
     labels_K11 = np.maximum(has_label_KBL.sum(axis=(1, 2), keepdims=True), 1)
-    return (has_label_KBL / labels_K11).astype(np.float32)
+    return np.asarray(has_label_KBL / labels_K11, dtype=np.float32)
 
 
 def _grad(tensor: Tensor) -> Tensor:
