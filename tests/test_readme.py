@@ -1,4 +1,4 @@
-"""What README.md tells people to type is run, in a directory that holds what it speaks of."""
+"""What README.md and the tutorial tell people to type is run, in a directory that holds what they speak of."""
 
 import importlib.util
 import re
@@ -27,14 +27,14 @@ needs_tasks = pytest.mark.skipif(
 )
 
 
-def blocks(language: str) -> list[str]:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[list[str]]:
+def commands(page: str = "README.md") -> list[list[str]]:
     """Every command line, comments left out, as argv."""
-    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    lines = "".join(blocks("bash", page)).replace("\\\n", " ").splitlines()
     return [argv for line in lines if (argv := shlex.split(line, comments=True))]
 
 
@@ -72,6 +72,15 @@ def test_the_commands_in_their_order(place):
     assert ArtifactReader.open(place / "art").targets == ("sciq", "openbookqa", "commonsense_qa")
     assert pq.read_table(place / "predictions.parquet").num_rows == 4  # two subsets, before the third target came
     assert (place / "report.html").read_text(encoding="utf-8").count("6 of 30 rows") >= 1
+
+
+@needs_tasks
+def test_the_tutorial_from_the_first_command_to_the_report(place):
+    for argv in commands("docs/tutorial.md"):
+        if argv[0] == "grasp":
+            succeed(*argv[1:])
+    assert len(pq.read_table(place / "kept")) == 6  # a fifth of 30
+    assert (place / "report.html").stat().st_size > 100_000
 
 
 def test_every_command_is_one_that_grasp_takes():

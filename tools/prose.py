@@ -25,7 +25,6 @@ NOT_YET = {
     "docs/howto/models.md",
     "docs/howto/suspects.md",
     "docs/howto/trust.md",
-    "docs/index.md",
     "docs/scale.md",
     "docs/security.md",
     "experiments/finetune/README.md",
