@@ -14,8 +14,11 @@ from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex
 from grasp.predict.verb import predict
-from grasp.runs.learning import learn, row_weights
+from grasp.runs.imported import row_weights, runs_beside
+from grasp.runs.learning import learn, learning_from
+from grasp.runs.table import RunTable
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 PROTOCOL = ScoringProtocol(name="p")
@@ -117,33 +120,91 @@ def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
     ask = functools.partial(predict, artifact, protocol=PROTOCOL, target="sciq")
     answer = ask(by="topic", runs=functools.partial(learn, artifact=artifact, runs=runs))
     table = answer.to_pandas().set_index("value")
-    assert table.loc[TOPICS[1], "nats"] < -0.02 < table.loc[TOPICS[0], "nats"]
-    assert any("change in the runs' own unit (sciq/acc; higher is better)" in note for note in answer.notes)
+    assert table.loc[TOPICS[1], "acc"] < -0.02 < table.loc[TOPICS[0], "acc"]
+    assert list(table.columns)[-3:] == ["acc", "acc_low", "acc_high"]
+    assert any(
+        note.startswith("acc, acc_low, acc_high: change in sciq/acc (above 0 is better), 90% interval, by the 30 runs")
+        for note in answer.notes
+    )
+    mixture = mix(artifact, "topic", "sciq", protocol=PROTOCOL, runs=runs)
+    assert mixture.targets.column_names == ["target", "weight", "change", "acc", "acc_low", "acc_high"]
+    assert mixture.summary()["runs_unit"] == "acc"
+
+
+@pytest.mark.parametrize(
+    ("metric", "options", "unit"),
+    [
+        ("sciq/loss", {}, "nats"),
+        ("sciq/perplexity", {}, "less_perplexity"),
+        ("sciq", {"higher": ["sciq"]}, "metric"),
+        ("sciq/acc_norm,none", {}, "acc_norm_none"),
+    ],
+)
+def test_columns_are_called_by_the_metric(artifact, metric, options, unit):
+    runs, _ = imported(metric=metric, **options)
+    table = predict(artifact, by="topic", protocol=PROTOCOL, target="sciq", runs=learning_from(artifact, runs)).table
+    assert table.column_names[-3:] == [unit, f"{unit}_low", f"{unit}_high"]
+
+
+def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, environment, tmp_path):
+    """What was retrained, once more as a table of row ids and metrics: the same figures of tasks."""
+    utilities = environment.utilities()
+    ids = np.concatenate([batch.column(0).to_pylist() for batch in artifact.row_batches(["row_id"])])
+    labels = LabelTable(artifact.rows_path).column("topic")
+    blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
+    weights_BN = blocks[0].weights_BN
+    names = np.repeat(utilities.subset_ids, np.diff(weights_BN.indptr))
+    trained = pa.table({"run": names, "row_id": ids[weights_BN.indices]})
+    loss = {f"{t}/loss": -utilities.of(t).values_BSE.mean(axis=2).T.ravel() for t in ("sciq", "boolq")}
+    seeds = np.repeat(utilities.seeds, len(utilities.subset_ids))
+    results = pa.table({"run": np.tile(utilities.subset_ids, 2), "seed": seeds} | loss)
+    runs = grasp.import_runs(trained, results, out=tmp_path / "runs")
+    art = grasp.Artifact(artifact)
+    same, imported_ones = grasp.evaluate(art, environment), grasp.evaluate(art, tmp_path / "runs")
+    for one, other in zip(same.records(), imported_ones.records(), strict=True):
+        assert (one["method"], one["target"]) == (other["method"], other["target"])
+        for metric in ("task_rho", "task_ceiling", "pairwise"):
+            assert other[metric] == pytest.approx(one[metric], abs=1e-6)
+    assert "undefined: mean_lds of token additive on sciq: no predictions for units" in repr(imported_ones)
+    assert "single units is undefined" in repr(imported_ones)
+    assert grasp.calibrate(art, runs).protocol.match == grasp.calibrate(art, environment).protocol.match
+    page = art.report(tmp_path / "page.html", runs=tmp_path / "runs").read_text()
+    assert "recipe imported" in page
+
+
+def test_runs_that_lack_seeds_are_averaged(artifact):
+    runs, _ = imported()
+    again = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
+    results = pa.concat_tables([runs.results, again.set_column(6, "value", pa.array([0.3]))])
+    found = runs_beside(artifact, RunTable.of("uneven", runs.info, runs.trained, results))
+    assert found.utilities().values_BSE.shape == (30, 1, 1)
+    assert np.isnan(found.task_utilities(["sciq"])).sum() == 29
+    assert learn(Predictor.of(artifact, PROTOCOL, ["sciq"]), artifact, found).learned.numbers["seed noise"] > 0
 
 
 def test_shares_and_times_become_weights_of_rows(artifact):
     column = LabelTable(artifact.rows_path).column("topic")
     runs, share_RG = imported(tuple(f"train_{name}" for name in TOPICS))  # a common beginning may be left off
-    (weights,), said = row_weights(runs, artifact)
-    dense_RN = weights.share_BG[:, column.codes_N]
+    (block,), said = row_weights(runs, artifact)
+    dense_RN = block.weights.share_BG[:, column.codes_N]
     per_topic = np.stack([dense_RN[:, column.codes_N == column.values.index(name)].sum(axis=1) for name in TOPICS], 1)
     np.testing.assert_allclose(per_topic / dense_RN.sum(axis=1, keepdims=True), share_RG, atol=1e-9)
-    assert said == ()
+    assert said == []
     twice, _ = imported(weights="times")
-    (weights,), _ = row_weights(twice, artifact)
-    np.testing.assert_allclose(weights.share_BG[:, column.values.index(TOPICS[0])], share_RG[:, 0], atol=1e-9)
+    (block,), _ = row_weights(twice, artifact)
+    np.testing.assert_allclose(block.weights.share_BG[:, column.values.index(TOPICS[0])], share_RG[:, 0], atol=1e-9)
 
 
 def test_runs_of_documents_and_of_expressions(artifact):
     results = pa.table({"run": ["a", "b"], "sciq": [0.1, 0.2]})
     documents = pa.table({"run": ["a", "b", "b"], "doc_id": ["doc-3", "doc-5", "doc-4"], "weight": [1.0, 1.0, 2.0]})
-    (weights,), _ = row_weights(grasp.import_runs(documents, results, higher=["sciq"]), artifact)
-    dense = weights.toarray()
+    (block,), _ = row_weights(grasp.import_runs(documents, results, higher=["sciq"]), artifact)
+    dense = block.weights_BN.toarray()
     assert (dense[0, 3], dense[1, 4], dense[1, 5], dense.sum()) == (1.0, 2.0, 1.0, 4.0)
     conditions = pa.table({"run": ["a", "b"], "expression": ["topic = 'games'", "n_tokens > 30"]})
-    (weights,), _ = row_weights(grasp.import_runs(conditions, results, higher=["sciq"]), artifact)
+    (block,), _ = row_weights(grasp.import_runs(conditions, results, higher=["sciq"]), artifact)
     np.testing.assert_array_equal(
-        weights.toarray()[0], LabelTable(artifact.rows_path).matching("topic = 'games'").mask_N
+        block.weights_BN.toarray()[0], LabelTable(artifact.rows_path).matching("topic = 'games'").mask_N
     )
 
 

@@ -38,7 +38,9 @@ from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.results import Result
 from grasp.runs.compare import agreement
-from grasp.runs.environment import Environment, as_runs
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
+from grasp.runs.table import RunTable
 from grasp.text import json_text, plain
 
 F64 = NDArray[np.float64]
@@ -113,7 +115,7 @@ def diagnose(
     rows: int = 256,
     subsets: int = 64,
     seed: int = 0,
-    runs: Environment | Path | str | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
@@ -134,7 +136,7 @@ def diagnose(
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
         raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, diagnostics need at least {MIN_ROWS}")
-    environment = None if runs is None else as_runs(runs)
+    environment = None if runs is None else runs_beside(artifact, runs)
     if environment is None:
         weight_BN, compared = random_halves(len(index), subsets, seed), "halves of them"
     else:

@@ -16,7 +16,7 @@ from grasp.choose.limits import I64
 from grasp.choose.records import write_with_summary
 from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
-from grasp.predict.intervals import NATS, Expectation, Outside, measures
+from grasp.predict.intervals import Expectation, Outside, measures
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import F64, row_tokens
@@ -29,7 +29,7 @@ from grasp.runs.table import RunTable
 from grasp.text import text_table
 
 # Changes have a sign; shares, weights and factors have none.
-FORMATS = dict.fromkeys(NATS, "{:+z.4f}") | {
+FORMATS = {
     "weight": "{:.2f}",
     "now": "{:.1%}",
     "proposed": "{:.1%}",
@@ -42,7 +42,8 @@ class Choice(Result):
     """What was chosen, and what it is predicted to bring.
 
     Attributes:
-        targets: target, weight, change (against the whole corpus), and, with runs, nats, nats_low and nats_high.
+        targets: target, weight, change (against the whole corpus), and, with runs, nats, nats_low and nats_high, or
+            the metric of the runs in their place.
         value: weighted mean of the changes, repetition counted if the training budget is known.
         unit: of the changes.
         asked: the question.
@@ -73,7 +74,8 @@ class Choice(Result):
             "kind": self.kind,
             "headline": self.headline,
             "asked": dict(self.asked),
-            "targets": self.targets.to_pylist(),
+            "targets": self.targets.rename_columns(_plain_names(self.targets.column_names)).to_pylist(),
+            "runs_unit": next(iter(self.targets.column_names[3:]), None),
             "value": self.value,
             "scale": self.unit,
             "protocol": self.protocol.model_dump(mode="json"),
@@ -81,7 +83,8 @@ class Choice(Result):
         }
 
     def _change_text(self) -> str:
-        return text_of(f"predicted change against the whole corpus, {self.unit}", self.targets)
+        expected = dict.fromkeys(self.targets.column_names[3:], "{:+z.4f}")  # by runs, which differ little
+        return text_of(f"predicted change against the whole corpus, {self.unit}", self.targets, expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +164,21 @@ def protocol_of(
     return chosen.model_copy(update={"name": name, "components": components, "selected_on": None})
 
 
-def text_of(title: str, table: pa.Table) -> str:
+def text_of(title: str, table: pa.Table, formats: Mapping[str, str] | None = None) -> str:
     """A table as text."""
-    rows = [[_cell(name, value) for name, value in row.items()] for row in table.to_pylist()]
+    known = {**FORMATS, **(formats or {})}
+    rows = [[_cell(value, known.get(name)) for name, value in row.items()] for row in table.to_pylist()]
     return text_table(title, table.column_names, rows)
 
 
-def _cell(name: str, value: Any) -> str:
+def _plain_names(names: Sequence[str]) -> list[str]:
+    """Whatever the runs were measured in, summaries call it nats, and say in `runs_unit` what it is."""
+    return [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]
+
+
+def _cell(value: Any, form: str | None) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return FORMATS.get(name, "{:+z.3f}").format(value)
+        return (form or "{:+z.3f}").format(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

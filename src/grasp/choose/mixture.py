@@ -37,6 +37,7 @@ from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.runs.environment import Environment
+from grasp.runs.table import RunTable
 
 SHOWN = 5
 LINES_SHOWN = 30
@@ -99,7 +100,7 @@ def mix(
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
     repeat_worth: float = REPEAT_WORTH,
-    runs: Environment | Path | str | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
 ) -> Mixture:
     """Find the shares of a label's values that help the targets most.
 
@@ -115,7 +116,7 @@ def mix(
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
         repeat_worth: R* of `repetition`.
-        runs: retrained subsets: the change in nats a token, with an interval.
+        runs: retrained or imported runs: the change in their unit, with an interval.
     Raises:
         ProtocolError: a protocol of the omitted side with weighting `mean`; an unknown target.
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.

@@ -36,6 +36,7 @@ from grasp.predict.ranking import ranked
 from grasp.predict.slices import LabelTable
 from grasp.predict.verb import share
 from grasp.runs.environment import Environment
+from grasp.runs.table import RunTable
 from grasp.settings import CorpusSettings
 from grasp.text import text_table
 
@@ -183,7 +184,7 @@ def select(
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
     repeat_worth: float = REPEAT_WORTH,
-    runs: Environment | Path | str | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
     progress: Progress | None = None,
 ) -> Selection:
     """Choose the rows that help the targets most; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
@@ -201,7 +202,7 @@ def select(
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
         repeat_worth: R* of `repetition`.
-        runs: retrained subsets: the change in nats a token, with an interval.
+        runs: retrained or imported runs: the change in their unit, with an interval.
         progress: told of the rows taken, where that takes long.
     Raises:
         SettingsError: a budget, floor or cap that cannot be met; neither budget nor train_tokens.

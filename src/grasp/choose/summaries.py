@@ -41,7 +41,7 @@ class ValueShare(Summary):
 
 
 class TargetChange(Summary):
-    """Predicted change of one target against the whole corpus; with runs in nats a token, with an interval."""
+    """Predicted change of one target against the whole corpus; with runs in nats or `runs_unit`, with an interval."""
 
     target: str
     weight: float
@@ -59,6 +59,7 @@ class SelectionSummary(Summary):
     headline: str
     rows: int
     targets: tuple[TargetChange, ...]
+    runs_unit: str | None = None
     value: float
     scale: str
     bound: float | None
@@ -87,6 +88,7 @@ class MixtureSummary(Summary):
     label: str
     slices: tuple[MixedSlice, ...]
     targets: tuple[TargetChange, ...]
+    runs_unit: str | None = None
     value: float
     scale: str
     optimum: str

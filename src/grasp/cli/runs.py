@@ -60,8 +60,8 @@ def import_runs(
 ) -> None:
     """Read runs that you have made: what each was trained on, and what came out.
 
-    RegMix-like CSVs, one wide table, results of lm-evaluation-harness, or an export of wandb. Then predict, select and
-    mix take them.
+    RegMix-like CSVs, one wide table, results of lm-evaluation-harness, or an export of wandb. What takes retrained runs
+    takes them as well.
     """
     import grasp
 
@@ -80,4 +80,4 @@ def import_runs(
         out=out,
     )
     print(table)
-    print(f"{out}: {len(table):,} runs, for --environment of grasp predict, select and mix")
+    print(f"{out}: {len(table):,} runs, for --environment of predict, select, mix, evaluate, calibrate and report")

@@ -33,7 +33,6 @@ COVERAGE = 0.9
 FEWEST = 5  # runs that a line is fitted to
 LEAST = 0.1
 SLACK = 1e-9
-NATS = ("nats", "nats_low", "nats_high")  # columns: the expected change in nats a token, and its interval
 NAMED = 3  # subsets in a sentence
 
 
@@ -98,11 +97,17 @@ class NatsTable:
     low_BT: F64
     high_BT: F64
     outside: tuple[str, ...]  # for each subset: in which way it lies beyond the runs; empty: it does not
+    unit: str = "nats"  # nats a token, or the metric of the runs
 
     @property
     def columns(self) -> dict[str, F64]:
         """By the names that they have in every table."""
-        return dict(zip(NATS, (self.nats_BT, self.low_BT, self.high_BT), strict=True))
+        return dict(zip(columns_of(self.unit), (self.nats_BT, self.low_BT, self.high_BT), strict=True))
+
+
+def columns_of(unit: str) -> tuple[str, str, str]:
+    """Columns of the expected change and its interval."""
+    return unit, f"{unit}_low", f"{unit}_high"
 
 
 class Outside:
@@ -179,6 +184,8 @@ def relative(distance: Mapping[str, F64], reach: Mapping[str, Reach]) -> F64:
 class Expectation(Protocol):
     """What runs say of the predictions of one predictor: made by `grasp.runs.learning.learn`."""
 
+    @property
+    def unit(self) -> str: ...
     @property
     def title(self) -> str: ...
     @property

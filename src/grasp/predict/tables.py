@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from grasp.errors import ShapeError
 from grasp.files import written_aside
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.intervals import NATS, Expectation, Outside
+from grasp.predict.intervals import Expectation, Outside, columns_of
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.row_arrays import F64, RowArrays
 from grasp.results import write_table
@@ -63,14 +63,15 @@ def prediction_table(
         blocks: the retained sides, drawn or read lazily; one block is held at a time.
         components: columns `level`, `part_*` (what each kernel and component adds; they add up to the change) and
             `value_*` (geometry in natural units); the predictor was made with `components`.
-        intervals: columns nats, nats_low and nats_high, a token; null for units.
+        intervals: columns nats, nats_low and nats_high, or by the metric of the runs; null for units.
         outside: told of the subsets beyond what the runs covered.
     Returns:
         Columns subset_id, target[, unit_id], change and those asked for.
     Raises:
         ShapeError: subsets of a corpus with another number of rows.
     """
-    schema, units = _schema(predictor, components=components, nats=intervals is not None), predictor.units
+    expected = () if intervals is None else columns_of(intervals.unit)
+    schema, units = _schema(predictor, components=components, expected=expected), predictor.units
 
     def tables() -> Iterator[pa.Table]:
         for block in blocks:
@@ -102,9 +103,9 @@ def prediction_table(
     return PredictionTable(schema, tables())
 
 
-def _schema(predictor: Predictor, *, components: bool, nats: bool) -> pa.Schema:
+def _schema(predictor: Predictor, *, components: bool, expected: Sequence[str]) -> pa.Schema:
     names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
-    numbers = ["change", *(NATS if nats else ())]
+    numbers = ["change", *expected]
     if components:
         geometry = list(predictor.protocol.components)
         numbers += ["level", *(f"part_{name}" for name in (*predictor.task_kernels, *geometry))]

@@ -16,7 +16,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
-from grasp.predict.intervals import NATS, Expectation, FitIntervals, Outside, measures
+from grasp.predict.intervals import Expectation, FitIntervals, Outside, measures
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 30  # lines of one target
+OURS = ("change", "effect", "if_", "redundancy", "level", "part_", "value_")  # columns that are not of the runs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -284,7 +285,7 @@ def slice_table(
     """One line a value and target, the most useful first for each target, and what lies beyond the runs.
 
     Columns: value, target, rows, tokens, effect, if_dropped[, if_dropped_low, if_dropped_high], if_doubled
-    [, redundancy][, nats, nats_low, nats_high: of dropping it, a token].
+    [, redundancy][, nats, nats_low, nats_high, or the metric of the runs: of dropping it].
     """
     n_targets = len(predictor.targets)
     numbers: dict[str, NDArray[np.float64]] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
@@ -317,5 +318,5 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return signed(value, 4 if name in NATS else 3)  # realized utilities differ little
+        return signed(value, 3 if name.startswith(OURS) else 4)  # realized utilities differ little
     return f"{value:,}" if isinstance(value, int) else str(value)

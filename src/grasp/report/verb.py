@@ -12,7 +12,9 @@ from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import target_names
 from grasp.report.findings import Question, findings
 from grasp.report.page import write_report
-from grasp.runs.environment import Environment, as_runs
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
+from grasp.runs.table import RunTable
 
 
 def report(
@@ -22,7 +24,7 @@ def report(
     by: Sequence[str] = (),
     target: str | Sequence[str] | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    runs: Environment | Path | str | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
     partial: bool = False,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
@@ -53,7 +55,7 @@ def report(
     for name, values in (("target", targets or ()), ("by", by)):
         if twice := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")
-    place, environment = Path(out), None if runs is None else as_runs(runs)
+    place, environment = Path(out), None if runs is None else runs_beside(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
     reads = {f"{name} reads": path for name, path in paths.items()}

@@ -170,6 +170,27 @@ class Environment:
         return self.info.subset_ids
 
     @property
+    def unit(self) -> str:
+        """What columns of realized utilities are called."""
+        return "nats"
+
+    @property
+    def described(self) -> tuple[str, str]:
+        """What was measured, and of which models, in words."""
+        seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
+        return "nats a token", f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
+
+    @property
+    def label(self) -> str | None:
+        """The label that the subsets were drawn by."""
+        return None if self.info.family is None else parse_family(self.info.family.spec).label
+
+    @property
+    def notes(self) -> list[str]:
+        """What should be known of the runs."""
+        return []
+
+    @property
     def units(self) -> tuple[tuple[str, str], ...]:
         """(target, unit_id) of every unit, target after target: the order of the last axis."""
         return tuple((name, unit) for name, info in self.info.targets.items() for unit in info.unit_ids)
@@ -328,6 +349,17 @@ class Environment:
         )
         return whole if target is None else whole.of(target)
 
+    def task_utilities(self, targets: Sequence[str]) -> F64:
+        """Mean over the units of targets, (B, S, T); nan for a run without that seed."""
+        utilities = self.utilities()
+        return np.stack([utilities.of(name).values_BSE.mean(axis=2) for name in targets], axis=2)
+
+    def task_reference(self, targets: Sequence[str]) -> F64:
+        """The same of the model trained on the whole corpus, (S, T); none where it was not trained."""
+        reference_SE = self.reference_utilities()
+        of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
+        return np.stack([reference_SE[:, columns].mean(axis=1) for columns in of_target], axis=1)
+
     def reference_utilities(self) -> F64:
         """Utilities of the model trained on the whole corpus, (S, E); none where it was not trained."""
         values = self._all_values()
@@ -456,18 +488,3 @@ class Environment:
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
                 f"{len(self.subset_ids)} with {self.info.masks_checksum}; these are not the subsets trained on"
             )
-
-
-def as_runs(runs: object) -> Environment:
-    """Retrained runs, or the directory that holds them.
-
-    Raises:
-        EnvironmentDataError: they were imported: which rows each had, and results by unit, may not be known.
-    """
-    if isinstance(runs, Path | str):
-        return Environment.open(Path(runs))
-    if not isinstance(runs, Environment):
-        raise EnvironmentDataError(
-            "runs: got imported ones, expected an environment that grasp retrain made; predict, select, mix take both"
-        )
-    return runs

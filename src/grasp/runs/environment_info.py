@@ -11,6 +11,7 @@ from pydantic_core import to_jsonable_python
 from grasp.errors import EnvironmentDataError
 from grasp.files import differences, is_signed
 from grasp.settings import CorpusSettings, Settings, TargetSettings, describe
+from grasp.targets.units import LossOn
 
 Role = Literal["dev", "held-out"]
 
@@ -28,7 +29,7 @@ class TargetInfo(Record):
     """One target as it was scored."""
 
     fingerprint: str = Field(description="Of its units: ids, prompts, completions, tokens that carry loss.")
-    loss_on: Literal["completion", "all"]
+    loss_on: LossOn
     unit_ids: tuple[str, ...]
 
 

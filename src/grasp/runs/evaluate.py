@@ -25,7 +25,7 @@ from grasp.runs.metrics import (
 )
 from grasp.runs.predictions import Cost, Predictions, Standing
 from grasp.seeds import bootstrap_weights
-from grasp.targets.units import Unit, UnitSet
+from grasp.targets.units import LossOn, Unit, UnitSet
 from grasp.text import different, json_text, text_table
 
 AVERAGE = "average"
@@ -232,7 +232,7 @@ def evaluate(
         headline=f"environment {environment.name}: recipe {info.recipe}, {family}, {len(utilities.subset_ids)} "
         f"subsets, seeds {', '.join(map(str, utilities.seeds))}; 95 % intervals over {resamples} resamples of the "
         "subsets",
-        notes=tuple(notes),
+        notes=(*notes, *environment.notes),
         environment=environment.name,
         recipe=info.recipe,
         family=family,
@@ -271,6 +271,15 @@ def target_fingerprint(units: Sequence[Unit]) -> str:
     return UnitSet(tuple(units)).fingerprint
 
 
+def unit_fingerprints(artifact: ArtifactReader, loss_on: LossOn) -> dict[str, str]:
+    """Fingerprint of the units of every target of an artifact."""
+    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    return {
+        target: target_fingerprint([Unit(**line, loss_on=loss_on) for line in lines if line["target"] == target])
+        for target in artifact.targets
+    }
+
+
 def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict[str, str]:
     """Targets of the environment that the artifact has: environment's name -> artifact's name.
 
@@ -287,17 +296,16 @@ def artifact_targets(environment: Environment, artifact: ArtifactReader) -> dict
         command = environment.info.build_command(environment.path)
         raise EnvironmentDataError(f"{err}" + (f": {command}" if command else "")) from err
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
-    lines = artifact.units.select(["unit_id", "target", "prompt", "completion"]).to_pylist()
+    known = unit_fingerprints(artifact, loss_on)
     common: dict[str, str] = {}
     for name, info in environment.info.targets.items():
         own = name.removesuffix(ALL_SUFFIX)
         if own not in artifact.targets or info.loss_on != loss_on:
             continue
-        found = target_fingerprint([Unit(**line, loss_on=loss_on) for line in lines if line["target"] == own])
-        if found != info.fingerprint:
+        if known[own] != info.fingerprint:
             raise EnvironmentDataError(
-                f"{where}: units of {name} have fingerprint {found}, but {environment.path} scored {info.fingerprint}; "
-                "build with the same target settings (variant, loss_on, units_per_target, seed)"
+                f"{where}: units of {name} have fingerprint {known[own]}, but {environment.path} scored "
+                f"{info.fingerprint}; build with the same target settings (variant, loss_on, units_per_target, seed)"
             )
         common[name] = own
     if not common:

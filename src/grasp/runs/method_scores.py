@@ -19,10 +19,12 @@ from grasp.predict.ranking import ScoreRows
 from grasp.predict.row_arrays import F32, Blocks
 from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.runs.contract import Account, MethodScores, RowMethod, SubsetMethod
-from grasp.runs.environment import Environment, as_runs
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
 from grasp.runs.material import Material, Retrained
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
 from grasp.runs.scored import Scored
+from grasp.runs.table import RunTable
 from grasp.settings import read_yaml
 
 CACHE = "baselines"  # inside the artifact
@@ -200,7 +202,7 @@ def method_scorer(
     method: str | None,
     *,
     settings: Path | None = None,
-    runs: object = None,
+    runs: Environment | RunTable | Path | str | None = None,
     checkpoints: Sequence[Path] = (),
     cache: Path | None = None,
     progress: Progress | None = None,
@@ -226,7 +228,7 @@ def method_scorer(
         if is_given and name not in chosen.method.looks_at:
             raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
 
-    environment = None if runs is None else as_runs(runs)
+    environment = None if runs is None else runs_beside(artifact, runs)
 
     def score(target: str) -> tuple[str, NDArray[np.float64]]:
         rows = method_rows(

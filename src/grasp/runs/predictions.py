@@ -37,6 +37,7 @@ Unit = tuple[str, str]
 Standing = Literal["predictor", "oracle-selected", "supervised oracle"]
 
 EXAMPLES = 3
+WHOLE_TASK = ""  # the unit of a target whose results are of the task alone
 LARGEST = 1e100  # of a prediction: what is larger overflows in the sums that are taken of it
 ROWS_AT_ONCE = 16_384
 
@@ -86,9 +87,10 @@ class Predictions:
         b = _positions(self.subset_ids, subset_ids, f"{self.method}: subsets")
         own = {unit: e for e, (name, unit) in enumerate(self.units) if name == target}
         task_B = self.task_B[target][b] if target in self.task_B else None
-        if not own:
-            if task_B is None:
-                raise EnvironmentDataError(f"{self.method}: predicts nothing for {target!r}, only {self.targets}")
+        if not own and task_B is None:
+            raise EnvironmentDataError(f"{self.method}: predicts nothing for {target!r}, only {self.targets}")
+        if not own or list(unit_ids) == [WHOLE_TASK]:
+            task_B = self.values_BE[b][:, list(own.values())].mean(axis=1) if task_B is None else task_B
             return None, _finite(task_B, f"{self.method}: {target}")
         e = _positions(list(own), unit_ids, f"{self.method}: units of {target}")
         values_BE = self.values_BE[b][:, np.array(list(own.values()), dtype=np.int64)[e]]

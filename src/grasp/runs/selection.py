@@ -36,6 +36,7 @@ from grasp.runs.candidates import DELTA, Candidate, Criterion, ProtocolFamily
 from grasp.runs.development import Development
 from grasp.runs.environment import Utilities
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
+from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.scored import DEFAULT_CALIBRATION, Parts
 from grasp.seeds import bootstrap_weights, stream
 
@@ -274,6 +275,7 @@ def _figures(one: Development, candidates: Sequence[Candidate], criterion: Crite
         ProtocolError: realized utilities that are constant.
     """
     utilities = one.environment.utilities()
+    criterion = "task_rho" if WHOLE_TASK in utilities.unit_ids else criterion  # no unit has results of its own
     realized = [_realized(utilities, name, criterion) for name in one.targets]
     flat = [name for name, values_BE in zip(one.targets, realized, strict=True) if not np.ptp(values_BE, axis=0).any()]
     if flat:

@@ -26,8 +26,9 @@ from grasp.runs.candidates import DELTA, Candidate, ProtocolFamily, default_fami
 from grasp.runs.compare import compare, control_methods
 from grasp.runs.configured import configured_methods, published_methods
 from grasp.runs.development import developments_of
-from grasp.runs.environment import Environment, as_runs
+from grasp.runs.environment import Environment
 from grasp.runs.evaluate import Evaluation
+from grasp.runs.imported import runs_beside
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import Selection, freeze, provenance, provenance_path, select, write_provenance
 from grasp.runs.table import RunTable, any_runs
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
 
 Place = Path | str
+Runs = Environment | RunTable | Place
 REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
 SHOWN = 10  # protocols of a calibration
 
@@ -166,7 +168,7 @@ class Calibration(Result):
 
 def calibrate(
     arts: Opened | Sequence[Opened],
-    runs: Environment | Place | Sequence[Environment | Place],
+    runs: Runs | Sequence[Runs],
     *,
     family: ProtocolFamily | Place | None = None,
     target: str | Sequence[str] | None = None,
@@ -187,7 +189,7 @@ def calibrate(
         EnvironmentDataError: runs without an artifact of their corpus.
     """
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
-    environments = _opened(runs)
+    environments = _opened(runs, artifacts[0])
     if family is None:
         n_subsets = len({(one.path, name) for one in environments for name in one.info.subset_ids})
         chosen_from, why = family_for(n_subsets)
@@ -217,8 +219,11 @@ def calibrate(
     )
 
 
-def _opened(runs: Environment | Place | Sequence[Environment | Place]) -> list[Environment]:
-    return [as_runs(one) for one in ([runs] if isinstance(runs, Environment | Path | str) else runs)]
+def _opened(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[Environment]:
+    return [
+        runs_beside(artifact, one)
+        for one in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
+    ]
 
 
 def _family(family: ProtocolFamily | Place) -> ProtocolFamily:
@@ -238,14 +243,14 @@ def _tried(selection: Selection) -> str:
 
 def evaluate(
     art: Opened,
-    runs: Environment | Place,
+    runs: Runs,
     *,
     protocol: ScoringProtocol | Place | None = None,
     target: str | Sequence[str] | None = None,
     methods: Sequence[str] | None = None,
     method_settings: Mapping[str, Any] | Place | None = None,
     controls: bool = False,
-    development: Sequence[Environment | Place] = (),
+    development: Sequence[Runs] = (),
     family: ProtocolFamily | Place | None = None,
     predictions: Sequence[Place] = (),
     oracles: Sequence[str] = (),
@@ -276,7 +281,7 @@ def evaluate(
             the message), or files and utilities are incomplete.
         ProtocolLeakError: controls without a development environment on held-out runs.
     """
-    environment = as_runs(runs)
+    environment = runs_beside(art.files, runs)
     if not controls and (development or family is not None):
         raise SettingsError("development, family: no meaning without controls; leave them out")
     protocols = _protocols(protocol)
@@ -285,7 +290,7 @@ def evaluate(
     published += configured_methods(None, _oracles(oracles, environment))
     chosen, chosen_on = dict[str, Candidate](), dict[str, str]()
     if controls:
-        chosen, chosen_on, why = _controls(art.files, environment, _opened(development), family, resamples)
+        chosen, chosen_on, why = _controls(art.files, environment, _opened(development, art.files), family, resamples)
         notes += why
     return compare(
         art.files,
