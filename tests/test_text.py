@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp import text as ascii_text
-from grasp.report.texts import interval, number, plotted, signed
+from grasp.report.texts import interval, number, signed
 from grasp.results import write_table
 from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, text_table
 from tests.report.world import HOSTILE, LINE
@@ -38,13 +38,6 @@ def test_names_stay_different_when_they_are_cut(texts):
     names = different(texts, LONGEST_CELL)
     assert len(set(names)) == len(texts)
     assert all(len(one) <= LONGEST_CELL for one in names)
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_figures_get_no_markup(text):
-    shown = plotted(text)
-    assert "<" not in shown
-    assert ">" not in shown
 
 
 def test_numbers_have_a_true_minus_and_a_dash_where_there_is_none():

@@ -53,15 +53,22 @@ def write_artifact(
     sketches: bool = True,
     model: str = "models/last",
     seed: int = 0,
+    pull: float = 2.0,
+    worth: Sequence[float] = (),
 ) -> ArtifactReader:
-    """Two kernels, three sketches, a topic and a format for every row."""
+    """Two kernels, three sketches, a topic and a format for every row.
+
+    Args:
+        pull: how much a topic matters to a unit, whichever way.
+        worth: what each topic is worth to all units.
+    """
     rng = np.random.default_rng(seed)
     topic = np.concatenate([np.arange(len(topics)), rng.integers(0, len(topics), n_rows - len(topics))])
     all_units = units(targets)
-    pull = rng.standard_normal((len(topics), len(all_units)))
+    pull_GE = pull * rng.standard_normal((len(topics), len(all_units))) + np.array(worth or [0.0])[:, None]
     wide = rng.standard_normal((len(topics), 6))
     arrays = {
-        "relevance_token": rng.standard_normal((n_rows, len(all_units))) + 2.0 * pull[topic] + 1.0,
+        "relevance_token": rng.standard_normal((n_rows, len(all_units))) + pull_GE[topic] + 1.0,
         "relevance_pooled": rng.standard_normal((n_rows, len(all_units))),
     }
     if sketches:

@@ -5,35 +5,38 @@ Texts are as the corpus has them: whoever shows them must treat them as data.
 Shape letters: G slices, T targets, P places of a grid.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.intervals import Intervals, measures
+from grasp.predict.intervals import measures
 from grasp.predict.label_slices import LabelSlices, label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64, checked_targets, row_tokens
-from grasp.predict.slice_effects import SliceEffects, dropped_intervals, slice_effects
+from grasp.predict.slice_effects import dropped_intervals, slice_effects
 from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
-from grasp.report.interactions import Interactions, interactions
+from grasp.predict.weights import Weights
+from grasp.report.rows import HeldRows, crossed, held_rows
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.compare import Agreement, agreement
 from grasp.runs.environment import Environment
-from grasp.runs.trust import fit_intervals
+from grasp.runs.learning import Expected, learn
 from grasp.settings import read_yaml, yaml_text
 
-ROWS_SHOWN = 8
+BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth
+NATS = "nats a token"
 MIN_TOKENS = 32  # relevance is a mean over a row's positions: very short rows lie far out
 
 
@@ -53,42 +56,43 @@ class Built:
     n_rows: int
     n_tokens: int
     targets: Mapping[str, int]  # units
-    examples: Mapping[str, tuple[str, str]]  # prompt and completion of one unit a target
     facts: tuple[tuple[str, str], ...]
     skipped: Mapping[str, int]
     settings: str  # YAML that `grasp build --config` replays
 
 
 @dataclass(frozen=True, slots=True)
+class Worth:
+    """What something is worth to every target, with an interval; nan where there is none. (G, T) each."""
+
+    value_GT: F64
+    low_GT: F64
+    high_GT: F64
+
+    @property
+    def sign_GT(self) -> NDArray[np.int8]:  # noqa: N802 - a shape suffix
+        """1 helps, -1 hurts, 0: the interval holds zero, or there is none."""
+        return (self.low_GT > 0).astype(np.int8) - (self.high_GT < 0).astype(np.int8)
+
+
+@dataclass(frozen=True, slots=True)
 class LabelFindings:
-    """One label: its slices, what they are worth, how they interact, and all that is needed to play with them."""
+    """One label: its slices, what each target loses without them, and all that is needed to play with them."""
 
     slices: LabelSlices
-    effects: SliceEffects
-    low_GT: F64  # 95 % interval of what dropping a slice changes, over units; nan where a target has a single unit
-    high_GT: F64
+    worth: Worth
+    mean_GT: F64  # effect of a row of the slice; 0 is the average row of the corpus
     formula: SliceFormula
-    interactions: Interactions | Missing
 
 
 @dataclass(frozen=True, slots=True)
-class ShownRow:
-    """One row of the corpus with its text."""
+class BestRows:
+    """What is gained by keeping the best rows of each target, in effect sizes, or in nats where it has runs."""
 
-    row_id: str
-    effect: float
-    tokens: int
-    labels: tuple[tuple[str, str], ...]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TargetRows:
-    """Rows with the highest and the lowest relevance to a target."""
-
-    target: str
-    top: tuple[ShownRow, ...]
-    bottom: tuple[ShownRow, ...]
+    share: float
+    worth: Worth  # (1, T)
+    in_nats: tuple[bool, ...]
+    outside: tuple[str, ...]  # in which way it lies beyond the runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +128,14 @@ class Findings:
     question: Question = field(repr=False)
     artifact_path: str
     targets: tuple[str, ...]
-    unit: str  # of every change
+    unit: str  # of what slices are worth: nats where all targets have runs
     scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
-    nats: Intervals | Missing
-    no_labels: Missing | None
-    rows: tuple[TargetRows, ...]
-    no_text: Missing | None
+    parts: LabelFindings | None  # of the first two labels crossed
+    nats: Expected | Missing
+    best: BestRows
+    rows: HeldRows
+    lacking: tuple[Missing, ...]
     trends: tuple[LabelTrend, ...] | Missing
     retraining: Retraining | Missing
     selection: SelectionSummary | Missing
@@ -159,26 +164,36 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
     retraining = _retraining(artifact, protocol, targets, question)
     predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(table.column(name, "--by"), tokens_N) for name in names]
-    labels = [_label(artifact, predictor, one) for one in columns]
+    nats = _nats(predictor, artifact, question)
+    covers = isinstance(nats, Expected) and set(nats.columns) == set(targets)
+    labels = [_label(artifact, predictor, one, nats if covers else None) for one in columns]
+    parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
     long_N = tokens_N >= (MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0)
-    rows = tuple(_target_rows(artifact, predictor, target, names, long_N) for target in targets)
+    rows = held_rows(artifact, predictor, columns, parts and parts.slices, long_N)
+    trends = label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS
+    suspects = NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names)
+    no_labels = [] if labels else [NO_LABELS]
+    no_text = [] if any(row["snippet"] for row in rows.rows) else [NO_TEXT]
+    no_sketches = [] if not labels or labels[0].formula.gram_GG else [NO_SKETCHES]
+    maybe = [*no_labels, *no_text, *no_sketches, trends, retraining, selection, mixture, suspects]
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
         question=question,
         artifact_path=artifact.where,
         targets=targets,
-        unit=predictor.unit,
+        unit=NATS if covers else predictor.unit,
         scored_by=predictor.provenance,
         labels=tuple(labels),
-        nats=_nats(predictor, artifact, question),
-        no_labels=None if labels else NO_LABELS,
+        parts=parts,
+        nats=nats,
+        best=_best(predictor, nats),
         rows=rows,
-        no_text=None if any(row.text for one in rows for row in (*one.top, *one.bottom)) else NO_TEXT,
-        trends=label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS,
+        lacking=tuple(part for part in maybe if isinstance(part, Missing)),
+        trends=trends,
         retraining=retraining,
         selection=selection,
         mixture=mixture,
-        suspects=NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names),
+        suspects=suspects,
     )
 
 
@@ -208,7 +223,7 @@ NO_MIXTURE = Missing(
 NO_SUSPECTS = Missing(
     "No detection was given.", "Look for suspicious rows with grasp detect, and name its --out with --detect."
 )
-NO_INTERACTION = Missing(
+NO_SKETCHES = Missing(
     "The artifact keeps no sketches, which interactions are measured by.",
     "Build it with features.hidden_width and features.residual_width above 0.",
 )
@@ -220,8 +235,6 @@ NO_INTERACTION = Missing(
 def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> Built:
     manifest, found = artifact.manifest, info(artifact.where)
     settings = manifest.settings
-    units = artifact.units.select(["target", "prompt", "completion"]).to_pylist()
-    first = {target: next(unit for unit in units if unit["target"] == target) for target in targets}
     facts = [
         ("corpus", str(settings.get("corpus", {}).get("path", "unknown"))),
         ("reference model", str(settings.get("model", {}).get("path", "unknown"))),
@@ -235,7 +248,6 @@ def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> B
         n_rows=artifact.n_rows,
         n_tokens=n_tokens,
         targets={target: manifest.targets[target] for target in targets},
-        examples={target: (str(unit["prompt"]), str(unit["completion"])) for target, unit in first.items()},
         facts=tuple(facts),
         skipped=dict(manifest.skipped.get("rows", {}).get("counts", {})),
         settings=yaml_text(settings),
@@ -245,43 +257,48 @@ def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> B
 # ------------------------------------------------------------------------------------------------ labels
 
 
-def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> LabelFindings:
+def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: Expected | None) -> LabelFindings:
+    """Slices of a label; in nats where runs say what they are worth."""
     effects = slice_effects(predictor, slices)
-    low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
-    formula = SliceFormula.of(predictor, effects.sums)
-    return LabelFindings(slices, effects, low_GT, high_GT, formula, interactions(formula) or NO_INTERACTION)
+    if nats is None:
+        low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
+        worth = Worth(-effects.dropped_GT, -high_GT, -low_GT)
+    else:
+        dropped = nats.of(slices.weights(1.0 - np.eye(len(slices.slices))))
+        worth = Worth(-dropped.nats_BT, -dropped.high_BT, -dropped.low_BT)
+    return LabelFindings(slices, worth, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
 
 
-def _nats(predictor: Predictor, artifact: ArtifactReader, question: Question) -> Intervals | Missing:
-    """Intervals, where the environment allows for them: a development one, finished, with enough subsets."""
+def _nats(predictor: Predictor, artifact: ArtifactReader, question: Question) -> Expected | Missing:
+    """What runs say, where the environment allows for it: a development one, finished, with enough subsets."""
     if question.environment is None:
         return NO_ENVIRONMENT
     if question.partial and question.environment.pending():
         return Missing("No intervals in nats: the environment is unfinished.", "They come with its last run.")
     try:
-        return fit_intervals(predictor, artifact, question.environment)
+        return learn(predictor, artifact, question.environment)
     except (ProtocolLeakError, EnvironmentDataError) as err:
         return Missing(f"No intervals in nats: {err}.", "A finished development environment gives them.")
 
 
-# -------------------------------------------------------------------------------------------------- rows
-
-
-def _target_rows(
-    artifact: ArtifactReader, predictor: Predictor, target: str, labels: Sequence[str], long_N: NDArray[np.bool_]
-) -> TargetRows:
-    effect_N = predictor.effect_NT[:, predictor.targets.index(target)]
-    ends = [ranked(sign * effect_N, among_N=long_N)[:ROWS_SHOWN] for sign in (1, -1)]
-    top, bottom = (tuple(_shown(artifact, end, effect_N, labels)) for end in ends)
-    return TargetRows(target, top, bottom)
-
-
-def _shown(
-    artifact: ArtifactReader, row_index: NDArray[np.int64], effect_N: NDArray[np.float32], labels: Sequence[str]
-) -> Iterator[ShownRow]:
-    for i, row in zip(row_index, artifact.rows(row_index).to_pylist(), strict=True):
-        named = tuple((name, str(row[name])) for name in labels if row[name] is not None)
-        yield ShownRow(row["row_id"], float(effect_N[i]), row["n_tokens"], named, row["snippet"] or "")
+def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
+    """Keep the rows with the highest effects, for each target by itself."""
+    count, n_targets = max(1, round(BEST_SHARE * predictor.n_rows)), len(predictor.targets)
+    chosen = [np.sort(ranked(predictor.effect_NT[:, t])[:count]) for t in range(n_targets)]
+    starts = np.arange(n_targets + 1) * count
+    weights: Weights = csr_array(
+        (np.ones(n_targets * count), np.concatenate(chosen), starts), shape=(n_targets, predictor.n_rows)
+    )
+    value_T = np.diag(predictor.change(weights)).copy()
+    low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets
+    in_nats_T = np.zeros(n_targets, dtype=bool)
+    if isinstance(nats, Expected):
+        expected = nats.of(weights)
+        in_nats_T = np.isfinite(np.diag(expected.nats_BT))
+        value_T = np.where(in_nats_T, np.diag(expected.nats_BT), value_T)
+        low_T, high_T, outside = np.diag(expected.low_BT), np.diag(expected.high_BT), expected.outside
+    worth = Worth(value_T[None], low_T[None], high_T[None])
+    return BestRows(count / predictor.n_rows, worth, tuple(in_nats_T.tolist()), outside)
 
 
 # -------------------------------------------------------------------------------------------- retraining

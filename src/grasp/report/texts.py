@@ -18,14 +18,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return _set(text.number(value, digits))
 
 
-def interval(low: float, high: float) -> str:
+def interval(low: float, high: float, digits: int = 3) -> str:
     """Both ends; empty where there is none."""
-    return "" if isnan(low) or isnan(high) else f"[{signed(low)}, {signed(high)}]"
-
-
-def plotted(name: object) -> str:
-    """For a figure, where a few tags would be read as markup."""
-    return text.name(name).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "" if isnan(low) or isnan(high) else f"[{signed(low, digits)}, {signed(high, digits)}]"
 
 
 def _set(spelled: str) -> str:

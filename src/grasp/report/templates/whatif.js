@@ -1,13 +1,11 @@
-"use strict";
 // Predicts, while sliders move, what `grasp predict` says of the same weights: the formula of
 // grasp.predict.slice_formula with its coefficients, f weights of the slices, n their rows, u = f or 1 - f by the side.
-// For an additive protocol it is sum_g f_g relevance_g / sum_g f_g n_g. Intervals: grasp.predict.intervals.
+// For an additive protocol it is sum_g f_g relevance_g / sum_g f_g n_g.
 (() => {
-  const root = document.getElementById("whatif-app");
+  const root = $("whatif-app");
   if (!root) return;
-  const { labels, nats } = JSON.parse(document.getElementById("whatif-data").textContent);
-  const $ = (id) => document.getElementById(id);
-  const MINUS = "\u2212", WHOLE = 100;
+  const { labels, targets } = DATA;
+  const WHOLE = 100, MOST = 400;
 
   // ------------------------------------------------------------------------------------------ prediction
 
@@ -36,39 +34,10 @@
       if (weights.cent) geometry += weights.cent * form(centred(model, u), model.gram[half]);
       if (weights.own) geometry += weights.own * dot(u.map((x) => x * x), model.norm[half]);
     }
-    return model.targets.map((_, t) => {
+    return model.taken.map((_, t) => {
       const relevance = dot(f, model.relevance.map((row) => row[t])) - model.taken[t];
       return c * relevance + c * c * geometry - model.corpus[t];
     });
-  }
-
-  // ------------------------------------------------------------------------------ intervals, what was covered
-
-  function distances(model, f) {
-    // squared, from the corpus: of the weights, and of the mean sketches
-    const rows = model.slices.map((slice) => slice.rows), kept = dot(f, rows);
-    const all = rows.reduce((sum, x) => sum + x, 0), found = {};
-    for (const measure of Object.keys(nats.reach)) {
-      if (measure === "weights") found[measure] = all * dot(f.map((x) => x * x), rows) / (kept * kept) - 1;
-      else if (model.gram[measure]) found[measure] = form(centred(model, f), model.gram[measure]) / (kept * kept);
-    }
-    return found;
-  }
-
-  function largest(distance, against) {
-    const ratios = Object.entries(distance).map(([measure, d]) => d / nats.reach[measure][against]);
-    return Math.max(0, ...ratios.filter(Number.isFinite));
-  }
-
-  function outside(model, distance, predicted) {
-    const times = Math.sqrt(largest(distance, "most")), parts = [];
-    if (times > 1 + 1e-6) parts.push(`this is ${times.toFixed(1)} times as far from the corpus as any run`);
-    const beyond = model.targets.filter((_, t) => {
-      const line = nats.lines[t];
-      return line && (predicted[t] < line.least - 1e-9 || predicted[t] > line.most + 1e-9);
-    });
-    if (beyond.length) parts.push(`the predicted change of ${beyond.join(", ")} is larger than that of any run`);
-    return parts.join("; ");
   }
 
   // ---------------------------------------------------------------------------------------- command, link
@@ -105,27 +74,47 @@
     if (place < 0) return null;
     const percent = labels[place].slices.map((slice) => {
       const value = Number(state.get("." + slice.name) ?? WHOLE);
-      return Number.isFinite(value) ? Math.min(WHOLE, Math.max(0, Math.round(value))) : WHOLE;
+      return Number.isFinite(value) ? Math.min(MOST, Math.max(0, Math.round(value))) : WHOLE;
     });
     return { place, percent };
   }
 
+  // ------------------------------------------------------------------------------------------------ files
+
+  const yaml = (text) => JSON.stringify(text); // a double-quoted scalar
+  const FILES = {
+    csv: (model, mix) => ["value,now,proposed,times_as_often",
+      ...mix.map((one) => [`"${one.name.replaceAll('"', '""')}"`, one.now, one.share, one.times].join(","))].join("\n"),
+    datatrove: (model, mix) => ["# datatrove: a reader a value, SamplerFilter(rate) behind it, repeated as often as copies says",
+      `${yaml(model.label)}:`, ...mix.map((one) => {
+        const copies = Math.max(1, Math.ceil(one.times));
+        return `  ${yaml(one.name)}: {rate: ${Number((one.times / copies).toFixed(4))}, copies: ${copies}}`;
+      })].join("\n"),
+    olmix: (model, mix) => ["# Olmix: weights of the sources, named as in data.sources", "mix:",
+      ...mix.filter((one) => one.share > 0).map((one) =>
+        `  ${yaml(one.name)}: {weight: ${one.share}, repetition_factor: ${Math.max(1, one.times)}}`)].join("\n"),
+    axolotl: (model, mix) => ["# Axolotl: a file a value; set path and type to yours", "datasets:",
+      ...mix.flatMap((one) => {
+        const part = Math.round(100 * (one.times % 1)), whole = Math.floor(one.times);
+        const splits = [...Array(whole).fill("train"), ...(part ? [`train[:${part}%]`] : [])];
+        return splits.map((split) => `  - {path: ${yaml(`data/${one.name}.jsonl`)}, type: completion, split: ${yaml(split)}}`);
+      })].join("\n"),
+  };
+
+  function file(model, f) {
+    const all = model.slices.reduce((sum, slice) => sum + slice.rows, 0), kept = dot(f, model.slices.map((slice) => slice.rows));
+    const short = (x) => Number(x.toFixed(6));
+    const mix = model.slices.map((slice, g) => ({
+      name: slice.name, now: short(slice.rows / all), times: f[g], share: kept ? short((f[g] * slice.rows) / kept) : 0,
+    }));
+    return FILES[$("mix-format").value](model, mix);
+  }
+
   // ------------------------------------------------------------------------------------------------- page
 
-  const signed = (x, digits = 3) => {
-    const text = Math.abs(x).toFixed(digits);
-    return (Number(text) === 0 ? "" : x < 0 ? MINUS : "+") + text;
-  };
-  const grouped = (x) => Math.round(x).toLocaleString("en-US");
   const states = labels.map((model) => model.slices.map(() => WHOLE));
-  const before = labels.map((model) => model.slices.map(() => WHOLE)); // where a switch goes back to
-  let now = 0, rows = [], spoken = 0, planned = 0;
-
-  function element(tag, properties = {}, ...children) {
-    const made = Object.assign(document.createElement(tag), properties);
-    made.append(...children);
-    return made;
-  }
+  const weights = targets.map(() => 1);
+  let now = 0, lines = [], spoken = 0, planned = 0;
 
   function breakable(text) {
     // a place to break after every underscore or slash
@@ -134,116 +123,86 @@
 
   function build() {
     const model = labels[now];
-    const list = $("whatif-sliders");
-    list.replaceChildren();
-    rows = [];
-    for (const g of model.order) {
-      const slice = model.slices[g], id = `slice-${g}`;
-      const box = element("input", { type: "checkbox", id, checked: true });
-      const range = element("input", { type: "range", min: 0, max: WHOLE, step: 1, value: WHOLE });
-      range.setAttribute("aria-label", `percent of ${slice.name} kept`);
-      box.setAttribute("aria-label", `keep ${slice.name}`);
-      const label = element("label", { htmlFor: id }, slice.name + " ", element("small", {}, `${grouped(slice.rows)} rows`));
-      const shown = element("output");
-      const line = element("li", {}, box, label, range, shown);
-      range.addEventListener("input", () => set(g, Number(range.value)));
-      box.addEventListener("change", () => set(g, box.checked ? before[now][g] || WHOLE : 0));
-      list.append(line);
-      rows[g] = { box, range, shown, line };
-    }
-    const body = $("whatif-results");
-    body.replaceChildren();
-    model.targets.forEach((name) => {
-      body.append(element("tr", {},
-        element("th", { scope: "row" }, ...breakable(name)),
-        element("td", { className: "bar" }, element("span", { className: "gauge" }, element("i"))),
-        element("td", { className: "num" })));
-    });
-    $("whatif-nats").textContent = nats ? `Below each change: ${nats.title}.` : "";
-    $("whatif-nats").hidden = !nats;
+    lines = [];
+    $("whatif-sliders").replaceChildren(...model.order.map((g) => {
+      const slice = model.slices[g];
+      const range = element("input", { type: "range", id: `slice-${g}`, min: 0, max: MOST, step: 1, value: WHOLE });
+      range.setAttribute("aria-label", `percent of ${slice.name}`);
+      const label = element("label", { htmlFor: range.id }, ...breakable(slice.name));
+      const shares = [element("i"), element("i")], shown = element("output");
+      const share = element("span", { className: "share" }, ...shares);
+      share.setAttribute("aria-hidden", "true");
+      range.addEventListener("input", () => { states[now][g] = Number(range.value); refresh(); });
+      const line = element("li", {}, label, share, range, shown);
+      lines[g] = { range, shown, line, shares };
+      return line;
+    }));
+    $("whatif-presets").replaceChildren(...model.presets.map((preset) => {
+      const button = element("button", { type: "button" }, preset.name);
+      button.addEventListener("click", () => { states[now] = [...preset.percent]; refresh(); remember(); });
+      return button;
+    }));
   }
 
-  function set(g, percent) {
-    if (percent > 0) before[now][g] = percent;
-    states[now][g] = percent;
-    refresh();
+  function buildResults() {
+    const line = (name, weight) => element("tr", {}, element("th", { scope: "row" }, ...breakable(name)), element("td", {}, weight),
+      element("td", { className: "plot" }, element("span", { className: "bar" }, element("i"), element("b"))),
+      element("td", {}, element("span", { className: "num" }), element("small", { className: "ci num" })));
+    const several = targets.length > 1;
+    $("whatif-results").replaceChildren(...targets.map((name, t) => {
+      const weight = element("input", { type: "number", min: 0, step: 0.5, value: 1 });
+      weight.setAttribute("aria-label", `weight of ${name}`);
+      weight.addEventListener("input", () => { weights[t] = Math.max(0, Number(weight.value) || 0); refresh(); });
+      return line(name, several ? weight : "");
+    }), ...(several ? [Object.assign(line("weighted mean", ""), { className: "mean" })] : []));
   }
 
   function refresh() {
     const model = labels[now], percent = states[now], f = percent.map((p) => p / WHOLE);
-    percent.forEach((p, g) => {
-      const row = rows[g];
-      row.range.value = p;
-      row.box.checked = p > 0;
-      row.line.classList.toggle("off", p === 0);
-      row.shown.textContent = `${p} %`;
-    });
     const size = (name) => dot(f, model.slices.map((slice) => slice[name]));
     const all = (name) => model.slices.reduce((sum, slice) => sum + slice[name], 0);
-    const kept = size("rows");
+    const kept = size("rows"), whole = all("rows");
+    const shares = model.slices.map((slice, g) => [slice.rows / whole, kept ? (f[g] * slice.rows) / kept : 0]);
+    const widest = Math.max(...shares.flat());
+    percent.forEach((p, g) => {
+      const line = lines[g];
+      line.range.value = p;
+      line.line.classList.toggle("moved", p !== WHOLE);
+      line.shown.textContent = `${p} %`;
+      line.shares.forEach((mark, i) => { mark.style.width = `${(100 * shares[g][i]) / widest}%`; });
+    });
     $("whatif-kept").textContent = kept
-      ? `${grouped(kept)} of ${grouped(all("rows"))} rows (${((100 * kept) / all("rows")).toFixed(1)} %), `
-        + `${grouped(size("tokens"))} tokens`
+      ? `${grouped(kept)} rows against ${grouped(whole)} (${((100 * kept) / whole).toFixed(1)} %), ${grouped(size("tokens"))} tokens`
       : "Nothing is kept: there is no prediction.";
-    const predicted = kept ? changes(model, f) : model.targets.map(() => NaN);
-    const distance = kept && nats ? distances(model, f) : null;
-    results(model, predicted, distance);
-    const warning = distance ? outside(model, distance, predicted) : "";
-    $("whatif-warning").hidden = !warning;
-    $("whatif-warning").textContent = warning ? `Outside of what the runs covered, so the interval is wider: ${warning}.` : "";
+    const predicted = kept ? changes(model, f) : targets.map(() => NaN);
+    results(predicted);
     $("whatif-command").textContent = command(model, percent);
-    speak(model, predicted, kept / all("rows"));
+    $("mix-file").textContent = kept ? file(model, f) : "";
+    speak(predicted, kept / whole);
   }
 
-  function results(model, predicted, distance) {
-    const most = Math.max(1e-9, ...predicted.filter(Number.isFinite).map(Math.abs));
+  function results(predicted) {
+    const mass = weights.reduce((sum, x) => sum + x, 0);
+    const mean = mass ? dot(weights, predicted) / mass : NaN;
+    const values = predicted.length > 1 ? [...predicted, mean] : predicted, most = scaleOf(values);
+    $("whatif-unit").textContent = `against the whole corpus, ${DATA.unit}`;
     [...$("whatif-results").rows].forEach((row, t) => {
-      const [, bar, change] = row.cells, x = predicted[t], known = Number.isFinite(x);
-      row.dataset.target = model.targets[t];
+      const [, , plot, change] = row.cells, x = values[t], known = Number.isFinite(x);
+      if (t < targets.length) row.dataset.target = targets[t];
       row.dataset.change = known ? x : "";
-      const mark = bar.firstChild.firstChild, width = known && signed(x) !== "0.000" ? (50 * Math.abs(x)) / most : 0;
-      mark.className = x < 0 ? "down" : "";
-      mark.style.width = `${width}%`;
-      mark.style.left = `${x < 0 ? 50 - width : 50}%`;
-      change.textContent = known ? signed(x) : "\u2013";
-      const line = distance ? nats.lines[t] : null;
-      if (line) {
-        const expected = line.slope * x;
-        const half = line.spread * Math.sqrt((x * x) / line.scatter + largest(distance, "mean"));
-        const [e, low, high] = [expected, expected - half, expected + half].map((value) => signed(value, 4));
-        change.append(element("span", { className: "nats" }, `${e} [${low}, ${high}] nats`));
-      }
+      const [bar, whisker] = plot.firstChild.children, drawn = known && Number(x.toFixed(3)) ? x : 0;
+      span(bar, Math.min(0, drawn), Math.max(0, drawn), most);
+      whisker.hidden = true;
+      change.firstChild.textContent = known ? signed(x) : "\u2013";
     });
   }
 
-  function speak(model, predicted, share) {
+  function speak(predicted, share) {
     clearTimeout(spoken);
     spoken = setTimeout(() => {
-      const said = model.targets.map((name, t) => `${name} ${Number.isFinite(predicted[t]) ? signed(predicted[t], 2) : "unknown"}`);
+      const said = targets.map((name, t) => `${name} ${Number.isFinite(predicted[t]) ? signed(predicted[t], 2) : "unknown"}`);
       $("whatif-says").textContent = `${Math.round(100 * share)} % kept: ${said.join(", ")}`;
     }, 700);
-  }
-
-  function link() {
-    return location.href.replace(/#.*$/, "") + fragment(labels[now], states[now]);
-  }
-
-  async function copy(text, button) {
-    let done = true;
-    try {
-      await navigator.clipboard.writeText(text);
-    } catch (error) {
-      const area = element("textarea", { value: text });
-      document.body.append(area);
-      area.select();
-      done = document.execCommand("copy");
-      area.remove();
-      button.focus();
-    }
-    const label = button.dataset.label ?? button.textContent;
-    button.dataset.label = label;
-    button.textContent = done ? "Copied" : "Could not copy";
-    setTimeout(() => { button.textContent = label; }, 1600);
   }
 
   function choose(place) {
@@ -263,30 +222,27 @@
     const found = parsed(location.hash);
     if (!found) return false;
     states[found.place] = found.percent;
-    before[found.place] = found.percent.map((p) => p || WHOLE);
     choose(found.place);
     return true;
   }
 
   function all(percent) {
     states[now].fill(percent);
-    if (percent) before[now].fill(percent);
     refresh();
     remember();
   }
 
-  const select = $("whatif-label");
-  labels.forEach((model, place) => select.append(element("option", { value: String(place) }, model.title)));
   $("whatif-choice").hidden = labels.length < 2;
-  select.addEventListener("change", () => { choose(Number(select.value)); remember(); });
+  $("whatif-label").addEventListener("change", (event) => { choose(Number(event.target.value)); remember(); });
   $("whatif-sliders").addEventListener("input", remember);
-  $("whatif-sliders").addEventListener("change", remember);
   $("whatif-all").addEventListener("click", () => all(WHOLE));
   $("whatif-none").addEventListener("click", () => all(0));
-  $("whatif-copy").addEventListener("click", (event) => copy($("whatif-command").textContent, event.currentTarget));
-  $("whatif-link").addEventListener("click", (event) => copy(link(), event.currentTarget));
+  $("whatif-link").addEventListener("click", (event) =>
+    copy(location.href.replace(/#.*$/, "") + fragment(labels[now], states[now]), event.currentTarget));
+  $("mix-format").addEventListener("change", refresh);
   addEventListener("hashchange", fromAddress);
   root.hidden = false;
+  buildResults();
   if (!fromAddress()) choose(0);
   else $("whatif").scrollIntoView();
 })();

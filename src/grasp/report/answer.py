@@ -1,0 +1,101 @@
+"""The first screen: what was found and what to do about it, in words; a clause stands where its evidence is there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.report import views
+from grasp.report.findings import NATS, Findings, Missing
+from grasp.report.texts import interval, number, signed
+from grasp.text import LONGEST_CELL, different, plain
+
+View = dict[str, Any]
+
+NAMED = 2  # slices to keep
+BARS = 4  # slices on either side of the picture
+
+
+def headline(found: Findings, targets: Sequence[str]) -> View:
+    """The sentence of the page: for all targets together what helps most of them, and what costs them most."""
+    whom = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
+    if not found.labels:
+        return {"whom": whom, "label": "", "keep": [], "cost": []}
+    label = found.labels[0]
+    votes_G, mean_G = label.worth.sign_GT.sum(axis=1), label.worth.value_GT.mean(axis=1)
+    return {"whom": whom, "label": plain(label.slices.label, 40)} | _named(found, votes_G, mean_G)
+
+
+def _named(found: Findings, votes_G: NDArray[np.integer[Any]], value_G: NDArray[np.float64]) -> View:
+    """Slices to keep, and the one that costs most; none whose interval holds zero."""
+    names = different(found.labels[0].slices.names, LONGEST_CELL)
+    order = np.argsort(-value_G, kind="stable").tolist()
+    keep = [names[g] for g in order if votes_G[g] > 0][:NAMED]
+    return {"keep": keep, "cost": [names[g] for g in order if votes_G[g] < 0][-1:]}
+
+
+def answers(found: Findings, targets: Sequence[str]) -> list[View]:
+    """One a target."""
+    return [_answer(found, t, target) for t, target in enumerate(targets)]
+
+
+def _answer(found: Findings, t: int, target: str) -> View:
+    view: View = {"target": target, "keep": [], "cost": [], "bars": []}
+    if found.labels:
+        worth = found.labels[0].worth
+        view |= _named(found, worth.sign_GT[:, t], worth.value_GT[:, t]) | {"bars": _bars(found, t)}
+    return view | {"best": _best(found, t), "trust": _trust(found, found.targets[t])}
+
+
+def _bars(found: Findings, t: int) -> list[View]:
+    """The slices at the ends, the best first."""
+    label = found.labels[0]
+    value_G, low_G, high_G = label.worth.value_GT[:, t], label.worth.low_GT[:, t], label.worth.high_GT[:, t]
+    names = different(label.slices.names, LONGEST_CELL)
+    order = np.argsort(-value_G, kind="stable").tolist()
+    shown = order if len(order) <= 2 * BARS else order[:BARS] + order[-BARS:]
+    most = views.scale(value_G[shown])
+    return [{"name": names[g]} | views.bar(value_G[g], low_G[g], high_G[g], most) for g in shown]
+
+
+def _best(found: Findings, t: int) -> View:
+    """What a choice of rows is worth: the one that was given, else the best part of them."""
+    best = found.best
+    value, low, high = (float(part[0, t]) for part in (best.worth.value_GT, best.worth.low_GT, best.worth.high_GT))
+    share, in_nats, outside = best.share, best.in_nats[t], best.outside[t]
+    if not isinstance(found.selection, Missing):
+        for one in found.selection.targets:
+            if one.target == found.targets[t]:
+                in_nats, outside, share = one.nats is not None, "", found.selection.rows / found.built.n_rows
+                ends = (one.nats, one.nats_low, one.nats_high) if in_nats else (one.change, None, None)
+                value, low, high = (float("nan") if end is None else end for end in ends)
+    return {
+        "share": f"{share:.0%}" if share >= 0.01 else f"{share:.2%}",
+        "value": signed(value, 2),
+        "unit": NATS if in_nats else "effect sizes",
+        "interval": interval(low, high, 2),
+        "kind": "helps" if low > 0 else "hurts" if high < 0 else "",
+        "outside": plain(outside),
+    }
+
+
+def _trust(found: Findings, target: str) -> str:
+    """How far predictions agree with retraining; empty where nobody knows."""
+    if isinstance(found.retraining, Missing):
+        return ""
+    known = found.retraining.agreement
+    (result,) = [one for one in known.report.methods if one.method == known.protocol]
+    rows = [row for row in result.targets if row.target.partition("@")[0] == target]
+    if not rows or rows[0]["task_rho"].value is None:
+        return ""
+    rho, ceiling = rows[0]["task_rho"].value, rows[0]["task_ceiling"].value
+    seen = ", though the rule was chosen on these very models" if target in result.chosen_on else ""
+    models = f"Models retrained on {known.report.n_subsets} subsets"
+    if rho <= 0:
+        return f"{models} do not agree with these predictions: rho {number(rho, 2)}{seen}."
+    if ceiling is None or ceiling <= 0:
+        return f"{models} agree with these predictions: rho {number(rho, 2)}{seen}."
+    if rho >= ceiling:
+        return f"{models} agree with these predictions as far as noise allows to see: rho {number(rho, 2)}{seen}."
+    return f"{models} agree with these predictions at {number(rho / ceiling, 2)} of what noise allows{seen}."

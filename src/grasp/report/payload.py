@@ -1,0 +1,127 @@
+"""What the scripts of the page compute with: the formula of every label, its slices, and the rows that are held."""
+
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from grasp.report.findings import Findings, LabelFindings, Missing
+from grasp.text import LONGEST_CELL, different, ending, name, plain
+
+DIGITS = 4  # of what is shown, not of what is computed with
+LONGEST_TEXT = 600
+MOST_TIMES = 4.0  # as often as now: the end of a slider
+
+
+def payload(found: Findings) -> dict[str, Any]:
+    """Plain JSON."""
+    return {
+        "targets": different(found.targets, LONGEST_CELL),
+        "unit": found.unit,
+        "labels": [_label(found, label) for label in found.labels],
+        "map": None if found.parts is None else _parts(found, found.parts),
+        "rows": _rows(found),
+    }
+
+
+def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
+    formula, slices = label.formula, label.slices
+    return {
+        "label": slices.label,
+        "title": plain(slices.label, 40),
+        "slices": [
+            {"name": one_name, "expression": one.expression, "rows": one.rows, "tokens": one.tokens}
+            for one_name, one in zip(different(slices.names, LONGEST_CELL), slices.slices, strict=True)
+        ],
+        "order": np.argsort(-label.worth.value_GT.mean(axis=1), kind="stable").tolist(),
+        "presets": _presets(found, label),
+        "side": formula.side,
+        "weighting": formula.weighting,
+        "relevance": formula.relevance_GT.tolist(),
+        "taken": formula.taken_T.tolist(),
+        "corpus": formula.corpus_T.tolist(),
+        "quadratic": {half: asdict(weights) for half, weights in formula.quadratic.items()},
+        "gram": {half: formula.gram_GG[half].tolist() for half in formula.quadratic},
+        "norm": {half: formula.norm_G[half].tolist() for half in formula.quadratic},
+        "before": f"grasp predict {shlex.quote(found.artifact_path)}",
+        "after": _after(found),
+    }
+
+
+def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:
+    """Settings of the sliders: the mixture that was given, and the corpus without what costs more targets than not."""
+    presets: list[dict[str, Any]] = []
+    mixture = found.mixture
+    if not isinstance(mixture, Missing) and mixture.label == label.slices.label:
+        times = {one.value: one.proposed / one.now if one.now else 1.0 for one in mixture.slices}
+        percent = [round(100 * min(times.get(one, 1.0), MOST_TIMES)) for one in label.slices.names]
+        presets.append({"name": "The mixture of grasp mix", "percent": percent})
+    votes_G = label.worth.sign_GT.sum(axis=1)
+    if (votes_G < 0).any() and (votes_G >= 0).any():
+        presets.append({"name": "Without what costs", "percent": np.where(votes_G < 0, 0, 100).tolist()})
+    return presets
+
+
+def _after(found: Findings) -> str:
+    """Flags that make the command line say what the page says."""
+    question, parts = found.question, []
+    if question.targets is not None:
+        parts += ["--target", ",".join(found.targets)]
+    if question.protocol_path is not None:
+        parts += ["--protocol", str(question.protocol_path)]
+    return shlex.join(parts)
+
+
+def _parts(found: Findings, parts: LabelFindings) -> list[dict[str, Any]]:
+    """The parts of the treemap: their two slices, rows, mean effect on each target, and what is sure of it."""
+    codes = [one.slices.codes_N for one in found.labels[:2]]
+    first_N = np.unique(parts.slices.codes_N, return_index=True)[1]  # of each part some row
+    n_parts = len(parts.slices.slices) - bool(parts.slices.n_grouped)
+    return [
+        {
+            "at": [int(code_N[first_N[cell]]) for code_N in codes],
+            "rows": parts.slices.slices[cell].rows,
+            "effect": _short(parts.mean_GT[cell]),
+            "sign": parts.worth.sign_GT[cell].tolist(),
+        }
+        for cell in range(n_parts)
+    ]
+
+
+def _rows(found: Findings) -> dict[str, Any]:
+    held = found.rows
+    place = {int(index): k for k, index in enumerate(held.index)}
+    codes = [one.slices.codes_N[held.index] for one in found.labels]
+    return {
+        "rows": [
+            {
+                "id": name(row["row_id"]),
+                "tokens": row["n_tokens"],
+                "text": plain(row["snippet"] or "", LONGEST_TEXT),
+                "at": [int(code_K[k]) for code_K in codes],
+                "effect": _short(held.effect_KT[k]),
+                "rank": held.rank_KT[k].tolist(),
+            }
+            for k, row in enumerate(held.rows)
+        ],
+        "n": held.n_ranked,
+        "questions": [
+            {
+                "target": one.target,
+                "id": name(one.unit_id),
+                "prompt": ending(one.prompt),
+                "answer": plain(one.completion, 100),
+                "rows": [
+                    [place[row], value]
+                    for row, value in zip(one.rows.tolist(), _short(one.effects), strict=True)
+                    if row in place
+                ],
+            }
+            for one in held.questions
+        ],
+    }
+
+
+def _short(values: Any) -> list[float | None]:
+    return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values]

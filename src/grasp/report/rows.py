@@ -1,0 +1,137 @@
+"""Rows that a report holds: the ends of every target, question and slice, and the parts of two labels crossed.
+
+Shape letters: N rows, G slices, T targets, Q questions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.predict.label_slices import LabelSlices, Slice
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.ranking import ranked
+from grasp.predict.relevance import UnitSelection
+
+MOST_ROWS = 1_500
+ENDS = 25  # rows on either side of a target
+QUESTIONS = 8  # a target
+QUESTION_NUMBERS = 8_000_000  # effects of questions that are held at once; large corpora show fewer questions
+QUESTION_TOP, QUESTION_BOTTOM = 6, 3
+SLICE_TOP, SLICE_BOTTOM = 4, 2
+CELLS = 600  # parts of two labels crossed
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One unit of a target: what is asked, and the rows that help it most and least, with their effects."""
+
+    target: int
+    unit_id: str
+    prompt: str
+    completion: str
+    rows: Rows
+    effects: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """Rows with their text, the best first, and where each stands among all that are long enough."""
+
+    rows: tuple[dict[str, Any], ...]  # of the row table
+    index: Rows
+    effect_KT: NDArray[np.float32]
+    rank_KT: Rows  # 1 is the most helpful; 0: too short to be ranked
+    questions: tuple[Question, ...]
+    n_ranked: int
+
+
+def held_rows(
+    artifact: ArtifactReader,
+    predictor: Predictor,
+    slices: Sequence[LabelSlices],
+    parts: LabelSlices | None,
+    long_N: NDArray[np.bool_],
+) -> HeldRows:
+    """The rows of a report, `MOST_ROWS` at most.
+
+    Args:
+        slices: whose ends are wanted besides those of targets and questions.
+        parts: whose best rows are wanted.
+        long_N: rows that are long enough to be ranked.
+    """
+    effect_NT = predictor.effect_NT
+    orders = [ranked(effect_NT[:, t], among_N=long_N) for t in range(effect_NT.shape[1])]
+    questions = _questions(artifact, predictor, long_N)
+    mean_N = effect_NT.mean(axis=1)
+    best, worst = ranked(mean_N, among_N=long_N), ranked(-mean_N, among_N=long_N)
+    wanted = [end for order in orders for end in (order[:ENDS], order[-ENDS:])]
+    wanted += [question.rows for question in questions]
+    for one in slices:
+        wanted += [_first_of_each(one.codes_N, best, SLICE_TOP), _first_of_each(one.codes_N, worst, SLICE_BOTTOM)]
+    if parts is not None:
+        wanted.append(_first_of_each(parts.codes_N, best, 1))
+    index = np.array(list(dict.fromkeys(np.concatenate(wanted).tolist()))[:MOST_ROWS], dtype=np.int64)
+    rank_KT = np.zeros((len(index), len(orders)), dtype=np.int64)
+    for t, order in enumerate(orders):
+        place_N = np.zeros(len(long_N), dtype=np.int64)
+        place_N[order] = np.arange(1, len(order) + 1)
+        rank_KT[:, t] = place_N[index]
+    rows = tuple(artifact.rows(index).to_pylist())
+    return HeldRows(rows, index, effect_NT[index], rank_KT, questions, len(orders[0]))
+
+
+def _questions(artifact: ArtifactReader, predictor: Predictor, long_N: NDArray[np.bool_]) -> tuple[Question, ...]:
+    """The first units of every target, each with the rows at its ends."""
+    targets, n_rows = predictor.targets, predictor.n_rows
+    each = max(1, min(QUESTIONS, QUESTION_NUMBERS // (n_rows * len(targets))))
+    columns = [artifact.unit_columns(target)[:each] for target in targets]
+    of_target = np.repeat(np.arange(len(targets)), [len(part) for part in columns])
+    chosen_Q = np.concatenate(columns)
+    units = artifact.units.select(["unit_id", "prompt", "completion"]).take(chosen_Q).to_pylist()
+    additive: ScoringProtocol = predictor.protocol.model_copy(update={"components": {}})
+    single = UnitSelection(tuple(str(e) for e in chosen_Q), chosen_Q, np.ones(len(chosen_Q), dtype=np.int64))
+    effect_NQ = Predictor.of(artifact, additive, units=single).effect_NT
+    found = []
+    for q, unit in enumerate(units):
+        order = ranked(effect_NQ[:, q], among_N=long_N)
+        rows = np.array(list(dict.fromkeys([*order[:QUESTION_TOP], *order[-QUESTION_BOTTOM:]])), dtype=np.int64)
+        found.append(Question(int(of_target[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
+    return tuple(found)
+
+
+def _first_of_each(codes_N: NDArray[np.int32], order: Rows, count: int) -> Rows:
+    """Of every code the first rows in an order."""
+    codes = codes_N[order]
+    by_code = np.argsort(codes, kind="stable")
+    starts = np.searchsorted(codes[by_code], codes[by_code])
+    return np.asarray(order[by_code[np.arange(len(order)) - starts < count]])
+
+
+def crossed(first: LabelSlices, second: LabelSlices) -> LabelSlices:
+    """Two labels crossed: their largest parts, and last, if there is any, a slice of all others."""
+    codes_N = first.codes_N.astype(np.int64) * len(second.slices) + second.codes_N
+    found, inverse_N, counts = np.unique(codes_N, return_inverse=True, return_counts=True)
+    kept = np.argsort(-counts, kind="stable")[:CELLS]
+    place = np.full(len(found), len(kept), dtype=np.int32)
+    place[kept] = np.arange(len(kept))
+    parts = [divmod(int(found[one]), len(second.slices)) for one in kept]
+    cells = [
+        Slice(
+            f"{first.slices[a].name} / {second.slices[b].name}",
+            f"({first.slices[a].expression}) AND ({second.slices[b].expression})",
+            int(counts[one]),
+            0,
+        )
+        for one, (a, b) in zip(kept, parts, strict=True)
+    ]
+    rest = int(counts.sum() - counts[kept].sum())
+    if rest:
+        cells.append(Slice(f"{len(found) - len(kept):,} smaller parts", "", rest, 0))
+    return LabelSlices(f"{first.label} x {second.label}", tuple(cells), place[inverse_N], len(found) - len(kept))

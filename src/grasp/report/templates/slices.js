@@ -1,0 +1,164 @@
+// The table of slices: one label, one target or all, sorted, searched, folded in the middle; and the treemap below it.
+(() => {
+  const panels = [...document.querySelectorAll(".panel")];
+  if (!panels.length) return;
+  const ENDS = 8, FOLDED = 24, NARROW = 860;
+  const labelPick = $("slices-label"), targetPick = $("slices-target"), find = $("slices-find"), onlySure = $("slices-sure");
+  const states = panels.map(() => ({ open: false, key: null, up: false }));
+  const at = () => (labelPick ? Number(labelPick.value) : 0);
+  const target = () => targetPick?.value ?? "0";
+
+  function value(row, key) {
+    if (key === "name") return row.cells[0].textContent.toLowerCase();
+    const cell = key === "rows" ? row.cells[1] : row.querySelector(key === "mean" ? "td[data-mean]" : `td[data-t="${key}"]`);
+    return cell.dataset.v === "" ? -Infinity : Number(cell.dataset.v);
+  }
+
+  function show() {
+    panels.forEach((panel, place) => { panel.hidden = place !== at(); });
+    const panel = panels[at()], state = states[at()], body = panel.querySelector("tbody"), only = target();
+    const many = DATA.targets.length > 1;
+    const key = state.key ?? (only === "" ? "mean" : only);
+    const rows = [...body.rows].sort((a, b) => {
+      const [x, y] = [value(a, key), value(b, key)];
+      return (x < y ? -1 : x > y ? 1 : 0) * (state.up ? 1 : -1);
+    });
+    const words = find.value.trim().toLowerCase();
+    const there = rows.filter((row) => {
+      const decided = row.querySelector(only === "" ? "td.helps, td.hurts" : `td.helps[data-t="${only}"], td.hurts[data-t="${only}"]`);
+      return (!words || row.cells[0].textContent.toLowerCase().includes(words)) && (!onlySure.checked || decided);
+    });
+    const fold = !state.open && !words && !onlySure.checked && there.length > FOLDED;
+    const shown = new Set(fold ? [...there.slice(0, ENDS), ...there.slice(-ENDS)] : there);
+    for (const row of rows) row.hidden = !shown.has(row);
+    body.append(...rows);
+    for (const cell of panel.querySelectorAll("[data-t]")) cell.hidden = only !== "" && cell.dataset.t !== only;
+    for (const cell of panel.querySelectorAll("[data-mean]")) cell.hidden = only !== "";
+    const table = panel.querySelector("table.slices");
+    table.classList.toggle("one", !many || only !== "");
+    for (const head of table.tHead.rows[0].cells) {
+      head.removeAttribute("aria-sort");
+      if (keyOf(head) === key) head.setAttribute("aria-sort", state.up ? "ascending" : "descending");
+    }
+    const more = panel.querySelector(".more");
+    more.parentElement.hidden = there.length <= FOLDED || Boolean(words) || onlySure.checked;
+    more.textContent = fold ? `Show all ${there.length}` : "Show the ends only";
+    $("slices-count").textContent = fold ? `the first and the last ${ENDS} of ${rows.length}` : `${there.length} of ${rows.length}`;
+    drawMap();
+  }
+
+  function keyOf(head) {
+    if (head.dataset.t !== undefined) return head.dataset.t;
+    return head.dataset.mean !== undefined ? "mean" : head.cellIndex ? "rows" : "name";
+  }
+
+  panels.forEach((panel, place) => {
+    for (const head of panel.querySelectorAll("table.slices thead th"))
+      head.firstChild.addEventListener("click", () => {
+        const state = states[place], key = keyOf(head);
+        state.up = head.getAttribute("aria-sort") === "descending" || (key === "name" && head.getAttribute("aria-sort") !== "ascending");
+        state.key = key;
+        show();
+      });
+    panel.querySelector(".more").addEventListener("click", () => { states[place].open = !states[place].open; show(); });
+  });
+  for (const control of [labelPick, targetPick, onlySure]) control?.addEventListener("change", () => {
+    if (control === targetPick) states.forEach((state) => { state.key = null; });
+    show();
+  });
+  find.addEventListener("input", show);
+
+  // --------------------------------------------------------------------------------------------- treemap
+
+  // Areas in proportion to their sizes, as near to squares as rows of them get (Bruls, Huizing, van Wijk).
+  function squares(sizes, x, y, width, height) {
+    const out = [];
+    let start = 0, rest = sizes.reduce((sum, size) => sum + size, 0);
+    while (start < sizes.length) {
+      const along = Math.min(width, height), scale = (width * height) / rest;
+      let stop = start, sum = 0, worst = Infinity;
+      while (stop < sizes.length) {
+        const next = sum + sizes[stop], thick = (next * scale) / along;
+        const worse = Math.max(...[sizes[start], sizes[stop]].map((size) => {
+          const long = (size * scale) / thick;
+          return Math.max(long / thick, thick / long);
+        }));
+        if (worse > worst) break;
+        [worst, sum] = [worse, next];
+        stop += 1;
+      }
+      const thick = (sum * scale) / along;
+      let done = 0;
+      for (; start < stop; start += 1) {
+        const long = (sizes[start] * scale) / thick;
+        out.push(width < height ? [x + done, y, long, thick] : [x, y + done, thick, long]);
+        done += long;
+      }
+      if (width < height) [y, height] = [y + thick, height - thick];
+      else [x, width] = [x + thick, width - thick];
+      rest -= sum;
+    }
+    return out;
+  }
+
+  function drawMap() {
+    const map = $("map");
+    if (!map || !map.clientWidth) return;
+    const t = target(), [first, second] = DATA.labels;
+    const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
+    const worth = DATA.map.map((cell) => (t === "" ? mean(cell.effect) : cell.effect[Number(t)]));
+    const decided = DATA.map.map((cell) => (t === "" ? Math.sign(cell.sign.reduce((sum, x) => sum + x, 0)) : cell.sign[Number(t)]));
+    const most = Math.max(1e-9, ...worth.map(Math.abs));
+    const groups = Map.groupBy ? Map.groupBy(DATA.map.keys(), (cell) => DATA.map[cell].at[0]) : new Map();
+    if (!groups.size) DATA.map.forEach((cell, k) => groups.set(cell.at[0], [...(groups.get(cell.at[0]) ?? []), k]));
+    const size = (cells) => cells.reduce((sum, k) => sum + DATA.map[k].rows, 0);
+    const order = [...groups.keys()].sort((a, b) => size(groups.get(b)) - size(groups.get(a)));
+    const boxes = squares(order.map((a) => size(groups.get(a))), 0, 0, map.clientWidth, map.clientHeight);
+    map.replaceChildren();
+    order.forEach((a, place) => {
+      const [x, y, width, height] = boxes[place], head = height > 44 && width > 50 ? 16 : 0;
+      if (head) map.append(placed(element("div", { className: "group" }, first.slices[a].name), x, y, width, head));
+      const cells = groups.get(a);
+      const inner = squares(cells.map((k) => DATA.map[k].rows), x, y + head, width, height - head);
+      cells.forEach((k, i) => {
+        const cell = DATA.map[k], names = `${first.slices[a].name} / ${second.slices[cell.at[1]].name}`;
+        const says = `${names}: ${signed(worth[k], 2)} a row, ${grouped(cell.rows)} rows${decided[k] ? "" : ", not sure"}`;
+        const [, , w, h] = inner[i];
+        const box = placed(element("button", { type: "button", tabIndex: map.children.length > 1 ? -1 : 0 },
+          w > 54 && h > 18 ? second.slices[cell.at[1]].name : ""), ...inner[i]);
+        box.setAttribute("aria-label", says);
+        if (decided[k] * worth[k] > 0) {
+          const depth = Math.round(12 + 58 * Math.min(1, Math.abs(worth[k]) / most));
+          box.style.background = `color-mix(in srgb, var(--${worth[k] > 0 ? "help" : "hurt"}) ${depth}%, var(--panel))`;
+          if (depth > 42) box.style.color = "var(--panel)";
+        }
+        box.addEventListener("pointerenter", () => { $("map-says").textContent = says; });
+        box.addEventListener("focus", () => { $("map-says").textContent = says; });
+        box.addEventListener("click", () => readRows(cell.at));
+        map.append(box);
+      });
+    });
+  }
+
+  function placed(box, x, y, width, height) {
+    Object.assign(box.style, { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
+    return box;
+  }
+
+  function readRows(places) {
+    document.dispatchEvent(new CustomEvent("slice", { detail: { places, target: target() } }));
+    $("rows").scrollIntoView();
+    $("rows-target").focus({ preventScroll: true });
+  }
+
+  $("map")?.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    const boxes = [...$("map").querySelectorAll("button")], here = boxes.indexOf(document.activeElement);
+    if (!step || here < 0) return;
+    event.preventDefault();
+    boxes[(here + step + boxes.length) % boxes.length].focus();
+  });
+  if ($("map")) new ResizeObserver(() => requestAnimationFrame(drawMap)).observe($("map"));
+  if (targetPick && innerWidth < NARROW) targetPick.value = "0"; // columns of all targets need room
+  show();
+})();
