@@ -23,6 +23,8 @@ from grasp.predict.weights import SliceShares
 from grasp.report import payload
 from grasp.report.findings import MIN_TOKENS, Question, findings
 from grasp.report.page import render
+from grasp.runs.environment import Environment
+from grasp.runs.learning import learn
 from grasp.settings import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
@@ -168,22 +170,26 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 @pytest.mark.parametrize("components", [{}, {"joint.pair": -0.3, "hidden.cent": 0.2, "residual.self": 0.4}])
 def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, components):
-    """Changes of random weights of slices, to rounding."""
-    artifact = ArtifactReader.open(place / "art")
+    """Changes and intervals of random weights of slices, to rounding."""
+    artifact, environment = ArtifactReader.open(place / "art"), Environment.open(place / "env")
     chosen = ScoringProtocol(name="p", side=side, weighting="count", components=components)
-    found = findings(artifact, chosen, Question(by=("topic",)))
+    found = findings(artifact, chosen, Question(by=("topic",), environment=environment))
     slices = found.labels[0].slices
     share_BG = (4 * np.random.default_rng(0).random((5, len(slices.names)))).round(2)
     script = Path(payload.__file__).with_name("templates") / "whatif.js"
-    law = re.split(r"// -{60,}", script.read_text())[1].split("\n", 1)[1]
-    program = f"const model = {json.dumps(payload.payload(found))}.labels[0];\n{law}\n"
-    program += (
-        f"const F = {json.dumps(share_BG.tolist())}; console.log(JSON.stringify(F.map((f) => changes(model, f))));"
-    )
+    law = "".join(part.split("\n", 1)[1] for part in re.split(r"// -{60,}", script.read_text())[1:3])
+    program = f"const DATA = {json.dumps(payload.payload(found))}; const model = DATA.labels[0];\n{law}\n"
+    program += f"const F = {json.dumps(share_BG.tolist())}; console.log(JSON.stringify(F.map((f) => {{"
+    program += "const c = changes(model, f); return [c, learned(model, DATA.taught, f, c)]; })));"
     out = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
+    computed = json.loads(out)
     predictor = Predictor.of(artifact, chosen, sketches=measures(artifact.array_names))
-    change_BT = predictor.change(SliceShares(share_BG, slices.codes_N))
-    np.testing.assert_allclose(json.loads(out), change_BT, atol=1e-9)
+    weights = SliceShares(share_BG, slices.codes_N)
+    np.testing.assert_allclose([line[0] for line in computed], predictor.change(weights), atol=1e-9)
+    nats = learn(predictor, artifact, environment).of(weights)
+    np.testing.assert_allclose([[one[0] for one in line[1]] for line in computed], nats.nats_BT, atol=1e-6)
+    half_BT = nats.high_BT - nats.nats_BT
+    np.testing.assert_allclose([[one[1] for one in line[1]] for line in computed], half_BT, atol=1e-6)
 
 
 def test_everything_that_was_given_is_shown(parsed):

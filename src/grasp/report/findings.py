@@ -129,6 +129,7 @@ class Findings:
     artifact_path: str
     targets: tuple[str, ...]
     unit: str  # of what slices are worth: nats where all targets have runs
+    plain_unit: str  # of what the formulas of the slices give
     scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
     parts: LabelFindings | None  # of the first two labels crossed
@@ -182,6 +183,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         artifact_path=artifact.where,
         targets=targets,
         unit=NATS if covers else predictor.unit,
+        plain_unit=predictor.unit,
         scored_by=predictor.provenance,
         labels=tuple(labels),
         parts=parts,

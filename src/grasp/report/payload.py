@@ -10,6 +10,7 @@ from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
 
 DIGITS = 4  # of what is shown, not of what is computed with
+EXACT = 9  # of what runs taught
 LONGEST_TEXT = 600
 MOST_TIMES = 4.0  # as often as now: the end of a slider
 
@@ -18,7 +19,9 @@ def payload(found: Findings) -> dict[str, Any]:
     """Plain JSON."""
     return {
         "targets": different(found.targets, LONGEST_CELL),
-        "unit": found.unit,
+        "plainUnit": found.plain_unit,
+        "taught": None if isinstance(found.nats, Missing) else _rounded(found.nats.formula()),
+        "title": "" if isinstance(found.nats, Missing) else plain(found.nats.title, 400).partition(": ")[2] + ".",
         "labels": [_label(found, label) for label in found.labels],
         "map": None if found.parts is None else _parts(found, found.parts),
         "rows": _rows(found),
@@ -35,6 +38,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
             for one_name, one in zip(different(slices.names, LONGEST_CELL), slices.slices, strict=True)
         ],
         "order": np.argsort(-label.worth.value_GT.mean(axis=1), kind="stable").tolist(),
+        "terms": None if isinstance(found.nats, Missing) else _rounded(found.nats.terms(slices.indicators())),
         "presets": _presets(found, label),
         "side": formula.side,
         "weighting": formula.weighting,
@@ -125,3 +129,12 @@ def _rows(found: Findings) -> dict[str, Any]:
 
 def _short(values: Any) -> list[float | None]:
     return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values]
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers as short as they can be without a change that anybody sees."""
+    if isinstance(value, float):
+        return float(f"{value:.{EXACT}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value

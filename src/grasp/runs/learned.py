@@ -199,16 +199,19 @@ class Learned:
 
             scale (r(x) - r(w) + d rest),    scale^2 (apart - d' inverse d + noise min(apart / far, 1)).
 
-        What differs between tasks has their axis first, and a single copy where all are alike.
+        What differs between tasks has their axis first, and a single copy where all are alike. `most` is the largest
+        mean of apart over the tasks among the runs: what is farther lies beyond them.
         """
         whole, numbers, curves = self._ruler.measure(corpus), self.numbers, self._curves
         n_slices, (mean_T, inverse_T) = max(whole.share_BG.shape[1], 1), self._ruler.relevance_T
         unit = {name: numbers[name] * curves.units[name] for name in CURVES}
         points = Features.joined([self.runs, whole])
+        apart_nG = self._apart(self.runs, whole)
         return {
             "scale": self.scale_T.tolist(),
             "noise": 2 * numbers["noise"],
-            "far": np.maximum(self._apart(self.runs, whole).mean(axis=0), TINY).tolist(),
+            "far": np.maximum(apart_nG.mean(axis=0), TINY).tolist(),
+            "most": max(float(apart_nG.mean(axis=1).max()), TINY),
             "c": curves.c,
             "spread": curves.spread,
             "lengths": [curves.lengths[0], curves.lengths[1] * float(np.sqrt(n_slices))],
