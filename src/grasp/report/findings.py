@@ -166,11 +166,11 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
     predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(table.column(name, "--by"), tokens_N) for name in names]
     nats = _nats(predictor, artifact, question)
-    covers = isinstance(nats, Expected) and set(nats.columns) == set(targets)
-    labels = [_label(artifact, predictor, one, nats if covers else None) for one in columns]
+    covering = nats if isinstance(nats, Expected) and set(nats.columns) == set(targets) else None
+    labels = [_label(artifact, predictor, one, covering) for one in columns]
     parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
     long_N = tokens_N >= (MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0)
-    rows = held_rows(artifact, predictor, columns, parts and parts.slices, long_N)
+    rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
     trends = label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS
     suspects = NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names)
     no_labels = [] if labels else [NO_LABELS]
@@ -182,7 +182,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         question=question,
         artifact_path=artifact.where,
         targets=targets,
-        unit=NATS if covers else predictor.unit,
+        unit=NATS if covering else predictor.unit,
         plain_unit=predictor.unit,
         scored_by=predictor.provenance,
         labels=tuple(labels),
