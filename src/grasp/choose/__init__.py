@@ -1,5 +1,5 @@
-"""From predictions to decisions: rows under a budget, mixtures of slices, and the corpus to train on.
+"""What to train on: the best rows under a budget, the best shares of a label's values, and the corpus that comes of it.
 
-In: a scorer bound to targets, and limits. Out: a selection or a mixture, and files of it. Read `select` first.
+In: a predictor for the targets, and limits. Out: a selection or a mixture, and files of it. Read `select` first.
 `datatrove_step` is the one module that needs an extra.
 """

@@ -1,4 +1,4 @@
-"""The main road: rows are worth what they are worth, so the best come first, until the budget is used up.
+"""The choice without geometry: a row is worth the same whatever else is kept, so the best come first.
 
 Shape letters: N rows, G values of the label, P rows of the pool.
 """
@@ -18,7 +18,7 @@ def best_rows(worth_N: F64, limits: Limits) -> I64:
 
 
 def within(order_P: I64, limits: Limits) -> I64:
-    """Of the rows that may be taken, in the order of their worth, those that the limits allow.
+    """Go down the rows in the order of their worth and keep those that the limits allow.
 
     In rows the choice has the largest worth of all that the limits allow. In tokens a row that does not fit any more is
     passed over, until none fits.

@@ -1,4 +1,4 @@
-"""What no selection of as many rows can exceed, for protocols with geometry.
+"""How far from the best possible is a selection? An upper bound, for protocols with geometry.
 
 Where every geometry is a penalty, the relaxation of V to weights between 0 and 1 is concave, so its tangent at any
 point x bounds V of every subset of as many rows that keeps the floors and caps:
@@ -59,7 +59,7 @@ def is_aligned(objective: Objective, limits: Limits) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A point of the relaxation by all that V depends on."""
+    """A set of rows with weights between 0 and 1, by the sums that V depends on."""
 
     linear: float
     sketch_D: F64

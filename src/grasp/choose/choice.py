@@ -1,4 +1,4 @@
-"""What `select` and `mix` share: targets with weights, bound to a protocol, and an answer that can be saved.
+"""What `select` and `mix` share: the question (targets and their weights) and an answer that can be saved.
 
 Shape letters: N rows, T targets, B subsets.
 """
@@ -89,7 +89,7 @@ class Choice(Result):
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """Targets and weights, bound to a protocol: what rows, and sets of rows, are worth to them."""
+    """What is aimed at: targets and their weights. Says what a row, or a set of rows, is worth to them."""
 
     artifact: ArtifactReader
     predictor: Predictor

@@ -1,4 +1,4 @@
-"""What a selection is worth at other budgets: its first rows, row by row and all together.
+"""What would another budget have brought? The first rows of a selection, row by row and all together.
 
 Shape letters: N rows, B prefixes.
 """

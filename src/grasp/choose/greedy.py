@@ -50,7 +50,12 @@ class Picks:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Candidates in memory; sentinels are watched and not taken."""
+    """The rows that a round chooses from, held in memory.
+
+    The last of them are sentinels: rows from the ranks below the pool, whose gains are kept up to date and which are
+    never taken. They stand for all rows outside. Once a sentinel is worth more than the best candidate, so may be a row
+    that was not read, and the round ends.
+    """
 
     row_P: I64
     base_P: F64  # gain of the row on its own
@@ -64,7 +69,7 @@ class _Pool:
 
 
 class _Greedy:
-    """State of one selection."""
+    """A selection while it is made: what was taken, what is left of the limits, and the gains of the other rows."""
 
     def __init__(self, objective: Objective, limits: Limits, progress: Progress | None) -> None:
         self.objective = objective
@@ -87,7 +92,7 @@ class _Greedy:
     # ------------------------------------------------------------------------------------------- choosing
 
     def search(self) -> None:
-        """Row by row over all rows at once."""
+        """The plain way, for a small corpus: before each pick the gain of every row is exact."""
         while self.alive_N.any():
             rows = np.flatnonzero(self.alive_N)
             self.rounds += 1
@@ -96,7 +101,7 @@ class _Greedy:
             self._revive()
 
     def by_rounds(self) -> None:
-        """Blocks of rows out of pools."""
+        """The way for a large corpus: a block of rows at a time, out of a pool of the few thousand best."""
         gains = _Gains(self)
         block = max(1, -(-self._expected_rows() // ROUNDS))
         size = max(INNER_ROWS, POOL_BLOCKS * block)
@@ -209,7 +214,10 @@ class _Greedy:
 
 
 class _Gains:
-    """Gains of all rows, each as of some round, and how far they can have moved since."""
+    """An upper bound for the gain of every row, so that most rows need not be read again in a round.
+
+    A gain was exact when it was computed. Since then it can have risen by a known amount at most (see the module).
+    """
 
     def __init__(self, state: _Greedy) -> None:
         self._state = state
@@ -223,7 +231,7 @@ class _Gains:
         self._vectors: list[F64] = [state.vector_D.copy()]  # by round
 
     def moved(self) -> None:
-        """Rows were taken: the sum has moved."""
+        """Rows were taken, so all gains are out of date: note by how much they can have risen."""
         self._vectors.append(self._state.vector_D.copy())
 
     def best(self, count: int) -> tuple[I64, I64]:

@@ -1,4 +1,4 @@
-"""A predictor with geometry as a quadratic function of the rows that are kept: what greedy selection maximises.
+"""What greedy selection maximises: the prediction for a protocol with geometry, as a quadratic function of the rows.
 
 For subsets S of one size every component is linear in the kept rows but for ||s||^2 of the sketch sums s, so
 

@@ -17,7 +17,7 @@ CHOSEN_ROWS = 65_536  # that are read at once
 
 @dataclass(frozen=True, slots=True)
 class SketchRows:
-    """The sketches that an objective bends over, by half."""
+    """The sketches that geometry is taken of, by half: hidden, residual, product."""
 
     halves: Mapping[str, Sketch]
 

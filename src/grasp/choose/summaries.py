@@ -1,4 +1,4 @@
-"""What `grasp select` and `grasp mix` leave beside their results, read back and checked."""
+"""Reads what `grasp select` and `grasp mix` left beside their results, for the report; checks whose corpus it is of."""
 
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -13,7 +13,7 @@ from grasp.text import parse_json
 
 
 class Summary(BaseModel):
-    """Base of what is read: fields that are not shown may be there."""
+    """A part of a summary. Fields that the report does not show are passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

@@ -1,4 +1,4 @@
-"""Artifact + subsets -> predicted change of utility: the one predictor, which everything else calls.
+"""What changes for a target if rows are dropped, kept or re-weighted? The one predictor, which everything else calls.
 
 In: rows with arrays (`row_arrays`), subsets with weights (`weights`, `blocks`, `families`, `subset_tables`, label
 expressions in `slices`) and a protocol (`protocol`). Out: the change against the whole corpus for every subset and

@@ -1,4 +1,6 @@
-"""A block of subsets as a sparse matrix of weights. Shape letters: B subsets, N rows of the corpus."""
+"""Many subsets at once, as one matrix of weights: a subset a line, a row of the corpus a column.
+
+Shape letters: B subsets, N rows of the corpus."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +85,7 @@ class MissingRows:
 
 @dataclass(frozen=True, slots=True)
 class _MaskedRows:
-    """One subset as bits, as PackedMasks has them."""
+    """One subset as bits, one a row: an eighth of a byte where an index would be eight."""
 
     subset_id: str
     bits_N: NDArray[np.uint8]

@@ -1,4 +1,6 @@
-"""Families of subsets, drawn lazily: subset b depends on (seed, purpose, b) alone, never on its block.
+"""Ways to draw subsets at random, e.g. random halves, or random shares of every topic.
+
+They are drawn when they are needed: subset b depends on (seed, purpose, b) alone, never on how many are drawn at once.
 
 `uniform:F`     a fraction F of the rows, every such set equally likely; its size is round(F N), at least 1.
 `bernoulli:Q`   each row is RETAINED independently with probability Q. (In eq:ratio-scaling q is the
@@ -126,7 +128,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Rows by value. Shape letters: G values, N rows."""
+    """The rows of each value of a label, to draw from. Shape letters: G values, N rows."""
 
     counts_G: NDArray[np.int64]
     rows_N: NDArray[np.int64]  # those of the first value, then those of the second, ...

@@ -52,7 +52,7 @@ class QuadraticWeights:
         return self.raw + self.cent
 
     def plus(self, kind: str, weight: float) -> "QuadraticWeights":
-        """With the weight of one more component."""
+        """These weights, and those of one more component added to them."""
         raw, own, cent = {"raw": (1, 0, 0), "self": (0, 1, 0), "pair": (1, -1, 0), "cent": (0, 0, 1)}[kind]
         return QuadraticWeights(self.raw + raw * weight, self.own + own * weight, self.cent + cent * weight)
 
@@ -67,7 +67,7 @@ class SubsetMass:
 
     @classmethod
     def of(cls, weights: Weights) -> Self:
-        """Masses of a block of subsets."""
+        """The sums of weights of each subset of a block."""
         return cls(*weight_sums(weights), weights.shape[1])
 
     @classmethod

@@ -71,7 +71,7 @@ class CalibrationFamily:
 
 @dataclass(frozen=True, slots=True)
 class GeometryTerms:
-    """sum_c omega_c z(K_c), bound to an artifact."""
+    """What the geometry of a protocol adds to the prediction of a subset: sum_c omega_c z(K_c), for one artifact."""
 
     protocol: ScoringProtocol
     sketches: Mapping[str, Sketch]
@@ -93,7 +93,7 @@ class GeometryTerms:
         return _geometry(self.protocol, self.sketches, sums, mass)
 
     def z(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
-        """z(K_c), (B,)."""
+        """A component on the scale of the family: standard deviations above its mean, (B,)."""
         return {name: self.moments[name].z(value_B) for name, value_B in self.values(sums, mass).items()}
 
     def parts(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:

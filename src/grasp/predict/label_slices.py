@@ -60,7 +60,7 @@ class LabelSlices:
 
     @property
     def column(self) -> LabelColumn:
-        """The label with a value a slice."""
+        """The label of every row, with the values that share a slice merged into one."""
         return LabelColumn(self.label, self.names, self.codes_N)
 
     def indicators(self) -> csr_array:

@@ -1,4 +1,4 @@
-"""One label column, factorised: a short list of values and a code per row."""
+"""A label column in little memory: the list of its values, and for each row the position of its value in it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ class LabelColumn:
 
     @classmethod
     def of(cls, labels: Sequence[Label], name: str = "label") -> "LabelColumn":
-        """Factorise a plain sequence of labels."""
+        """From a plain sequence of labels."""
         code_of: dict[Label, int] = {}
         codes_N = np.fromiter((code_of.setdefault(label, len(code_of)) for label in labels), np.int32, len(labels))
         return cls(name, tuple(code_of), codes_N)
 
     @classmethod
     def of_batches(cls, name: str, batches: Iterable[pa.Array]) -> "LabelColumn":
-        """Factorise a column of a table that arrives in batches."""
+        """From a column of a table that arrives in batches."""
         code_of: dict[Label, int] = {}
         parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
         for batch in batches:

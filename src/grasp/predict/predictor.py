@@ -36,7 +36,7 @@ EFFECT_SIZE = "effect size"
 
 @dataclass(frozen=True, slots=True)
 class SubsetSums:
-    """Sums over the retained rows of B subsets with raw weights: all that a prediction depends on."""
+    """All that a prediction of a subset depends on: sums over the rows that it keeps, with their raw weights."""
 
     mass: SubsetMass
     square_B: F64  # sum of w_i^2
@@ -65,7 +65,7 @@ class SubsetSums:
         )
 
     def cumulated(self) -> "SubsetSums":
-        """Of the first, of the first two, ... of disjoint subsets with weights 1."""
+        """Sums of the first subset, of the first two together, and so on; they share no row, weights are 1."""
         kept_B, n_rows = np.cumsum(self.mass.retained_B), self.mass.n_rows
         sketch = {
             half: SketchSums(np.cumsum(part.total_BD, axis=0), np.cumsum(part.norm_B), np.cumsum(part.square_norm_B))
@@ -77,7 +77,7 @@ class SubsetSums:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Tasks or units: what is added up over rows, C columns."""
+    """What is added up over rows, a column each: the tasks, or the units."""
 
     effects: RowSums  # of every row, mean 0 and standard deviation 1 over the rows of the artifact
     spread: ComponentMoments  # what both were before

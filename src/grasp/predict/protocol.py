@@ -1,4 +1,4 @@
-"""A frozen choice of side, weighting, kernels and component weights, as a small file with its provenance."""
+"""The rule that adds relevance up to a prediction, as a small file that also says where it comes from."""
 
 import math
 import re
@@ -54,7 +54,7 @@ class Calibration(Settings):
 
 
 class Requirements(Settings):
-    """Feature settings that the protocol relies on; what is left out may be anything."""
+    """How an artifact must have been built for the protocol to be used on it; what is left out may be anything."""
 
     pooling: Positions | None = Field(None, description="Positions averaged by `pooled`.")
     token_positions: Positions | None = Field(None, description="Row positions used by `token` and others.")
@@ -121,7 +121,7 @@ class ScoringProtocol(Settings):
 
     @property
     def provenance(self) -> str:
-        """Where the choice comes from, in words."""
+        """Who chose the protocol, in words: on how many development results, or that it is somebody's own."""
         if self.selected_on:
             return f"selected on {', '.join(self.selected_on)}"
         return NOT_SELECTED_OTHER if self.components else NOT_SELECTED

@@ -33,7 +33,7 @@ PRINTED = 100
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RankedRows(Result):
-    """Rows in order, with their labels and the beginning of their text."""
+    """The answer of `score`: rows in order, with their labels and the beginning of their text."""
 
     by: str = "effect"  # what they are ordered by
     shown: tuple[str, ...] = ()  # columns that are printed, in this order

@@ -1,4 +1,4 @@
-"""Relevance of every row to every target: kernels counted, standardised and added, once.
+"""How useful is every row for every target? Kernels are counted, put on one scale and added up, once.
 
 For a kernel m and a row i, a task's a_im is the mean over its units of the counted relevance (`mean_relevance`), or of
 each unit's divided by its own spread first (`mean_of_standardised`).
@@ -22,7 +22,7 @@ Floats = TypeVar("Floats", bound=np.floating[Any])
 
 
 def counted(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
-    """Relevance, with what is negative multiplied by `negative`, between 0 and 1.
+    """Let negative relevance count less: it is multiplied by `negative`, between 0 and 1, since it predicts little.
 
     Source: ours; a sum over rows of eq:grasp-score counts both alike, which is negative = 1.
     """
@@ -61,13 +61,13 @@ class UnitSelection:
         return np.asarray(sums_nT / self.counts_T)
 
     def of_task(self, values_T: F64) -> F64:
-        """(E,) the value of each unit's task."""
+        """From a value for each task to a value for each unit, (E,): that of its task."""
         return np.repeat(values_T, self.counts_T)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel as a protocol counts it, a column a task or a unit."""
+    """The relevance of one kernel, ready to be added up: a column for each task, or for each unit."""
 
     rows: RowMoments  # over the corpus
     held: RowSums

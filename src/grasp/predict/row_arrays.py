@@ -16,7 +16,7 @@ Blocks = Iterator[tuple[int, F32]]
 
 
 class RowArrays(Protocol):
-    """The reading side of an artifact."""
+    """What prediction needs of an artifact; anything with these methods can be predicted from."""
 
     @property
     def n_rows(self) -> int: ...

@@ -1,4 +1,7 @@
-"""Sketches of the rows, ready to be summed over subsets. Shape letters: B subsets, N rows, D sketch width."""
+"""Sketches (64 numbers that stand for a row) ready to be summed over subsets.
+
+Shape letters: B subsets, N rows, D sketch width.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence

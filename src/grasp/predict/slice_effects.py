@@ -27,7 +27,7 @@ SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
 
 @dataclass(frozen=True, slots=True)
 class SliceEffects:
-    """Slices of one label: (G, T) each but for redundancy."""
+    """What every slice of one label is worth: (G, T) each, but for redundancy, which has no target."""
 
     sums: SubsetSums  # of the slices
     effect_GT: F64  # mean over the rows of the slice; helps or hurts: above or below the corpus average
@@ -37,7 +37,7 @@ class SliceEffects:
 
 
 def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
-    """Drop and double every slice; linear in the slices."""
+    """What dropping, and doubling, each slice changes; the cost is linear in the slices."""
     sums, corpus = predictor.sums(slices.indicators()), predictor.whole()
     rows_G = sums.mass.retained_B
     dropped_GT = predictor.change_of(sums.from_whole(corpus, DROPPED))

@@ -31,7 +31,7 @@ from grasp.predict.row_arrays import F64
 
 @dataclass(frozen=True, slots=True)
 class SliceFormula:
-    """Coefficients of the formula above."""
+    """The numbers of the formula in the module's docstring: a page needs no others."""
 
     side: Side
     weighting: Weighting

@@ -1,9 +1,12 @@
-"""Mean and standard deviation of every component over a calibration family.
+"""Mean and standard deviation of every component over a calibration family: they bring components to one scale.
 
-Sampled moments are accumulated block by block. For uniform and Bernoulli families the moments of every component are
-known in closed form, for either weighting. Given its size m, a subset is a uniform draw of m rows without replacement:
-A and K_self are g(m) times the mean of a fixed number per row over the drawn rows, and K_raw, K_pair and K_cent are
-sums over pairs of drawn rows, whose variance takes the chances that two, three and four given rows are drawn.
+Most families are drawn, and their moments added up block by block. Uniform and Bernoulli families need no draw: their
+moments are known in closed form, for either weighting.
+
+The closed form: given its size m, a subset is a uniform draw of m rows without replacement. A and K_self are g(m) times
+the mean, over the drawn rows, of a number that each row has. K_raw, K_pair and K_cent are sums over pairs of drawn rows,
+so their variance takes the chances that two, three and four given rows are drawn.
+
 Shape letters: B subsets, E units (or targets), N rows, n rows of a block, D sketch width, M sizes.
 """
 
@@ -50,7 +53,7 @@ class ComponentMoments:
 
 @dataclass(frozen=True, slots=True)
 class RowMoments:
-    """Sums over rows (or subsets) of numbers x_ie that each of them has: enough for the closed forms."""
+    """Count, sum and squares of the numbers of each row (or subset): all that the closed forms need to know of them."""
 
     n_rows: int
     mean_E: F64

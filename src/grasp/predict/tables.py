@@ -24,7 +24,7 @@ from grasp.results import write_table
 
 @dataclass(frozen=True, slots=True)
 class PredictionTable:
-    """Predictions as Arrow tables, one a block of subsets, made while they are read: iterate once."""
+    """Predictions of any number of subsets in bounded memory: tables made while they are read, so iterate once."""
 
     schema: pa.Schema
     tables: Iterator[pa.Table]

@@ -1,4 +1,4 @@
-"""Weights of B subsets over N rows in the form that is smallest for their shape.
+"""How much each row counts in each subset, in the form that takes least memory:
 
     csr_array      few rows of each: 12 bytes an entry
     OmittedRows    nearly all rows of each: entries for what is missing
@@ -24,7 +24,7 @@ _ONES_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).s
 
 @dataclass(frozen=True, slots=True)
 class OmittedRows:
-    """Weights 1 - o_i: the whole corpus but for the entries of `omitted_BN`."""
+    """Subsets named by what they leave out: every row has the weight 1, less its entry in `omitted_BN`."""
 
     omitted_BN: csr_array
 
