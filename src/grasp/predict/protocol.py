@@ -121,7 +121,7 @@ class ScoringProtocol(Settings):
 
     @property
     def provenance(self) -> str:
-        """Who chose the protocol, in words: on how many development results, or that it is somebody's own."""
+        """How the protocol was chosen, in words: the development results it was selected on, or that it was not."""
         if self.selected_on:
             return f"selected on {', '.join(self.selected_on)}"
         return NOT_SELECTED_OTHER if self.components else NOT_SELECTED

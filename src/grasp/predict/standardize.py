@@ -4,8 +4,8 @@ Most families are drawn, and their moments added up block by block. Uniform and 
 moments are known in closed form, for either weighting.
 
 The closed form: given its size m, a subset is a uniform draw of m rows without replacement. A and K_self are g(m) times
-the mean, over the drawn rows, of a number that each row has. K_raw, K_pair and K_cent are sums over pairs of drawn rows,
-so their variance takes the chances that two, three and four given rows are drawn.
+the mean, over the drawn rows, of a number that each row has. K_raw, K_pair and K_cent are sums over pairs of drawn
+rows, so their variance takes the chances that two, three and four given rows are drawn.
 
 Shape letters: B subsets, E units (or targets), N rows, n rows of a block, D sketch width, M sizes.
 """
