@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
     from grasp.audit.detect import detect as _detect
     from grasp.audit.diagnose import diagnose as _diagnose
+    from grasp.audit.explain import explain as _explain
     from grasp.audit.retrieval import retrieve as _retrieve
     from grasp.choose.mixture import mix as _mix
     from grasp.choose.select import select as _select
@@ -216,6 +217,7 @@ class Artifact:
     # ------------------------------ what to take, what should not be there, how far to trust it, all on one page
 
     if TYPE_CHECKING:
+        explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
         detect = _typed(_detect)
@@ -223,6 +225,7 @@ class Artifact:
         diagnose = _typed(_diagnose)
         report = _typed(_report)
     else:
+        explain = _Verb("grasp.audit.explain")
         select = _Verb("grasp.choose.select")
         mix = _Verb("grasp.choose.mixture")
         detect = _Verb("grasp.audit.detect")

@@ -77,6 +77,17 @@ SURFACE = {
         "--set",
         "--seed",
     ],
+    "explain": [
+        "ART",
+        "--target",
+        "--row",
+        "--unit",
+        "--out",
+        "--json",
+        "--match",
+        "--protocol",
+        "--set",
+    ],
     "evaluate": [
         "ART",
         "--environment",

@@ -69,7 +69,10 @@ def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> 
     name = origin.settings.model.path
     cached = REPOSITORY.fullmatch(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)
     if not (Path(name).exists() or cached):
-        raise ModelError(f"model.path: {name}: not on this disk, seen from here; {HOW_TO_KEEP}")
+        raise ModelError(
+            f"model.path: {name}: not on this disk, seen from here; restore what the artifact was built from, or say "
+            "where the model is now with --set model.path=DIR"
+        )
     _ = origin.model
     return origin
 

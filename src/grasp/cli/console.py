@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rich.console import Console
+
 from grasp.text import WIDTH, plain, printable, text_table
 
 if TYPE_CHECKING:
@@ -25,8 +27,18 @@ class PlainStream:
             raise TypeError(f"got {type(text).__name__}, expected text")  # as text streams do; libraries ask by trying
         return self._stream.write(printable(text))
 
+    def styled(self, text: str) -> int:
+        """Write text whose control characters are our own: what is untrusted in it was made printable before."""
+        return self._stream.write(text)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def in_colour() -> bool:
+    """Whether standard output is a terminal with colours, and NO_COLOR is not set."""
+    console = Console()
+    return console.color_system is not None and not console.no_color
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:

@@ -34,7 +34,7 @@ def diagnose(
         [],
         "--set",
         metavar="NAME=VALUE",
-        help="Code of the artifact that may be run; repeatable.",
+        help="Where the model is now (model.path=DIR), or code of it that may be run; repeatable.",
         rich_help_panel=MORE,
     ),
     seed: int = typer.Option(0, "--seed", min=0, metavar="N", help="Seed of the draw of rows.", rich_help_panel=MORE),

@@ -11,13 +11,14 @@ from grasp.artifact.extension import ArtifactExtension
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.extract.finish import PooledKernel
-from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
+from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard
 from grasp.extract.inputs import Inputs, identity, prepare, unit_table
 from grasp.extract.local import announce, column_sums, relevance_specs
 from grasp.extract.moments import unspool_moments, unspool_position_moments
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import Origin
-from grasp.settings import TargetSettings
+from grasp.models.reference import Reference
+from grasp.settings import FeatureSettings, TargetSettings
 
 Source = Literal["kept features", "pass", "there already"]
 
@@ -44,7 +45,7 @@ def add_target(
         settings = origin.settings.model_copy(update={"targets": targets})
         inputs = prepare(settings, origin.model, out / "tokens", progress)
         origin.prove(corpus=inputs.store.fingerprint)
-        token, pooled = kernels(artifact, inputs)
+        token, pooled = kernels(artifact, inputs.units, inputs.settings.features, inputs.model)
         with ArtifactExtension.open(
             out,
             identity=identity(inputs),
@@ -62,14 +63,15 @@ def add_target(
         return "kept features" if kept else "pass"
 
 
-def kernels(artifact: ArtifactReader, inputs: Inputs) -> tuple[TokenKernel | None, PooledKernel]:
-    """The artifact's own moments, folded into the new units; the product sketch is there already."""
-    features = inputs.settings.features.model_copy(update={"product_width": 0})
+def kernels(
+    artifact: ArtifactReader, units: UnitFeatures, features: FeatureSettings, model: Reference
+) -> tuple[TokenKernel | None, PooledKernel]:
+    """The artifact's own moments, folded into units; the product sketch is there already."""
+    features = features.model_copy(update={"product_width": 0})
     token = None
     if features.token:
-        moments = unspool_position_moments(artifact.moments)
-        token = TokenKernel.prepare(inputs.units, moments, features, inputs.model)
-    return token, PooledKernel.prepare(inputs.units.pooled, unspool_moments(artifact.moments, "pooled."), features)
+        token = TokenKernel.prepare(units, unspool_position_moments(artifact.moments), features, model)
+    return token, PooledKernel.prepare(units.pooled, unspool_moments(artifact.moments, "pooled."), features)
 
 
 def write_columns(

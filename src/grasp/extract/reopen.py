@@ -23,7 +23,8 @@ class Origin:
     """The inputs of an artifact's build; each is read when it is asked for.
 
     Attributes:
-        own: settings that the user gave: code that an artifact names is run only if they name it as well.
+        own: settings that the user gave: code that an artifact names is run only if they name it as well, and
+            `model.path` says where the model is now.
     Raises:
         ArtifactError: what is asked for is not there, or not what the artifact was built from.
         ModelError: the model, or its tokenizer, cannot be loaded.
@@ -38,7 +39,10 @@ class Origin:
         """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
         manifest = self.artifact.manifest
         settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"), self.own)
-        model = settings.model.model_copy(update={"dtype": manifest.made_by["dtype"], "check": False})
+        path = leaf(self.own or {}, "model.path") or settings.model.path
+        model = settings.model.model_copy(
+            update={"path": str(path), "dtype": manifest.made_by["dtype"], "check": False}
+        )
         return settings.model_copy(update={"model": model})
 
     @property

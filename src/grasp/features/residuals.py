@@ -32,8 +32,8 @@ class SparseResidual:
         """The true next token at each position, int64."""
         return self.index_PK[:, -1]
 
-    def at(self, chosen_P: Tensor) -> "SparseResidual":
-        """Those at some of the positions, by mask or index."""
+    def at(self, chosen_P: Tensor | slice) -> "SparseResidual":
+        """Those at some of the positions, by mask, index or slice."""
         return SparseResidual(self.index_PK[chosen_P], self.value_PK[chosen_P], self.loss_P[chosen_P])
 
 

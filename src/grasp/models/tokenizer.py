@@ -15,6 +15,7 @@ from grasp.models.chat import written_out
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
+LONGEST_CHARACTER = 4  # tokens, where each is a byte
 
 
 class HfTokenizer:
@@ -67,6 +68,24 @@ class HfTokenizer:
             list(rows), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return texts
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text; joined they are the text, special tokens included.
+
+        A character that takes several tokens stands at the last of them, and the others are empty.
+        """
+        found, begin, told = [], 0, 0  # the text of ids[begin:told] is told: a decoder treats the first token otherwise
+        for stop in range(1, len(ids) + 1):
+            before, now = (self._text(ids[begin:end]) for end in (told, stop))
+            whole = not now.endswith("\ufffd") or stop - told >= LONGEST_CHARACTER or stop == len(ids)
+            found.append(now[len(before) :] if whole else "")
+            if whole:
+                begin, told = told, stop
+        return found
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     def chat(self, conversation: Conversation, *, last_only: bool = False) -> tuple[str, list[Span]]:
         """See `grasp.models.chat.written_out`."""

@@ -21,7 +21,7 @@ from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.relevance import UnitSelection
-from grasp.predict.row_arrays import F32, RowArrays, only_target, row_tokens
+from grasp.predict.row_arrays import RowArrays, only_target, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.results import Result, write_table
 
@@ -101,8 +101,9 @@ def score(
         by, values_N = method(target)
         said = f"{by}: score of the method, in its own unit"
     else:
-        by, (values_N, scored_by) = "effect", effects(artifact, target, protocol, match, unit)
-        said = f"effect: relevance in standard deviations over the rows, 0 = the corpus average; {scored_by}"
+        predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
+        by, values_N = "effect", predictor.effect_NT[:, 0]
+        said = f"effect: relevance in standard deviations over the rows, 0 = the corpus average; {predictor.scored_by}"
     order = ranked(values_N, among_N=among_N)
     count = (0 if bottom else len(order)) if top is None else top
     chosen = np.concatenate([order[:count], ranked(-values_N, among_N=among_N)[:bottom]])
@@ -114,7 +115,7 @@ def score(
         _write(artifact, values_N, chosen, out, by)
     return RankedRows(
         _rows(artifact, chosen if out is None else chosen[:0], values_N, by),
-        f"{asked} of {len(order):,} rows for {target}, by {by}",
+        f"{asked} of {len(order):,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
         (said,),
         by=by,
         shown=(by, "row_id", *shown, "snippet"),
@@ -122,22 +123,27 @@ def score(
     )
 
 
-def effects(
+def additive_predictor(
     artifact: RowArrays,
     target: str,
+    *,
     protocol: ScoringProtocol | Path | str | None = None,
     match: str | None = None,
     unit: str | None = None,
-) -> tuple[F32, str]:
-    """What `select` orders rows by, (N,), and the protocol in words."""
+) -> Predictor:
+    """What `select` orders rows by: `effect_NT` has one column.
+
+    Args:
+        match: one kernel in the place of the protocol's.
+        unit: one unit in the place of all those of the target.
+    """
     chosen = as_protocol(protocol)
     if match is not None:
         chosen = ScoringProtocol.model_validate(
             chosen.model_dump() | {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
         )
     additive = chosen.model_copy(update={"components": {}})
-    predictor = Predictor.of(artifact, additive, [target], units=_one_unit(artifact, target, unit))
-    return predictor.effect_NT[:, 0], predictor.scored_by
+    return Predictor.of(artifact, additive, [target], units=_one_unit(artifact, target, unit))
 
 
 def ranked(values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:

@@ -1,0 +1,304 @@
+"""Why does a row count for a target? Its effect, taken apart into what each of its tokens adds.
+
+A row's effect is sum_m share_m (a_im - mean a_m) over the protocol's kernels m, and a_im a mean over positions of the
+row and of the units. So every position of the row, and every position of a unit, has a part in it, and the parts add
+up. They are computed anew from the model, for one row at a time.
+Shape letters: L tokens of a row, E units, C columns (E, or positions of one unit).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import RELEVANCE, ArtifactReader
+from grasp.audit.explanation import Explanation, words
+from grasp.audit.sample import reopened
+from grasp.corpus.store import RowStore
+from grasp.errors import ArtifactError, SettingsError
+from grasp.extract.by_position import RowFeatures, relevance_by_position, unit_by_position
+from grasp.extract.extend import kernels
+from grasp.extract.finish import PooledKernel
+from grasp.extract.forward import TokenKernel, forward_units
+from grasp.extract.reopen import Origin
+from grasp.models.causal_lm import ReferenceModel
+from grasp.predict.predictor import Predictor, kernel_weights
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.ranking import additive_predictor
+from grasp.predict.row_arrays import only_target
+from grasp.targets import Unit, UnitSet, UnitTokens
+
+F64 = NDArray[np.float64]
+
+UNIT = ("unit_id", "target", "prompt", "completion")
+KEPT_PAIRS = 100
+ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
+POOLED = "pooled: its summaries are damped as a whole; a word counts by its share in the residual match"
+
+
+def explain(
+    artifact: ArtifactReader,
+    target: str | None,
+    row: str,
+    *,
+    unit: str | None = None,
+    match: str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """What every token of a row adds to its effect on a target: the mean over its units, or one of them.
+
+    The model is run again on the row and on the units. To explain many rows make one `Explainer`.
+
+    Args:
+        target: None: the only one.
+        row: row_id.
+        unit: unit_id: one unit of the target; the result then has the answer's tokens, and pairs.
+        match: one kernel in the place of the protocol's.
+        protocol: None: the one that ships.
+        own: settings of the user: code that the artifact was built with is run only if they name it as well.
+    Raises:
+        SettingsError: no such row.
+        ProtocolError: no such target, unit or kernel.
+        ArtifactError: rows are images, or were not kept, or model or corpus are not those of the build.
+        ModelError: the model is not where it was.
+    """
+    return Explainer(artifact, own).explain(target, row, unit=unit, match=match, protocol=protocol)
+
+
+class Explainer:
+    """Model and rows of an artifact, opened once, when the first row is explained."""
+
+    def __init__(self, artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> None:
+        self.artifact = artifact
+        self._own = own
+        self._asked: tuple[Any, _Question] | None = None
+
+    @cached_property
+    def _origin(self) -> Origin:
+        origin = Origin(self.artifact, self._own)
+        if origin.has_images:
+            raise ArtifactError(
+                f"{self.artifact.where}: its rows are images, which have no tokens to shade; "
+                "`grasp score --unit ID` ranks images for one trusted image"
+            )
+        return reopened(self.artifact, self._own)
+
+    def explain(
+        self,
+        target: str | None,
+        row: str,
+        *,
+        unit: str | None = None,
+        match: str | None = None,
+        protocol: ScoringProtocol | Path | str | None = None,
+    ) -> Explanation:
+        """See `explain`."""
+        artifact = self.artifact
+        target = only_target(artifact, target)
+        if match is not None:
+            artifact.relevance_name(match)  # or it says what there is
+        index = row_index(artifact, row)
+        asked = target, unit, match, protocol
+        if self._asked is None or self._asked[0] != asked:
+            predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
+            self._asked = asked, _Question.of(self._origin, predictor, by_position=unit is not None)
+        return self._asked[1].explanation(index, row)
+
+
+def row_index(artifact: ArtifactReader, row: str) -> int:
+    """Where a row stands.
+
+    Raises:
+        SettingsError: there is none of this row_id.
+    """
+    start, some = 0, []
+    for batch in artifact.row_batches(["row_id"]):
+        names = batch.column(0)
+        place = pc.index(names, pa.scalar(row, names.type)).as_py()
+        if place >= 0:
+            return start + int(place)
+        some = some or names[:3].to_pylist()
+        start += batch.num_rows
+    raise SettingsError(f"row: got {row!r}, which {artifact.where} does not have; a row_id is e.g. {', '.join(some)}")
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One target, or one unit of it, with the kernels made ready for it."""
+
+    origin: Origin
+    predictor: Predictor
+    units: pa.Table
+    unit_tokens: list[UnitTokens]
+    token: TokenKernel | None
+    pooled: PooledKernel
+    by_position: bool  # the columns of the kernels are the positions of the one unit
+
+    @classmethod
+    def of(cls, origin: Origin, predictor: Predictor, *, by_position: bool) -> "_Question":
+        settings, model = origin.settings, _language_model(origin)
+        units = origin.artifact.units.take(pa.array(predictor.units.columns_E))
+        tokens = unit_tokens(units, model, settings.targets.max_length)
+        features = forward_units(model, tokens, units["unit_id"].to_pylist(), settings.features)
+        if by_position:
+            features = unit_by_position(features, settings.features, model.vocab_size)
+        prepared = kernels(origin.artifact, features, settings.features, model)
+        return cls(origin, predictor, units, tokens, *prepared, by_position)
+
+    def explanation(self, index: int, row: str) -> Explanation:
+        """Why one row counts."""
+        store, model = self.origin.rows, _language_model(self.origin)
+        assert isinstance(store, RowStore)
+        shard = store.rows(np.array([index]))
+        stored = {name: self._stored(name, index) for name in kernel_weights(self.predictor.protocol)}
+        weights = {name: self._weights(name, stored_E) for name, stored_E in stored.items()}
+        features = RowFeatures.of(model, shard, self.origin.settings.features)
+        added = self._added(features, shard.n_tokens, weights)
+        held = {name: float(weights[name] @ stored_E) for name, stored_E in stored.items()}
+        effect = float(self.predictor.effect_NT[index, 0])
+        here = {name: float(added.kernel_L[name].sum()) for name in held}
+        level = self.predictor.task
+        average = -sum(float(level.shares[name][0] * level.means[name][0]) for name in held)
+        gap = sum(here.values()) + average - effect
+        table = _row_table(model.tokenizer.pieces(shard.ids(0)), features, added.kernel_L)
+        target, unit = self.predictor.targets[0], self.units["unit_id"][0].as_py() if self.by_position else None
+        total, answer = sum(here.values()), self._answer(model, added)
+        where = f"{unit} of {target}" if unit else target
+        return Explanation(
+            table,
+            f"row {row}: effect {effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
+            f"{-average:+z.3f} is taken off",
+            self._notes(here, effect, gap),
+            row_id=row,
+            target=target,
+            unit_id=unit,
+            effect=effect,
+            average=average,
+            gap=gap,
+            kernels=pa.table(
+                {"kernel": list(here), "contribution": list(here.values()), "stored": [held[name] for name in here]}
+            ),
+            answer=answer,
+            pairs=None if answer is None else _strongest(added.pair_LC, table, answer, self.unit_tokens[0].first),
+            questions=None if self.by_position else _by_question(self.units, added.column_C),
+            prompt=self.units["prompt"][0].as_py() if self.by_position else "",
+        )
+
+    def _stored(self, kernel: str, index: int) -> F64:
+        columns = self.predictor.units.columns_E
+        return self.origin.artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns)[0].astype(float)
+
+    def _weights(self, kernel: str, stored_E: F64) -> F64:
+        """What a kernel's relevance to each unit is multiplied by to be a part of the effect, (E,)."""
+        protocol, n_units = self.predictor.protocol, len(self.units)
+        share = float(self.predictor.task.shares[kernel][0])
+        return np.where(stored_E < 0, protocol.negative, 1.0) * share * self.predictor.unit_scales[kernel] / n_units
+
+    def _added(self, row: RowFeatures, n_tokens: int, weights: Mapping[str, F64]) -> "_Added":
+        positions = len(self.unit_tokens[0].input_ids) - self.unit_tokens[0].first if self.by_position else 1
+        n_columns = positions if self.by_position else len(self.units)
+        added = _Added(
+            {name: np.zeros(n_tokens) for name in weights},
+            np.zeros(n_columns),
+            np.zeros((n_tokens if self.by_position else 0, n_columns), dtype=np.float32),
+        )
+        for name, tokens, part_PC in relevance_by_position(row, self.token, self.pooled, positions):
+            if name in weights:
+                weighted_PC = part_PC * weights[name]
+                added.kernel_L[name][tokens] += weighted_PC.sum(axis=1)
+                added.column_C[:] += weighted_PC.sum(axis=0)
+                if self.by_position:
+                    added.pair_LC[tokens] += weighted_PC.astype(np.float32)
+        return added
+
+    def _answer(self, model: ReferenceModel, added: "_Added") -> pa.Table | None:
+        """The unit's tokens, and what those that carry loss received."""
+        if not self.by_position:
+            return None
+        (unit,) = self.unit_tokens
+        received_L = np.concatenate([np.full(unit.first, np.nan), added.column_C])
+        return pa.table(
+            {
+                "position": np.arange(len(received_L)),
+                "text": model.tokenizer.pieces(unit.input_ids),
+                "received": pa.array(received_L, from_pandas=True),
+            }
+        )
+
+    def _notes(self, here: Mapping[str, float], effect: float, gap: float) -> tuple[str, ...]:
+        notes = []
+        if len(here) > 1:
+            notes.append("by kernel: " + ", ".join(f"{name} {value:+z.3f}" for name, value in here.items()))
+        if "pooled" in here:
+            notes.append(POOLED)
+        if abs(gap) > ROUNDING * max(1.0, abs(effect)):
+            notes.append(
+                f"the words add up to {gap:+.2g} more than the artifact holds: another device or dtype than the "
+                "build's, or a target that was added with a max_length of its own"
+            )
+        else:
+            notes.append(f"the words add up to what the artifact holds, to {abs(gap):.1g}")
+        return (*notes, self.predictor.scored_by)
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """What was added up of one row, in effect."""
+
+    kernel_L: dict[str, F64]
+    column_C: F64
+    pair_LC: NDArray[np.float32]  # of one unit; else without lines
+
+
+def _language_model(origin: Origin) -> ReferenceModel:
+    assert isinstance(origin.model, ReferenceModel)
+    return origin.model
+
+
+def unit_tokens(units: pa.Table, model: ReferenceModel, max_length: int) -> list[UnitTokens]:
+    """Units of an artifact as the model read them."""
+    texts = [Unit(**{name: unit[name] for name in UNIT}) for unit in units.to_pylist()]
+    tokens = UnitSet(tuple(texts)).tokenize(model.tokenizer, max_length)
+    scored = units["n_positions"].to_pylist()  # says, whatever loss_on was, where the loss begins
+    return [replace(one, first=len(one.input_ids) - count) for one, count in zip(tokens, scored, strict=True)]
+
+
+def _row_table(pieces: Sequence[str], row: RowFeatures, kernel_L: Mapping[str, F64]) -> pa.Table:
+    """position, text, contribution, and the same by kernel; none where a token carries no loss."""
+    used_L = np.zeros(len(pieces), dtype=np.bool_)
+    used_L[row.token_P] = True
+    columns = {"contribution": np.sum(list(kernel_L.values()), axis=0), **kernel_L}
+    return pa.table(
+        {"position": np.arange(len(pieces)), "text": list(pieces)}
+        | {name: pa.array(value_L, mask=~used_L) for name, value_L in columns.items()}
+    )
+
+
+def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
+    """The pairs of words that add most, either way; `first` is the token at which the answer begins."""
+    row_words, starts = words(row["text"].to_pylist())
+    answer_words, heard = words(answer["text"].to_pylist()[first:])
+    pair_WC = np.add.reduceat(np.add.reduceat(pair_LC, starts, axis=0, dtype=np.float64), heard, axis=1)
+    places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:KEPT_PAIRS], pair_WC.shape)
+    return pa.table(
+        {
+            "row_position": starts[places],
+            "row_text": [row_words[place] for place in places],
+            "answer_position": heard[columns] + first,
+            "answer_text": [answer_words[column] for column in columns],
+            "contribution": pair_WC[places, columns],
+        }
+    )
+
+
+def _by_question(units: pa.Table, adds_E: F64) -> pa.Table:
+    """What the row adds to each unit, the most helped first."""
+    table = units.select(["unit_id", "prompt", "completion"]).append_column("contribution", pa.array(adds_E))
+    return table.take(pa.array(np.argsort(-adds_E, kind="stable")))

@@ -1,0 +1,243 @@
+"""Why a row counts for a target, as a result: tables, plain text, text in colour, HTML."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from grasp.results import Result
+from grasp.text import ending, plain, printable, signed, text_table
+
+F64 = NDArray[np.float64]
+Mark = Callable[[str, float, float], str]  # a word, what it adds, and that by the most that any adds -> as it is shown
+
+SHOWN_WORDS = 400  # of a row, on a terminal
+SHOWN_PAIRS = 10
+SHOWN_QUESTIONS = 5  # that are helped most, and hurt most
+STRONG = 0.2  # of the strongest word: weaker ones get no number
+ROOM = 7  # columns of a number
+CONTEXT = 4  # tokens before the one of a pair
+READING = (
+    "a word's number: what the row teaches by saying it there; above 0 it helps",
+    "blue: the row teaches by saying it there; orange: it harms",
+)
+COLUMNS, LEEWAY = 100, 20  # of a line, and what a text without spaces may have more
+UNPARTED = "\u2e80"  # where scripts begin that part no words
+HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 terminal colours: blues and oranges
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Explanation(Result):
+    """What every token of a row adds to the row's effect on a target, or on one unit of it.
+
+    `effect` = the sum of `contributions` + `average`, all in standard deviations over the rows, as `grasp score` prints
+    effects. A token's number belongs to its prediction from what stands before it.
+
+    Attributes:
+        table: one line a token of the row: position, text, contribution, and the same by kernel. A token that carries
+            no loss has none.
+        effect: of the row, from the artifact.
+        average: minus what the tokens of a row add on average, so that the average row has effect 0.
+        gap: what the tokens add up to here, less what the artifact holds: rounding of the stored numbers.
+        kernels: kernel, contribution (the sum over tokens), stored (what the relevance in the artifact makes of it).
+        answer: with a unit: position, text, received, one line a token of it; the prompt's tokens receive nothing.
+        pairs: with a unit: the strongest pairs of words: row_position, row_text, answer_position, answer_text,
+            contribution. A word's position is that of its first token.
+        questions: without a unit: unit_id, prompt, completion, contribution of every unit, the most helped first.
+    """
+
+    row_id: str
+    target: str
+    unit_id: str | None
+    effect: float
+    average: float
+    gap: float
+    kernels: pa.Table
+    answer: pa.Table | None = None
+    pairs: pa.Table | None = None
+    questions: pa.Table | None = None
+    prompt: str = ""  # of the unit
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The row's tokens as text; joined they are its text."""
+        return tuple(self.table["text"].to_pylist())
+
+    @property
+    def contributions(self) -> F64:
+        """What each token adds, (L,); NaN where it carries no loss."""
+        return _numbers(self.table["contribution"])
+
+    @property
+    def answer_tokens(self) -> tuple[str, ...]:
+        """The unit's tokens as text; none without a unit."""
+        return () if self.answer is None else tuple(self.answer["text"].to_pylist())
+
+    @property
+    def received(self) -> F64:
+        """What each token of the unit received, (L,); NaN for the prompt's."""
+        return np.empty(0) if self.answer is None else _numbers(self.answer["received"])
+
+    def __repr__(self) -> str:
+        return self.as_text(numbered)
+
+    def as_text(self, mark: Mark) -> str:
+        """The explanation on a terminal; `mark` writes the words, `numbered` or `coloured`."""
+        parts = [plain(self.headline), "", *_paragraph(self.tokens, self.contributions, mark)]
+        if self.answer is not None:
+            parts += ["", "question: " + ending(self.prompt), "", "its answer, by what each word received:"]
+            said = ~np.isnan(self.received)
+            answer = [token for token, is_said in zip(self.answer_tokens, said, strict=True) if is_said]
+            parts += _paragraph(answer, self.received[said], mark)
+        for title, names, lines in self._tables():
+            parts += ["", text_table(title, names, lines, left=0)]
+        return "\n".join([*parts, "", READING[mark is coloured], *map(plain, self.notes)])
+
+    def _tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+        """The strongest pairs, or the questions that are helped and hurt most: title, headings, lines."""
+        if self.pairs is not None:
+            title = "strongest pairs: a word of the row, and the word of the answer that it bears on"
+            lines = [
+                [
+                    signed(pair["contribution"]),
+                    _in_context(self.tokens, pair["row_position"], pair["row_text"]),
+                    _in_context(self.answer_tokens, pair["answer_position"], pair["answer_text"]),
+                ]
+                for pair in self.pairs.slice(0, SHOWN_PAIRS).to_pylist()
+            ]
+            yield title, ["adds", "row says", "answer says"], lines
+        if self.questions is not None:
+            every = self.questions.to_pylist()
+            helped = [one for one in every if one["contribution"] > 0][:SHOWN_QUESTIONS]
+            hurt = [one for one in every[::-1] if one["contribution"] < 0][:SHOWN_QUESTIONS]
+            for title, some in (("questions it helps most", helped), ("questions it hurts most", hurt)):
+                lines = [[signed(q["contribution"]), q["unit_id"], _question(q)] for q in some]
+                if lines:
+                    yield title, ["adds", "unit_id", "text"], lines
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p><b>{escape(plain(self.headline))}</b></p>", shaded_html(self.tokens, self.contributions)]
+        if self.answer is not None:
+            parts += ["<p><b>question and answer</b></p>", shaded_html(self.answer_tokens, self.received)]
+        for title, names, lines in self._tables():
+            head = "".join(f"<th>{escape(name)}</th>" for name in names)
+            body = "".join(
+                "<tr>" + "".join(f"<td>{escape(plain(cell))}</td>" for cell in line) + "</tr>" for line in lines
+            )
+            parts.append(f"<p><b>{escape(title)}</b></p><table><tr>{head}</tr>{body}</table>")
+        return "".join([*parts, *(f"<p>{escape(plain(note))}</p>" for note in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON has it."""
+        tables = {name: getattr(self, name) for name in ("kernels", "answer", "pairs", "questions")}
+        return {
+            "target": self.target,
+            "row_id": self.row_id,
+            "unit_id": self.unit_id,
+            "effect": self.effect,
+            "average": self.average,
+            "gap": self.gap,
+            "tokens": self.table.to_pylist(),
+            **{name: table.to_pylist() for name, table in tables.items() if table is not None},
+            "notes": list(self.notes),
+        }
+
+
+def numbered(word: str, adds: float, share: float) -> str:
+    """A word, with its number where it is strong."""
+    return f"{word}[{adds:+z.2g}]" if word.strip() and abs(share) >= STRONG else word
+
+
+def coloured(word: str, _: float, share: float) -> str:
+    """A word on a shade of blue where it helps, of orange where it hurts."""
+    level = min(int(abs(share) * (len(HELPS) + 1)), len(HELPS))
+    if not level:
+        return word
+    return f"\x1b[30;48;5;{(HELPS if share > 0 else HURTS)[level - 1]}m{word}\x1b[0m"
+
+
+def words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
+    """Tokens joined to words, and the first token of each.
+
+    A token goes on with a word where a letter or a digit follows another; of scripts that part no words, each is one.
+    """
+    joined: list[str] = []
+    starts: list[int] = []
+    for place, token in enumerate(tokens):
+        if joined and (not token or (token[0].isalnum() and joined[-1][-1:].isalnum() and token[0] < UNPARTED)):
+            joined[-1] += token
+        else:
+            joined.append(token)
+            starts.append(place)
+    return joined, np.array(starts, dtype=np.int64)
+
+
+def _by_word(tokens: Sequence[str], adds: F64) -> tuple[list[str], F64]:
+    """Words, and what each adds; NaN where no token of it carries loss."""
+    joined, starts = words(tokens)
+    known = np.add.reduceat(~np.isnan(adds), starts, dtype=np.int64)
+    return joined, np.where(known > 0, np.add.reduceat(np.nan_to_num(adds), starts), np.nan)
+
+
+def shaded_html(tokens: Sequence[str], adds: F64) -> str:
+    """Text as HTML, each word on a shade by what it adds; the number is its title."""
+    spans = []
+    joined, adds = _by_word(tokens, adds)
+    for word, add, share in zip(joined, adds, _shares(adds), strict=True):
+        colour = "31,119,180" if share > 0 else "255,127,14"
+        style = f' style="background:rgba({colour},{abs(share):.2f})" title="{add:+.3g}"' if abs(share) >= 0.01 else ""
+        spans.append(f"<span{style}>{escape(printable(word))}</span>")
+    return f'<p dir="auto" style="white-space:pre-wrap">{"".join(spans)}</p>'
+
+
+def _numbers(column: pa.ChunkedArray) -> F64:
+    return column.to_pandas().to_numpy(dtype=np.float64)
+
+
+def _shares(adds: F64) -> F64:
+    """By the largest; 0 where there is nothing."""
+    known = np.nan_to_num(adds)
+    return known / (np.abs(known).max(initial=0.0) or 1.0)
+
+
+def _paragraph(tokens: Sequence[str], adds: F64, mark: Mark) -> list[str]:
+    """Lines of text with marked words; of a long one the part that adds most, either way."""
+    joined, adds = _by_word(tokens, adds)
+    start, stop = _window(np.abs(np.nan_to_num(adds)), SHOWN_WORDS)
+    lines, line, used = [], "", 0
+    for word, add, share in list(zip(joined, adds, _shares(adds), strict=True))[start:stop]:
+        shown = printable(re.sub(r"\s+", " ", word))
+        width = len(shown) + (ROOM if abs(share) >= STRONG else 0)
+        if used + width > COLUMNS and (shown.startswith(" ") or used > COLUMNS + LEEWAY):
+            lines.append(line.rstrip())
+            line, used, shown = "", 0, shown.lstrip(" ")
+        line, used = line + mark(shown, add, share), used + width
+    lines.append(line)
+    for where, part in (("before", adds[:start]), ("after", adds[stop:])):
+        if len(part):
+            lines.append(f"... {len(part):,} words {where} this add {signed(float(np.nansum(part)))}")
+    return lines
+
+
+def _window(strength_L: F64, size: int) -> tuple[int, int]:
+    """The stretch of so many tokens that adds most."""
+    if len(strength_L) <= size:
+        return 0, len(strength_L)
+    total = np.concatenate([[0.0], np.cumsum(strength_L)])
+    start = int(np.argmax(total[size:] - total[:-size]))
+    return start, start + size
+
+
+def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
+    """A word that begins at a token, in brackets, behind the few that stand before it."""
+    before = "".join(tokens[max(0, place - CONTEXT) : place])
+    return plain(f"{before}{' ' * word.startswith(' ')}[{word.strip()}]")
+
+
+def _question(question: dict[str, Any]) -> str:
+    return plain(f"{ending(question['prompt'], 100)} -> {question['completion'].strip()}")
