@@ -118,7 +118,8 @@ def row_index(artifact: ArtifactReader, row: str) -> int:
     Raises:
         SettingsError: there is none of this row_id.
     """
-    start, some = 0, []
+    start = 0
+    some: list[str] = []
     for batch in artifact.row_batches(["row_id"]):
         names = batch.column(0)
         place = pc.index(names, pa.scalar(row, names.type)).as_py()
@@ -167,7 +168,7 @@ class _Question:
         level = self.predictor.task
         average = -sum(float(level.shares[name][0] * level.means[name][0]) for name in held)
         gap = sum(here.values()) + average - effect
-        table = _row_table(model.tokenizer.pieces(shard.ids(0)), features, added.kernel_L)
+        table = _row_table(model.tokenizer.pieces(shard.ids(0).tolist()), features, added.kernel_L)
         target, unit = self.predictor.targets[0], self.units["unit_id"][0].as_py() if self.by_position else None
         total, answer = sum(here.values()), self._answer(model, added)
         where = f"{unit} of {target}" if unit else target
@@ -193,13 +194,15 @@ class _Question:
 
     def _stored(self, kernel: str, index: int) -> F64:
         columns = self.predictor.units.columns_E
-        return self.origin.artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns)[0].astype(float)
+        stored_1E = self.origin.artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns)
+        return stored_1E[0].astype(np.float64)
 
     def _weights(self, kernel: str, stored_E: F64) -> F64:
         """What a kernel's relevance to each unit is multiplied by to be a part of the effect, (E,)."""
         protocol, n_units = self.predictor.protocol, len(self.units)
         share = float(self.predictor.task.shares[kernel][0])
-        return np.where(stored_E < 0, protocol.negative, 1.0) * share * self.predictor.unit_scales[kernel] / n_units
+        counted_E = np.where(stored_E < 0, protocol.negative, 1.0)
+        return np.asarray(counted_E * share * self.predictor.unit_scales[kernel] / n_units)
 
     def _added(self, row: RowFeatures, n_tokens: int, weights: Mapping[str, F64]) -> "_Added":
         positions = len(self.unit_tokens[0].input_ids) - self.unit_tokens[0].first if self.by_position else 1
@@ -227,7 +230,7 @@ class _Question:
         return pa.table(
             {
                 "position": np.arange(len(received_L)),
-                "text": model.tokenizer.pieces(unit.input_ids),
+                "text": model.tokenizer.pieces(unit.input_ids.tolist()),
                 "received": pa.array(received_L, from_pandas=True),
             }
         )

@@ -196,13 +196,13 @@ def shaded_html(tokens: Sequence[str], adds: F64) -> str:
 
 
 def _numbers(column: pa.ChunkedArray) -> F64:
-    return column.to_pandas().to_numpy(dtype=np.float64)
+    return np.asarray(column.to_pandas(), dtype=np.float64)
 
 
 def _shares(adds: F64) -> F64:
     """By the largest; 0 where there is nothing."""
     known = np.nan_to_num(adds)
-    return known / (np.abs(known).max(initial=0.0) or 1.0)
+    return np.asarray(known / (np.abs(known).max(initial=0.0) or 1.0))
 
 
 def _paragraph(tokens: Sequence[str], adds: F64, mark: Mark) -> list[str]:

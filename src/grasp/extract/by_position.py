@@ -55,7 +55,7 @@ class RowFeatures:
 
     def tokens(self, which: int) -> NDArray[np.int64]:
         """Tokens that are predicted at the positions of one specification."""
-        return self.token_P[self.batch.chosen[which].cpu().numpy()]
+        return np.asarray(self.token_P[self.batch.chosen[which].cpu().numpy()])
 
 
 def unit_by_position(unit: UnitFeatures, settings: FeatureSettings, vocab: int) -> UnitFeatures:
@@ -81,8 +81,7 @@ def relevance_by_position(
     if pooled.units is not None:
         hidden_PH, residual, row_P = row.batch.take(0)
         shares = _shares(pool(hidden_PH, residual, row_P, 1, row.vocab), hidden_PH, residual, row_P == 0, row.vocab)
-        (part_PC,) = pooled.relevance(shares).values()
-        yield "pooled", row.tokens(0), part_PC.astype(np.float64)
+        yield "pooled", row.tokens(0), pooled.relevance(shares)["relevance_pooled"].astype(np.float64)
     if token is None:
         return
     every, predicted = PositionBatch.of(row.batch, 1), row.tokens(1)
