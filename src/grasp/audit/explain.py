@@ -195,7 +195,7 @@ class _Question:
     def _stored(self, kernel: str, index: int) -> F64:
         columns = self.predictor.units.columns_E
         stored_1E = self.origin.artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns)
-        return stored_1E[0].astype(np.float64)
+        return np.asarray(stored_1E[0], dtype=np.float64)
 
     def _weights(self, kernel: str, stored_E: F64) -> F64:
         """What a kernel's relevance to each unit is multiplied by to be a part of the effect, (E,)."""
