@@ -68,7 +68,7 @@ class FeatureSpool:
 
     @property
     def finished(self) -> frozenset[int]:
-        """Shards that are whole."""
+        """Numbers of the shards that are whole."""
         found = (int(path.stem.removeprefix("shard-")) for path in self.directory.glob("shard-*.json"))
         return frozenset(k for k in found if self.has(k))
 

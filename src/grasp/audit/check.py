@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was measured, whether it is healthy, and what to change."""
+    """One line of `grasp diagnose`: what was measured, whether it is healthy, and what to change."""
 
     name: str
     measured: str  # in words

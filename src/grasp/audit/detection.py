@@ -27,7 +27,7 @@ ALIKE = ("Most rows have one and the same score: the threshold says nothing.",)
 
 @dataclass(frozen=True, slots=True)
 class AtCut:
-    """What the first `k` rows hold."""
+    """How good the first `k` rows are: precision, recall, F1."""
 
     k: int
     precision: float
@@ -135,7 +135,7 @@ def agreement(one_N: F64, other_N: F64, k: int) -> Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A cut that lets through, of right rows, about the share asked for."""
+    """From which score on a row is flagged: of right rows about the share asked for lies above it."""
 
     value: float
     false_positive_rate: float

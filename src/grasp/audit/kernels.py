@@ -78,7 +78,7 @@ class Kernels:
         return measures.unit_gram(self.hidden_NN) + measures.unit_gram(self.residual_NN)
 
     def full(self, half: Half) -> F64 | None:
-        """What a sketch stands for; none where that takes positions and there are none."""
+        """The exact inner products that a sketch estimates; none where they need positions that were not kept."""
         if half == "product":
             return None if self.positions is None else self.positions.product_NN
         return self.hidden_NN if half == "hidden" else self.residual_NN

@@ -73,7 +73,7 @@ def relative_error(found_B: F64, true_B: F64) -> float:
 
 
 def scaled_error(found_B: F64, true_B: F64) -> float:
-    """The same once the two are on one scale: a weight in a protocol takes up any factor."""
+    """Relative error after the best common factor was taken out: the weight in a protocol takes up any factor."""
     there = (found_B > 0) & (true_B > 0)
     scale = float(np.median(true_B[there] / found_B[there])) if there.any() else 1.0
     return relative_error(scale * found_B, true_B)

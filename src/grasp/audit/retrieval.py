@@ -72,7 +72,7 @@ class Domains:
 
 @dataclass(frozen=True, slots=True)
 class RowScore:
-    """One score of rows, or several fused."""
+    """What ranks the rows for a query: one score, or several fused."""
 
     name: str
     parts: tuple[str, ...]

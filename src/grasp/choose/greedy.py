@@ -231,7 +231,7 @@ class _Gains:
         self._vectors: list[F64] = [state.vector_D.copy()]  # by round
 
     def moved(self) -> None:
-        """Rows were taken, so all gains are out of date: note by how much they can have risen."""
+        """Rows were taken, so all gains are out of date: keep the new sum, which tells how far they can have moved."""
         self._vectors.append(self._state.vector_D.copy())
 
     def best(self, count: int) -> tuple[I64, I64]:
@@ -251,6 +251,7 @@ class _Gains:
         if count < len(alive) and now:
             middle, spread = self._window(alive)
             lower, upper = state._keys(alive, middle - spread), state._keys(alive, middle + spread)
+            # `count` rows have at least this gain for certain: whose upper bound stays below it is not among the best.
             sure = np.partition(lower, len(alive) - count)[len(alive) - count]
             stale = alive[upper >= sure]
         stale = stale[self._round_N[stale] != now]

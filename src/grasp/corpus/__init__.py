@@ -1,4 +1,8 @@
-"""Text or token ids become rows: readers, packing, label columns, and a store on disk that can be resumed."""
+"""Whatever people have (text, chats, token ids, images) becomes rows: readers, packing, labels, a store on disk.
+
+In: files, a `datasets` directory, a table in memory. Out: a store of rows that can be resumed and read by position.
+Read `documents` first (a stream of records), then `packing` (rows), then `store`.
+"""
 
 from grasp.corpus.documents import Document, Tokenizer, read_documents
 from grasp.corpus.labels import Label

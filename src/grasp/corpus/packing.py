@@ -24,7 +24,7 @@ LISTED_IDS: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where the next row begins."""
+    """A place in the corpus: where the next row begins. Packing can begin at any of them."""
 
     document: int = 0  # index of the document
     token: int = 0  # position among its tokens
@@ -33,7 +33,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRow:
-    """What every row has, whatever else it is made of."""
+    """What every row has, of text or of images: its names, its labels, where it came from."""
 
     row_id: str
     doc_id: str
@@ -79,7 +79,7 @@ class SkipLog:
         self.extend({reason: 1}, {reason: [name]})
 
     def extend(self, counts: Mapping[str, int], ids: Mapping[str, list[str]]) -> None:
-        """What another log drained."""
+        """Take over what another log counted."""
         self.counts.update(counts)
         for reason, names in ids.items():
             listed = self.ids.setdefault(reason, [])

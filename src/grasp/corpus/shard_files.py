@@ -50,7 +50,7 @@ R = TypeVar("R", bound=StoredRow)
 
 
 class RowStream(ABC, Generic[R]):
-    """What a store is written from."""
+    """Where a store gets its rows from: a reader that can begin at any cursor."""
 
     def __init__(self, settings: CorpusSettings) -> None:
         self.settings = settings

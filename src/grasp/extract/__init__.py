@@ -1,5 +1,5 @@
-"""From corpus + targets + reference model to an artifact.
+"""The one pass: a model reads the corpus and leaves an artifact.
 
-`local` is the engine of one process and the file to read first; `forward` and `finish` are the per-shard work that any
-engine runs.
+In: settings, or a model, a corpus and targets in memory. Out: a finished artifact directory. `local` is
+the engine of one process and the file to read first; `forward` and `finish` are the work on a shard, whatever the engine.
 """

@@ -18,7 +18,7 @@ from grasp.settings import FeatureSettings
 
 
 class Workers(Protocol):
-    """Runs the reference model over rows that are handed in; the caller writes what comes back."""
+    """Who runs the model: gets rows, gives back features. The caller alone reads and writes files."""
 
     def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance) -> Iterator[PositionSums]:
         """Sums for the token-level moments of each part, in the order of the parts, whoever is done first."""

@@ -20,7 +20,7 @@ from grasp.settings import FeatureSettings
 
 @dataclass(frozen=True, slots=True)
 class PooledKernel:
-    """The pooled moments folded into the units and into the two sketches."""
+    """The pooled kernel and the two sketches, ready to be applied: pooled moments are folded in."""
 
     whitener: Whitener
     project_HD: F64  # whitening, then P_h

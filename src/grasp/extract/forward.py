@@ -63,7 +63,7 @@ class PositionBatch:
 
 @dataclass(frozen=True, slots=True)
 class UnitFeatures:
-    """The units' side, before any moments are known."""
+    """What the model gave for the questions, before the corpus' moments are known."""
 
     pooled: PooledFeatures
     hidden_SH: Tensor
@@ -77,7 +77,7 @@ class UnitFeatures:
         return len(self.loss_E)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same, with its tensors on another device."""
+        """A copy on another device."""
         residual = SparseResidual(
             self.residual.index_PK.to(device), self.residual.value_PK.to(device), self.residual.loss_P.to(device)
         )
@@ -112,7 +112,7 @@ def tested(loss: float, vocab: int) -> tuple[float, bool]:
 
 @dataclass(frozen=True, slots=True)
 class TokenKernel:
-    """What the kernels that look at positions, and the product sketch, need from the moments."""
+    """The kernels that look at single positions, and the product sketch, ready to be applied to rows."""
 
     moments: PositionMoments
     targets: TokenTargets | None

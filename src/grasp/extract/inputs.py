@@ -49,7 +49,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """What the caller has at hand already; the settings name it by its fingerprint."""
+    """Objects handed in (model, corpus, targets) in the place of paths; settings name them by fingerprint."""
 
     model: ReferenceModel | None = None
     source: Source | None = None

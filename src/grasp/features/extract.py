@@ -16,7 +16,7 @@ from grasp.models.classifier import ImageClassifier
 
 @dataclass(frozen=True, slots=True)
 class BatchFeatures:
-    """Features at the union of the positions asked for, row by row, in order of position."""
+    """What the model gave for a batch: hidden state and mistake at every position asked for, row by row."""
 
     hidden_PH: Tensor
     residual: SparseResidual

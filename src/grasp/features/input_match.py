@@ -67,7 +67,7 @@ def input_whitener(moments: Moments, *, tau: float, alpha: float, epsilon: float
 
 @dataclass(frozen=True, slots=True)
 class InputTargets:
-    """The units' side of the input kernel, prepared once per build."""
+    """The questions' side of the input kernel, prepared once a build."""
 
     head: OutputHead
     shared: TokenTargets  # of delta and input tokens

@@ -39,7 +39,7 @@ class LabelledStates:
 
 @dataclass(frozen=True, slots=True)
 class PositionMoments:
-    """Moments over one sample of positions."""
+    """What the position kernels need of the corpus: moments of outputs, inputs and neighbours over one sample."""
 
     token: Moments  # hidden states and residuals
     input: Moments | None = None  # hidden gradients and input tokens, where the input kernel is built

@@ -32,7 +32,7 @@ SAMPLED = 2_048  # positions of the sample that are looked at together
 
 @dataclass(frozen=True, slots=True)
 class NeighbourTargets:
-    """The units' side, prepared once per build."""
+    """The questions' side of the neighbour kernel, prepared once a build."""
 
     mean_H: Tensor
     map_HH: Tensor  # whitening, divided by tau

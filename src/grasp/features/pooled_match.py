@@ -40,7 +40,7 @@ def hidden_match(hidden_NH: F, unit_hidden_EH: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class PreparedUnits:
-    """The unit side of the pooled kernel, made once: D xi_e split by how many units share a coordinate."""
+    """The questions' side of the pooled kernel, made once: D xi_e split by how many units share a coordinate."""
 
     hidden_EH: F
     shared_C: NDArray[np.int64]

@@ -19,7 +19,7 @@ from grasp.features.whitening import Whitener
 
 @dataclass(frozen=True, slots=True)
 class ProductSketch:
-    """The maps, folded with whitening and preconditioning."""
+    """Makes product sketches: the two random maps, with whitening and preconditioning folded in."""
 
     mean_H: Tensor
     hidden_HD: Tensor  # whitening, then CountSketch
@@ -46,6 +46,8 @@ class ProductSketch:
         residual_PD = torch.zeros_like(hidden_PD)
         signed_PK = residual.value_PK * self.weight_V[residual.index_PK]
         residual_PD.scatter_add_(1, self.bucket_V[residual.index_PK], signed_PK)
+        # The count sketch of an outer product is the circular convolution of its factors': a product of spectra.
+        # The inverse transform is linear, so it is taken once a row, after the mean over positions.
         product_PF = torch.fft.rfft(hidden_PD) * torch.fft.rfft(residual_PD)
         sum_NF = product_PF.new_zeros(n_rows, product_PF.shape[1]).index_add_(0, row_P, product_PF)
         positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)

@@ -49,6 +49,7 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
         return values_PV.topk(min(k, vocab), dim=1, sorted=False).indices
     whole = blocks * TOP_K_BLOCK
     grid = values_PV[:, :whole].reshape(len(values_PV), TOP_K_BLOCK, blocks)
+    # Each of the k largest is in a block whose maximum is at least as large, and only k blocks can be that good.
     block_PK = top_k(grid.amax(dim=1), k)
     stride = torch.arange(TOP_K_BLOCK, device=values_PV.device) * blocks
     candidate = (block_PK[:, :, None] + stride).flatten(1)

@@ -32,7 +32,12 @@ CACHED_ELEMENTS = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CoordinateBlock:
-    """Coordinates that about equally many units have, padded to the most that any of them has."""
+    """Vocabulary coordinates that are contracted together, by one batched matrix product.
+
+    Some coordinates (frequent tokens) are in the mistakes of every unit, most in those of a few. One matrix over all of
+    them would be mostly padding. So coordinates are sorted by how many units have them and cut into blocks; within a
+    block each is padded to the most that any of them has.
+    """
 
     first: int  # compact number of the first coordinate
     unit_CE: Tensor  # int64, units that have the coordinate, padded with E
@@ -53,7 +58,7 @@ class CoordinateBlock:
 
 @dataclass(frozen=True, slots=True)
 class TokenTargets:
-    """The units' side of the token kernel, prepared once per build."""
+    """The questions' side of the token kernel, prepared once a build, so that a row costs only its own positions."""
 
     mean_H: Tensor
     v_SH: Tensor  # float32, W^2 (h_s - mean)
@@ -103,6 +108,7 @@ def _coordinate_blocks(
     compact_V = torch.full((vocab,), -1, dtype=torch.int64, device=index_SK.device)
     compact_V[by_units] = torch.arange(used, device=index_SK.device)
 
+    # Entries in the order of (coordinate, unit): what one unit has at one coordinate is then one run of them.
     key, order = torch.sort(compact_V[coordinate] * n_units + unit_S[position], stable=True)
     pair, entries = torch.unique_consecutive(key, return_counts=True)
     offset = _offsets(entries)
@@ -110,6 +116,7 @@ def _coordinate_blocks(
     blocks = []
     first, counts = 0, units_V[by_units].cpu().numpy()
     while first < used:
+        # A block ends where a coordinate has half as many units as its first one: so padding at most doubles the work.
         half = int(np.searchsorted(-counts, -(int(counts[first]) // 2), side="left"))  # counts fall
         last = min(max(half, first + 1), first + max(1, BLOCK_ELEMENTS // elements), used)
         low, high = int(pair_offset[first]), int(pair_offset[last])

@@ -101,9 +101,14 @@ class Kernel:
 def effects(
     kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], *, hold: bool
 ) -> tuple[RowSums, ComponentMoments]:
-    """sum_m slope_m a_m of every row, brought to mean 0 and standard deviation 1 over the rows, and what both were.
+    """The effect of every row: sum_m slope_m a_m, brought to mean 0 and standard deviation 1 over the rows.
 
-    Kernels are added up block by block; twice, since the spread of the sum is known only then.
+    The order matters. Each unit's relevance is counted first (negative relevance less), then averaged over the units of
+    a task. Then each kernel is divided by its spread over the rows (that is in its slope), kernels are added, and the
+    sum is divided by its own spread. That is known only when all rows were added, so rows are read twice.
+
+    Returns:
+        The effects, and the mean and standard deviation that were taken out.
 
     Args:
         hold: keep the result in memory whatever its size.

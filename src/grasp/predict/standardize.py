@@ -181,6 +181,10 @@ def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighti
 def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
     """E of X, Y and L, (3, M), and of their products, (3, 3, M), over draws of m rows; the psi add up to 0."""
     one, two, three, four = (_all_drawn(k, sums.n_rows, size_M) for k in (1, 2, 3, 4))
+    # A product of two sums over pairs is a sum over quadruples of rows. It is sorted by how many of the four differ,
+    # since the chance that all are drawn depends on that number alone: `two` for squares (the same pair twice), `three`
+    # for chains (pairs that share a row), `four` for disjoint pairs. As the psi add up to 0 over the corpus, every kind
+    # follows from a few sums, without a loop over rows.
     norm = float(np.trace(sums.gram_DD))
     along = float(sums.mean_D @ sums.gram_DD @ sums.mean_D)
     skew = float(sums.skew_D @ sums.mean_D)

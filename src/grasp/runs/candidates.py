@@ -33,7 +33,10 @@ WIDEST = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What decides the components' values: candidates that share it are combinations of the same numbers."""
+    """The settings of a protocol that change its component values.
+
+    Candidates that differ only in weights share one of these, so the values are computed once for all of them.
+    """
 
     side: Side
     weighting: Weighting
@@ -41,7 +44,7 @@ class Binding:
     negative: float = 1.0
 
     def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> ScoringProtocol:
-        """All weights 1: its parts are the z-scores themselves."""
+        """A protocol with these settings and all weights 1: its parts are the component values, before any weight."""
         return ScoringProtocol(
             name="parts",
             side=self.side,
@@ -55,7 +58,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One member: a protocol, or what a control leaves of one (`match` empty, or pairs shuffled)."""
+    """One rule that is tried: a protocol, or what a control leaves of one (`match` empty, or pairs shuffled)."""
 
     binding: Binding
     match: tuple[tuple[Match, float], ...]
@@ -65,7 +68,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """All that tells it from the others."""
+        """A name that says all its choices."""
         kernels = "+".join(f"{kernel}" if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in self.match)
         if kernels and self.binding.negative != 1:
             kernels += f" (negative x {self.binding.negative:g})"
@@ -75,7 +78,7 @@ class Candidate:
 
     @property
     def n_components(self) -> int:
-        """Kernels and geometric components: what ties are broken by."""
+        """How many kernels and components it adds up; of two that predict equally well the one with fewer is kept."""
         return len(self.match) + len(self.omega)
 
     def protocol(self, name: str, requires: Requirements, **fields: Any) -> ScoringProtocol:
@@ -106,7 +109,7 @@ def candidate_of(protocol: ScoringProtocol, source: RowArrays) -> Candidate:
 
 
 class ProtocolFamily(Settings):
-    """Every combination of the lists below is one protocol."""
+    """What `grasp calibrate` chooses from: every combination of the lists below is one protocol."""
 
     criterion: Criterion = Field(
         "task_rho", description="What the bound is of: rho of the task's utility, or mean rho of its units'."
@@ -181,7 +184,7 @@ class ProtocolFamily(Settings):
         return len(served) + missing
 
     def restricted(self, control: Control) -> "ProtocolFamily":
-        """The family of a control: what it leaves of every set of components, each set once."""
+        """The protocols of a control, which leaves some components out: what remains of each set, each once."""
         sets = dict.fromkeys(control.components(names) for names in self.components)
         return self.model_copy(
             update={

@@ -182,7 +182,7 @@ def _checked_targets(scored: Scored, targets: Sequence[str] | None) -> tuple[str
 
 @dataclass(frozen=True, slots=True)
 class TargetPoints:
-    """One target: a point a subset, as a scatter shows them."""
+    """A scatter of one target: for each subset what was predicted, and what came out."""
 
     target: str  # the environment's name
     role: Role
@@ -194,7 +194,7 @@ class TargetPoints:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a protocol reaches in an environment."""
+    """How well a protocol agrees with an environment, for the report: figures, and points to draw."""
 
     protocol: str
     report: Evaluation

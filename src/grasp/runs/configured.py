@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What it is asked for by."""
+        """The name that `--methods` takes."""
         return self.point.name
 
     @property
@@ -116,7 +116,7 @@ def entry_of(name: str, where: str = "method") -> Entry:
 
 
 class _Beside(Settings):
-    """What a configuration may have beside its settings."""
+    """What every configuration may say, whatever the method: method, seed, weighting, negative, oracle_selected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

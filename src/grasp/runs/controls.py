@@ -27,7 +27,7 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What is left of the full predictor."""
+    """One control of the paper: which components of the full predictor it leaves."""
 
     name: str
     says: str

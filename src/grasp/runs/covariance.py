@@ -62,7 +62,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """Zero and unit of the features, from the runs: what is linear has mean 0 and mean square 1 over them."""
+    """Brings features to one scale: over the runs they have mean 0 and mean square 1."""
 
     relevance_T: tuple[F64, F64]
     kernel_TM: tuple[F64, F64]

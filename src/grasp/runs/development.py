@@ -16,7 +16,10 @@ from grasp.runs.scored import Scored
 
 @dataclass(frozen=True, slots=True)
 class Development:
-    """An environment that may be selected on, with the artifacts built for it: made by `of` alone."""
+    """An environment that protocols may be chosen on, with the artifacts built for it.
+
+    Only `of` makes one, and it refuses held-out environments: so what was held out cannot be chosen on by mistake.
+    """
 
     environment: Environment
     targets: tuple[str, ...]
@@ -32,7 +35,7 @@ class Development:
 
     @property
     def results(self) -> dict[str, str]:
-        """What is selected on, `environment/target`, and the fingerprint of the runs behind it."""
+        """The results that a choice is made on, as `environment/target`, each with the fingerprint of its runs."""
         (fingerprint,) = {one.runs_fingerprint for one in self.variants.values()}
         return {f"{self.environment.name}/{target}": fingerprint for target in self.targets}
 

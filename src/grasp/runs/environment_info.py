@@ -20,7 +20,7 @@ INFO = "environment.json"
 
 
 class Record(BaseModel):
-    """Base of what is written as JSON: immutable, unknown fields refused."""
+    """A part of environment.json: immutable; a field that is not known is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

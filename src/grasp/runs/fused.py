@@ -52,6 +52,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         unit, inverse, gain = ctx.saved_tensors
+        # With u = x / r, r the root mean square: d loss / dx = (g - u mean(g u)) / r, where g = grad * gain.
         grad_gain = (product := grad_outputs[0] * unit).sum(dim=1)
         along = torch.matmul(product, gain[:, :, None]).div_(-unit.shape[-1])
         grad = (grad_outputs[0] * gain[:, None, :]).addcmul_(unit, along).mul_(inverse)

@@ -77,7 +77,7 @@ class Cost:
 
     @property
     def seconds_a_run(self) -> float:
-        """Without the scoring of the units, which is a forward pass."""
+        """Seconds of training of one run; scoring its units is a forward pass more."""
         return self.steps * self.seconds_a_step
 
     @property

@@ -95,7 +95,7 @@ def _part_name(component: str, *, shuffled: bool) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """An artifact beside an environment: what predictions for its subsets are made of. Says nothing of roles."""
+    """An artifact beside an environment: gives predictions for the environment's subsets, whatever its role."""
 
     environment: Environment
     source: RowArrays

@@ -46,7 +46,7 @@ COLUMNS_AT_ONCE = 2_048
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One candidate on all development results."""
+    """How well one candidate did on every development result, and on average."""
 
     candidate: Candidate
     mean: float

@@ -1,4 +1,7 @@
-"""Benchmarks become units, drawn by a seed: OLMES request files, files of units in several forms, `datasets`."""
+"""Benchmarks and files of questions become units: a prompt, and the answer whose loss is measured.
+
+In: names of tasks, files, tables in memory. Out: a `UnitSet`, drawn by a seed. Read `units` first, then `load`.
+"""
 
 from grasp.targets.load import load_units
 from grasp.targets.units import LossOn, Unit, UnitSet, UnitTokens
