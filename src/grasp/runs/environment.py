@@ -46,7 +46,7 @@ REFERENCE = "reference.parquet"
 
 @dataclass(frozen=True, slots=True)
 class Utilities:
-    """What training gave, by subset, seed and unit: minus the loss, or the runs' own metric; and the names of all three."""
+    """What training gave, by subset, seed and unit: minus the loss, or the runs' own metric."""
 
     values_BSE: F64
     subset_ids: tuple[str, ...]
