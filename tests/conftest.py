@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -24,6 +25,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+# How long an example takes says something about the machine, nothing about the law.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 torch.set_num_threads(1)  # the models are tiny: threads that wait for one another only cost time
 
 VOCAB = 97

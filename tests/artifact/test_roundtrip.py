@@ -15,7 +15,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     n_rows=st.integers(1, 30),
     shard_rows=st.integers(1, 12),

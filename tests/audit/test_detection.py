@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.audit import neighbours
@@ -23,7 +23,6 @@ metrics = pytest.importorskip("sklearn.metrics")
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_figures_are_those_of_scikit_learn_with_ties(seed):
     generator = np.random.default_rng(seed)

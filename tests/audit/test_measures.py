@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
@@ -17,7 +17,6 @@ def features(seed, n=9, h=5, v=6):
     return generator.normal(size=(n, h)), residual
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_subset_norms_are_the_norms_of_weighted_sums(seed):
     hidden, residual = features(seed)
@@ -39,7 +38,6 @@ def positions(seed, n=5):
     return hidden, residual, row, np.stack(gradient)
 
 
-@settings(deadline=None)
 @given(SEEDS, st.sampled_from([1, 60, 10**6]))
 def test_position_gram_is_that_of_the_gradients_in_any_blocks(seed, block):
     hidden, residual, row, gradient = positions(seed)
@@ -50,7 +48,6 @@ def test_position_gram_is_that_of_the_gradients_in_any_blocks(seed, block):
     np.testing.assert_allclose(found, flat @ flat.T, atol=1e-10)
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_uncentred_gram_is_that_of_hidden_states_with_their_mean(seed):
     hidden, residual, row, gradient = positions(seed)
@@ -69,7 +66,6 @@ def test_scaled_error_does_not_see_a_factor():
     assert measures.scaled_error(np.zeros(3), true) == 1
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_the_direct_sum_bound_holds_on_any_features_and_is_reached_by_two_rows(seed):
     hidden, residual = features(seed)
@@ -113,7 +109,6 @@ def test_negative_pairs():
     assert measures.negative_pairs(np.array([[1.0, -3.0, 1.0], [-3.0, 1.0, 2.0], [1.0, 2.0, 1.0]])) == (1 / 3, 0.5)
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_rank_one_share_is_the_squared_cosine(seed):
     hidden, residual, row, gradient = positions(seed)
@@ -135,7 +130,6 @@ def test_a_row_of_one_position_is_its_own_summary():
     )
 
 
-@settings(deadline=None)
 @given(SEEDS)
 def test_accuracy_is_never_below_what_the_bound_promises(seed):
     generator = np.random.default_rng(seed)

@@ -97,7 +97,7 @@ def test_rows_beyond_the_top_score_zero(world, tmp_path):
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_top_is_a_stable_sort_cut_off(values, data):
     kept = data.draw(st.integers(1, len(values)))
     score = np.array(values, dtype=np.float32)

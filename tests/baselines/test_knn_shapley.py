@@ -30,7 +30,7 @@ def points(n, seed):
 
 
 @given(n=st.integers(1, 9), k=st.integers(1, 12), seed=st.integers(0, 999))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_recursion_is_the_enumeration_of_all_coalitions(n, k, seed):
     train, labels, test, test_labels = points(n, seed)
     found = knn_shapley(train, labels, test, test_labels, k)
@@ -40,7 +40,7 @@ def test_the_recursion_is_the_enumeration_of_all_coalitions(n, k, seed):
 
 
 @given(n=st.integers(1, 60), k=st.integers(1, 20), seed=st.integers(0, 999))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_values_add_up_to_the_share_of_right_neighbours(n, k, seed):
     train, labels, test, test_labels = points(n, seed)
     found = knn_shapley(train, labels, test, test_labels, k)
@@ -50,7 +50,7 @@ def test_values_add_up_to_the_share_of_right_neighbours(n, k, seed):
 
 
 @given(n=st.integers(2, 80), kept=st.integers(1, 80), k=st.integers(1, 9), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_recursion_cut_off_at_m_is_exact_to_1_over_m(n, kept, k, seed):
     right = np.random.default_rng(seed).random(n) < 0.4
     m = min(n, kept)

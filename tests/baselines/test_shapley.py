@@ -42,7 +42,7 @@ def airport(cost):
 
 
 @given(n_players=st.integers(1, 5), seed=st.integers(0, 99), block=st.integers(1, 40))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_enumeration_is_the_mean_over_all_orders(n_players, seed, block):
     game = table_game(n_players, seed)
     np.testing.assert_allclose(exact_shapley(game, n_players, block=block)[:, 0], slow_shapley(game, n_players))
@@ -59,7 +59,7 @@ def test_sixteen_players_of_the_airport_game():
 
 
 @given(seed=st.integers(0, 99), players=st.integers(2, 7))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_values_sum_to_the_gain_of_the_full_set_in_both_estimates(seed, players):
     game = table_game(players, seed, games=3)
     gain = game(np.ones((1, players), bool))[0] - game(np.zeros((1, players), bool))[0]
@@ -107,7 +107,7 @@ def test_no_subset_is_asked_about_twice_and_the_count_is_right():
 
 
 @given(block=st.integers(1, 64))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_blocks_do_not_change_the_values(block):
     game = table_game(6, 1)
     one = permutation_shapley(game, 6, permutations=20, seed=0, block=block)

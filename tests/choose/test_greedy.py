@@ -77,7 +77,7 @@ def test_the_search_is_the_slow_greedy_and_its_gains_are_exact(weighting, side):
     np.testing.assert_allclose(np.cumsum(picks.gain), sums, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 4), strength=st.floats(0.05, 3.0))
 def test_greedy_reaches_1_minus_1_over_e_on_aligned_pools(seed, size, strength):
     rng = np.random.default_rng(seed)
@@ -90,7 +90,7 @@ def test_greedy_reaches_1_minus_1_over_e_on_aligned_pools(seed, size, strength):
     assert gain_sum(objective, picks.row_index) >= (1 - 1 / math.e) * best - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     size=st.integers(2, 6),
@@ -117,7 +117,7 @@ def test_without_curvature_the_choice_is_optimal_within_floors_and_caps(seed, si
     assert (np.diff(objective.linear_N[rows]) <= 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     budget=st.integers(8, 30),
@@ -140,7 +140,7 @@ def test_floors_and_caps_in_rows_hold_exactly_and_the_budget_is_used_up(seed, bu
     assert max(taken.count(topic) for topic in set(taken)) <= cap
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     budget=st.integers(400, 1000),
@@ -182,7 +182,7 @@ def test_tokens_are_spent_by_gain_a_token_under_count_and_by_gain_under_mean():
         assert found.row_index.tolist() == want
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 300))
 def test_rows_that_do_not_fit_are_passed_over(seed, budget):
     rng = np.random.default_rng(seed)
@@ -255,7 +255,7 @@ def test_laziness_changes_what_is_read_and_not_what_is_taken(omega, held, rounds
         assert lazy.rows_read < 0.8 * eager.rows_read
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000), floor=st.integers(0, 9), budget=st.sampled_from(["90", "40%", "1500tokens"]))
 def test_rounds_keep_to_the_limits(seed, floor, budget):
     source = clustered(seed, 200)

@@ -118,7 +118,7 @@ def test_without_being_asked_no_slice_is_all_there_is_and_no_row_is_seen_five_ti
         mix(source, "topic", target, protocol=protocol(), max_repeat=0.5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), n=st.integers(2, 8), distance=st.booleans())
 def test_concave_pieces_are_filled_as_a_linear_programme_says(seed, n, distance):
     """Without pieces, the same straight lines give the same optimum; with them, the value is that of the pieces."""
@@ -165,7 +165,7 @@ def best_linear(programme, worth_G) -> float:
     return -float(found.fun)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     n=st.integers(2, 24),
@@ -191,7 +191,7 @@ def test_at_the_solution_no_feasible_direction_leads_up(seed, n, rank, scale, di
     assert slack <= 1e-5 * scale * (1 + rank)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10_000), up=st.floats(0.5, 5.0))
 def test_where_the_geometry_is_rewarded_the_best_of_many_starts_is_found(seed, up):
     """Three values, against a fine grid; said to be local."""
@@ -228,7 +228,7 @@ def test_without_geometry_and_bounds_the_best_mixture_is_a_corner_and_this_is_sa
     assert any(note.startswith("the protocol is additive: the best mixture goes as far as") for note in got.notes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(distance=st.integers(1, 90), floor=st.integers(0, 8))
 def test_the_distance_and_the_floors_hold(distance, floor):
     source = World()

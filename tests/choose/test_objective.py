@@ -48,7 +48,7 @@ def test_the_quadratic_is_the_prediction(side, weighting, task):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     omegas=st.dictionaries(st.sampled_from(sorted(EVERY)), st.floats(-1, 1), min_size=1, max_size=4),
     side=st.sampled_from(["retained", "omitted"]),

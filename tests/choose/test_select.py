@@ -110,7 +110,7 @@ def test_training_on_less_than_is_kept_repeats_nothing():
     assert selected(source, chosen, "50%", train_tokens=10 * tokens).value < plain.value
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
     size=st.integers(1, 5),

@@ -64,7 +64,7 @@ def test_expected_documents_have_text_labels_and_a_stable_name(expected):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @given(start=st.integers(0, 25), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True))
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_reading_from_k_on_skips_exactly_k(tmp_path_factory, suffix, start, cuts):
     path = write_chunked(tmp_path_factory.mktemp("corpus"), records(20), cuts, suffix)
     whole = list(read_documents(settings_for(path)))

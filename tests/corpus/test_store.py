@@ -55,7 +55,7 @@ def corpus(tmp_path):
     shard_rows=st.integers(1, 6),
     packing=st.sampled_from(["document", "concat"]),
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_rows_and_fingerprint_depend_on_neither_files_nor_shards(texts, cuts, suffix, shard_rows, packing):
     rows = [{"text": text, "n": i} for i, text in enumerate([*texts, "a closing line"])]
     with tempfile.TemporaryDirectory() as name:
@@ -248,7 +248,7 @@ def test_another_input_is_refused_on_resume(tmp_path, corpus, change, again, mes
 
 
 @given(st.lists(st.integers(0, 29), max_size=12), st.sampled_from([1, 4, 7, 100]))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_rows_come_in_the_order_asked_for(tmp_path_factory, picked, shard_rows):
     base = tmp_path_factory.getbasetemp() / f"rows-{shard_rows}"
     if not base.exists():

@@ -79,7 +79,7 @@ def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.nd
     return total / count
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), vocab=st.integers(1, 30))
 def test_input_relevance_is_the_mean_over_position_pairs_with_the_same_token(seed, vocab):
     head, rows, units, whitener = world(seed, vocab=vocab)

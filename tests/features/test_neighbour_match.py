@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.features import pairs
+from grasp.features import neighbour_match
 from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments
 from grasp.features.neighbour_match import PRIOR, WIDTH, neighbour_relevance, prepare_neighbours
 from grasp.features.residuals import sparse_residual
@@ -78,7 +78,7 @@ class Definition:
         return out
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_neighbour_relevance_is_its_definition(seed):
     rows, units, whitener, moments = made = world(seed)
@@ -102,7 +102,7 @@ def test_it_is_the_slope_of_the_kernel_language_model():
 @pytest.mark.parametrize("elements", [1, 60 * 7, 10**9])
 def test_blocks_do_not_change_the_result(monkeypatch, elements):
     rows, units, whitener, moments = made = world(7)
-    monkeypatch.setattr(pairs, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(neighbour_match, "BLOCK_ELEMENTS", elements)
     found = neighbour_relevance(prepared(units, whitener, moments), *rows, N).numpy()
     expected = Definition(*made).relevance()
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())

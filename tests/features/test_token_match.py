@@ -45,7 +45,7 @@ def reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
     return total / count
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_token_relevance_is_the_mean_over_position_pairs(seed):
     hidden, unit_hidden, residual, unit_residual, whitener, row, unit = world(seed)

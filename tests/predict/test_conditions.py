@@ -32,7 +32,7 @@ def same(value, other):
 TEXTS = st.one_of(st.none(), st.sampled_from(HOSTILE), st.text(st.characters(codec="utf-8"), max_size=6))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=st.lists(TEXTS, min_size=1, max_size=6))
 def test_text_is_found_and_nothing_else(tmp_path, values):
     labels = table(tmp_path, values, pa.string())

@@ -36,7 +36,7 @@ def test_seed_and_purpose_name_different_subsets(spelling):
     assert not np.array_equal(drawn(family), drawn(family, purpose="calibration"))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(n_rows=st.integers(1, 60), fraction=st.floats(0.01, 0.99), seed=st.integers(0, 99))
 def test_uniform_subsets_all_have_the_rounded_size(n_rows, fraction, seed):
     (block,) = Family("uniform", fraction=fraction).draw(5, n_rows=n_rows, seed=seed, purpose="t")

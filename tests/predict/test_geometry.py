@@ -27,7 +27,7 @@ def world(seed, n=12, d=4, b=5, *, plain=False):
     return csr_array(weights_BN), rng.standard_normal((n, d)) + 0.5, rng
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=seeds)
 def test_components_are_the_double_loops(seed):
     weights_BN, sketch_ND, _ = world(seed)
@@ -38,7 +38,7 @@ def test_components_are_the_double_loops(seed):
             assert got[kind][b] == pytest.approx(value, rel=1e-10, abs=1e-10)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=seeds,
     side=st.sampled_from(["retained", "omitted"]),
@@ -60,7 +60,7 @@ def test_sides_and_weightings_need_no_complement(seed, side, weighting, plain):
             assert a[b, e] == pytest.approx(sign * reference.dot(effective, relevance_NE[:, e]), abs=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=seeds, block=st.integers(1, 13), dense=st.sampled_from([True, False, None]))
 def test_blocks_of_rows_change_nothing(seed, block, dense):
     weights_BN, sketch_ND, _ = world(seed)

@@ -139,7 +139,7 @@ def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, wei
 
 
 @given(seed=seeds, share=st.floats(0.05, 0.95))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     """Dropping a share p of the rows with the mean effect m changes -p / (1 - p) m; doubling it p / (1 + p) m."""
     predictor = Predictor.of(FakeSource(), default_protocol())

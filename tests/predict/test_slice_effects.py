@@ -52,7 +52,7 @@ def test_effects_are_what_is_predicted_and_lie_in_their_intervals(components, si
     assert (effects.dropped_GT <= high_GT + 1e-9).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 50))
 def test_intervals_are_as_wide_as_the_units_differ(seed):
     """40 units that differ by a known amount: the interval is that of their mean."""

@@ -118,7 +118,7 @@ def test_expected_geometry_of_a_bernoulli_draw(seed):
     assert expected == pytest.approx(q * whole.self_B[0] + q**2 * whole.pair_B[0], rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(1, 29), max_size=4))
 def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
     values_BE = np.random.default_rng(seed).standard_normal((30, 2)) * 3 + 1e4

@@ -38,7 +38,7 @@ def test_what_is_written_comes_back(tmp_path):
     assert np.array_equal(weights_BN, expected_BN)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), block=st.integers(1, 7))
 def test_neither_order_nor_block_matters(tmp_path_factory, seed, block):
     path = tmp_path_factory.mktemp("tables") / "s.parquet"

@@ -28,7 +28,7 @@ def job(seed, n=300, width=40, b=7, share=0.1, *, plain=True):
     return csr_array(weights_BN), (rng.standard_normal((n, width)) * 10.0 ** rng.integers(-3, 4, width)).astype("f4")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1000),
     way=st.sampled_from(["dense", "sparse", "torch"]),
@@ -103,7 +103,7 @@ def forms(seed, n=1500, b=9):
     }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 1000), form=st.sampled_from(["entries", "omitted", "masks", "shares"]), cut=st.integers(1, 900)
 )
@@ -132,7 +132,7 @@ def test_every_form_sums_to_the_float64_reference(seed, form, cut):
         assert (abs(got - want) <= bound).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), start=st.integers(0, 700), n=st.integers(1, 800), rows=st.sampled_from([7, 64, 4096]))
 def test_masks_unpacked_by_torch_sum_to_the_float64_reference(seed, start, n, rows):
     """What a GPU does with masks, on the CPU: whatever the first row and the cuts."""

@@ -39,7 +39,7 @@ def forms(seed: int, n_subsets: int = 5, n_rows: int = 37):
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), n_rows=st.integers(1, 40))
 def test_all_forms_mean_their_matrix(seed, n_rows):
     for weights, matrix in forms(seed, n_rows=n_rows):

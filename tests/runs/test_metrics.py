@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -35,7 +35,6 @@ def test_rho_is_that_of_scipy_with_ties_and_constants(columns):
     np.testing.assert_allclose(m.spearman(x, y), expected, atol=1e-12)
 
 
-@settings(deadline=None)
 @given(tied_columns(), st.integers(0, 10_000))
 def test_a_resample_is_the_rho_of_the_subsets_it_drew(columns, seed):
     x, y = columns

@@ -86,12 +86,13 @@ class UnitFeatures:
 
     def block(self, start: int, stop: int) -> PositionBatch:
         """Some of the units as if they were rows."""
-        mask_S = (self.unit_S >= start) & (self.unit_S < stop)
+        among = torch.nonzero((self.unit_S >= start) & (self.unit_S < stop))[:, 0]
+        among = among[torch.argsort(self.unit_S[among], stable=True)]
         return PositionBatch(
-            self.hidden_SH[mask_S],
-            self.residual.at(mask_S),
-            self.unit_S[mask_S] - start,
-            self.input_S[mask_S],
+            self.hidden_SH[among],
+            self.residual.at(among),
+            self.unit_S[among] - start,
+            self.input_S[among],
             stop - start,
         )
 

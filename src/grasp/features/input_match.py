@@ -104,7 +104,7 @@ def input_relevance(
     Args:
         residual: sparse residuals at the rows' used positions.
         token_P: the input token at each of them.
-        row_P: which row each belongs to, in [0, n_rows).
+        row_P: which row each belongs to, in [0, n_rows), in order.
     Positive: training on the row should lower the unit's loss.
     Cost: O(K H) a position whose token a unit has, and for each such token a vector of H for every row.
     """

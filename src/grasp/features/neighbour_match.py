@@ -21,24 +21,25 @@ import torch
 from torch import Tensor
 
 from grasp.features.moments import PositionMoments
-from grasp.features.pairs import pair_sums
 from grasp.features.residuals import SparseResidual
 from grasp.features.whitening import Whitener
 
 WIDTH = 0.25  # tau in distances
 PRIOR = 0.1  # lambda
 SAMPLED = 2_048  # positions of the sample that are looked at together
+# Pairs held at once: 4 MB in float32, small enough to stay near the cores.
+BLOCK_ELEMENTS = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class NeighbourTargets:
-    """The questions' side of the neighbour kernel, prepared once a build."""
+    """The questions' side of the neighbour kernel, prepared once a build: positions in order of label."""
 
     mean_H: Tensor
     map_HH: Tensor  # whitening, divided by tau
     point_SX: Tensor
     label_S: Tensor
-    same_S: Tensor  # what k counts where labels agree, divided by |P_e|
+    same_S: Tensor  # what k adds where labels agree, divided by |P_e|
     other_S: Tensor  # what it takes away anywhere
     unit_S: Tensor
     n_units: int
@@ -69,12 +70,14 @@ def prepare_neighbours(
     """
     assert moments.states is not None
     device = hidden_SH.device
+    label_S, by_label = torch.sort(residual.label_P, stable=True)
+    hidden_SH, unit_S, loss_S = hidden_SH[by_label], unit_S[by_label], residual.loss_P[by_label]
     spread = 2.0 * float(np.sum(whitener.map_HH * (moments.token.covariance_HH @ whitener.map_HH)))
     mean_H = torch.from_numpy(whitener.mean_H).float().to(device)
     map_HH = torch.from_numpy(whitener.map_HH / (WIDTH * max(spread, 1e-300) ** 0.5)).float().to(device)
     point_SX = _swapped(_points((hidden_SH.float() - mean_H) @ map_HH))
     point_MX = _points((torch.from_numpy(moments.states.hidden_MH).to(device) - mean_H) @ map_HH)
-    label_S, label_M = residual.label_P, torch.from_numpy(moments.states.label_M).to(device)
+    label_M = torch.from_numpy(moments.states.label_M).to(device)
     count = len(label_M)
     near_S = torch.ones(len(label_S), dtype=torch.float64, device=device)
     same_S = torch.zeros_like(near_S)
@@ -83,7 +86,7 @@ def prepare_neighbours(
         near_MS = torch.exp(point_MX[block] @ point_SX.T).double()
         near_S += near_MS.sum(dim=0)
         same_S += (near_MS * (label_M[block, None] == label_S)).sum(dim=0)
-    prior_S = PRIOR * torch.exp(-residual.loss_P.double()) + 1 / count
+    prior_S = PRIOR * torch.exp(-loss_S.double()) + 1 / count
     positions_S = torch.bincount(unit_S, minlength=n_units)[unit_S]
     return NeighbourTargets(
         mean_H=mean_H,
@@ -109,14 +112,26 @@ def neighbour_relevance(
     Positive: training on the row should lower the unit's loss. Cost: O(H + S) a position times S unit positions.
     """
     point_PX = _points((hidden_PH.float() - targets.mean_H) @ targets.map_HH)
-
-    def value_PS(block: slice) -> Tensor:  # noqa: N802 - a shape suffix
+    sum_NE = point_PX.new_zeros(n_rows, targets.n_units)
+    step = max(1, BLOCK_ELEMENTS // max(1, len(row_P)))
+    for start in range(0, len(targets.unit_S), step):
+        block = slice(start, start + step)
         near_PS = (point_PX @ targets.point_SX[block].T).exp_()
-        other_S = targets.other_S[block]
-        same_PS = label_P[:, None] == targets.label_S[block]
-        return near_PS.mul_(torch.where(same_PS, targets.same_S[block] - other_S, -other_S))
+        near_NS = near_PS.new_zeros(n_rows, near_PS.shape[1]).index_add_(0, row_P, near_PS)
+        sum_NE.index_add_(1, targets.unit_S[block], near_NS.mul_(-targets.other_S[block]))
+        p, s = _equal_pairs(label_P.contiguous(), targets.label_S[block])  # few of all pairs
+        place = row_P[p] * targets.n_units + targets.unit_S[block][s]
+        sum_NE.view(-1).index_add_(0, place, near_PS[p, s] * targets.same_S[block][s])
+    return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
 
-    return pair_sums(value_PS, row_P, n_rows, targets.unit_S, targets.n_units)
+
+def _equal_pairs(label_P: Tensor, label_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of all pairs of equal labels; those of S are in order."""
+    first_P = torch.searchsorted(label_S, label_P)
+    count_P = torch.searchsorted(label_S, label_P, right=True) - first_P
+    p = torch.repeat_interleave(torch.arange(len(label_P), device=label_P.device), count_P)
+    before_P = count_P.cumsum(0) - count_P
+    return p, torch.arange(len(p), device=p.device) + (first_P - before_P)[p]
 
 
 def _points(white_PH: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shape letters: P positions, V vocabulary, K kept probabilities, H hidden width.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
     vocab = values_PV.shape[1]
     blocks = vocab // TOP_K_BLOCK
     if blocks < TWO_LEVEL_RATIO // TOP_K_BLOCK * k:
-        return values_PV.topk(min(k, vocab), dim=1, sorted=False).indices
+        return _largest(values_PV, min(k, vocab))
     whole = blocks * TOP_K_BLOCK
     grid = values_PV[:, :whole].reshape(len(values_PV), TOP_K_BLOCK, blocks)
     # Each of the k largest is in a block whose maximum is at least as large, and only k blocks can be that good.
@@ -55,8 +56,15 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
     candidate = (block_PK[:, :, None] + stride).flatten(1)
     rest = torch.arange(whole, vocab, device=values_PV.device).expand(len(values_PV), -1)
     candidate = torch.cat([candidate, rest], dim=1)
-    chosen = values_PV.gather(1, candidate).topk(k, dim=1, sorted=False).indices
-    return candidate.gather(1, chosen)
+    return candidate.gather(1, _largest(values_PV.gather(1, candidate), k))
+
+
+def _largest(values_PV: Tensor, k: int) -> Tensor:
+    """The same by a search of every value; on a CPU numpy's vectorised partition needs half of torch's time."""
+    if values_PV.device.type != "cpu":
+        return values_PV.topk(k, dim=1, sorted=False).indices
+    first = values_PV.shape[1] - k
+    return torch.from_numpy(np.argpartition(values_PV.numpy(), first, axis=1)[:, first:])
 
 
 def sparse_residual(
