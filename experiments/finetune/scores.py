@@ -33,9 +33,7 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
 POOLED = 32
-KERNEL_LM_WIDTH = 0.265  # of the median distance; 3 in the whitened units of a model of width 64
-KERNEL_LM_PRIOR = 0.1
-BLOCK_ELEMENTS = 1 << 26  # of positions of units by positions of rows
+PRIOR = 0.1  # weight of the model's own probability beside what the corpus counts
 
 
 @dataclass(frozen=True)
@@ -211,37 +209,6 @@ def hidden_cosine(sides: Sides, *, supervised: bool = False) -> F64:
     return _directions(rows_NH) @ _directions(units_EH).T
 
 
-def hidden_kernel(sides: Sides, ridge: float | None, *, supervised: bool = False) -> F64:
-    """Inner product of centred mean hidden states, whitened by the covariance of the rows' means."""
-    rows_NH, units_EH = _means(sides, supervised=supervised)
-    map_HH = Sides._map(np.cov(rows_NH.T, bias=True), ridge)
-    return (rows_NH @ map_HH) @ (units_EH @ map_HH).T
-
-
-def kernel_lm(sides: Sides, ridge: float | None = TAU, width: float = KERNEL_LM_WIDTH) -> F64:
-    """mean_s [A_is / (A_s + lambda p_s B_s) - B_is / ((1 + lambda) B_s)], A and B sums of exp(-d^2 / 2 tau^2).
-
-    B_is over all positions of row i, A_is over those whose next token is the unit's; A_s, B_s their means over rows.
-    """
-    rows, units = sides.rows, sides.units
-    map_HH = sides.hidden_map(ridge).astype(np.float32)
-    row_PH, unit_SH = rows.hidden_PH @ map_HH, units.hidden_PH @ map_HH
-    row_square_P = (row_PH**2).sum(axis=1)
-    near_SN, same_SN = (np.zeros((len(unit_SH), rows.n)) for _ in range(2))
-    tau = 0.0
-    block = max(1, BLOCK_ELEMENTS // len(row_PH))
-    edges = np.flatnonzero(np.diff(rows.owner_P, prepend=-1))
-    for start in range(0, len(unit_SH), block):
-        part = slice(start, start + block)
-        square_SP = (unit_SH[part] ** 2).sum(axis=1)[:, None] + row_square_P - 2.0 * unit_SH[part] @ row_PH.T
-        tau = tau or width * float(np.sqrt(np.median(square_SP)))
-        kernel_SP = np.exp(-np.maximum(square_SP, 0.0) / (2.0 * tau**2))
-        near_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
-        kernel_SP *= units.label_P[part][:, None] == rows.label_P
-        same_SN[part] = np.add.reduceat(kernel_SP, edges, axis=1)
-    return _linearised(units, same_SN, near_SN)
-
-
 def ngram_lm(sides: Sides, orders: Sequence[int] = (1, 2, 3, 4)) -> F64:
     """The same with contexts that are equal in their last n - 1 tokens in the place of near hidden states, mean over n.
 
@@ -279,8 +246,8 @@ def _linearised(units: Features, same_SN: F64, near_SN: F64) -> F64:
     """First order in a row's counts of log[(sum A + lambda p B) / (sum B + lambda B)], mean over a unit's positions."""
     prior_S = np.exp(-units.loss_P.astype(np.float64))
     near_S = near_SN.mean(axis=1)
-    label_S = same_SN.mean(axis=1) + KERNEL_LM_PRIOR * prior_S * near_S
-    score_SN = _ratio(same_SN, label_S) - _ratio(near_SN, (1.0 + KERNEL_LM_PRIOR) * near_S)
+    label_S = same_SN.mean(axis=1) + PRIOR * prior_S * near_S
+    score_SN = _ratio(same_SN, label_S) - _ratio(near_SN, (1.0 + PRIOR) * near_S)
     return _mean_of_units(units, score_SN).T
 
 

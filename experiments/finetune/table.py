@@ -1,6 +1,6 @@
-"""The comparisons of several worlds as one table, best first by the worse of two: mean LDS over the best one there.
+"""The comparisons of both environments as one table, in the order of the first: mean LDS, target by target, task rho.
 
-python -m experiments.finetune.table documents cc-topic > experiments/finetune/table.md
+python -m experiments.finetune.table documents instructions > experiments/finetune/table.md
 """
 
 import json
@@ -11,38 +11,31 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def shares(methods: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean LDS of each method as a share of the best one's."""
-    best = max(method["mean_lds"][0] for method in methods)
-    return {method["method"]: method["mean_lds"][0] / best for method in methods}
-
-
 def table(reports: list[dict[str, Any]]) -> str:
-    """Lines of Markdown; negative scores times .25 unless a name says otherwise."""
-    by_name = [{method["method"]: method for method in report["methods"]} for report in reports]
-    share_of = [shares(report["methods"]) for report in reports]
-    common = [name for name in by_name[0] if all(name in names for names in by_name)]
-    common.sort(key=lambda name: -min(share[name] for share in share_of))
-    head = ["scores"]
-    for report in reports:
-        seeds = "one seed" if len(report["seeds"]) == 1 else f"{len(report['seeds'])} seeds"
-        head += [
-            f"{report['environment']}, {report['subsets']} subsets, {seeds}: mean LDS",
-            "task rho",
-            "to what ships",
-        ]
+    """Lines of Markdown, a part for each environment."""
+    return "\n".join(_part(report) for report in reports)
+
+
+def _part(report: dict[str, Any]) -> str:
+    targets, ceiling = report["targets"], report["noise"]["ceiling"]
+    seeds = "one seed" if len(report["seeds"]) == 1 else f"{len(report['seeds'])} seeds"
+    bound = "no second seeds yet" if ceiling is None else f"a perfect score would reach {ceiling:.2f}"
+    head = ["scores", *targets, "mean LDS", "to what ships", "task rho"]
     lines = [head, ["---"] * len(head)]
-    lines += [[name, *(cell for names in by_name for cell in _cells(names[name]))] for name in common]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def _cells(method: dict[str, Any]) -> list[str]:
-    difference = method["difference"]
-    return [_number(method["mean_lds"]), f"{method['task_rho'][0]:.2f}", _number(difference) if difference else ""]
+    for method in sorted(report["methods"], key=lambda one: -one["mean_lds"][0]):
+        if method["method"].endswith("(negative x .25)"):
+            continue
+        of_targets = [f"{method['mean_lds_of_target'][target]:.2f}" for target in targets]
+        difference = _number(method["difference"]) if method["difference"] else ""
+        lines.append(
+            [method["method"], *of_targets, _number(method["mean_lds"]), difference, _number(method["task_rho"])]
+        )
+    title = f"`{report['environment']}` ({report['role']}): {report['subsets']} subsets, {seeds}; {bound}."
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def _number(values: list[float]) -> str:
-    return f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]"
+    return f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
 
 
 if __name__ == "__main__":

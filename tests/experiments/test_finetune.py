@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 
-from experiments.finetune.compare import SUMS, methods_of
+from experiments.finetune.compare import OURS, methods_of, nearest_example
 from experiments.finetune.evaluate import Method
 from experiments.finetune.features import Features
 from experiments.finetune.scores import (
-    KERNEL_LM_PRIOR,
     Sides,
     delta_kernel,
     hidden_cosine,
     input_kernel,
-    kernel_lm,
     ngram_lm,
 )
 from experiments.finetune.setting import SUBSET_ROWS, draw_subsets, group_of, row_order
@@ -92,12 +90,17 @@ def test_negative_scores_can_count_less():
     assert units_BE[:, 0] == pytest.approx((expected - expected.mean()) / expected.std())
 
 
-def test_what_ships_comes_first_and_every_sum_stands_in_both_forms():
-    kernel_of = {name: np.ones((2, 1)) for parts in SUMS.values() for name in parts}
+def test_ours_count_negative_scores_a_quarter_and_others_count_as_published():
+    kernel_of = {name: np.ones((2, 1)) for name in (*OURS, "bm25", "shift")}
     methods = methods_of(kernel_of)
-    assert next(iter(methods)) == "ships"
-    assert {method.negative for method in methods.values()} == {0.25, 1.0}
-    assert len(methods) == 2 * (len(kernel_of) + len(SUMS))
+    assert next(iter(methods)) == "shift"
+    assert {name for name, method in methods.items() if method.negative == 1.0} == {"bm25"}
+    assert len(methods["token + input"].kernels) == 2
+
+
+def test_a_row_is_as_near_to_a_target_as_to_its_nearest_example():
+    found = nearest_example(np.array([[0.1, 0.9, -0.5], [0.3, 0.2, 0.4]]), ["a", "a", "b"])
+    assert found.tolist() == [[0.9, 0.9, -0.5], [0.3, 0.3, 0.4]]
 
 
 HIDDEN, VOCABULARY, LENGTHS = 6, 11, ((5, 3, 4), (2, 4))
@@ -164,33 +167,6 @@ def test_hidden_states_are_compared_after_their_mean_is_taken_away(sides):
     assert hidden_cosine(sides)[2, 1] == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_kernel_language_model_is_its_exact_form_to_first_order(sides):
-    """Leaving a little of a row out changes log[(A + lambda p B0) / (B + lambda B0)] by its score."""
-    rows, units = sides.rows, sides.units
-    map_HH = sides.hidden_map(0.01)
-    row_PH, unit_SH = rows.hidden_PH @ map_HH, units.hidden_PH @ map_HH
-    square_SP = ((unit_SH[:, None] - row_PH[None]) ** 2).sum(axis=2)
-    tau = 0.265 * np.sqrt(np.median(square_SP))
-    near_SP = np.exp(-square_SP / (2 * tau**2))
-    same_SP = near_SP * (units.label_P[:, None] == rows.label_P)
-    weight_N = np.ones(rows.n)
-
-    def utility(weight_N):
-        weight_P = weight_N[rows.owner_P]
-        near_S, base_S = near_SP @ weight_P, near_SP.sum(axis=1)
-        prior_S = np.exp(-units.loss_P)
-        value_S = np.log(
-            (same_SP @ weight_P + KERNEL_LM_PRIOR * prior_S * base_S) / (near_S + KERNEL_LM_PRIOR * base_S)
-        )
-        return np.array([value_S[units.owner_P == e].mean() for e in range(units.n)])
-
-    step = 1e-5
-    for i in range(rows.n):
-        change_E = (utility(weight_N + step * (np.arange(rows.n) == i)) - utility(weight_N)) / step
-        # per row of the mean corpus, in whose units scores are
-        assert kernel_lm(sides)[i] == pytest.approx(change_E * rows.n, rel=1e-2, abs=1e-3)
-
-
 def test_an_ngram_that_a_row_alone_has_speaks_for_it(sides):
     rows, units = sides.rows, sides.units
     rows.token_P[:], rows.label_P[:] = 5, 6
@@ -201,16 +177,18 @@ def test_an_ngram_that_a_row_alone_has_speaks_for_it(sides):
     assert (score_NE[[0, 2]] < score_NE[1]).all()
 
 
-def test_the_table_puts_first_what_is_good_in_the_worse_of_two_worlds():
-    def report(name, values):
-        methods = [
-            {"method": label, "mean_lds": [value, 0.0, 1.0], "task_rho": [0.5, 0.0, 1.0], "difference": None}
-            for label, value in values.items()
-        ]
-        return {"environment": name, "subsets": 9, "seeds": [0], "methods": methods}
-
-    lines = table([report("a", {"x": 0.1, "y": 0.3, "z": 0.4}), report("b", {"x": 0.8, "y": 0.7, "z": 0.1})]).split(
-        "\n"
-    )
-    assert "a, 9 subsets, one seed: mean LDS" in lines[0]
-    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| y", "| x", "| z"]
+def test_the_table_has_every_target_and_what_could_be_reached():
+    methods = [
+        {
+            "method": label,
+            "mean_lds": [value, 0.0, 1.0],
+            "mean_lds_of_target": {"sciq": value},
+            "task_rho": [0.5, 0.0, 1.0],
+            "difference": None,
+        }
+        for label, value in {"x": 0.1, "y": 0.3, "y (negative x .25)": 0.4}.items()
+    ]
+    about = {"environment": "a", "role": "dev", "subsets": 9, "seeds": [0], "targets": ["sciq"]}
+    lines = table([{**about, "methods": methods, "noise": {"ceiling": 0.7}}]).split("\n")
+    assert lines[0] == "`a` (dev): 9 subsets, one seed; a perfect score would reach 0.70."
+    assert [line.split(" | ")[:2] for line in lines[4:6]] == [["| y", "0.30"], ["| x", "0.10"]]

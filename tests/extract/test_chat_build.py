@@ -1,6 +1,7 @@
 """A corpus of conversations from build to export: only the assistant's tokens count, whoever runs the model."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +15,7 @@ from grasp.extract.extend import add_target
 from grasp.extract.local import build
 from grasp.extract.reopen import Origin
 from grasp.models.reference import load_reference
-from grasp.settings import TargetSettings, build_settings
+from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.corpus.chats import CHATML, turns
 from tests.extract.test_local import arrays
 from tests.extract.world import WORDS, world, write_targets
@@ -28,16 +29,19 @@ def conversations(n: int) -> list[dict]:
     return [{"id": f"c{i}", "messages": turns(*words), "topic": "ab"[i % 2], "n": [i]} for i, words in enumerate(lines)]
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    root = tmp_path_factory.mktemp("chat")
+def chat_settings(root: Path) -> BuildSettings:
+    """A small world in `root` whose rows are conversations."""
     settings = world(root, features={"moment_positions": 10_000})
     template = json.loads((root / "model" / "tokenizer_config.json").read_text())
     (root / "model" / "tokenizer_config.json").write_text(json.dumps(template | {"chat_template": CHATML}))
     (root / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in conversations(20)))
-    settings = build_settings(
-        settings.model_dump() | {"corpus": {"path": str(root / "corpus.jsonl"), "max_length": 120}}
-    )
+    return build_settings(settings.model_dump() | {"corpus": {"path": str(root / "corpus.jsonl"), "max_length": 120}})
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    root = tmp_path_factory.mktemp("chat")
+    settings = chat_settings(root)
     build(settings, root / "art")
     return root, settings
 

@@ -13,6 +13,7 @@ from grasp.extract import cluster
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
+from tests.extract.test_chat_build import chat_settings
 from tests.extract.test_local import arrays, assert_same
 from tests.extract.world import world
 
@@ -73,6 +74,12 @@ def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path
     }
     ours = ArtifactReader.open(found).manifest.files
     assert all(ours[name] == entry for name, entry in theirs.items())
+
+
+def test_conversations_give_the_same_too(spec, tmp_path):
+    """Which tokens carry loss travels with the rows."""
+    settings = chat_settings(tmp_path)
+    assert_same(arrays(build(settings, tmp_path / "ray", cluster=spec)), arrays(build(settings, tmp_path / "local")))
 
 
 @pytest.mark.parametrize("order", [("local", "ray"), ("ray", "local")])

@@ -25,6 +25,7 @@ from grasp.runs.retrain import Worker, retrain
 from grasp.runs.retrain_plan import resolved_recipe, row_index
 from grasp.runs.train import train
 from grasp.settings import read_yaml, retrain_settings
+from tests.extract.test_chat_build import chat_settings
 
 TOPICS = {
     "water": "rain falls on the river and the river runs into the sea and the fish swim in the water",
@@ -110,6 +111,24 @@ def test_utilities_are_those_of_training_by_hand(inputs, whole):
     assert (got.values_BSE < 0).all()
     assert np.abs(got.of("water").values_BSE - got.of("water@all").values_BSE).max() > 0.01
     assert len(np.unique(got.values_BSE[:, :, 0])) == 6
+
+
+def test_of_conversations_the_assistants_words_are_trained_on(inputs, tmp_path):
+    chat = chat_settings(tmp_path)
+    changes = {"tokenizer": chat.model.path, "corpus": chat.corpus.model_dump(), "seeds": [0], "losses": ["completion"]}
+    shape = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "context": 128}
+    changes["overrides"] = {"steps": 3, "warmup_steps": 1, "batch_rows": 4, "shape": shape}
+    found = retrain(settings(inputs, **changes), tmp_path / "env")
+    store = RowStore.open(found.path / "tokens")
+    assert store.supervised().sum() < store.lengths().sum() / 2
+    (mask_N, *_) = [block.weights_BN.toarray()[0] > 0 for block in found.subset_blocks(row_index(store))]
+    model = train(resolved_recipe(settings(inputs, **changes)), store, seed=0, retained=mask_N).model
+    by_hand = -evaluate_units(model, Worker(settings(inputs, **changes), found).tokens)
+    np.testing.assert_allclose(found.utilities().values_BSE[0, 0], by_hand, atol=1e-4)
+    # the same words with loss on all of them are another training
+    changes["corpus"] |= {"loss_on": "all"}
+    other = retrain(settings(inputs, **changes), tmp_path / "all")
+    assert np.abs(other.utilities().values_BSE[0, 0] - by_hand).max() > 1e-4
 
 
 def test_the_reference_run_is_kept_with_its_checkpoints(inputs, whole):

@@ -1,0 +1,148 @@
+"""Published methods on the pretrained model, through the entry point of `grasp score --method`.
+
+    python -m experiments.finetune.methods documents --data ../shared/data
+
+Scores (N, E) lie in `work/documents-scores`, one file a method; `compare` reads those that are there. The artifact is
+built in bfloat16, which takes half of the time. Its model has an output layer of its own, equal to its embedding:
+K-FAC of the last layer has no meaning for a tied one. LESS looks at the end of a warm-up: 12 steps on 96 rows that
+are drawn from the corpus, with their Adam moments.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging as hf_logging
+
+from experiments.finetune.run import HERE
+from experiments.finetune.setting import (
+    NAMES,
+    SUBSET_ROWS,
+    Name,
+    corpus_settings,
+    open_corpus,
+    target_settings,
+    write_corpora,
+)
+from experiments.finetune.training import LEARNING_RATE, STEPS, load_model, prepare_model, train
+from grasp.artifact.reader import ArtifactReader
+from grasp.extract.build import build
+from grasp.extract.reopen import Origin
+from grasp.models.tokenizer import HfTokenizer
+from grasp.runs.configured import configured_methods
+from grasp.runs.method_scores import method_rows
+from grasp.seeds import stream
+
+LAST_BLOCK = ["block:-1", "final_norm"]
+METHODS: dict[str, dict[str, Any]] = {
+    "tracin": {"method": "tracin", "layers": LAST_BLOCK},
+    "trak": {"method": "trak", "layers": LAST_BLOCK},
+    "influence of the last layer": {"method": "influence", "layers": ["head"], "curvature": "kfac"},
+    "ekfac": {"method": "influence", "layers": LAST_BLOCK, "curvature": "ekfac", "memory_mb": 4096},
+    "tracin of all blocks": {"method": "tracin", "layers": ["blocks", "final_norm"]},
+    "less": {"method": "less", "layers": ["blocks", "final_norm"], "adam": "always", "betas": [0.9, 0.999]},
+    "less without Adam": {"method": "less", "layers": ["blocks", "final_norm"], "adam": "never"},
+}
+AFTER_WARM_UP = ("less", "less without Adam")
+
+
+def untied(work: Path) -> Path:
+    """The model with a copy of its embedding as its output layer."""
+    directory = work / "untied"
+    if not directory.exists():
+        model = load_model(work / "model")
+        config = model.config
+        config.tie_word_embeddings = False
+        apart = LlamaForCausalLM(config)
+        apart.load_state_dict(model.state_dict())
+        part = directory.with_suffix(".part")
+        apart.save_pretrained(part)
+        AutoTokenizer.from_pretrained(work / "model").save_pretrained(part)
+        part.replace(directory)
+    return directory
+
+
+def warm_up(name: Name, work: Path, model_directory: Path, tokenizer: HfTokenizer) -> Path:
+    """A checkpoint after one run on rows of all sources, with Adam's moments, as the Hugging Face trainer leaves it."""
+    directory = work / f"{name}-warm-up"
+    if directory.exists():
+        return directory
+    corpus = open_corpus(name, work, tokenizer)
+    rows = stream(0, "finetune", "warm-up").permutation(corpus.store.n_rows)[:SUBSET_ROWS]
+    model = load_model(model_directory)
+    moments: dict[str, torch.Tensor] = {}
+    train(model, corpus.rows, corpus.first_N, [int(i) for i in rows], moments=moments)
+    part = directory.with_suffix(".part")
+    model.save_pretrained(part)
+    save_file(moments, part / "optimizer.safetensors")
+    last = LEARNING_RATE / (STEPS - 1)
+    state = {"global_step": STEPS, "log_history": [{"learning_rate": last}]}
+    (part / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    part.replace(directory)
+    return directory
+
+
+def artifact_of(name: Name, work: Path, model_directory: Path, tokenizer: HfTokenizer) -> ArtifactReader:
+    """Of the same rows and units as the runs."""
+    corpus = corpus_settings(name, work).model_dump(exclude_unset=True)
+    if name == "instructions":
+        del corpus["text_column"]
+        corpus |= {"prompt": "{prompt}", "completion": "{completion}"}
+    settings = {
+        "model": {"path": str(model_directory), "dtype": "bfloat16", "batch_tokens": 1024, "threads": 1},
+        "corpus": corpus,
+        "targets": target_settings(name, work).model_dump(exclude_unset=True),
+    }
+    artifact = build(out=work / f"{name}-artifact", settings=settings)
+    trained_on, rows = open_corpus(name, work, tokenizer), Origin(artifact).rows.rows(np.arange(artifact.n_rows))
+    for i, (ids, first) in enumerate(zip(trained_on.rows, trained_on.first_N, strict=True)):
+        assert np.array_equal(rows.ids(i), ids)
+        mask = rows.mask(i)
+        assert mask is None or np.array_equal(np.flatnonzero(mask), np.arange(first, len(ids)))
+    return artifact
+
+
+def score(name: Name, data: Path, work: Path, labels: list[str]) -> None:
+    """Write the scores that are not there yet."""
+    prepare_model(work / "model")
+    tied = AutoTokenizer.from_pretrained(work / "model")
+    write_corpora(data, work, tied)
+    model_directory = untied(work)
+    tokenizer = HfTokenizer(tied, vocab_size=LlamaForCausalLM.config_class.from_pretrained(model_directory).vocab_size)
+    artifact = artifact_of(name, work, model_directory, tokenizer)
+    scores = work / f"{name}-scores"
+    scores.mkdir(exist_ok=True)
+    for label in labels:
+        path = scores / f"{label}.npy"
+        if path.exists():
+            continue
+        (configured,) = configured_methods([label], {label: METHODS[label]}, __file__)
+        places = [warm_up(name, work, model_directory, tokenizer)] if label in AFTER_WARM_UP else [model_directory]
+        began, used = time.time(), time.process_time()
+        found = method_rows(artifact, configured, checkpoints=places).found
+        np.save(path, np.concatenate([block for _, block in found]).astype(np.float32))
+        cost = f"{time.time() - began:.0f} s, {time.process_time() - used:.0f} s of CPU"
+        print(f"{name} {label}: {cost}; {'; '.join(found.account.notes)}", flush=True)
+
+
+def main() -> None:
+    """Parse, score."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows, artifacts and scores.")
+    parser.add_argument("--methods", default=",".join(METHODS), help="Some of them, separated by commas.")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    score(given.name, given.data, given.work, given.methods.split(","))
+
+
+if __name__ == "__main__":
+    main()
