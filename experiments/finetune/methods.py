@@ -93,7 +93,7 @@ def artifact_of(name: Name, work: Path, model_directory: Path, tokenizer: HfToke
     corpus = corpus_settings(name, work).model_dump(exclude_unset=True)
     if name == "instructions":
         del corpus["text_column"]
-        corpus |= {"prompt": "{prompt}", "completion": "{completion}"}
+        corpus |= {"prompt": "{prompt}", "completion": "{{ completion[:-10] }}"}  # the packer ends a row itself
     settings = {
         "model": {"path": str(model_directory), "dtype": "bfloat16", "batch_tokens": 1024, "threads": 1},
         "corpus": corpus,

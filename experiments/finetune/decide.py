@@ -1,0 +1,199 @@
+"""The decision itself: conversations chosen by each method, the model tuned on them, new questions asked.
+
+    python -m experiments.finetune.decide chats --data ../shared/data
+    cd experiments/finetune/work
+    grasp build --model model --corpus chats.jsonl --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
+        --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.moment_positions=32768 \
+        --out chats
+    grasp score chats --target documents-units
+    grasp select chats --budget 96 --target sciq=1,arc_easy=1,hellaswag=1,instructions=1 --export chosen --format jsonl
+    cd ../../.. && python -m experiments.finetune.decide runs --data ../shared/data
+
+1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
+units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
+nobody has chosen. A seed is an order, for `random` also a draw. Every run is a line of `decision.json`; killed, the
+same command goes on.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from experiments.finetune.run import HERE
+from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_settings, write_corpora
+from experiments.finetune.training import load_model, prepare_model, train, unit_losses
+from grasp.artifact.reader import ArtifactReader
+from grasp.choose.select import select
+from grasp.extract.reopen import Origin
+from grasp.files import write_whole
+from grasp.models.tokenizer import HfTokenizer
+from grasp.runs.configured import configured_methods
+from grasp.runs.method_scores import method_rows
+from grasp.seeds import stream
+from grasp.targets import load_units
+
+F64 = NDArray[np.float64]
+CHATS = 1_000
+SEEDS = (0, 1, 2)
+METHODS: dict[str, dict[str, Any]] = {
+    "bm25": {"method": "bm25"},
+    "repsim": {"method": "activation_similarity", "centre": True},
+}
+CHOOSERS = ("grasp", "random", *METHODS)
+
+
+def write_chats(data: Path, work: Path) -> None:
+    """Conversations as people have them, without those that are units of either environment."""
+    asked = {
+        json.loads(line)["unit_id"]
+        for name in ("documents", "instructions")
+        for line in (work / f"{name}-units.jsonl").read_text(encoding="utf-8").splitlines()
+    }
+    table = pq.read_table(data / "instructions.parquet").to_pylist()
+    rows = [row for row in table if row["id"] not in asked and row["response"].strip()]
+    lines = []
+    for k in sorted(stream(0, "finetune", "chats").permutation(len(rows))[:CHATS]):
+        row = rows[k]
+        question = "\n".join(part for part in (row["instruction"].strip(), row["input"].strip()) if part)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["response"].strip()}]
+        lines.append(json.dumps({"id": row["id"], "messages": turns, "source": row["source"], "kind": row["kind"]}))
+    write_whole(work / "chats.jsonl", ("\n".join(lines) + "\n").encode())
+
+
+def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.int64]:
+    """`SUBSET_ROWS` rows for all targets alike, by position."""
+    if method == "random":
+        return stream(seed, "finetune", "decision").permutation(artifact.n_rows)[:SUBSET_ROWS]
+    if method == "grasp":
+        picked = select(artifact, SUBSET_ROWS, dict.fromkeys(artifact.targets, 1.0)).table["row_id"].to_pylist()
+        known = pq.read_table(artifact.rows_path, columns=["row_id"])["row_id"].to_pylist()
+        return np.array([known.index(row_id) for row_id in picked])
+    (configured,) = configured_methods([method], {method: METHODS[method]}, __file__)
+    score_NE = np.concatenate([block for _, block in method_rows(artifact, configured).found]).astype(np.float64)
+    task_NT = np.stack([score_NE[:, artifact.unit_columns(target)].mean(axis=1) for target in artifact.targets], axis=1)
+    effect_N = ((task_NT - task_NT.mean(axis=0)) / task_NT.std(axis=0)).mean(axis=1)
+    return np.argsort(-effect_N, kind="stable")[:SUBSET_ROWS]
+
+
+def trained_on(artifact: ArtifactReader) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
+    """Tokens of every row up to its last that carries loss, and the first of these."""
+    store = Origin(artifact).rows
+    rows = store.rows(np.arange(artifact.n_rows))
+    marks = [np.flatnonzero(rows.mask(i)) for i in range(artifact.n_rows)]
+    return [rows.ids(i)[: mark[-1] + 1] for i, mark in enumerate(marks)], np.array([mark[0] for mark in marks])
+
+
+def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
+    """Every run that is missing, seed after seed, each method in turn."""
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    model = load_model(work / "model")
+    reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
+    unit_set = load_units(target_settings("instructions", work))
+    units, targets = unit_set.tokenize(reader, LENGTH), [unit.target for unit in unit_set.units]
+    rows, first_N = trained_on(artifact)
+    base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
+    if not runs:
+        runs.append({"method": "before", "seed": 0, "loss": losses_of(unit_losses(model, units), targets)})
+    for seed in SEEDS:
+        for method in CHOOSERS:
+            if any((run["method"], run["seed"]) == (method, seed) for run in runs):
+                continue
+            if time.time() > until:
+                return
+            chosen = set(chosen_rows(artifact, method, seed).tolist())
+            model.load_state_dict(base)
+            order = [int(i) for i in row_order(seed, artifact.n_rows) if int(i) in chosen]
+            train(model, rows, first_N, order)
+            runs.append(
+                {
+                    "method": method,
+                    "seed": seed,
+                    "tokens": int(sum(len(rows[i]) - first_N[i] for i in chosen)),
+                    "loss": losses_of(unit_losses(model, units), targets),
+                }
+            )
+            write_whole(out, (json.dumps({"summary": summary(runs), "runs": runs}, indent=1) + "\n").encode())
+            print(f"{method} {seed}: {np.mean(list(map(np.mean, runs[-1]['loss'].values()))):.4f}", flush=True)
+
+
+def losses_of(loss_E: F64, targets: list[str]) -> dict[str, list[float]]:
+    """Of every unit, by target."""
+    return {
+        name: [round(float(loss), 5) for loss, target in zip(loss_E, targets, strict=True) if target == name]
+        for name in dict.fromkeys(targets)
+    }
+
+
+def summary(runs: list[dict[str, Any]], resamples: int = 2_000) -> dict[str, Any]:
+    """Mean loss by method and target over the seeds that all methods have, and that of `grasp` less each other's with
+    95 % intervals over questions (within targets) and seeds.
+    """
+    loss_of = {(run["method"], run["seed"]): run["loss"] for run in runs}
+    seeds = [seed for seed in SEEDS if all((method, seed) in loss_of for method in CHOOSERS)]
+    before = {target: round(float(np.mean(losses)), 4) for target, losses in loss_of["before", 0].items()}
+    if not seeds:
+        return {"seeds": [], "before": before}
+    loss_SE = {
+        method: {target: np.array([loss_of[method, seed][target] for seed in seeds]) for target in before}
+        for method in CHOOSERS
+    }
+    generator = stream(0, "finetune", "decision", "resamples")
+    draws = [
+        (
+            generator.integers(len(seeds), size=len(seeds)),
+            {t: generator.integers(one.shape[1], size=one.shape[1]) for t, one in loss_SE["grasp"].items()},
+        )
+        for _ in range(resamples)
+    ]
+    out: dict[str, Any] = {"seeds": seeds, "before": before, "methods": {}}
+    for method in CHOOSERS:
+        means = {target: float(one.mean()) for target, one in loss_SE[method].items()}
+        record: dict[str, Any] = {"loss": {target: round(mean, 4) for target, mean in means.items()}}
+        record["mean"] = round(float(np.mean(list(means.values()))), 4)
+        if method != "grasp":
+            apart = {target: loss_SE["grasp"][target] - one for target, one in loss_SE[method].items()}
+            record["grasp_less_this"] = _interval(apart, draws)
+        out["methods"][method] = record
+    return out
+
+
+def _interval(apart: Mapping[str, F64], draws: list[Any]) -> list[float]:
+    value = float(np.mean([one.mean() for one in apart.values()]))
+    again = [np.mean([one[np.ix_(s, e[target])].mean() for target, one in apart.items()]) for s, e in draws]
+    low, high = np.percentile(again, [2.5, 97.5])
+    return [round(float(number), 4) for number in (value, low, high)]
+
+
+def main() -> None:
+    """Parse, and one of both steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("step", choices=("chats", "runs"))
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, conversations, artifact.")
+    parser.add_argument("--out", type=Path, default=HERE / "decision.json", help="What came out.")
+    parser.add_argument("--minutes", type=float, default=1e9, help="Begin no run after so long.")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    prepare_model(given.work / "model")
+    write_corpora(given.data, given.work, AutoTokenizer.from_pretrained(given.work / "model"))
+    if given.step == "chats":
+        write_chats(given.data, given.work)
+    else:
+        artifact = ArtifactReader.open(given.work / "chats")
+        fill(artifact, given.work, given.out, time.time() + 60 * given.minutes)
+
+
+if __name__ == "__main__":
+    main()
