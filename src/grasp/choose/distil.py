@@ -249,7 +249,9 @@ def _held_out(problem: _Problem, relevance_N: F64, fold_N: I64, progress: Progre
             score_N[held] = problem.design[held] @ found + mean
             progress.advance(len(held), 0)
     rank_N = rankdata(relevance_N)
-    best = int(np.argmax([_correlation(rankdata(score_N), rank_N, np.ones((1, len(rank_N))))[0] for score_N in score_LN]))
+    best = int(
+        np.argmax([_correlation(rankdata(score_N), rank_N, np.ones((1, len(rank_N))))[0] for score_N in score_LN])
+    )
     return score_LN[best], PENALTIES[best]
 
 
@@ -287,7 +289,9 @@ def _quality(score_N: F64, relevance_N: F64, weight_RN: NDArray[np.float32]) -> 
     best_N, taken_N = (values_N >= np.quantile(values_N, 0.9) for values_N in (relevance_N, score_N))
     fifth_N, chosen_N = (values_N >= np.quantile(values_N, 0.8) for values_N in (relevance_N, score_N))
     recall_R = (weight_RN @ (best_N & taken_N)) / np.maximum(weight_RN @ best_N, 1)
-    chosen_R, fifth_R = (weight_RN @ (one * relevance_N) / np.maximum(weight_RN @ one, 1) for one in (chosen_N, fifth_N))
+    chosen_R, fifth_R = (
+        weight_RN @ (one * relevance_N) / np.maximum(weight_RN @ one, 1) for one in (chosen_N, fifth_N)
+    )
     return Quality(
         rows=len(score_N),
         spearman=_spearman(score_N, relevance_N, weight_RN),

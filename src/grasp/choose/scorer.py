@@ -43,7 +43,9 @@ class Quality(Record):
 
     rows: int
     spearman: tuple[float, float, float] = Field(description="With their relevance: value, low, high.")
-    recall: tuple[float, float, float] = Field(description="Share of the best tenth that is in the scorer's best tenth.")
+    recall: tuple[float, float, float] = Field(
+        description="Share of the best tenth that is in the scorer's best tenth."
+    )
     gain: tuple[float, float, float] = Field(
         description="Mean relevance of the scorer's best fifth, as a share of that of the best fifth."
     )
@@ -82,24 +84,26 @@ class Card(Record):
         lines = [
             f"scorer for {self.target}, learned from {self.rows:,} rows: {self.scored_by}",
             f"on {quality.rows:,} held-out rows (95 % intervals over documents):",
-            f"  Spearman with relevance {_with_interval(quality.spearman)}",
-            f"  of the best 10 % it finds {_percents(quality.recall)}",
-            f"  its best 20 % have {_percents(quality.gain)} of the relevance of the best 20 %",
+            f"  Spearman with relevance {with_interval(quality.spearman)}",
+            f"  of the best 10 % it finds {percents(quality.recall)}",
+            f"  its best 20 % have {percents(quality.gain)} of the relevance of the best 20 %",
         ]
         if self.first_bytes is not None:
             lines.append(f"reads the first {self.first_bytes:,} bytes of a document, as the build read its first rows")
         text = "\n".join(plain(line) if not line.startswith(" ") else f"  {plain(line)}" for line in lines)
         if not self.slices:
             return text
-        cells = [(f"{one.label} = {one.value}", f"{one.rows:,}", _with_interval(one.spearman)) for one in self.slices]
+        cells = [(f"{one.label} = {one.value}", f"{one.rows:,}", with_interval(one.spearman)) for one in self.slices]
         return f"{text}\n{text_table('', ('slice', 'rows', 'Spearman'), cells)}"
 
 
-def _with_interval(value: tuple[float, float, float]) -> str:
+def with_interval(value: tuple[float, float, float]) -> str:
+    """A correlation with its interval."""
     return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
 
 
-def _percents(value: tuple[float, float, float]) -> str:
+def percents(value: tuple[float, float, float]) -> str:
+    """A share with its interval, in percent."""
     return f"{value[0]:.0%} ({value[1]:.0%} to {value[2]:.0%})"
 
 
@@ -223,11 +227,11 @@ def _readme(card: Card) -> str:
     return (
         f"# A scorer of documents for {plain(card.target)}\n\n"
         "    grasp apply SCORER --corpus CORPUS --out SCORED\n\n"
-        "It guesses from a document's text what GRASP would say after reading it with a model: how much training on it\n"
-        "should help the target. 0 is the average row that it learned from, 1 a standard deviation better.\n\n"
+        "It guesses from a document's text what GRASP would say after reading it with a model: how much training on\n"
+        "it should help the target. 0 is the average row that it learned from, 1 a standard deviation better.\n\n"
         "```\n"
         f"{card}\n"
         "```\n\n"
-        "It does not know texts that are unlike these rows: another language, code, markup. `unfamiliar` marks documents\n"
-        f"whose sequences of 4 bytes are rarer than in {1 - UNFAMILIAR_SHARE:.0%} of the held-out rows."
+        "It does not know texts that are unlike these rows: another language, code, markup. `unfamiliar` marks\n"
+        f"documents whose sequences of 4 bytes are rarer than in {1 - UNFAMILIAR_SHARE:.0%} of the held-out rows."
     )

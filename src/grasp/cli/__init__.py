@@ -10,6 +10,7 @@ from grasp.cli import calibrate as _calibrate  # noqa: F401
 from grasp.cli import demo as _demo  # noqa: F401
 from grasp.cli import detect as _detect  # noqa: F401
 from grasp.cli import diagnose as _diagnose  # noqa: F401
+from grasp.cli import distil as _distil  # noqa: F401
 from grasp.cli import evaluate as _evaluate  # noqa: F401
 from grasp.cli import explain as _explain  # noqa: F401
 from grasp.cli import fit_head as _fit_head  # noqa: F401

@@ -215,6 +215,21 @@ def _opened(fs: Any, path: str, name: str) -> Any:
         raise CorpusError(f"{name}: cannot be opened: {_one_line(err)}") from err
 
 
+def parquet_rows(fs: Any, path: str, name: str) -> int:
+    """Rows of a Parquet file, by its end.
+
+    Raises:
+        CorpusError: it is none, or cut short.
+    """
+    with _opened(fs, path, name) as handle:
+        try:
+            return int(pq.read_metadata(handle).num_rows)
+        except (pa.ArrowException, OSError) as err:
+            raise CorpusError(
+                f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; write it again"
+            ) from err
+
+
 def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
     """Row groups that hold a row at or after `skip`, and the position of the first of their rows."""
     first = 0

@@ -1,0 +1,119 @@
+"""Rows chosen by a distilled scorer, tested by training beside relevance, BM25, a classifier and random choice.
+
+    python -m experiments.distil.run --artifact bench-out/cc-completion --corpus cc_weborganizer.parquet \
+        --work bench-out/distil/cc --out experiments/distil/cc.json
+
+Models, held-out documents and scored units are those of `experiments/curation`. Killed, it goes on where it was.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.feature_extraction.text import HashingVectorizer
+from sklearn.linear_model import LogisticRegression
+from transformers.utils import logging as hf_logging
+
+from experiments.curation.choices import ADDITIVE, BM25, RANDOM, Asked, Chooser, best_rows
+from experiments.curation.setting import Settings, World
+from experiments.curation.table import Reading, as_text, lines
+from grasp.choose.distil import distil
+from grasp.choose.scorer import Scorer
+from grasp.errors import GraspError
+from grasp.files import write_whole
+from grasp.runs.environment import Environment
+from grasp.runs.retrain import retrain
+from grasp.seeds import stream
+
+DISTILLED, CLASSIFIER = "distilled", "classifier"
+METHODS = (ADDITIVE, DISTILLED, BM25, CLASSIFIER, RANDOM)
+SHARE = 0.2
+NEGATIVES = 10  # random rows a unit
+
+
+class TextChooser(Chooser):
+    """Chooses by text as well: by a scorer learned from a tenth of the rows, and by a classifier of target text."""
+
+    def _chosen(self, asked: Asked) -> tuple[NDArray[np.int64], dict[str, Any]]:
+        if asked.method not in (DISTILLED, CLASSIFIER):
+            return super()._chosen(asked)
+        texts = self.world.material.texts(0, self.world.artifact.n_rows)
+        score_N, about = (self._distilled if asked.method == DISTILLED else self._classified)(asked.targets, texts)
+        return best_rows(score_N, self.world.pool_N, self.world.budget(asked.share)), about
+
+    def _distilled(self, target: str, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
+        place = self.world.work / f"scorer-{target}"
+        if not place.exists():
+            distil(self.world.artifact, target, place, rows=self.world.artifact.n_rows // 10)
+        scorer = Scorer.open(place)
+        score_N, _ = scorer.score(texts)
+        return score_N.astype(np.float64), {"rows": scorer.card.rows, "quality": scorer.card.quality.model_dump()}
+
+    def _classified(self, target: str, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
+        """Words and pairs of words of the target's units against those of random rows, by logistic regression."""
+        units = [unit.prompt + unit.completion for unit in self.world.material.units.units if unit.target == target]
+        drawn = stream(0, "distil", "negatives").permutation(np.flatnonzero(self.world.pool_N))
+        others = [texts[i] for i in drawn[: NEGATIVES * len(units)]]
+        vectors = HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\w+", n_features=1 << 18)
+        is_unit = np.repeat([1, 0], [len(units), len(others)])
+        model = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000)
+        model.fit(vectors.transform(units + others), is_unit)
+        return model.decision_function(vectors.transform(texts)), {"units": len(units), "random rows": len(others)}
+
+    def _digest(self, asked: Asked) -> str:
+        return "" if asked.method in (DISTILLED, CLASSIFIER) else super()._digest(asked)
+
+
+def gains(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """What every method gains over random choice, and as a share of what relevance gains; by target and measure."""
+    found: dict[str, dict[str, float]] = {}
+    for line in table:
+        own = found.setdefault(f"{line['targets']}, {line['method']}", {})
+        for measure in ("selected_loss", "fresh_loss"):
+            if f"{measure}_minus_random" in line:
+                own[measure] = -line[f"{measure}_minus_random"]["mean"]
+    for line in table:
+        own, whole = (found[f"{line['targets']}, {method}"] for method in (line["method"], ADDITIVE))
+        own |= {f"{measure}_of_relevance": own[measure] / whole[measure] for measure in whole if measure in own}
+    return {name: own for name, own in found.items() if own}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Choose, train, write the table; what is there already costs nothing."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.distil.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--artifact", type=Path, required=True, help="Artifact with multiple-choice targets.")
+    parser.add_argument("--corpus", help="Where the corpus lies now; none: where the artifact was built from.")
+    parser.add_argument("--work", type=Path, required=True, help="Where selections and models are kept.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write; a Markdown table goes beside it.")
+    parser.add_argument("--targets", nargs="+", default=["sciq"], help="Chosen for, one after the other.")
+    parser.add_argument("--seeds", type=int, default=3, help="Training seeds of every selection.")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    try:
+        settings = Settings(
+            given.artifact, given.corpus, first_target=given.targets[0], seeds=tuple(range(given.seeds))
+        )
+        world = World(settings, given.work)
+        chosen = []
+        for target in given.targets:
+            wanted = [Asked(method, "all" if method == RANDOM else target, SHARE) for method in METHODS]
+            chosen += TextChooser(world).made(wanted)
+            retrain(world.retraining(given.work / "subsets.parquet"), given.work / "llama")
+            table = lines(Reading(world, Environment.open(given.work / "llama")), chosen)
+            result = {"rows": world.artifact.n_rows, "gains": gains(table), "trained": table}
+            write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
+            write_whole(given.out.with_suffix(".md"), as_text(table).encode())
+    except GraspError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""grasp distil, grasp apply"""
+
+from pathlib import Path
+
+import typer
+
+import grasp
+from grasp.cli.app import MORE, command
+from grasp.cli.options import Art, ProtocolFile, Quiet
+from grasp.cli.progress import Watch
+from grasp.files import check_outputs
+
+# \b keeps the lines of the epilog as they are.
+DISTIL = """\b
+Examples:
+  grasp distil art --target sciq --out scorer
+  grasp info scorer
+"""
+APPLY = """\b
+Examples:
+  grasp apply scorer --corpus crawl.parquet --out scored
+  grasp apply scorer --corpus s3://bucket/crawl --out scored --workers 16 --keep 20%
+"""
+
+
+@command(DISTIL)
+def distil(
+    art: Art,
+    target: str = typer.Option(..., "--target", metavar="NAME", help="Target whose relevance is learned."),
+    out: Path = typer.Option(..., "--out", metavar="DIR", help="New directory for the scorer."),
+    rows: int | None = typer.Option(
+        None, "--rows", metavar="N", help="Learn from so many rows, drawn at random. Default: all, up to 12 MB of text."
+    ),
+    protocol: ProtocolFile = None,
+    seed: int = typer.Option(0, "--seed", help="Of the draw and of the folds.", rich_help_panel=MORE),
+    quiet: Quiet = False,
+) -> None:
+    """Learn from an artifact to score text alone, for corpora that never pass through the model.
+
+    The scorer guesses a row's relevance from its spelling. It says how well it does on rows that it has not seen.
+    """
+    opened = grasp.open(art)
+    check_outputs({}, opened.files.reads | {"--protocol reads": protocol})
+    with Watch(quiet=quiet) as watch:
+        result = opened.distil(target, out, protocol=protocol, rows=rows, seed=seed, progress=watch)
+    print(result)
+
+
+@command(APPLY)
+def apply(
+    scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory that grasp distil wrote."),
+    corpus: str = typer.Option(..., "--corpus", metavar="PATH", help="Parquet, JSONL, a directory or a URL of either."),
+    out: Path = typer.Option(..., "--out", metavar="DIR", help="Directory for the scores; the same again goes on."),
+    keep: str | None = typer.Option(
+        None, "--keep", metavar="AMOUNT", help="Copy the best documents to DIR/kept: 20%, or a number of them."
+    ),
+    workers: int = typer.Option(1, "--workers", metavar="N", help="Processes that share the files of the corpus."),
+    text_column: str | None = typer.Option(
+        None, "--text-column", metavar="NAME", help="Column of the text. Default: text, messages or conversations."
+    ),
+    id_column: str | None = typer.Option(
+        None, "--id-column", metavar="NAME", help="Column of the documents' names. Default: row_id or id, if there."
+    ),
+    split: str | None = typer.Option(None, "--split", metavar="NAME", help="Split, where the corpus has several."),
+    quiet: Quiet = False,
+) -> None:
+    """Score every document of a corpus with a scorer, without a model.
+
+    Writes Parquet with the documents' names and scores: standard deviations of relevance, 0 is the average row that
+    the scorer learned from. A run that was cut off goes on when it is started again.
+    """
+    with Watch(quiet=quiet) as watch:
+        result = grasp.apply(
+            scorer,
+            corpus,
+            out,
+            keep=keep,
+            split=split,
+            text_column=text_column,
+            id_column=id_column,
+            workers=workers,
+            progress=watch,
+        )
+    print(result)
