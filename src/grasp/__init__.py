@@ -13,6 +13,8 @@ from grasp.errors import GraspError
 
 if TYPE_CHECKING:
     from grasp.api import build, open  # noqa: A004
+    from grasp.choose.apply import apply
+    from grasp.choose.scorer import Scorer
     from grasp.handle import Artifact
     from grasp.results import Result
     from grasp.runs.environment import Environment
@@ -25,6 +27,8 @@ _HOMES = {
     "Artifact": "grasp.handle",
     "Environment": "grasp.runs.environment",
     "Result": "grasp.results",
+    "Scorer": "grasp.choose.scorer",
+    "apply": "grasp.choose.apply",
     "build": "grasp.api",
     "calibrate": "grasp.runs.verbs",
     "evaluate": "grasp.runs.verbs",
@@ -38,7 +42,9 @@ __all__ = [
     "Environment",
     "GraspError",
     "Result",
+    "Scorer",
     "__version__",
+    "apply",
     "build",
     "calibrate",
     "evaluate",

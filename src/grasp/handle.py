@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from grasp.audit.diagnose import diagnose as _diagnose
     from grasp.audit.explain import explain as _explain
     from grasp.audit.retrieval import retrieve as _retrieve
+    from grasp.choose.distil import distil as _distil
     from grasp.choose.mixture import mix as _mix
     from grasp.choose.select import select as _select
     from grasp.extract.progress import Progress
@@ -220,6 +221,7 @@ class Artifact:
         explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
+        distil = _typed(_distil)
         detect = _typed(_detect)
         retrieve = _typed(_retrieve)
         diagnose = _typed(_diagnose)
@@ -228,6 +230,7 @@ class Artifact:
         explain = _Verb("grasp.audit.explain")
         select = _Verb("grasp.choose.select")
         mix = _Verb("grasp.choose.mixture")
+        distil = _Verb("grasp.choose.distil")
         detect = _Verb("grasp.audit.detect")
         retrieve = _Verb("grasp.audit.retrieval")
         diagnose = _Verb("grasp.audit.diagnose")

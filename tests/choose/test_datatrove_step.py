@@ -7,11 +7,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+import grasp
 from grasp.choose.corpus_rows import kept_documents
+from grasp.choose.scorer import Scorer
 from grasp.choose.select import write_ids
 from grasp.errors import CorpusError
+from grasp.extract.local import build as build_local
 from tests.choose.test_export import build, choose, records, rows_of
 from tests.corpus.world import write_parquet
+from tests.extract.world import world
 
 executors = pytest.importorskip("datatrove.executor")
 readers = pytest.importorskip("datatrove.pipeline.readers")
@@ -19,7 +23,7 @@ writers = pytest.importorskip("datatrove.pipeline.writers")
 
 from datatrove.data import Document  # noqa: E402
 
-from grasp.choose.datatrove_step import SelectedDocuments  # noqa: E402
+from grasp.choose.datatrove_step import ScoredDocuments, SelectedDocuments  # noqa: E402
 
 
 def lines_of(out) -> list[dict]:
@@ -101,3 +105,15 @@ def test_lists_and_fields_that_are_missing(tmp_path):
         SelectedDocuments(str(tmp_path / "kept.txt"), by="url").filter(
             Document(text="", id="a", metadata={"topic": np.str_("x")})
         )
+
+
+def test_documents_are_scored_and_those_below_a_score_are_dropped(tmp_path):
+    settings = world(tmp_path)
+    scorer = grasp.open(build_local(settings, tmp_path / "art")).distil("facts", tmp_path / "scorer").scorer
+    texts = ["water and salt", "", "stone, iron, wind", "star"]
+    documents = [Document(text=text, id=str(i)) for i, text in enumerate(texts)]
+    expected, _ = Scorer.open(tmp_path / "scorer").score(texts)
+    least = float(np.median(expected))
+    step = pickle.loads(pickle.dumps(ScoredDocuments(tmp_path / "scorer", at_least=least)))
+    assert [int(doc.id) for doc in step.run(iter(documents))] == np.flatnonzero(expected >= least).tolist()
+    assert [doc.metadata["score"] for doc in documents] == scorer.score(texts)[0].tolist()

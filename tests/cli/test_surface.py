@@ -11,6 +11,17 @@ from grasp.cli import app
 from tests.cli.grasp_command import run, succeed
 
 SURFACE = {
+    "apply": [
+        "SCORER",
+        "--corpus",
+        "--out",
+        "--keep",
+        "--workers",
+        "--text-column",
+        "--id-column",
+        "--split",
+        "--quiet",
+    ],
     "build": [
         "--out",
         "--model",
@@ -76,6 +87,15 @@ SURFACE = {
         "--subsets",
         "--set",
         "--seed",
+    ],
+    "distil": [
+        "ART",
+        "--target",
+        "--out",
+        "--rows",
+        "--protocol",
+        "--seed",
+        "--quiet",
     ],
     "explain": [
         "ART",

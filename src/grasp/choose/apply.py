@@ -296,9 +296,14 @@ def _batches(
 def _chunks(
     source: Source, settings: CorpusSettings, start: int, stop: int | None
 ) -> Iterator[tuple[pa.LargeBinaryArray, pa.Table]]:
+    forms: dict[str, Form] = {}
+
     def select(schema: pa.Schema, name: str) -> list[str]:
         check_id_columns(settings, schema.names, name)
-        needed = {*form_of(schema.names, settings, name).columns, *id_columns(settings, schema.names)}
+        form = forms[name] = form_of(schema.names, settings, name)
+        if form.columns[0] not in schema.names:
+            raise CorpusError(f"{name}: has token ids and no text, and a scorer reads text; name a corpus of text")
+        needed = {*form.columns, *id_columns(settings, schema.names)}
         return [column for column in schema.names if column in needed]
 
     lines: list[JsonRecord] = []
@@ -306,7 +311,7 @@ def _chunks(
         if stop is not None and chunk.index >= stop:
             break
         if isinstance(chunk, ArrowChunk):
-            yield _of_table(chunk, settings, stop)
+            yield _of_table(chunk, forms[chunk.name], settings, stop)
             continue
         lines.append(chunk)
         if len(lines) == BATCH_ROWS:
@@ -316,12 +321,11 @@ def _chunks(
         yield _of_lines(lines, settings)
 
 
-def _of_table(chunk: ArrowChunk, settings: CorpusSettings, stop: int | None) -> tuple[pa.LargeBinaryArray, pa.Table]:
+def _of_table(
+    chunk: ArrowChunk, form: Form, settings: CorpusSettings, stop: int | None
+) -> tuple[pa.LargeBinaryArray, pa.Table]:
     batch = chunk.batch if stop is None else chunk.batch.slice(0, stop - chunk.index)
     names = batch.schema.names
-    form = form_of(names, settings, chunk.name)
-    if form.columns[0] not in names:
-        raise CorpusError(f"{chunk.name}: has token ids and no text, and a scorer reads text; name a corpus of text")
     column = batch.column(form.columns[0])
     if form.kind == "text" and is_text(column.type):
         column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

@@ -1,14 +1,16 @@
-"""A datatrove step that keeps the documents of a selection. Needs the extra `datatrove`.
+"""Datatrove steps: keep the documents of a selection, or score documents. They need the extra `datatrove`.
 
-from grasp.choose.datatrove_step import SelectedDocuments
+from grasp.choose.datatrove_step import ScoredDocuments, SelectedDocuments
 
 pipeline = [ParquetReader("corpus", id_key="doc_id"), SelectedDocuments("kept.txt"), JsonlWriter("kept")]
+pipeline = [JsonlReader("crawl"), ScoredDocuments("scorer", at_least=1.0), JsonlWriter("kept")]
 """
 
 from typing import Any
 
 import fsspec
 
+from grasp.choose.scorer import SCORE, UNFAMILIAR, Scorer
 from grasp.corpus.documents import content_hash
 from grasp.errors import CorpusError, MissingExtraError
 
@@ -22,6 +24,7 @@ except ImportError as err:
     ) from err
 
 CONTENT = "content"
+AT_ONCE = 1_024  # documents that are scored together
 
 
 class SelectedDocuments(BaseFilter):  # type: ignore[misc]
@@ -66,6 +69,46 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
                 f"document {doc.id!r}: its metadata have no field {self.by!r}; they have {', '.join(doc.metadata)}"
             )
         return str(doc.metadata[self.by])
+
+
+class ScoredDocuments(BaseFilter):  # type: ignore[misc]
+    """Write `score` and `unfamiliar` into the metadata of documents, and keep those that reach a score.
+
+    Args:
+        scorer: directory that `grasp distil` wrote. Each worker reads it once.
+        at_least: documents below this score are dropped; None: none is. `grasp apply` prints which share reaches which.
+        exclusion_writer: takes the documents that are dropped.
+    """
+
+    name = "scored by grasp"
+
+    def __init__(self, scorer: str, at_least: float | None = None, exclusion_writer: Any = None) -> None:
+        super().__init__(exclusion_writer, batch_size=AT_ONCE)
+        self.scorer = str(scorer)
+        self.at_least = at_least
+        self._opened: Scorer | None = None
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """One document."""
+        return self.filter_batch([doc])[0]
+
+    def filter_batch(self, batch: list[Document]) -> list[bool | tuple[bool, str]]:
+        """KEPT or REMOVED of each document, the latter counted as `low_score`.
+
+        Raises:
+            ArtifactError: there is no scorer, or it is damaged.
+        """
+        if self._opened is None:
+            self._opened = Scorer.open(self.scorer)
+        score_N, unfamiliar_N = self._opened.score([doc.text for doc in batch])
+        for doc, score, unfamiliar in zip(batch, score_N.tolist(), unfamiliar_N.tolist(), strict=True):
+            doc.metadata |= {SCORE: score, UNFAMILIAR: unfamiliar}
+        least = -float("inf") if self.at_least is None else self.at_least
+        return [True if score >= least else (False, "low_score") for score in score_N.tolist()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # workers read the scorer themselves: it is not sent along with the pipeline
+        return {**self.__dict__, "_opened": None}
 
 
 def _read_names(ids: str, by: str) -> frozenset[str]:

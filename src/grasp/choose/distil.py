@@ -19,6 +19,7 @@ from scipy.stats import rankdata
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
+from grasp.choose.amounts import weighted_targets
 from grasp.choose.export import check_place
 from grasp.choose.ngrams import FAMILIAR, LENGTHS, SLOTS, as_bytes, shares
 from grasp.choose.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
@@ -36,7 +37,7 @@ from grasp.seeds import stream
 FOLDS = 5
 PENALTIES = (0.1, 0.3, 1.0, 3.0)
 MOST_BYTES = 12_000_000  # of text that is learned from: a matrix of half a GB
-FEWEST_ROWS = 50
+FEWEST_ROWS = 20
 FEWEST_IN_SLICE = 50
 MOST_SLICES = 10
 RESAMPLES = 200
@@ -63,7 +64,7 @@ class Distilled(Result):
 
 def distil(
     artifact: ArtifactReader,
-    target: str,
+    target: str | None,
     out: Path | str,
     *,
     protocol: ScoringProtocol | Path | str | None = None,
@@ -74,6 +75,7 @@ def distil(
     """Learn a scorer of texts from the relevance of an artifact's rows to a target, and write it to `out`.
 
     Args:
+        target: None: the only one.
         out: new directory.
         protocol: how relevance is counted, as in `score`; None: as the protocol that ships does.
         rows: learn from so many rows, drawn at random; None: all, up to 12 MB of text.
@@ -85,6 +87,7 @@ def distil(
     """
     out, progress = Path(out), progress or Silent()
     check_place(out)
+    (target,) = weighted_targets(target, artifact.targets)
     effect_N, scored_by = effects(artifact, target, protocol)
     material = Material(artifact)
     row_index, texts = _rows_with_texts(material, rows, seed, progress)
@@ -96,7 +99,7 @@ def distil(
     document_N = _documents(artifact)[row_index]
     fold_N = stream(seed, "distil", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)[document_N]
     held_N, penalty = _held_out(problem, relevance_N, fold_N, progress)
-    progress.stage("learning from all", rows=None, tokens=None)
+    progress.stage("learning from all rows", rows=None, tokens=None)
     tables_KV, intercept = problem.fit(relevance_N, np.arange(len(relevance_N)), penalty)
     weight_RN = _resampled(document_N, seed)
     card = Card(
@@ -179,7 +182,8 @@ class _Problem:
     """
 
     share_NP: csr_array
-    scale_P: F64
+    seen_A: I64  # sequences that some row has: the others keep what is expected beforehand
+    scale_A: F64
     expected_NJ: F64
     value_JP: F64  # values of sequences of which the columns of `expected_NJ` are means, each of one length
     design: csr_array
@@ -197,10 +201,14 @@ class _Problem:
         spread_J = raw_NJ.std(axis=0)
         value_JP /= np.where(spread_J > 0, spread_J, np.inf)[:, None] / np.sqrt(EXPECTED_SHARE / len(value_JP))
         expected_NJ = np.asarray(share_NP @ value_JP.T)
-        scale_P = np.sqrt(variance_P)
+        seen_A = np.flatnonzero(f_P)
+        scale_A = np.sqrt(variance_P[seen_A])
+        place_P = np.cumsum(f_P > 0) - 1
+        shape = (share_NP.shape[0], len(seen_A))
+        own_NA = csr_array((share_NP.data, place_P[share_NP.indices], share_NP.indptr), shape=shape)
         centred_NJ = expected_NJ - expected_NJ.mean(axis=0)
-        design = csr_array(hstack([share_NP @ diags_array(scale_P), csr_array(centred_NJ)]))
-        return cls(share_NP, scale_P, expected_NJ, value_JP, design)
+        design = csr_array(hstack([own_NA @ diags_array(scale_A), csr_array(centred_NJ)]))
+        return cls(share_NP, seen_A, scale_A, expected_NJ, value_JP, design)
 
     def solve(self, relevance_N: F64, rows: I64, penalty: float) -> tuple[F64, float]:
         """Coefficients of the design and the intercept, from some rows."""
@@ -211,8 +219,9 @@ class _Problem:
     def fit(self, relevance_N: F64, rows: I64, penalty: float) -> tuple[F64, float]:
         """A value for every sequence, (K, V), and the intercept."""
         found, mean = self.solve(relevance_N, rows, penalty)
-        own_P, expected_J = found[: len(self.scale_P)], found[len(self.scale_P) :]
-        value_P = own_P * self.scale_P + expected_J @ self.value_JP
+        own_A, expected_J = np.split(found, [len(self.seen_A)])
+        value_P = expected_J @ self.value_JP
+        value_P[self.seen_A] += own_A * self.scale_A
         return value_P.reshape(len(LENGTHS), SLOTS), mean - float(expected_J @ self.expected_NJ.mean(axis=0))
 
     @staticmethod
@@ -240,7 +249,7 @@ def _mean_square(share_NP: csr_array, variance_P: F64) -> float:
 
 def _held_out(problem: _Problem, relevance_N: F64, fold_N: I64, progress: Progress) -> tuple[F64, float]:
     """Scores of rows by scorers that saw no row of their documents, and the penalty with the best Spearman."""
-    progress.stage("cross-validation", rows=len(relevance_N) * len(PENALTIES), tokens=None)
+    progress.stage("trying on other rows", rows=len(relevance_N) * len(PENALTIES), tokens=None)
     score_LN = np.zeros((len(PENALTIES), len(relevance_N)))
     for fold in range(FOLDS):
         held, rest = np.flatnonzero(fold_N == fold), np.flatnonzero(fold_N != fold)

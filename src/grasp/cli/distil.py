@@ -26,7 +26,9 @@ Examples:
 @command(DISTIL)
 def distil(
     art: Art,
-    target: str = typer.Option(..., "--target", metavar="NAME", help="Target whose relevance is learned."),
+    target: str | None = typer.Option(
+        None, "--target", metavar="NAME", help="Target whose relevance is learned. Default: the only one."
+    ),
     out: Path = typer.Option(..., "--out", metavar="DIR", help="New directory for the scorer."),
     rows: int | None = typer.Option(
         None, "--rows", metavar="N", help="Learn from so many rows, drawn at random. Default: all, up to 12 MB of text."
@@ -35,7 +37,7 @@ def distil(
     seed: int = typer.Option(0, "--seed", help="Of the draw and of the folds.", rich_help_panel=MORE),
     quiet: Quiet = False,
 ) -> None:
-    """Learn from an artifact to score text alone, for corpora that never pass through the model.
+    """Learn to score text alone, for corpora that no model reads.
 
     The scorer guesses a row's relevance from its spelling. It says how well it does on rows that it has not seen.
     """

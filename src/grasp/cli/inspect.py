@@ -11,12 +11,17 @@ from grasp.text import json_text, size_text, skipped_text
 
 @command("Example: grasp info art")
 def info(
-    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact; or a scorer."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
 ) -> None:
-    """Print what is in an artifact."""
+    """Print what is in an artifact, or how good a scorer is."""
     from grasp.artifact.inspection import info as describe
+    from grasp.choose.scorer import is_scorer, read_card
 
+    if is_scorer(path):
+        card = read_card(path)
+        print(json_text(card.model_dump(mode="json")) if as_json else card)
+        return
     found = describe(path)
     if as_json:
         print(json_text(found.to_dict()))
