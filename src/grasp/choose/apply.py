@@ -347,7 +347,7 @@ def _of_lines(lines: Sequence[JsonRecord], settings: CorpusSettings) -> tuple[pa
     texts, ids = [], []
     for line in lines:
         where = f"{line.name}:{line.line}"
-        check_id_columns(settings, line.record.keys(), where)
+        check_id_columns(settings, list(line.record), where)
         texts.append(_said(form_of(line.record.keys(), settings, where), line.record, where))
         ids.append([label_text(line.record.get(name or "")) for name in id_columns(settings, line.record)])
     rows, documents = zip(*ids, strict=True)

@@ -193,7 +193,7 @@ class _Problem:
         """From shares of sequences in rows, in answers, and in whole units."""
         f_P, q_P, u_P = (np.asarray(each.mean(axis=0), dtype=np.float64) for each in (share_NP, answer_EP, unit_EP))
         plain_P, asked_P = 1.0 / (f_P + RARER), q_P / (f_P + RARER) / (f_P + RARE)
-        variance_P = sum(0.5 * each_P / _mean_square(share_NP, each_P) for each_P in (plain_P, asked_P))
+        variance_P = 0.5 * plain_P / _mean_square(share_NP, plain_P) + 0.5 * asked_P / _mean_square(share_NP, asked_P)
         kinds = np.stack([q_P / (f_P + RARE), q_P / (f_P + RARER), np.log((u_P + RARER) / (f_P + RARER))])
         own_JP = np.einsum("kl,jlv->jklv", np.eye(len(LENGTHS)), kinds.reshape(3, len(LENGTHS), SLOTS))
         value_JP = own_JP.reshape(3 * len(LENGTHS), -1)
@@ -277,11 +277,11 @@ def _resampled(document_N: I64, seed: int) -> NDArray[np.float32]:
 
 def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:
     """Pearson's correlation under every set of weights, (R,); 0 where one of the two is constant."""
-    total_R = weight_RN.sum(axis=1)
-    mean = lambda z_N: weight_RN @ z_N / total_R  # noqa: E731
-    x_R, y_R = mean(x_N), mean(y_N)
-    spread_R = np.sqrt(np.maximum((mean(x_N**2) - x_R**2) * (mean(y_N**2) - y_R**2), 0.0))
-    return np.asarray((mean(x_N * y_N) - x_R * y_R) / np.where(spread_R > 0, spread_R, np.inf))
+    share_RN = weight_RN / weight_RN.sum(axis=1, keepdims=True)
+    x_R, y_R = share_RN @ x_N, share_RN @ y_N
+    variances_R = (share_RN @ x_N**2 - x_R**2) * (share_RN @ y_N**2 - y_R**2)
+    spread_R = np.sqrt(np.maximum(variances_R, 0.0))
+    return np.asarray((share_RN @ (x_N * y_N) - x_R * y_R) / np.where(spread_R > 0, spread_R, np.inf))
 
 
 def _with_interval(value_R: F64) -> tuple[float, float, float]:
