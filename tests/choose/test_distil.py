@@ -17,7 +17,7 @@ from grasp.choose import apply as applying
 from grasp.choose import ngrams
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
 from grasp.choose.scorer import CARD, WEIGHTS, Scorer
-from grasp.errors import ArtifactError, CorpusError, SettingsError
+from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from tests.cli.grasp_command import run, succeed
 from tests.corpus.world import write_jsonl, write_parquet
@@ -97,7 +97,7 @@ def test_what_cannot_be_learned_is_refused_in_a_line(art, place, tmp_path):
         art.distil("facts", place)
     with pytest.raises(SettingsError, match="rows: got 3, expected at least 20"):
         art.distil("facts", tmp_path / "x", rows=3)
-    with pytest.raises(SettingsError, match="target: got 'sky', the artifact has facts"):
+    with pytest.raises(ProtocolError, match=r"target: got \['sky'\], the artifact has \['facts'\]"):
         art.distil("sky", tmp_path / "x")
 
 

@@ -19,7 +19,6 @@ from scipy.stats import rankdata
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.amounts import weighted_targets
 from grasp.choose.export import check_place
 from grasp.choose.ngrams import FAMILIAR, LENGTHS, SLOTS, as_bytes, shares
 from grasp.choose.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
@@ -28,8 +27,8 @@ from grasp.extract.progress import Progress, Silent
 from grasp.files import FileEntry
 from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import effects
-from grasp.predict.row_arrays import label_column
+from grasp.predict.ranking import additive_predictor
+from grasp.predict.row_arrays import label_column, only_target
 from grasp.results import Result
 from grasp.runs.material import Material
 from grasp.seeds import stream
@@ -87,11 +86,11 @@ def distil(
     """
     out, progress = Path(out), progress or Silent()
     check_place(out)
-    (target,) = weighted_targets(target, artifact.targets)
-    effect_N, scored_by = effects(artifact, target, protocol)
+    target = only_target(artifact, target)
+    predictor = additive_predictor(artifact, target, protocol=protocol)
     material = Material(artifact)
     row_index, texts = _rows_with_texts(material, rows, seed, progress)
-    relevance_N = effect_N[row_index].astype(np.float64)
+    relevance_N = predictor.effect_NT[row_index, 0].astype(np.float64)
     units = [unit for unit in material.units.units if unit.target == target]
     answers = as_bytes([unit.completion for unit in units])
     both = as_bytes([unit.prompt + unit.completion for unit in units])
@@ -104,7 +103,7 @@ def distil(
     weight_RN = _resampled(document_N, seed)
     card = Card(
         target=target,
-        scored_by=scored_by,
+        scored_by=predictor.scored_by,
         made_by={"grasp": grasp.__version__},
         fingerprints=dict(artifact.manifest.fingerprints),
         rows=len(row_index),
