@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.report import views
-from grasp.report.findings import NATS, Findings, Missing
+from grasp.report.findings import NATS, Findings, LabelFindings, Missing
 from grasp.report.texts import interval, number, signed
 from grasp.text import LONGEST_CELL, different, plain
 
@@ -21,18 +21,32 @@ def headline(found: Findings, targets: Sequence[str]) -> View:
     """The sentence of the page: for all targets together what helps most of them, and what costs them most."""
     whom = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
     if not found.labels:
-        return {"whom": whom, "label": "", "keep": [], "cost": []}
+        return {"whom": whom, "label": "", "keep": [], "cost": [], "alone": False}
     label = found.labels[0]
-    votes_G, mean_G = label.worth.sign_GT.sum(axis=1), label.worth.value_GT.mean(axis=1)
-    return {"whom": whom, "label": plain(label.slices.label, 40)} | _named(found, votes_G, mean_G)
+    sign_GT, alone = signs(label, list(range(len(targets))))
+    named = _named(label, sign_GT.sum(axis=1), label.worth.value_GT.mean(axis=1))
+    return {"whom": whom, "label": plain(label.slices.label, 40), "alone": alone} | named
 
 
-def _named(found: Findings, votes_G: NDArray[np.integer[Any]], value_G: NDArray[np.float64]) -> View:
+def signs(label: LabelFindings, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
+    """What helps and what hurts some targets, (G, T), and whether only relevance says so.
+
+    By runs where they are sure of any slice. A single slice often moves a model less than the noise of the runs: then
+    by relevance, whose intervals tell whether other questions would say the same.
+    """
+    sign_GT = label.worth.sign_GT[:, targets]
+    if sign_GT.any():
+        return sign_GT, False
+    sign_GT = label.relevance.sign_GT[:, targets]
+    return sign_GT, bool(sign_GT.any())
+
+
+def _named(label: LabelFindings, votes_G: NDArray[np.integer[Any]], value_G: NDArray[np.float64]) -> View:
     """Slices to keep, and the one that costs most; none whose interval holds zero."""
-    names = different(found.labels[0].slices.names, LONGEST_CELL)
+    names = different(label.slices.names, LONGEST_CELL)
     order = np.argsort(-value_G, kind="stable").tolist()
-    keep = [names[g] for g in order if votes_G[g] > 0][:NAMED]
-    return {"keep": keep, "cost": [names[g] for g in order if votes_G[g] < 0][-1:]}
+    keep = [names[g] for g in order if votes_G[g] > 0 and value_G[g] > 0][:NAMED]
+    return {"keep": keep, "cost": [names[g] for g in order if votes_G[g] < 0 and value_G[g] < 0][-1:]}
 
 
 def answers(found: Findings, targets: Sequence[str]) -> list[View]:
@@ -41,10 +55,11 @@ def answers(found: Findings, targets: Sequence[str]) -> list[View]:
 
 
 def _answer(found: Findings, t: int, target: str) -> View:
-    view: View = {"target": target, "keep": [], "cost": [], "bars": []}
+    view: View = {"target": target, "keep": [], "cost": [], "bars": [], "alone": False}
     if found.labels:
-        worth = found.labels[0].worth
-        view |= _named(found, worth.sign_GT[:, t], worth.value_GT[:, t]) | {"bars": _bars(found, t)}
+        label = found.labels[0]
+        sign_G1, alone = signs(label, [t])
+        view |= _named(label, sign_G1[:, 0], label.worth.value_GT[:, t]) | {"bars": _bars(found, t), "alone": alone}
     return view | {"best": _best(found, t), "trust": _trust(found, found.targets[t])}
 
 
@@ -63,17 +78,20 @@ def _best(found: Findings, t: int) -> View:
     """What a choice of rows is worth: the one that was given, else the best part of them."""
     best = found.best
     value, low, high = (float(part[0, t]) for part in (best.worth.value_GT, best.worth.low_GT, best.worth.high_GT))
-    share, in_nats, outside = best.share, best.in_nats[t], best.outside[t]
+    share, unit, outside = best.share, best.units[t], best.outside[t]
     if not isinstance(found.selection, Missing):
         for one in found.selection.targets:
             if one.target == found.targets[t]:
-                in_nats, outside, share = one.nats is not None, "", found.selection.rows / found.built.n_rows
-                ends = (one.nats, one.nats_low, one.nats_high) if in_nats else (one.change, None, None)
+                outside, share = "", found.selection.rows / found.built.n_rows
+                known = one.nats is not None
+                runs_unit = found.selection.runs_unit or "nats"
+                unit = NATS.get(runs_unit, plain(runs_unit)) if known else plain(found.selection.scale)
+                ends = (one.nats, one.nats_low, one.nats_high) if known else (one.change, None, None)
                 value, low, high = (float("nan") if end is None else end for end in ends)
     return {
         "share": f"{share:.0%}" if share >= 0.01 else f"{share:.2%}",
         "value": signed(value, 2),
-        "unit": NATS if in_nats else "effect sizes",
+        "unit": unit,
         "interval": interval(low, high, 2),
         "kind": "helps" if low > 0 else "hurts" if high < 0 else "",
         "outside": plain(outside),

@@ -19,7 +19,7 @@ from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summar
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.intervals import measures
 from grasp.predict.label_slices import LabelSlices, label_slices, sensible_labels
-from grasp.predict.predictor import Predictor
+from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64, checked_targets, row_tokens
@@ -36,7 +36,7 @@ from grasp.runs.learning import Expected, learn
 from grasp.settings import read_yaml, yaml_text
 
 BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth
-NATS = "nats a token"
+NATS = {"nats": "nats a token"}  # what the unit of runs is called on the page, if not by itself
 MIN_TOKENS = 32  # relevance is a mean over a row's positions: very short rows lie far out
 
 
@@ -80,7 +80,8 @@ class LabelFindings:
     """One label: its slices, what each target loses without them, and all that is needed to play with them."""
 
     slices: LabelSlices
-    worth: Worth
+    worth: Worth  # in the unit of the findings
+    relevance: Worth  # in effect sizes, with intervals over the questions of a target
     mean_GT: F64  # effect of a row of the slice; 0 is the average row of the corpus
     formula: SliceFormula
 
@@ -91,7 +92,7 @@ class BestRows:
 
     share: float
     worth: Worth  # (1, T)
-    in_nats: tuple[bool, ...]
+    units: tuple[str, ...]
     outside: tuple[str, ...]  # in which way it lies beyond the runs
 
 
@@ -182,7 +183,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         question=question,
         artifact_path=artifact.where,
         targets=targets,
-        unit=NATS if covering else predictor.unit,
+        unit=predictor.unit if covering is None else NATS.get(covering.unit, covering.unit),
         plain_unit=predictor.unit,
         scored_by=predictor.provenance,
         labels=tuple(labels),
@@ -262,13 +263,12 @@ def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> B
 def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: Expected | None) -> LabelFindings:
     """Slices of a label; in nats where runs say what they are worth."""
     effects = slice_effects(predictor, slices)
-    if nats is None:
-        low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
-        worth = Worth(-effects.dropped_GT, -high_GT, -low_GT)
-    else:
+    low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
+    worth = relevance = Worth(-effects.dropped_GT, -high_GT, -low_GT)
+    if nats is not None:
         dropped = nats.of(slices.weights(1.0 - np.eye(len(slices.slices))))
         worth = Worth(-dropped.nats_BT, -dropped.high_BT, -dropped.low_BT)
-    return LabelFindings(slices, worth, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
+    return LabelFindings(slices, worth, relevance, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
 
 
 def _nats(predictor: Predictor, artifact: ArtifactReader, question: Question) -> Expected | Missing:
@@ -293,14 +293,15 @@ def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
     )
     value_T = np.diag(predictor.change(weights)).copy()
     low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets
-    in_nats_T = np.zeros(n_targets, dtype=bool)
+    units = ["effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit] * n_targets
     if isinstance(nats, Expected):
         expected = nats.of(weights)
-        in_nats_T = np.isfinite(np.diag(expected.nats_BT))
-        value_T = np.where(in_nats_T, np.diag(expected.nats_BT), value_T)
+        known_T = np.isfinite(np.diag(expected.nats_BT))
+        value_T = np.where(known_T, np.diag(expected.nats_BT), value_T)
+        units = [NATS.get(nats.unit, nats.unit) if known else one for one, known in zip(units, known_T, strict=True)]
         low_T, high_T, outside = np.diag(expected.low_BT), np.diag(expected.high_BT), expected.outside
     worth = Worth(value_T[None], low_T[None], high_T[None])
-    return BestRows(count / predictor.n_rows, worth, tuple(in_nats_T.tolist()), outside)
+    return BestRows(count / predictor.n_rows, worth, tuple(units), outside)
 
 
 # -------------------------------------------------------------------------------------------- retraining

@@ -158,7 +158,7 @@ SECTIONS = (
 
 
 def _interval_note(found: Findings) -> str:
-    if found.unit == "nats a token" and not isinstance(found.nats, Missing):
+    if found.unit != found.plain_unit and not isinstance(found.nats, Missing):
         return f"{found.nats.coverage:.0%} intervals, learned from retrained models."
     return (
         "95 % intervals over resamples of the target's questions: what other questions of the same kind would say, "

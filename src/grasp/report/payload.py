@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from grasp.report.answer import signs
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
 
@@ -21,7 +22,8 @@ def payload(found: Findings) -> dict[str, Any]:
         "targets": different(found.targets, LONGEST_CELL),
         "plainUnit": found.plain_unit,
         "taught": None if isinstance(found.nats, Missing) else _rounded(found.nats.formula()),
-        "title": "" if isinstance(found.nats, Missing) else plain(found.nats.title, 400).partition(": ")[2] + ".",
+        "taughtUnit": "" if isinstance(found.nats, Missing) else found.nats.unit,
+        "title": "" if isinstance(found.nats, Missing) else plain(found.nats.title, 400).partition(": ")[2],
         "labels": [_label(found, label) for label in found.labels],
         "map": None if found.parts is None else _parts(found, found.parts),
         "rows": _rows(found),
@@ -61,7 +63,7 @@ def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:
         times = {one.value: one.proposed / one.now if one.now else 1.0 for one in mixture.slices}
         percent = [round(100 * min(times.get(one, 1.0), MOST_TIMES)) for one in label.slices.names]
         presets.append({"name": "The mixture of grasp mix", "percent": percent})
-    votes_G = label.worth.sign_GT.sum(axis=1)
+    votes_G = signs(label, list(range(len(found.targets))))[0].sum(axis=1)
     if (votes_G < 0).any() and (votes_G >= 0).any():
         presets.append({"name": "Without what costs", "percent": np.where(votes_G < 0, 0, 100).tolist()})
     return presets

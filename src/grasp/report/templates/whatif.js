@@ -249,15 +249,15 @@
       if (!whisker.hidden) span(whisker, low, high, most);
       change.firstChild.textContent = known ? signed(x) : "\u2013";
       const said = taught[t] ? `[${signed(from)}, ${signed(to)}]` : "";
-      change.lastChild.textContent = inNats || !said ? said : `${signed(taught[t][0])} nats ${said}`;
+      change.lastChild.textContent = inNats || !said ? said : `${signed(taught[t][0])} ${DATA.taughtUnit} ${said}`;
     });
     const apart = taught.filter(Boolean).map(([, , far]) => far);
     const times = apart.length ? Math.sqrt(apart.reduce((sum, far) => sum + far, 0) / apart.length / DATA.taught.most) : 0;
     $("whatif-warning").hidden = !(times > 1 + 1e-6);
     $("whatif-warning").textContent = `Beyond the runs, so the interval is wider: ${times.toFixed(1)} times as far from the corpus as any of them.`;
-    const which = inNats ? "nats a token" : DATA.plainUnit;
+    const which = inNats ? DATA.taughtUnit : DATA.plainUnit;
     $("whatif-unit").textContent = `against the whole corpus, ${which}`;
-    $("whatif-note").textContent = DATA.taught ? `${DATA.title} Grey: the interval holds zero, or there are no runs.`
+    $("whatif-note").textContent = DATA.taught ? `Intervals: ${DATA.title}. Grey: the interval holds zero, or there are no runs.`
       : "Grey: without retrained models there is no interval.";
   }
 
