@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.audit.explain import explain
+from grasp.extract.local import build
 from grasp.predict.intervals import measures
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
@@ -27,6 +29,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.learning import learn
 from grasp.settings import write_yaml
 from tests.cli.grasp_command import refused, succeed
+from tests.extract import world as extract_world
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
@@ -251,6 +254,22 @@ def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
     assert "loses without a topic" not in said(artifact)
 
 
+@pytest.mark.parametrize("count", [1, 5_000, 100_000])
+def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, count):
+    topics = [f"topic {i}" for i in range(count)]
+    artifact = write_artifact(tmp_path / "art", topics=topics, n_rows=max(count, 400), targets=("sciq",))
+    page = render(findings(artifact, default_protocol(), Question(by=("topic", "format") if count > 1 else ())))
+    assert len(page.encode()) < 1_500_000
+    assert (f"topic: {count - 99:,} values with few rows share the slice" in page) == (count > 1)
+    assert ("loses without a format" in page) == (count == 1)
+
+
+def test_a_label_of_one_value_is_refused_where_it_is_asked_for(tmp_path):
+    write_artifact(tmp_path / "art", topics=["only"], n_rows=40)
+    message = refused("report", tmp_path / "art", "--by", "topic", "--out", tmp_path / "r.html")
+    assert message.startswith("--by topic: has the single value 'only'; expected a label with two values or more")
+
+
 def test_a_selection_by_a_label_of_many_values_shows_the_largest_shares(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     asked = ("--budget", "50", "--target", "sciq", "--by", "row_id", "--out", tmp_path / "kept.parquet")
@@ -302,6 +321,26 @@ def test_with_runs_the_clauses_are_there(parsed):
     assert re.search(r"Keeping the best 30% of rows is worth \S+ nats a token \[", text)
     assert "Models retrained on 24 subsets" in text
     assert "learned from retrained models" in text
+
+
+# shaded words
+
+
+def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
+    built = build(extract_world.world(tmp_path / "world"), tmp_path / "art")
+    artifact = ArtifactReader.open(built)
+    found = findings(artifact, default_protocol(), Question(explain=2))
+    held = found.rows
+    best = int(np.argmin(np.where(held.rank_KT[:, 0] > 0, held.rank_KT[:, 0], len(held.rows) + 1)))
+    words = payload.payload(found)["rows"]["rows"][best]["shades"]["t0"]
+    row = explain(artifact, None, held.rows[best]["row_id"])
+    assert "".join(word for word, _ in words) == "".join(row.tokens)
+    assert sum(share or 0.0 for _, share in words) == pytest.approx(np.nansum(row.contributions), rel=0.01)
+    assert sum(len(one) for one in found.shades.values()) == 3  # the two best, and the worst
+    shutil.rmtree(artifact.manifest.settings["model"]["path"])
+    without = findings(artifact, default_protocol(), Question(explain=2))
+    assert without.shades == {}
+    assert "The words of the rows are not shaded: the model" in render(without)
 
 
 # bad input

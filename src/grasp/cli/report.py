@@ -9,7 +9,11 @@ import typer
 import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, TargetNames, names
+from grasp.errors import SettingsError
 from grasp.files import check_outputs
+from grasp.predict.protocol import as_protocol
+from grasp.report.atlas import write_atlas
+from grasp.report.verb import EXPLAINED
 from grasp.text import size_text
 
 # \b keeps the lines of the epilog as they are.
@@ -18,6 +22,7 @@ Examples:
   grasp report art --out report.html
   grasp report art --environment dev --selection kept.json --mixture mixture.json --out report.html
   grasp report art --detect suspects.parquet --out report.html
+  grasp report art --atlas map
   grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html
 """
 
@@ -25,7 +30,7 @@ Examples:
 @command(EXAMPLES)
 def report(
     art: Art,
-    out: Path = typer.Option(..., "--out", metavar="FILE", help="HTML file to write; it needs no network."),
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="HTML file to write; it needs no network."),
     by: str | None = typer.Option(
         None, "--by", metavar="LABELS", help="Labels, separated by commas. Default: those of 2 to 100 values."
     ),
@@ -40,7 +45,18 @@ def report(
     suspects: Path | None = typer.Option(
         None, "--detect", metavar="FILE", help="Parquet that grasp detect wrote with --out."
     ),
+    atlas: Path | None = typer.Option(
+        None, "--atlas", metavar="DIR", help="Write the rows as a map that Embedding Atlas opens."
+    ),
     protocol: ProtocolFile = None,
+    explain: int = typer.Option(
+        EXPLAINED,
+        "--explain",
+        metavar="N",
+        min=0,
+        help="Best rows of each target whose words are shaded, if the model is at hand.",
+        rich_help_panel=MORE,
+    ),
     partial: bool = typer.Option(
         False, "--partial", help="Use what an unfinished environment has.", rich_help_panel=MORE
     ),
@@ -52,13 +68,17 @@ def report(
         rich_help_panel=MORE,
     ),
 ) -> None:
-    """Write one HTML page of findings, with a live what-if.
-
-    Slices with intervals, interactions, rows with their text, sliders that predict what grasp predict predicts.
-    """
+    """Write one HTML page: what to keep, what it is worth, how far to trust it, and sliders to try it out."""
     artifact = grasp.open(art)
+    if out is None and atlas is None:
+        raise SettingsError("report: got neither --out nor --atlas; name the file of the page, or a directory, or both")
     read = {"--selection reads": selection, "--mixture reads": mixture, "--detect reads": suspects}
     check_outputs({"--out": out}, artifact.files.reads | read | {"--protocol reads": protocol})
+    if atlas is not None:
+        opens = write_atlas(artifact.files, atlas, protocol=as_protocol(protocol), targets=names(target))
+        print(f"{atlas}: the rows as a map; pip install embedding-atlas, then\n  {opens}")
+    if out is None:
+        return
     page = artifact.report(
         out,
         by=names(by) or (),
@@ -70,6 +90,7 @@ def report(
         mixture=mixture,
         suspects=suspects,
         previous=previous,
+        explain=explain,
         command=shlex.join(["grasp", *sys.argv[1:]]),
     )
     print(f"{page}: {size_text(page.stat().st_size)}; open it in any browser, it needs no network")

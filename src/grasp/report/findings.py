@@ -28,6 +28,7 @@ from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.report.rows import HeldRows, crossed, held_rows
+from grasp.report.shades import Shades, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.compare import Agreement, agreement
@@ -118,6 +119,7 @@ class Question:
     mixture: Path | None = None
     suspects: Path | None = None
     protocol_path: Path | None = None  # as it was given; none: the one that ships
+    explain: int = 0  # best rows of each target whose words are shaded
     command: str = ""  # that makes the report again
 
 
@@ -137,6 +139,7 @@ class Findings:
     nats: Expected | Missing
     best: BestRows
     rows: HeldRows
+    shades: Shades
     lacking: tuple[Missing, ...]
     trends: tuple[LabelTrend, ...] | Missing
     retraining: Retraining | Missing
@@ -172,12 +175,14 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
     parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
     long_N = tokens_N >= (MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0)
     rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
+    shades, unshaded = shaded(artifact, protocol, targets, rows, question.explain) if question.explain else ({}, "")
     trends = label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS
     suspects = NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names)
     no_labels = [] if labels else [NO_LABELS]
     no_text = [] if any(row["snippet"] for row in rows.rows) else [NO_TEXT]
     no_sketches = [] if not labels or labels[0].formula.gram_GG else [NO_SKETCHES]
-    maybe = [*no_labels, *no_text, *no_sketches, trends, retraining, selection, mixture, suspects]
+    no_shades = [Missing(unshaded, "")] if unshaded else []
+    maybe = [*no_shades, *no_labels, *no_text, *no_sketches, trends, retraining, selection, mixture, suspects]
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
         question=question,
@@ -191,6 +196,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         nats=nats,
         best=_best(predictor, nats),
         rows=rows,
+        shades=shades,
         lacking=tuple(part for part in maybe if isinstance(part, Missing)),
         trends=trends,
         retraining=retraining,

@@ -109,6 +109,7 @@ def _rows(found: Findings) -> dict[str, Any]:
                 "effect": _short(held.effect_KT[k]),
                 "rank": held.rank_KT[k].tolist(),
             }
+            | ({"shades": found.shades[k]} if k in found.shades else {})
             for k, row in enumerate(held.rows)
         ],
         "n": held.n_ranked,

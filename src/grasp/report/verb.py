@@ -16,6 +16,8 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
 
+EXPLAINED = 8
+
 
 def report(
     artifact: ArtifactReader,
@@ -30,6 +32,7 @@ def report(
     mixture: Path | str | None = None,
     suspects: Path | str | None = None,
     previous: Sequence[Any] = (),
+    explain: int = EXPLAINED,
     command: str | None = None,
 ) -> Path:
     """Write one HTML page: slices, rows with their text, trust, a selection, a mixture, suspects, and a live what-if.
@@ -42,6 +45,8 @@ def report(
         selection, mixture: JSON that was saved with a selection or a mixture of these rows.
         suspects: Parquet that was written of a detection in these rows.
         previous: artifacts of earlier checkpoints on the same corpus, or where they are, oldest first.
+        explain: best rows of each target whose words are shaded by what they add, and half as many of the worst; for
+            that the model is loaded. Where it is not at hand there are none.
         command: what makes the page again; it is printed on it. None: the command line of these arguments.
     Returns:
         The file.
@@ -71,6 +76,7 @@ def report(
         mixture=paths["mixture"],
         suspects=paths["suspects"],
         protocol_path=None if own is None else Path(own),
+        explain=explain,
         command=_command(artifact, place, environment, by, targets, files, own) if command is None else command,
     )
     write_report(findings(artifact, as_protocol(protocol), question), place)

@@ -33,12 +33,12 @@
   // Tokens by what each adds: deeper is more, blue helps, orange hurts.
   function shaded(shades) {
     const most = Math.max(1e-12, ...shades.map(([, share]) => Math.abs(share ?? 0)));
-    return shades.map(([piece, share]) => {
-      const depth = Math.round((55 * Math.abs(share ?? 0)) / most);
-      if (depth < 4) return piece;
-      const mark = element("mark", { title: signed(share, 3) }, piece);
+    return shades.flatMap(([piece, share]) => {
+      const depth = Math.round((46 * Math.abs(share ?? 0)) / most), word = piece.trimStart();
+      if (depth < 4 || !word) return [piece];
+      const mark = element("mark", { title: signed(share, 3) }, word);
       mark.style.background = `color-mix(in srgb, var(--${share > 0 ? "help" : "hurt"}) ${depth}%, transparent)`;
-      return mark;
+      return [piece.slice(0, piece.length - word.length), mark];
     });
   }
 

@@ -101,9 +101,11 @@
     return out;
   }
 
+  let seen = false; // it is drawn when somebody comes near
+
   function drawMap() {
     const map = $("map");
-    if (!map || !map.clientWidth) return;
+    if (!map || !seen || !map.clientWidth) return;
     const t = target(), [first, second] = DATA.labels;
     const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
     const worth = DATA.map.map((cell) => (t === "" ? mean(cell.effect) : cell.effect[Number(t)]));
@@ -128,9 +130,8 @@
           w > 54 && h > 18 ? second.slices[cell.at[1]].name : ""), ...inner[i]);
         box.setAttribute("aria-label", says);
         if (decided[k] * worth[k] > 0) {
-          const depth = Math.round(12 + 58 * Math.min(1, Math.abs(worth[k]) / most));
+          const depth = Math.round(10 + 38 * Math.min(1, Math.abs(worth[k]) / most)); // text stays readable on it
           box.style.background = `color-mix(in srgb, var(--${worth[k] > 0 ? "help" : "hurt"}) ${depth}%, var(--panel))`;
-          if (depth > 42) box.style.color = "var(--panel)";
         }
         box.addEventListener("pointerenter", () => { $("map-says").textContent = says; });
         box.addEventListener("focus", () => { $("map-says").textContent = says; });
@@ -158,7 +159,16 @@
     event.preventDefault();
     boxes[(here + step + boxes.length) % boxes.length].focus();
   });
-  if ($("map")) new ResizeObserver(() => requestAnimationFrame(drawMap)).observe($("map"));
+  if ($("map")) {
+    new ResizeObserver(() => requestAnimationFrame(drawMap)).observe($("map"));
+    new IntersectionObserver((entries, observer) => {
+      if (!entries.some((entry) => entry.isIntersecting)) return;
+      seen = true;
+      observer.disconnect();
+      drawMap();
+    }, { rootMargin: "800px" }).observe($("map"));
+    addEventListener("beforeprint", () => { seen = true; drawMap(); });
+  }
   if (targetPick && innerWidth < NARROW) targetPick.value = "0"; // columns of all targets need room
   show();
 })();

@@ -1,0 +1,96 @@
+"""Rows as points on a map, for Embedding Atlas (PyPI `embedding-atlas`), which opens Parquet and needs nothing of ours.
+
+Two rows lie near each other where their mean sketches are alike: the coordinates are the first two principal axes of
+the hidden and the residual sketch side by side.
+Shape letters: N rows, D sketch width, T targets.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.errors import ArtifactError, SettingsError
+from grasp.files import written_aside
+from grasp.predict.intervals import measures
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.row_arrays import F32, F64
+
+FILE = "rows.parquet"
+X, Y, TEXT = "projection_x", "projection_y", "text"
+
+
+def write_atlas(
+    artifact: ArtifactReader,
+    directory: Path,
+    *,
+    protocol: ScoringProtocol | None = None,
+    targets: Sequence[str] | None = None,
+) -> str:
+    """Write a directory with one Parquet file: row_id, text, labels, relevance_TARGET, projection_x, projection_y.
+
+    Memory: two coordinates and one effect a target for every row; the row table is read in batches.
+    Returns:
+        The command that opens it.
+    Raises:
+        ArtifactError: the artifact keeps no sketches.
+        SettingsError: the directory cannot be written.
+        ProtocolError: the artifact does not fit the protocol, or has no such target.
+    """
+    names = [f"{half}_sketch" for half in measures(artifact.array_names)]
+    if not names:
+        raise ArtifactError(
+            f"{artifact.where}: keeps no sketches, which place rows on a map; build it with features.hidden_width and "
+            "features.residual_width above 0"
+        )
+    predictor = Predictor.of(artifact, protocol, targets)
+    place_N2 = _projected(artifact, names)
+    path, start = directory / FILE, 0
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as part:
+            writer = None
+            for batch in artifact.row_batches():
+                rows = slice(start, start + batch.num_rows)
+                table = _table(batch, predictor.effect_NT[rows], predictor.targets, place_N2[rows])
+                writer = writer or pq.ParquetWriter(part, table.schema, compression="zstd")
+                writer.write_table(table)
+                start = rows.stop
+            if writer is not None:
+                writer.close()
+    except OSError as err:
+        raise SettingsError(f"--atlas: got {directory}, which cannot be written ({err.strerror})") from err
+    return f"embedding-atlas {shlex.quote(str(path))} --text {TEXT} --x {X} --y {Y}"
+
+
+def _table(batch: pa.RecordBatch, effect_nT: F32, targets: Sequence[str], place_n2: F64) -> pa.Table:
+    table = pa.Table.from_batches([batch]).drop_columns(["row_index"])
+    table = table.rename_columns([TEXT if name == "snippet" else name for name in table.column_names])
+    for t, target in enumerate(targets):
+        table = table.append_column(f"relevance_{target}", pa.array(effect_nT[:, t], pa.float32()))
+    for name, column in zip((X, Y), place_n2.T, strict=True):
+        table = table.append_column(name, pa.array(column, pa.float32()))
+    return table
+
+
+def _projected(artifact: ArtifactReader, names: Sequence[str]) -> F64:
+    """(N, 2) principal coordinates; of a sketch of width 1 the second is 0."""
+
+    def blocks() -> Iterator[F64]:
+        for parts in zip(*(artifact.array_blocks(name) for name in names), strict=True):
+            yield np.concatenate([block for _, block in parts], axis=1).astype(np.float64)
+
+    total_D, square_DD = 0.0, 0.0
+    for block in blocks():
+        total_D, square_DD = total_D + block.sum(axis=0), square_DD + block.T @ block
+    mean_D = np.asarray(total_D) / artifact.n_rows
+    _, axes_DD = np.linalg.eigh(square_DD / artifact.n_rows - np.outer(mean_D, mean_D))
+    axes_D2 = axes_DD[:, ::-1][:, :2]
+    axes_D2 = axes_D2 * np.where(axes_D2.sum(axis=0) < 0, -1.0, 1.0)  # which way an axis points is nobody's choice
+    place_N2 = np.concatenate([(block - mean_D) @ axes_D2 for block in blocks()])
+    return np.pad(place_N2, ((0, 0), (0, 2 - place_N2.shape[1])))

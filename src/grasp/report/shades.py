@@ -1,0 +1,61 @@
+"""Words of the rows at the ends of every target, with what each adds: from the model, where it is at hand."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.audit.explanation import words
+from grasp.errors import GraspError
+from grasp.predict.protocol import ScoringProtocol
+from grasp.report.rows import HeldRows
+from grasp.text import printable
+
+LONGEST = 2_000  # characters of a row
+DIGITS = 3
+
+Shades = dict[int, dict[str, list[tuple[str, float | None]]]]  # place among the held rows -> target -> words
+
+
+def shaded(
+    artifact: ArtifactReader, protocol: ScoringProtocol, targets: tuple[str, ...], held: HeldRows, count: int
+) -> tuple[Shades, str]:
+    """Shades of the best rows of each target, and of half as many of the worst; and why there are none.
+
+    Args:
+        count: how many of the best.
+    """
+    model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
+    if not Path(model).exists():
+        return {}, f"The words of the rows are not shaded: the model {model or 'of the build'} is not where it was."
+    shades: Shades = {}
+    explainer = import_module("grasp.audit.explain").Explainer(artifact)  # loads torch: not without a model
+    try:
+        for t, target in enumerate(targets):
+            for k in _ends(held, t, count):
+                row = explainer.explain(target, held.rows[k]["row_id"], protocol=protocol)
+                shades.setdefault(k, {})[f"t{t}"] = list(_words(row.tokens, row.contributions))
+    except GraspError as err:
+        return {}, f"The words of the rows are not shaded: {err}"
+    return shades, ""
+
+
+def _ends(held: HeldRows, t: int, count: int) -> list[int]:
+    order = [k for k in np.argsort(held.rank_KT[:, t], kind="stable").tolist() if held.rank_KT[k, t]]
+    return list(dict.fromkeys([*order[:count], *order[-(count // 2) :]]))
+
+
+def _words(
+    tokens: tuple[str, ...], adds: "np.ndarray[tuple[int], np.dtype[np.float64]]"
+) -> Iterator[tuple[str, float | None]]:
+    joined, starts = words(tokens)
+    length = 0
+    for word, start, stop in zip(joined, starts, [*starts[1:], len(tokens)], strict=True):
+        known = adds[start:stop][~np.isnan(adds[start:stop])]
+        yield printable(word), float(f"{known.sum():.{DIGITS}g}") if len(known) else None
+        length += len(word)
+        if length > LONGEST:
+            yield " ...", None
+            return
