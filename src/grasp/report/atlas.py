@@ -85,11 +85,10 @@ def _projected(artifact: ArtifactReader, names: Sequence[str]) -> F64:
         for parts in zip(*(artifact.array_blocks(name) for name in names), strict=True):
             yield np.concatenate([block for _, block in parts], axis=1).astype(np.float64)
 
-    total_D, square_DD = 0.0, 0.0
-    for block in blocks():
-        total_D, square_DD = total_D + block.sum(axis=0), square_DD + block.T @ block
-    mean_D = np.asarray(total_D) / artifact.n_rows
-    _, axes_DD = np.linalg.eigh(square_DD / artifact.n_rows - np.outer(mean_D, mean_D))
+    parts = [(block.sum(axis=0), block.T @ block) for block in blocks()]
+    mean_D = np.sum([total_D for total_D, _ in parts], axis=0) / artifact.n_rows
+    square_DD = np.sum([square_DD for _, square_DD in parts], axis=0) / artifact.n_rows
+    _, axes_DD = np.linalg.eigh(square_DD - np.outer(mean_D, mean_D))
     axes_D2 = axes_DD[:, ::-1][:, :2]
     axes_D2 = axes_D2 * np.where(axes_D2.sum(axis=0) < 0, -1.0, 1.0)  # which way an axis points is nobody's choice
     place_N2 = np.concatenate([(block - mean_D) @ axes_D2 for block in blocks()])
