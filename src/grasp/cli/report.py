@@ -68,7 +68,10 @@ def report(
         rich_help_panel=MORE,
     ),
 ) -> None:
-    """Write one HTML page: what to keep, what it is worth, how far to trust it, and sliders to try it out."""
+    """Write one HTML page: what to keep, and what it is worth.
+
+    It says how far to trust that, shows the rows that teach each target, and predicts while sliders move.
+    """
     artifact = grasp.open(art)
     if out is None and atlas is None:
         raise SettingsError("report: got neither --out nor --atlas; name the file of the page, or a directory, or both")
