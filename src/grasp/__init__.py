@@ -33,8 +33,11 @@ _HOMES = {
     "calibrate": "grasp.runs.verbs",
     "evaluate": "grasp.runs.verbs",
     "import_runs": "grasp.runs.readers",
+    "mix_runs": "grasp.choose.alone",
     "open": "grasp.api",
     "open_runs": "grasp.runs.verbs",
+    "predict_runs": "grasp.choose.alone",
+    "propose_runs": "grasp.choose.alone",
     "retrain": "grasp.runs.verbs",
 }
 __all__ = [
@@ -49,8 +52,11 @@ __all__ = [
     "calibrate",
     "evaluate",
     "import_runs",
+    "mix_runs",
     "open",
     "open_runs",
+    "predict_runs",
+    "propose_runs",
     "retrain",
 ]
 

@@ -72,7 +72,7 @@ def test_the_formula_for_a_page_gives_what_change_gives() -> None:
     points, weights, (short, long) = known["points"], known["weights"], known["lengths"]
 
     def point(terms: dict, relevance: list, b: int) -> tuple[np.ndarray, ...]:
-        seen = np.log(np.array(terms["share"][b]) + known["c"]) / known["spread"]
+        seen = (np.log(np.array(terms["share"][b]) + known["c"]) - known["centre"]) / known["spread"]
         return seen, np.array(terms["sketch"][b]), np.array(terms["kernel"])[:, b], np.array(relevance[b])
 
     def covariance(one: tuple[np.ndarray, ...], other: tuple[np.ndarray, ...]) -> np.ndarray:

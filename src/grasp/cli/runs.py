@@ -1,11 +1,15 @@
 """grasp runs import"""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
+import grasp
 from grasp.cli.app import MORE, Command, app
+from grasp.cli.console import tell
+from grasp.cli.options import ResultFile, names
 from grasp.files import check_outputs
 
 # \b keeps the lines of the epilog as they are.
@@ -63,8 +67,6 @@ def import_runs(
     RegMix-like CSVs, one wide table, results of lm-evaluation-harness, or an export of wandb. What takes retrained runs
     takes them as well.
     """
-    import grasp
-
     check_outputs({"--out": out}, {"is read": trained, "is read as well": results})
     table = grasp.import_runs(
         trained,
@@ -81,3 +83,66 @@ def import_runs(
     )
     print(table)
     print(f"{out}: {len(table):,} runs, for --environment of predict, select, mix, evaluate, calibrate and report")
+
+
+RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Imported runs, see grasp runs import.")]
+Metrics = Annotated[
+    str | None, typer.Option("--metric", metavar="NAMES", help="Metrics, separated by commas. Default: all of them.")
+]
+
+
+@runs.command("predict", cls=Command)
+def predict_runs(
+    directory: RunsDirectory,
+    mixtures: Path = typer.Argument(..., metavar="MIXTURES", help="A line a mixture, a column a value of the label."),
+    metric: Metrics = None,
+    out: ResultFile = None,
+) -> None:
+    """What would these mixtures give? By runs alone, without an artifact."""
+    check_outputs({"--out": out}, {"is read": mixtures, "holds the runs": directory})
+    result = grasp.predict_runs(directory, mixtures, names(metric))
+    tell(result, out)
+
+
+@runs.command("mix", cls=Command)
+def mix_runs(
+    directory: RunsDirectory,
+    metric: Metrics = None,
+    cautious: float = typer.Option(
+        0.0, "--cautious", min=0, metavar="K", help="Take K standard deviations off: the little known counts as worse."
+    ),
+    out: ResultFile = None,
+) -> None:
+    """Which mixture is best? By runs alone, for the mean of the metrics.
+
+    No value gets more, or less, than in any run.
+    """
+    check_outputs({"--out": out}, {"holds the runs": directory})
+    result = grasp.mix_runs(directory, names(metric), cautious=cautious)
+    tell(result, out)
+
+
+@runs.command("propose", cls=Command)
+def propose_runs(
+    directory: RunsDirectory,
+    metric: Metrics = None,
+    count: int = typer.Option(4, "--count", min=1, metavar="N", help="Mixtures to propose."),
+    decide: str = typer.Option(
+        "best", "--decide", metavar="WHAT", help="best: which mixture is; values: what each value is worth."
+    ),
+    art: Path | None = typer.Option(
+        None, "--art", metavar="ART", help="Artifact of the corpus: for retrained runs, and for --subsets."
+    ),
+    subsets: Path | None = typer.Option(
+        None, "--subsets", metavar="FILE", help="The mixtures as weights of rows, for retrain --set subsets=FILE."
+    ),
+    seed: int = typer.Option(0, "--seed", min=0, metavar="N", help="Seed of the mixtures that are looked at."),
+    out: ResultFile = None,
+) -> None:
+    """Which mixtures should be trained next, so that a decision becomes surest for the fewest runs?"""
+    check_outputs({"--out": out, "--subsets": subsets}, {"holds the runs": directory, "is the artifact": art})
+    opened = None if art is None else grasp.open(art)
+    result = grasp.propose_runs(
+        directory, names(metric), count=count, decide=decide, seed=seed, artifact=opened, subsets=subsets
+    )
+    tell(result, out)

@@ -165,10 +165,15 @@ def _union(rng: np.random.Generator, count_G: NDArray[np.int64]) -> tuple[NDArra
 def _mixture(rng: np.random.Generator, count_G: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
     """Weights of the values' rows, of mean 1 over the corpus."""
     even_G = count_G / count_G.sum()
-    strength = np.exp(rng.uniform(*np.log(STRENGTH))) * len(count_G)
-    share_G = rng.dirichlet(np.maximum(strength * even_G, 1e-3))
+    return dirichlet_shares(rng, even_G) / even_G, 0
+
+
+def dirichlet_shares(rng: np.random.Generator, around_G: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(G,) shares over decades, some of them 0, around those given."""
+    strength = np.exp(rng.uniform(*np.log(STRENGTH))) * len(around_G)
+    share_G = rng.dirichlet(np.maximum(strength * around_G / around_G.sum(), 1e-3))
     share_G[share_G < min(LEAST_SHARE, share_G.max())] = 0.0
-    return share_G / share_G.sum() / even_G, 0
+    return np.asarray(share_G / share_G.sum())
 
 
 def parse_family(text: str) -> Family:

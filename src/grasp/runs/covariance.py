@@ -92,7 +92,8 @@ class Curves:
     """The parts of g that see shares, for one c and one pair of lengths, each with mean variance 1 over the runs."""
 
     c: float
-    spread: float  # of log(share + c) over the runs
+    centre_G: F64  # mean of log(share + c) over the runs: where c is large, it is large against their differences
+    spread: float  # its standard deviation
     lengths: tuple[float, float]  # additive, joint
     units: dict[str, float]
 
@@ -105,16 +106,19 @@ class Curves:
             shape: logarithms of c, the additive length and the joint length.
         """
         c = float(np.exp(shape[0])) / max(share_nG.shape[1], 1)
-        spread = float(np.sqrt(np.log(share_nG + c).var(axis=0).mean())) if share_nG.size else 0.0
+        seen_nG = np.log(share_nG + c)
+        spread = float(np.sqrt(seen_nG.var(axis=0).mean())) if share_nG.size else 0.0
         lengths = (float(np.exp(shape[1])), float(np.exp(shape[2])))
-        bare = cls(c, spread if spread > TINY else 1.0, lengths, dict.fromkeys(CURVES, 1.0))
+        bare = cls(c, seen_nG.mean(axis=0), spread if spread > TINY else 1.0, lengths, dict.fromkeys(CURVES, 1.0))
         seen_nG = bare.seen(share_nG)
         variance = {k: float(np.diag(v).mean() - v.mean()) for k, v in bare.between(seen_nG, seen_nG).items()}
-        return cls(c, bare.spread, lengths, {k: 1.0 / v if v > TINY else 0.0 for k, v in variance.items()})
+        return cls(
+            c, bare.centre_G, bare.spread, lengths, {k: 1.0 / v if v > TINY else 0.0 for k, v in variance.items()}
+        )
 
     def seen(self, share_BG: F64) -> F64:
-        """log(share + c) over its spread."""
-        return np.asarray(np.log(share_BG + self.c) / self.spread)
+        """log(share + c), less its mean over the runs, over its spread."""
+        return np.asarray((np.log(share_BG + self.c) - self.centre_G) / self.spread)
 
     def between(self, seen_BG: F64, other_nG: F64) -> dict[str, F64]:
         """(B, n) covariance of two sets of subsets, by part."""

@@ -157,6 +157,20 @@ class Learned:
             spreads.append(self.scale_T * np.sqrt(np.maximum(variance_bG, 0.0) + self.numbers["noise"]))
         return np.concatenate(means), np.concatenate(spreads)
 
+    def joint(self, features: Features, task: int) -> tuple[F64, F64, float]:
+        """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
+        own, solved = self._ruler.measure(features), self._solved
+        g = task if len(solved.inverse_Gnn) > 1 else 0
+        cross_bn = covariance(self.numbers, self._curves, own, self.runs)[g]
+        between_bb = covariance(self.numbers, self._curves, own, own)[g]
+        level_b = cross_bn @ solved.level_Gn[g]
+        covariance_bb = between_bb - cross_bn @ solved.inverse_Gnn[g] @ cross_bn.T
+        covariance_bb += 1 / solved.mass_G[g] - level_b[:, None] - level_b
+        mean_b = self._level_T[task] + own.relevance_BT[:, task] + cross_bn @ self._rest_nT[:, task]
+        scale = float(self.scale_T[task])
+        noise = self.numbers["noise"] + self.numbers["seed noise"] + JITTER
+        return self._mean_T[task] + scale * mean_b, scale**2 * covariance_bb, scale**2 * noise
+
     def change(self, features: Features, corpus: Features) -> tuple[F64, F64]:
         """Utility of subsets minus that of the corpus, and its standard deviation, (B, T) each.
 
@@ -194,7 +208,7 @@ class Learned:
             slope r_t(x) r_t(y) + tasks r(x) r(y) + kernel_t(x) kernel_t(y) + sketch(x) sketch(y) + linear z(x) z(y)
             + additive sum_g exp(-(z_g(x) - z_g(y))^2 / 2 a^2) + joint exp(-|z(x) - z(y)|^2 / 2 b^2)
 
-        with r = (change - mean) inverse, z = log(share + c) / spread and the lengths a, b. With d the differences
+        with r = (change - mean) inverse, z = (log(share + c) - centre) / spread and the lengths a, b. With d the differences
         cov(x, run) - cov(w, run), and apart = cov(x, x) + cov(w, w) - 2 cov(x, w), the change and its variance are
 
             scale (r(x) - r(w) + d rest),    scale^2 (apart - d' inverse d + noise min(apart / far, 1)).
@@ -213,6 +227,7 @@ class Learned:
             "far": np.maximum(apart_nG.mean(axis=0), TINY).tolist(),
             "most": max(float(apart_nG.mean(axis=1).max()), TINY),
             "c": curves.c,
+            "centre": curves.centre_G.tolist(),
             "spread": curves.spread,
             "lengths": [curves.lengths[0], curves.lengths[1] * float(np.sqrt(n_slices))],
             "weights": {

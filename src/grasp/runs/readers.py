@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
-from grasp.runs.table import RESULTS_SCHEMA, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
+from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
 SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
@@ -98,6 +99,33 @@ def import_runs(
     if out is not None:
         runs.save(out)
     return runs
+
+
+def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+    """Names of mixtures, and their shares (B, G) of `values`.
+
+    Raises:
+        EnvironmentDataError: no table; a value without a column; shares that are no numbers, or do not add up to 1.
+    """
+    table, where = _table(source)
+    if missing := [name for name in values if name not in table.column_names]:
+        raise EnvironmentDataError(
+            f"{where}: has no column for {len(missing)} values: {', '.join(missing[:SHOWN])}; expected one for each "
+            "value that the runs were trained on"
+        )
+    if unknown := sorted(set(table.column_names) - set(values) - {*NAMES, "mixture"}):
+        raise EnvironmentDataError(f"{where}: column {unknown[0]!r} is no value that the runs were trained on")
+    named = [name for name in table.column_names if name not in values]
+    names = tuple(_text(table[named[0]]).to_pylist()) if named else tuple(f"mixture-{b + 1}" for b in range(len(table)))
+    columns = [_numbers(table[name]) for name in values]
+    share_BG = np.stack([np.full(len(table), np.nan) if one is None else one for one in columns], axis=1)
+    for name, share_G in zip(names, share_BG, strict=True):
+        if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_SLACK:
+            raise EnvironmentDataError(
+                f"{where}: mixture {name!r}: its shares add up to {share_G.sum():.4g}, expected numbers of 0 or more "
+                "that add up to 1"
+            )
+    return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
 # --------------------------------------------------------------------------------------------- what was trained on

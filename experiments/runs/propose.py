@@ -1,0 +1,91 @@
+"""Does it pay to choose the next run? Runs that were made are handed out one by one, by `propose` or at random.
+
+    python -m experiments.runs.propose --data ../shared/data/regmix --worlds bench-out --out experiments/runs/propose.json
+
+Begins with 8 runs; four more are taken at a time out of those that are left. Regret is how much worse the run is that
+is then thought best than the best of all, over the standard deviation of all; rho is of runs that are never handed out.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from experiments.runs.curves import World, of_environment, of_regmix
+from grasp.choose.alone import choose
+from grasp.runs.covariance import Features
+from grasp.runs.learning import learn_features
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+FIRST, EACH = 8, 4
+UP_TO = 32
+
+
+def trial(world: World, how: str, at: int) -> list[tuple[int, float, float]]:
+    """Runs, regret and rho after each round."""
+    rng = stream(0, "propose", world.name, at)
+    n_runs = len(world.features)
+    order = rng.permutation(n_runs)
+    pool, held = order, None
+    if world.held is None:
+        pool, held = order[: n_runs * 3 // 4], order[n_runs * 3 // 4 :]
+    aim_RS1 = world.utility_RST.mean(axis=2, keepdims=True)
+    utility_RST = np.concatenate([world.utility_RST, aim_RS1], axis=2)
+    features = with_aim(world.features)
+    asked = with_aim(world.held) if world.held is not None else features.take(held)
+    truth_R = world.held_RT.mean(axis=1) if world.held_RT is not None else aim_RS1[held].mean(axis=(1, 2))
+    aim_R = aim_RS1.mean(axis=(1, 2))[pool]
+    taken = list(range(FIRST))
+    found = []
+    while True:
+        learned = learn_features(features.take(pool[taken]), utility_RST[pool[taken]])
+        guess_R = learned.predict(features.take(pool))[0][:, -1]
+        regret = float((aim_R.max() - aim_R[int(np.argmax(guess_R))]) / aim_R.std())
+        found.append((len(taken), regret, float(spearmanr(learned.predict(asked)[0][:, -1], truth_R).statistic)))
+        if len(taken) >= UP_TO:
+            return found
+        left = [k for k in range(len(pool)) if k not in taken]
+        if how == "random":
+            taken += left[:EACH]  # the pool is in random order
+        else:
+            picked, _ = choose(learned, features.take(pool[left]), EACH, how, rng)
+            taken += [left[k] for k in picked]
+
+
+def with_aim(features: Features) -> Features:
+    """One task more: the mean of all."""
+    relevance, kernel = (
+        np.concatenate([one, one.mean(axis=1, keepdims=True)], axis=1)
+        for one in (features.relevance_BT, features.kernel_BTM)
+    )
+    return Features(features.share_BG, relevance, kernel, features.sketch_BD)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--worlds", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trials", type=int, default=24)
+    asked = parser.parse_args()
+    lines: list[dict[str, object]] = []
+    for make in (lambda: of_regmix(asked.data), lambda: of_environment("pool-source", "pool-completion", asked.worlds)):
+        world = make()
+        for how in ("random", "best", "values"):
+            trials = np.array([trial(world, how, at) for at in range(asked.trials)])
+            for step in trials.transpose(1, 0, 2):
+                error = 1.96 * step.std(axis=0, ddof=1) / np.sqrt(len(step))
+                line = {"world": world.name, "how": how, "runs": int(step[0, 0]), "trials": len(step)}
+                for k, name in ((1, "regret"), (2, "rho")):
+                    line |= {name: round(float(step[:, k].mean()), 4), f"{name}_error": round(float(error[k]), 4)}
+                lines.append(line)
+                print(json.dumps(line), flush=True)
+            asked.out.write_text(json.dumps(lines, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Runs without an artifact: what a mixture would give, which mixture is best, and which to train next.
+
+Runs by shares of a label are learned from; the answers are in the metrics' own units. `propose_runs` picks mixtures by
+what they are expected to teach. With the joint posterior of the learned predictor at candidates (mean m, covariance S)
+a run of candidate x moves the means by S_x / sqrt(S_xx + noise) times a standard normal number, so
+
+    best:    E max(m + S_x z / sqrt(S_xx + noise)) - max m, by quadrature: what the best gains (the knowledge gradient)
+    values:  sum_g (d_g' S_x)^2 / (S_xx + noise): what it takes off the variance of d_g, the effects of values
+
+and the next one is picked given that the first is run. Shape letters: R runs, B mixtures, G values, T metrics.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.choose.climb import climb
+from grasp.choose.quadratic_program import Programme
+from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.predict.families import dirichlet_shares
+from grasp.predict.intervals import COVERAGE
+from grasp.predict.label_slices import label_slices
+from grasp.predict.row_arrays import row_tokens
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import weight_sums
+from grasp.results import Result
+from grasp.runs.covariance import Features
+from grasp.runs.environment import Environment
+from grasp.runs.imported import row_weights
+from grasp.runs.learned import Learned
+from grasp.runs.learning import learn_features
+from grasp.runs.readers import read_mixtures
+from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, any_runs
+from grasp.runs.verbs import Opened
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+Runs = RunTable | Path | str
+
+CANDIDATES = 1_000
+TRIED = 250  # of the candidates: those that may be best, and some of the others
+NODES = 21  # of the quadrature
+CLIMBS = 8  # of the best runs, that the best mixture is looked for from
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Runs by shares, and what was learned of every metric and, last, of their weighted mean, the aim."""
+
+    table: RunTable
+    share_RG: F64
+    learned: Learned
+    weights_T: F64
+    sign_T: F64  # -1: less is better
+
+    @classmethod
+    def of(cls, runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None) -> Self:
+        """Learn from runs.
+
+        Args:
+            metric: one, several, or metrics and weights; None: all of them alike.
+        Raises:
+            EnvironmentDataError: not imported runs by shares, no such metric, too few runs, or runs all alike.
+        """
+        table = any_runs(runs)
+        if not isinstance(table, RunTable) or table.info.kind != "shares":
+            raise EnvironmentDataError(
+                f"{table.name}: mixtures alone are learned from runs by shares of a label; import them with "
+                "grasp runs import MIXTURES METRICS --label LABEL"
+            )
+        named = {metric: 1.0} if isinstance(metric, str) else metric or table.metrics
+        asked = dict(named) if isinstance(named, Mapping) else dict.fromkeys(named, 1.0)
+        unknown = [name for name in asked if name not in table.metrics]
+        if unknown or not sum(asked.values()) > 0 or min(asked.values()) < 0:
+            raise EnvironmentDataError(
+                f"{table.name}: got the metrics {asked}, expected some of {', '.join(table.metrics[:NAMED])} ... with "
+                "weights of 0 or more"
+            )
+        weights_T = np.array([asked.get(name, 0.0) for name in table.metrics]) / sum(asked.values())
+        utility_RST = table.utility_RST()
+        aim_RS1 = (utility_RST @ weights_T)[:, :, None]
+        share_RG = table.weights_RG()
+        features = Features.of_shares(share_RG, len(weights_T) + 1)
+        learned = learn_features(features, np.concatenate([utility_RST, aim_RS1], axis=2))
+        sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
+        return cls(table, share_RG, learned, weights_T, sign_T)
+
+    def features(self, share_BG: F64) -> Features:
+        return Features.of_shares(share_BG, len(self.weights_T) + 1)
+
+    def aim(self, share_BG: F64, cautious: float = 0.0) -> F64:
+        """Expected weighted mean less so many standard deviations, (B,); higher is better."""
+        mean_BT, spread_BT = self.learned.predict(self.features(share_BG))
+        return np.asarray(mean_BT[:, -1] - cautious * spread_BT[:, -1])
+
+    def lines(self, names: Sequence[str], share_BG: F64) -> pa.Table:
+        """mixture, metric, expected, low, high: in the metric's own unit."""
+        mean_BT, spread_BT = (one[:, :-1] for one in self.learned.predict(self.features(share_BG)))
+        half_BT = self.learned.quantile(COVERAGE) * spread_BT
+        asked = np.flatnonzero(self.weights_T)
+        b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), asked, indexing="ij"))
+        value = (self.sign_T * mean_BT)[b, t]
+        return pa.table(
+            {
+                "mixture": pa.array(np.array(names, object)[b], pa.string()),
+                "metric": pa.array(np.array(self.table.metrics, object)[t], pa.string()),
+                "expected": value,
+                "low": value - half_BT[b, t],
+                "high": value + half_BT[b, t],
+            }
+        )
+
+
+def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
+    """What mixtures would give, by what imported runs teach, with an interval that holds nine of ten runs.
+
+    Args:
+        mixtures: a line a mixture, a column a value of the label, shares that add up to 1.
+        metric: one or several; None: all.
+    Raises:
+        EnvironmentDataError: see `Taught.of`; values that no run has; shares that do not add up to 1.
+    """
+    taught = Taught.of(runs, metric)
+    names, share_BG = read_mixtures(mixtures, taught.table.values)
+    return Result(
+        taught.lines(names, share_BG), f"{len(names):,} mixtures, by {len(taught.table):,} runs", _notes(taught)
+    )
+
+
+def mix_runs(
+    runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None, *, cautious: float = 0.0
+) -> Result:
+    """The mixture that imported runs say is best; no value gets more, or less, than in any run.
+
+    Args:
+        metric: one, several, or metrics and weights; None: all alike.
+        cautious: so many standard deviations are taken off what is expected: what is little known counts as worse.
+    """
+    taught = Taught.of(runs, metric)
+    low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
+    n_values = len(low_G)
+    programme = Programme(
+        np.zeros(n_values), np.zeros((n_values, n_values)), low_G, high_G, taught.share_RG.mean(axis=0)
+    )
+    starts = taught.share_RG[np.argsort(-taught.aim(taught.share_RG, cautious), kind="stable")[:CLIMBS]]
+    best_G = climb(programme, lambda share_BG: taught.aim(share_BG, cautious), list(starts))
+    known_R = taught.learned.predict(taught.features(taught.share_RG))[0][:, -1]
+    run_G = taught.share_RG[int(np.argmax(known_R))]
+    shares = pa.table(
+        {
+            "value": pa.array(taught.table.values, pa.string()),
+            "mean_of_runs": taught.share_RG.mean(axis=0),
+            "best_run": run_G,
+            "proposed": best_G,
+        }
+    ).sort_by([("proposed", "descending")])
+    lines = taught.lines(["proposed", "best run"], np.stack([best_G, run_G])).to_pylist()
+    said = [
+        f"{one['metric']}: {one['mixture']} {one['expected']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
+        for one in lines
+    ]
+    return Result(
+        shares, f"the best mixture by {len(taught.table):,} runs of {taught.table.name}", (*said, *_notes(taught))
+    )
+
+
+def propose_runs(
+    runs: Runs | Environment,
+    metric: str | Sequence[str] | Mapping[str, float] | None = None,
+    *,
+    count: int = 4,
+    decide: str = "best",
+    seed: int = 0,
+    artifact: Opened | None = None,
+    subsets: Path | str | None = None,
+) -> Result:
+    """Mixtures to train next, so that a decision becomes surest for the fewest runs.
+
+    Args:
+        metric: one, several, or metrics and weights; None: all alike.
+        decide: best: which mixture is best; values: what each value of the label is worth.
+        artifact: of the corpus; for retrained runs, whose shares are those of the label that they were drawn by, and
+            for `subsets`.
+        subsets: Parquet file for the mixtures as weights of rows, which `retrain` takes.
+    Returns:
+        A line a mixture, in the order in which they should be trained: mixture, settles, and the shares of all values.
+        For `best`, settles is by how much the best mixture is expected to become better, in the unit of the metric; for
+        `values` it is the part of the uncertainty of all values that the run takes away.
+    """
+    if decide not in ("best", "values") or count < 1:
+        raise SettingsError(f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 or more")
+    found = any_runs(runs)
+    if isinstance(found, Environment):
+        if artifact is None:
+            raise SettingsError(f"propose: {found.path} holds retrained subsets; name the artifact of their corpus")
+        found = shares_of(found, artifact.files)
+    taught = Taught.of(found, metric)
+    rng = stream(seed, "propose", len(taught.table))
+    even_G = taught.share_RG.mean(axis=0)
+    share_BG = np.stack([dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
+    picked, settles = choose(taught.learned, taught.features(share_BG), count, decide, rng)
+    names = [f"next-{k + 1}" for k in range(len(picked))]
+    if subsets is not None:
+        _write_subsets(taught.table, names, share_BG[picked], artifact, Path(subsets))
+    columns = {name: share_BG[picked, g] for g, name in enumerate(taught.table.values)}
+    what = "the best mixture" if decide == "best" else f"what each {taught.table.info.label} is worth"
+    return Result(
+        pa.table({"mixture": names, "settles": settles} | columns),
+        f"{len(picked)} mixtures that say most of {what}, by {len(found):,} runs",
+        _notes(taught),
+    )
+
+
+def choose(
+    learned: Learned, candidates: Features, count: int, decide: str, rng: np.random.Generator
+) -> tuple[list[int], list[float]]:
+    """Candidates to run, the most telling first, and what each settles. See the head of this module."""
+    n_slices, n = candidates.share_BG.shape[1], len(candidates)
+    points = candidates
+    if decide == "values":
+        even_G = learned.runs.share_BG.mean(axis=0)
+        without_GG = np.where(np.eye(n_slices, dtype=bool), 0.0, even_G)
+        share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), even_G[None]])
+        points = Features.joined([candidates, Features.of_shares(share_BG, candidates.relevance_BT.shape[1])])
+    mean_B, cover_BB, noise = learned.joint(points, -1)
+    spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
+    likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]
+    tried = np.unique(np.concatenate([likely, rng.permutation(n)[: TRIED // 2]]))
+    picked, settles = list[int](), list[float]()
+    for _ in range(min(count, len(tried))):
+        moved_Bx = cover_BB[:, tried] / np.sqrt(np.maximum(np.diag(cover_BB)[tried], 0.0) + noise)
+        if decide == "best":
+            gain_x = _gains(mean_B[:n], moved_Bx[:n])
+        else:
+            effect_Gx = moved_Bx[n:-1] - moved_Bx[-1]
+            left = _variance_of_effects(cover_BB[n:, n:])
+            gain_x = (effect_Gx**2).sum(axis=0) / max(left, np.finfo(float).tiny)
+        gain_x[np.isin(tried, picked)] = -np.inf
+        x = int(np.argmax(gain_x))
+        picked.append(int(tried[x]))
+        settles.append(float(gain_x[x]))
+        cover_BB = cover_BB - np.outer(moved_Bx[:, x], moved_Bx[:, x])
+    return picked, settles
+
+
+def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
+    """Retrained subsets as runs by shares of the label that they were drawn by; losses are the targets'."""
+    if environment.label is None:
+        raise EnvironmentDataError(f"{environment.path}: its subsets were not drawn by a label, so have no shares")
+    column = LabelTable(artifact.rows_path).column(environment.label)
+    slices = label_slices(column, row_tokens(artifact), most=len(column.values))
+    blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
+    codes_GN = slices.indicators()
+    share_RG = np.concatenate(
+        [(block.weights_BN @ codes_GN.T).toarray() / weight_sums(block.weights)[0][:, None] for block in blocks]
+    )
+    runs, values = environment.subset_ids, slices.names
+    r, g = (index.ravel() for index in np.indices(share_RG.shape))
+    arrays = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]
+    trained = pa.table([pa.array(one) for one in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    utility_RST = environment.task_utilities(environment.targets)
+    lines = [
+        (run, seed, None, None, f"{target}/loss", None, -float(utility_RST[r, s, t]))
+        for r, run in enumerate(runs)
+        for s, seed in enumerate(environment.info.seeds)
+        for t, target in enumerate(environment.targets)
+    ]
+    columns = zip(*lines, strict=True)
+    results = pa.table(
+        [pa.array(one, field.type) for one, field in zip(columns, RESULTS_SCHEMA, strict=True)], schema=RESULTS_SCHEMA
+    )
+    metrics = {f"{target}/loss": "lower" for target in environment.targets}
+    info = RunsInfo.model_validate({"kind": "shares", "label": environment.label, "metrics": metrics})
+    return RunTable.of(environment.name, info, trained, results)
+
+
+def _write_subsets(table: RunTable, names: Sequence[str], share_BG: F64, artifact: Opened | None, path: Path) -> None:
+    """The mixtures over the rows of an artifact."""
+    if artifact is None:
+        raise SettingsError("propose: subsets are of the rows of an artifact; name it")
+    files = artifact.files
+    b, g = (index.ravel() for index in np.indices(share_BG.shape))
+    columns = [np.array(names, object)[b], np.array(table.values, object)[g], share_BG.ravel()]
+    trained = pa.table([pa.array(one) for one in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    blocks, _ = row_weights(replace(table, trained=trained), files)
+    corpus = files.manifest.fingerprints.get("corpus", "")
+    write_subsets(path, blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
+
+
+# --------------------------------------------------------------------------------------------------------- inside
+
+
+def _gains(mean_B: F64, moved_Bx: F64) -> F64:
+    """E max(m + s z) - max m for every column of s."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    best_x = sum(
+        weight * (mean_B[:, None] + node * moved_Bx).max(axis=0)
+        for node, weight in zip(nodes, weights / weights.sum(), strict=True)
+    )
+    return np.asarray(best_x - mean_B.max())
+
+
+def _variance_of_effects(cover_BB: F64) -> float:
+    """Sum over values of the variance of leaving one out; the last point is the mean of the runs."""
+    own_G = np.diag(cover_BB)[:-1] + cover_BB[-1, -1] - 2 * cover_BB[:-1, -1]
+    return float(np.maximum(own_G, 0.0).sum())
+
+
+def _notes(taught: Taught) -> tuple[str, ...]:
+    size = f" of size {taught.table.sizes[0]}" if taught.table.sizes else ""
+    return (f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}",)
