@@ -1,6 +1,6 @@
 """Does it pay to choose the next run? Runs that were made are handed out one by one, by `propose` or at random.
 
-    python -m experiments.runs.propose --data ../shared/data/regmix --worlds bench-out --out experiments/runs/propose.json
+    python -m experiments.runs.propose --data ../shared/data/regmix --worlds bench-out --out propose.json
 
 Begins with 8 runs; four more are taken at a time out of those that are left. Regret is how much worse the run is that
 is then thought best than the best of all, over the standard deviation of all; rho is of runs that are never handed out.

@@ -304,7 +304,7 @@ def _gains(mean_B: F64, moved_Bx: F64) -> F64:
         weight * (mean_B[:, None] + node * moved_Bx).max(axis=0)
         for node, weight in zip(nodes, weights / weights.sum(), strict=True)
     )
-    return np.asarray(best_x - mean_B.max())
+    return np.asarray(np.maximum(best_x - mean_B.max(), 0.0))
 
 
 def _variance_of_effects(cover_BB: F64) -> float:

@@ -208,7 +208,7 @@ class Learned:
             slope r_t(x) r_t(y) + tasks r(x) r(y) + kernel_t(x) kernel_t(y) + sketch(x) sketch(y) + linear z(x) z(y)
             + additive sum_g exp(-(z_g(x) - z_g(y))^2 / 2 a^2) + joint exp(-|z(x) - z(y)|^2 / 2 b^2)
 
-        with r = (change - mean) inverse, z = (log(share + c) - centre) / spread and the lengths a, b. With d the differences
+        with r = (change - mean) inverse, z = (log(share + c) - centre) / spread, lengths a, b. With d the differences
         cov(x, run) - cov(w, run), and apart = cov(x, x) + cov(w, w) - 2 cov(x, w), the change and its variance are
 
             scale (r(x) - r(w) + d rest),    scale^2 (apart - d' inverse d + noise min(apart / far, 1)).
