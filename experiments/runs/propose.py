@@ -75,7 +75,7 @@ def main() -> None:
     lines: list[dict[str, object]] = []
     for make in (lambda: of_regmix(asked.data), lambda: of_environment("pool-source", "pool-completion", asked.worlds)):
         world = make()
-        for how in ("random", "best", "values"):
+        for how in ("random", "best", "values") if world.held is not None else ("random", "best"):
             trials = np.array([trial(world, how, at) for at in range(asked.trials)])
             for step in trials.transpose(1, 0, 2):
                 error = 1.96 * step.std(axis=0, ddof=1) / np.sqrt(len(step))
