@@ -52,8 +52,9 @@ STAGES: tuple[tuple[Name, int, int, int], ...] = (  # environment, seed, first a
     ("documents", 1, 0, 6),  # for the noise between seeds
     ("documents", 0, 16, SUBSETS),
     ("instructions", 0, 0, SUBSETS),
+    ("instructions", 1, 0, 6),
     ("documents", 1, 6, SUBSETS),
-    ("instructions", 1, 0, SUBSETS),
+    ("instructions", 1, 6, SUBSETS),
 )
 COMPLETION: LossOn = "completion"
 

@@ -189,7 +189,7 @@ def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> s
     chosen = resolved(features, moments, vocab)
     kernels = "shift" if chosen.shift else "token, input and neighbour" if chosen.neighbour else "token and input"
     what = "knows the language, as when it is fine-tuned" if share < KNOWN else "learns the language"
-    levels = " and ".join(f"{level:.0%}" for level in TESTED)
+    levels = ", ".join(f"{level:.0%}" for level in TESTED)
     evidence = f"tested at {levels}" if known else f"NOT TESTED: only models at {levels} were compared with retraining"
     return (
         f"loss {moments.loss:.1f} nats a token, {share:.0%} of ln V: a model that {what} ({evidence}); rows rank by "
