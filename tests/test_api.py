@@ -153,6 +153,7 @@ def test_the_only_target_needs_no_name(art):  # noqa: F811
     assert list(opened.targets) == ["facts"]
     assert opened.score(top=3).to_arrow() == opened.score("facts", top=3).to_arrow()
     assert opened.detect().record.target == "facts"
+    assert opened.select("30%", by="topic", cap="60%").row_ids == opened.select("30%", by="topic", cap=["60%"]).row_ids
     with pytest.raises(grasp.GraspError, match=r"target: got \['sums'\], the artifact has \['facts'\]"):
         opened.score("sums")
 

@@ -130,7 +130,7 @@ class Artifact:
         unit: str | None = None,
         min_tokens: int = 0,
         match: str | None = None,
-        labels: Sequence[str] | None = None,
+        labels: str | Sequence[str] | None = None,
         protocol: "Protocol" = None,
         method: str | None = None,
         method_settings: "Place | None" = None,

@@ -29,6 +29,11 @@ SKIPPED = {
 }
 
 
+def several(given: str | Sequence[str]) -> tuple[str, ...]:
+    """One name or several, as people give them."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 def size_text(size: float) -> str:
     """Bytes for people."""
     power = 0

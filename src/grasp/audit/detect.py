@@ -122,7 +122,7 @@ def detect(
     neighbours: int | None = None,
     false_positives: float = FALSE_POSITIVES,
     match: str | None = None,
-    against: Sequence[str] = (),
+    against: str | Sequence[str] = (),
     cache: Path | str | None = None,
     top: int = LISTED,
     progress: Progress | None = None,
@@ -176,7 +176,7 @@ def _check(
     truth: str | None,
     k: int | None,
     neighbours: int | None,
-    against: Sequence[str],
+    against: str | Sequence[str],
     cache: Path | str | None,
 ) -> None:
     """Refuse what would have no effect, numbers out of range, and too few rows."""

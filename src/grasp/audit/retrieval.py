@@ -32,6 +32,7 @@ from grasp.runs.method_scores import MethodRows, method_rows
 from grasp.runs.metrics import Estimate, interval
 from grasp.seeds import bootstrap_weights
 from grasp.settings import read_yaml
+from grasp.text import several
 
 Fusion = Literal["rrf", "z"]
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
@@ -151,12 +152,12 @@ def retrieve(
     artifact: ArtifactReader,
     *,
     queries: Path | str | None = None,
-    by: Sequence[str] = (),
+    by: str | Sequence[str] = (),
     target: str | None = None,
     related: str | None = None,
     together: bool = False,
     k: Sequence[int] = (1000,),
-    methods: Sequence[str] = SCORES,
+    methods: str | Sequence[str] = SCORES,
     fusion: Sequence[str] | None = None,
     method_settings: Path | str | None = None,
     cache: Path | str | None = None,
@@ -177,9 +178,9 @@ def retrieve(
         GraspError: a kernel, a label, or what a method needs is not there.
     Memory: the scores of some units for all rows, 256 MB, or one query's where that is more.
     """
-    asked = parse_scores(methods, fusion)
+    asked = parse_scores(several(methods), fusion)
     published = _methods(asked, method_settings, cache)
-    questions = _domains(artifact, queries, by, target, related)
+    questions = _domains(artifact, queries, several(by), target, related)
     if together:
         questions = [one.together() for one in questions]
     beyond = [size for size in k if not 1 <= size <= artifact.n_rows]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grasp.errors import SettingsError
+from grasp.text import several
 
 Unit = Literal["rows", "tokens"]
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?)?")
@@ -65,7 +66,7 @@ def parse_tokens(given: str | float) -> float:
     return amount.value
 
 
-def parse_bounds(texts: Sequence[str], name: str) -> tuple[Bound, ...]:
+def parse_bounds(texts: str | Sequence[str], name: str) -> tuple[Bound, ...]:
     """`Games:5%`, `Games:500`, or `5%` for every value of the label; a value may hold colons, the last one counts.
 
     A value goes by its name, `(no label)` and `(empty)` among them; `*` is a value as any other.
@@ -74,7 +75,7 @@ def parse_bounds(texts: Sequence[str], name: str) -> tuple[Bound, ...]:
         SettingsError: not an amount, or the same value twice.
     """
     bounds: list[Bound] = []
-    for text in texts:
+    for text in several(texts):
         value, colon, amount = text.rpartition(":")
         bounds.append(
             Bound(value if colon else None, _amount(amount, f"{name} {text}", "5%, 500, Games:5% or Games:500"))

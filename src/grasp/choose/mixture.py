@@ -38,6 +38,7 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
+from grasp.text import several
 
 SHOWN = 5
 LINES_SHOWN = 30
@@ -92,8 +93,8 @@ def mix(
     by: str,
     target: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
-    floor: Sequence[str] = (),
-    cap: Sequence[str] = (),
+    floor: str | Sequence[str] = (),
+    cap: str | Sequence[str] = (),
     distance: str | None = None,
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
@@ -133,7 +134,12 @@ def mix(
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     bounds = _bounds(slices, floors, caps, max_repeat, training, far)
     asked: dict[str, Any] = {"by": by, "targets": dict(targets), "max_repeat": max_repeat}
-    asked |= {"train_tokens": training.tokens, "floor": list(floor), "cap": list(cap), "distance": distance}
+    asked |= {
+        "train_tokens": training.tokens,
+        "floor": list(several(floor)),
+        "cap": list(several(cap)),
+        "distance": distance,
+    }
     return _mixture(Aim.of(artifact, chosen, targets, training, runs), slices, bounds, far, asked)
 
 

@@ -38,7 +38,7 @@ from grasp.predict.verb import share
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.settings import CorpusSettings
-from grasp.text import text_table
+from grasp.text import several, text_table
 
 SUBSET = "selection"
 CURVE_SHOWN = 8
@@ -177,8 +177,8 @@ def select(
     *,
     train_tokens: str | float | None = None,
     by: str | None = None,
-    floor: Sequence[str] = (),
-    cap: Sequence[str] = (),
+    floor: str | Sequence[str] = (),
+    cap: str | Sequence[str] = (),
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
@@ -230,7 +230,12 @@ def select(
     limits = limits_of(amount)
     found, curve = _chosen(aim, limits, progress)
     asked: dict[str, Any] = {"budget": budget, "targets": dict(targets), "train_tokens": training.tokens, "by": by}
-    asked |= {"unit": limits.unit, "floor": list(floor), "cap": list(cap), "exclude_where": exclude_where}
+    asked |= {
+        "unit": limits.unit,
+        "floor": list(several(floor)),
+        "cap": list(several(cap)),
+        "exclude_where": exclude_where,
+    }
     asked["excluded_rows"] = int((~allowed_N).sum())
     return _selection(aim, limits, found, curve, asked, (*said, *found.notes))
 

@@ -24,6 +24,7 @@ from grasp.predict.relevance import UnitSelection
 from grasp.predict.row_arrays import RowArrays, only_target, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.results import Result, write_table
+from grasp.text import several
 
 ScoreRows = Callable[[str], tuple[str, NDArray[np.floating[Any]]]]  # target -> what the scores are called, and (N,)
 
@@ -68,7 +69,7 @@ def score(
     bottom: int = 0,
     where: str | None = None,
     min_tokens: int = 0,
-    labels: Sequence[str] | None = None,
+    labels: str | Sequence[str] | None = None,
     method: ScoreRows | None = None,
     out: Path | None = None,
 ) -> RankedRows:
@@ -197,11 +198,11 @@ def _one_unit(artifact: RowArrays, target: str, unit: str | None) -> UnitSelecti
     return UnitSelection((target,), np.array(found[:1]), np.ones(1, dtype=np.int64))
 
 
-def _label_columns(artifact: ArtifactReader, known: LabelTable, labels: Sequence[str] | None) -> list[str]:
+def _label_columns(artifact: ArtifactReader, known: LabelTable, labels: str | Sequence[str] | None) -> list[str]:
     """Columns of the row table to show: those asked for, else the first two labels."""
     if labels is None:
         return list(artifact.manifest.details.get("labels", []))[:2]
-    unknown = [name for name in labels if name not in known.columns]
+    unknown = [name for name in several(labels) if name not in known.columns]
     if unknown:
         raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
-    return list(labels)
+    return list(several(labels))

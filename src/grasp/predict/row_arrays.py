@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from grasp.errors import ProtocolError
 from grasp.predict.labels import LabelColumn
+from grasp.text import several
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -48,11 +49,6 @@ class RowArrays(Protocol):
         """The row table from first row to last."""
 
 
-def target_names(target: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """One name or several, as people give them."""
-    return None if target is None else (target,) if isinstance(target, str) else tuple(target)
-
-
 def checked_targets(artifact: RowArrays, target: str | Sequence[str] | None, where: str = "target") -> tuple[str, ...]:
     """The targets asked for, all of the artifact's if none were.
 
@@ -61,7 +57,7 @@ def checked_targets(artifact: RowArrays, target: str | Sequence[str] | None, whe
     Raises:
         ProtocolError: no target, one that the artifact lacks, or one twice.
     """
-    chosen = tuple(artifact.targets) if target is None else target_names(target) or ()
+    chosen = tuple(artifact.targets) if target is None else several(target)
     unknown = [target for target in chosen if target not in artifact.targets]
     if unknown or not chosen:
         raise ProtocolError(f"{where}: got {list(chosen)}, the artifact has {list(artifact.targets)}")

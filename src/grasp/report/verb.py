@@ -9,12 +9,12 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.predict.row_arrays import target_names
 from grasp.report.findings import Question, findings
 from grasp.report.page import write_report
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
+from grasp.text import several
 
 EXPLAINED = 8
 
@@ -23,7 +23,7 @@ def report(
     artifact: ArtifactReader,
     out: Path | str,
     *,
-    by: Sequence[str] = (),
+    by: str | Sequence[str] = (),
     target: str | Sequence[str] | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     runs: Environment | RunTable | Path | str | None = None,
@@ -56,7 +56,7 @@ def report(
         EnvironmentDataError: runs and artifact do not belong together.
         SubsetError: no such label, or one with a single value.
     """
-    targets = target_names(target)
+    targets, by = None if target is None else several(target), several(by)
     for name, values in (("target", targets or ()), ("by", by)):
         if twice := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")

@@ -25,6 +25,7 @@ from grasp.extras import require
 from grasp.predict.geometry import Weighting
 from grasp.runs.contract import Method, SubsetMethod
 from grasp.settings import Settings, describe, read_yaml
+from grasp.text import several
 
 GROUP = "grasp.methods"
 GRASP = "grasp"  # may be named among the methods; its own predictions are always there
@@ -139,7 +140,7 @@ class ConfiguredMethod:
 
 
 def configured_methods(
-    names: Sequence[str] | None, configured: Mapping[str, Any] | None = None, where: str = "methods"
+    names: str | Sequence[str] | None, configured: Mapping[str, Any] | None = None, where: str = "methods"
 ) -> tuple[ConfiguredMethod, ...]:
     """Methods by name or label, ready to run; their modules are imported here.
 
@@ -152,7 +153,7 @@ def configured_methods(
         MissingExtraError: what a method needs is not installed; the message names the extra.
     """
     given = dict(configured or {})
-    chosen = list(given) if names is None else [name for name in names if name != GRASP]
+    chosen = list(given) if names is None else [name for name in several(names) if name != GRASP]
     twice = sorted({name for name in chosen if chosen.count(name) > 1})
     if twice:
         raise SettingsError(f"methods: got {', '.join(twice)} twice; give one of them another label in a settings file")
@@ -164,7 +165,7 @@ def configured_methods(
 
 
 def published_methods(
-    names: Sequence[str] | None,
+    names: str | Sequence[str] | None,
     settings: Mapping[str, Any] | Path | str | None,
     *,
     checkpoints: Sequence[Path | str] = (),

@@ -20,7 +20,6 @@ from grasp.extract.progress import Progress
 from grasp.extract.reopen import Origin
 from grasp.predict.families import parse_family
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
-from grasp.predict.row_arrays import target_names
 from grasp.results import Result
 from grasp.runs.candidates import DELTA, Candidate, ProtocolFamily, default_family, family_for, load_family
 from grasp.runs.compare import compare, control_methods
@@ -33,6 +32,7 @@ from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import Selection, freeze, provenance, provenance_path, select, write_provenance
 from grasp.runs.table import RunTable, any_runs
 from grasp.settings import read_yaml, retrain_settings
+from grasp.text import several
 
 if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
@@ -196,7 +196,10 @@ def calibrate(
     else:
         chosen_from, why = _family(family), []
     developments = developments_of(
-        artifacts, environments, targets=target_names(target), calibration_subsets=chosen_from.calibration_subsets
+        artifacts,
+        environments,
+        targets=None if target is None else several(target),
+        calibration_subsets=chosen_from.calibration_subsets,
     )
     selection = select(chosen_from, developments, delta=delta, resamples=resamples)
     protocol = freeze(selection, developments, chosen_from, name)
@@ -247,13 +250,13 @@ def evaluate(
     *,
     protocol: ScoringProtocol | Place | None = None,
     target: str | Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
+    methods: str | Sequence[str] | None = None,
     method_settings: Mapping[str, Any] | Place | None = None,
     controls: bool = False,
     development: Sequence[Runs] = (),
     family: ProtocolFamily | Place | None = None,
     predictions: Sequence[Place] = (),
-    oracles: Sequence[str] = (),
+    oracles: str | Sequence[str] = (),
     checkpoints: Sequence[Place] = (),
     cache: Place | None = None,
     partial: bool = False,
@@ -287,7 +290,7 @@ def evaluate(
     protocols = _protocols(protocol)
     notes = [f"protocol {name}: {one.provenance}" for name, one in protocols.items()]
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
-    published += configured_methods(None, _oracles(oracles, environment))
+    published += configured_methods(None, _oracles(several(oracles), environment))
     chosen, chosen_on = dict[str, Candidate](), dict[str, str]()
     if controls:
         chosen, chosen_on, why = _controls(art.files, environment, _opened(development, art.files), family, resamples)
@@ -302,7 +305,7 @@ def evaluate(
         methods=published,
         checkpoints=[Path(place) for place in checkpoints],
         cache=None if cache is None else Path(cache),
-        targets=target_names(target),
+        targets=None if target is None else several(target),
         partial=partial,
         resamples=resamples,
         notes=notes,
