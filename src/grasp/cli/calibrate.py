@@ -43,7 +43,7 @@ def calibrate(
         0.05,
         "--delta",
         metavar="SHARE",
-        help="The bounds of all protocols hold with probability 1 - delta.",
+        help="Chance that the bound of any protocol is wrong.",
         rich_help_panel=MORE,
     ),
     resamples: int = typer.Option(
@@ -52,8 +52,9 @@ def calibrate(
 ) -> None:
     """Choose a protocol on retrained subsets, and freeze it.
 
-    Of a list of protocols the one is kept that agrees best with retraining, with a margin for luck: the highest lower
-    confidence bound of its mean rank correlation.
+    Many ways to add up relevance are tried. The one is kept that predicts the
+    runs best, with a margin for luck: the highest lower confidence bound of its
+    mean rank correlation.
     """
     if listing is not None:
         check_outputs({"--list": listing})

@@ -39,7 +39,7 @@ def evaluate(
         [],
         "--predictions",
         metavar="FILE",
-        help="Parquet or .npy of utilities by subset, or of scores by row; repeatable.",
+        help="Predictions of your own: Parquet or .npy, a value a subset, or a score a row; repeatable.",
     ),
     csv_file: Path | None = typer.Option(None, "--csv", metavar="FILE", help="A line a method and target, as CSV."),
     json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Everything, as JSON."),
@@ -55,7 +55,7 @@ def evaluate(
         rich_help_panel=MORE,
     ),
     family: Path | None = typer.Option(
-        None, "--family", metavar="FILE", help="Protocols that the controls restrict.", rich_help_panel=MORE
+        None, "--family", metavar="FILE", help="Protocols that the controls take parts away from.", rich_help_panel=MORE
     ),
     method_settings: Path | None = typer.Option(
         None,

@@ -18,7 +18,7 @@ A settings file for --method-settings, two configurations of one method:
 Beside its settings a configuration may have `seed`, `weighting` (mean or count
 over a subset's rows), `negative` (what negative scores are multiplied by where
 subsets are predicted), and `oracle_selected: true` if it was chosen on the
-utilities it will be judged by: it is then kept apart.
+runs it will be judged by: it is then kept apart.
 """
 
 
