@@ -2,8 +2,8 @@
 
     python benchmarks/distil.py --scorer scorer --corpus corpus.parquet [--bytes 1100]
 
-256 tokens of English are some 1,100 bytes: texts are joined and cut to that length. `in memory` is scoring alone, `apply`
-reads them from Parquet and writes the scores. CPU seconds of this process count. Aim: 20,000 a second.
+256 tokens of English are some 1,100 bytes: texts are joined and cut to that length. `in memory` is scoring alone,
+`apply` reads them from Parquet and writes the scores. CPU seconds of this process count. Aim: 20,000 a second.
 """
 
 import argparse
