@@ -240,6 +240,7 @@ def test_slices_are_sorted_searched_and_filtered(view):
 
 
 def test_a_part_of_the_map_leads_to_its_rows(view):
+    view.locator("#map").scroll_into_view_if_needed()
     part = view.locator("#map button").nth(2)
     part.click()
     picked = [pick.evaluate("pick => pick.selectedOptions[0].text") for pick in view.locator(".rows-slice").all()]

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.report import views
-from grasp.report.findings import NATS, Findings, LabelFindings, Missing
+from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
 from grasp.report.texts import interval, number, signed
 from grasp.text import LONGEST_CELL, different, plain
 
@@ -59,14 +59,14 @@ def _answer(found: Findings, t: int, target: str) -> View:
     if found.labels:
         label = found.labels[0]
         sign_G1, alone = signs(label, [t])
-        view |= _named(label, sign_G1[:, 0], label.worth.value_GT[:, t]) | {"bars": _bars(found, t), "alone": alone}
+        worth = label.relevance if alone else label.worth
+        view |= _named(label, sign_G1[:, 0], worth.value_GT[:, t]) | {"bars": _bars(label, worth, t), "alone": alone}
     return view | {"best": _best(found, t), "trust": _trust(found, found.targets[t])}
 
 
-def _bars(found: Findings, t: int) -> list[View]:
+def _bars(label: LabelFindings, worth: Worth, t: int) -> list[View]:
     """The slices at the ends, the best first."""
-    label = found.labels[0]
-    value_G, low_G, high_G = label.worth.value_GT[:, t], label.worth.low_GT[:, t], label.worth.high_GT[:, t]
+    value_G, low_G, high_G = worth.value_GT[:, t], worth.low_GT[:, t], worth.high_GT[:, t]
     names = different(label.slices.names, LONGEST_CELL)
     order = np.argsort(-value_G, kind="stable").tolist()
     shown = order if len(order) <= 2 * BARS else order[:BARS] + order[-BARS:]

@@ -77,7 +77,7 @@
   }
 
   function logs(taught, share) {
-    return share.map((one) => Math.log(one + taught.c) / taught.spread);
+    return share.map((one, g) => (Math.log(one + taught.c) - (taught.centre?.[g] ?? 0)) / taught.spread);
   }
 
   // The part of the covariance that is the same for all tasks.
