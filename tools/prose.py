@@ -17,11 +17,6 @@ MEAN, LONGEST, CELL = 18, 40, 15
 NOT_PROSE = {"docs/paper_map.md"}
 # Made by scripts from results: cells are counted, sentences are not.
 MADE = {"table.md", "tables.md", "related.md", "cc.md", "pool.md"}
-# Not yet rewritten.
-NOT_YET = {
-    "experiments/finetune/README.md",
-    "experiments/runs/README.md",
-}
 # Words of our own that need a lesson first. The glossary is the lesson.
 HOUSE_WORDS = {
     r"realized": "measured",
@@ -114,7 +109,7 @@ def pages() -> list[str]:
         "experiments/*.md",
     ]
     listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return sorted({name for name in listed if name not in NOT_PROSE | NOT_YET and (ROOT / name).is_file()})
+    return sorted({name for name in listed if name not in NOT_PROSE and (ROOT / name).is_file()})
 
 
 def main() -> int:
