@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from grasp.predict.protocol import ScoringProtocol
     from grasp.predict.ranking import RankedRows
     from grasp.predict.verb import Prediction
+    from grasp.report.serve import serve as _serve
     from grasp.report.verb import report as _report
     from grasp.results import Result
     from grasp.runs.environment import Environment
@@ -226,6 +227,7 @@ class Artifact:
         retrieve = _typed(_retrieve)
         diagnose = _typed(_diagnose)
         report = _typed(_report)
+        serve = _typed(_serve)
     else:
         explain = _Verb("grasp.audit.explain")
         select = _Verb("grasp.choose.select")
@@ -235,6 +237,7 @@ class Artifact:
         retrieve = _Verb("grasp.audit.retrieval")
         diagnose = _Verb("grasp.audit.diagnose")
         report = _Verb("grasp.report.verb")
+        serve = _Verb("grasp.report.serve")
 
     def info(self) -> "ArtifactInfo":
         """What is in it: arrays and their sizes, settings, fingerprints, what was left out."""

@@ -285,6 +285,13 @@ SURFACE = {
         "--repeat-worth",
         "--quiet",
     ],
+    "serve": [
+        "ART",
+        "--port",
+        "--environment",
+        "--model",
+        "--mcp",
+    ],
     "verify": [
         "ART",
     ],

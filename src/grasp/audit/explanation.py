@@ -83,6 +83,20 @@ class Explanation(Result):
         """What each token of the unit received, (L,); NaN for the prompt's."""
         return np.empty(0) if self.answer is None else _numbers(self.answer["received"])
 
+    @property
+    def shades(self) -> list[tuple[str, float]]:
+        """The row's words, and the share of the strongest that each adds, from -1 to 1; joined they are its text."""
+        joined, adds = _by_word(self.tokens, self.contributions)
+        return list(zip(joined, _shares(adds).tolist(), strict=True))
+
+    @property
+    def answer_shades(self) -> list[tuple[str, float]]:
+        """The same for the unit's words by what they received; none without a unit."""
+        if self.answer is None:
+            return []
+        joined, adds = _by_word(self.answer_tokens, self.received)
+        return list(zip(joined, _shares(adds).tolist(), strict=True))
+
     def __repr__(self) -> str:
         return self.as_text(numbered)
 
@@ -121,9 +135,9 @@ class Explanation(Result):
                     yield title, ["adds", "unit_id", "text"], lines
 
     def _repr_html_(self) -> str:
-        parts = [f"<p><b>{escape(plain(self.headline))}</b></p>", shaded_html(self.tokens, self.contributions)]
+        parts = [f"<p><b>{escape(plain(self.headline))}</b></p>", shaded_html(self.shades)]
         if self.answer is not None:
-            parts += ["<p><b>question and answer</b></p>", shaded_html(self.answer_tokens, self.received)]
+            parts += ["<p><b>question and answer</b></p>", shaded_html(self.answer_shades)]
         for title, names, lines in self._tables():
             head = "".join(f"<th>{escape(name)}</th>" for name in names)
             body = "".join(
@@ -184,13 +198,12 @@ def _by_word(tokens: Sequence[str], adds: F64) -> tuple[list[str], F64]:
     return joined, np.where(known > 0, np.add.reduceat(np.nan_to_num(adds), starts), np.nan)
 
 
-def shaded_html(tokens: Sequence[str], adds: F64) -> str:
-    """Text as HTML, each word on a shade by what it adds; the number is its title."""
+def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
+    """Words as HTML, blue where they help, orange where they hurt."""
     spans = []
-    joined, adds = _by_word(tokens, adds)
-    for word, add, share in zip(joined, adds, _shares(adds), strict=True):
+    for word, share in shades:
         colour = "31,119,180" if share > 0 else "255,127,14"
-        style = f' style="background:rgba({colour},{abs(share):.2f})" title="{add:+.3g}"' if abs(share) >= 0.01 else ""
+        style = f' style="background:rgba({colour},{abs(share):.2f})"' if abs(share) >= 0.01 else ""
         spans.append(f"<span{style}>{escape(printable(word))}</span>")
     return f'<p dir="auto" style="white-space:pre-wrap">{"".join(spans)}</p>'
 

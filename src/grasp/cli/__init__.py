@@ -24,6 +24,7 @@ from grasp.cli import retrieve as _retrieve  # noqa: F401
 from grasp.cli import runs as _runs  # noqa: F401
 from grasp.cli import score as _score  # noqa: F401
 from grasp.cli import select as _select  # noqa: F401
+from grasp.cli import serve as _serve  # noqa: F401
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.errors import GraspError

@@ -15,7 +15,7 @@ import grasp
 
 GROUPS = {
     "Start": ("demo", "build", "info", "verify", "fit-head"),
-    "Ask what rows and slices are worth": ("score", "predict", "explain", "report"),
+    "Ask what rows and slices are worth": ("score", "predict", "explain", "report", "serve"),
     "Choose what to train on": ("select", "mix", "distil", "apply"),
     "Find what should not be there": ("detect", "retrieve"),
     "See how far to trust it": ("retrain", "runs", "evaluate", "calibrate", "diagnose", "methods"),

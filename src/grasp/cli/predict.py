@@ -15,7 +15,6 @@ from grasp.cli.options import (
     TargetNames,
     distinct_names,
 )
-from grasp.errors import SettingsError
 from grasp.files import check_outputs
 
 # \b keeps the lines of the epilog as they are.
@@ -64,9 +63,9 @@ def predict(
 
     The change against the whole corpus, 0 = the corpus, higher is better.
     """
-    weights = dict(map(_weight, weight))
-    if len(weights) < len(weight):
-        raise SettingsError("--weight: got one expression twice; give it one weight")
+    from grasp.predict.verb import parse_weights
+
+    weights = parse_weights(weight, "--weight")
     artifact = grasp.open(art)
     read = {"--subsets reads": subsets, "--protocol reads": protocol, "is the environment": environment}
     check_outputs({"--out": out}, artifact.files.reads | read)
@@ -88,17 +87,3 @@ def predict(
         out=out,
     )
     tell(result, out, written=result.lines)
-
-
-def _weight(text: str) -> tuple[str, float]:
-    """An expression and its weight; the expression may hold colons, the last one counts."""
-    expression, _, number = text.rpartition(":")
-    try:
-        weight = float(number)
-    except ValueError:
-        weight = -1.0
-    if not expression.strip() or not 0 <= weight < float("inf"):
-        raise SettingsError(
-            f"--weight: got {text!r}, expected EXPR:NUMBER with 0 or more, e.g. \"topic = 'Games': 0.3\""
-        )
-    return expression, weight

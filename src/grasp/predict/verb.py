@@ -223,6 +223,31 @@ def _weighted(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable
     return [one_subset("weighted", kept_N, weight_N[kept_N])], said
 
 
+def parse_weights(texts: Sequence[str], where: str) -> dict[str, float]:
+    """Expressions and their weights, from EXPR:NUMBER; an expression may hold colons, the last one counts.
+
+    Args:
+        where: what a message names.
+    Raises:
+        SettingsError: no such pair, or one expression twice.
+    """
+    weights: dict[str, float] = {}
+    for text in texts:
+        expression, _, number = text.rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if not expression.strip() or not 0 <= weight < np.inf:
+            raise SettingsError(
+                f"{where}: got {text!r}, expected EXPR:NUMBER with 0 or more, e.g. \"topic = 'Games': 0.3\""
+            )
+        if expression in weights:
+            raise SettingsError(f"{where}: got one expression twice; give it one weight")
+        weights[expression] = weight
+    return weights
+
+
 def _subset_table(subsets: Any) -> pa.Table:
     """A table, a DataFrame, or name -> row_ids, as subset_id, row_id[, weight]."""
     if isinstance(subsets, pa.Table):

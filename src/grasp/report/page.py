@@ -56,7 +56,7 @@ def render(found: Findings, live: str = "") -> str:
         live: where a server answers what the page does not hold, e.g. /api; empty: nowhere, and nothing is asked.
     """
     script = "\n".join(["'use strict';", *(_resource(file) for file in SCRIPTS)])
-    page: str = _template().render(
+    page: str = template().render(
         **_context(found),
         title=f"{name(found.built.name)}: what the data is worth",
         version=grasp.__version__,
@@ -93,7 +93,8 @@ def _resource(file: str) -> str:
 
 
 @functools.cache
-def _template() -> Any:
+def template(file: str = "page.html") -> Any:
+    """A page of `templates`, everything that it is given escaped."""
     world = jinja2.Environment(
         loader=jinja2.PackageLoader("grasp.report", "templates"),
         autoescape=True,
@@ -102,7 +103,7 @@ def _template() -> Any:
         lstrip_blocks=True,
     )
     world.filters |= {"plain": plain, "name": name, "ending": ending, "lines": _lines, "breakable": _breakable}
-    return world.get_template("page.html")
+    return world.get_template(file)
 
 
 def _breakable(text: str) -> Any:

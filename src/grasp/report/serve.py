@@ -1,0 +1,228 @@
+"""An artifact that answers: the report's page live in a browser, or its verbs as tools of an agent (MCP).
+
+The web server listens on this machine alone and only reads: every request is a GET that names a verb and its arguments,
+no path of a request becomes the path of a file, and a page of another site can ask nothing (its Host, or the browser's
+word on where a request comes from, gives it away).
+"""
+
+import functools
+import inspect
+import socket
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError, validate_call
+
+import grasp
+from grasp.artifact.reader import ArtifactReader
+from grasp.errors import GraspError, SettingsError
+from grasp.extras import require
+from grasp.predict.protocol import default_protocol
+from grasp.report.ask import LISTS, VERBS, Answer, Ask
+from grasp.report.findings import Question, findings
+from grasp.report.page import render, template
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
+from grasp.text import json_text, plain
+
+if typing.TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Endpoint = typing.Callable[[Request], Response]
+
+Verb = typing.Callable[..., Answer]
+
+HOST = "127.0.0.1"
+NAMES = [HOST, "localhost"]  # by which a browser may ask for it
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+ASK_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+OWN_SITE = ("same-origin", "none")  # what a browser says of a request of our own page, and of a typed address
+FORMS = {
+    "predict": ("drop", "keep", "by", "weight", "target"),
+    "score": ("target", "unit", "where", "top", "bottom"),
+    "explain": ("row", "target", "unit"),
+    "select": ("budget", "target", "by", "cap", "exclude_where", "train_tokens"),
+}
+EXAMPLES = {"drop": "topic = 'Games'", "weight": "topic = 'Games': 0.3", "budget": "20%", "cap": "Games:5%"}
+EXTRA = "serve"
+INSTRUCTIONS = (
+    "Ask what rows and slices of a training corpus are worth to a model on a target, before training. Start with "
+    "predict(by=LABEL) or score; explain says why a row counts; select chooses rows. Conditions are SQL over labels."
+)
+
+
+def serve(
+    artifact: ArtifactReader,
+    *,
+    port: int = 8765,
+    runs: Environment | Path | str | None = None,
+    model: Path | str | None = None,
+    tell: typing.Callable[[str], None] | None = None,
+) -> None:
+    """Serve the page of an artifact on this machine until it is interrupted.
+
+    Args:
+        port: 0: any that is free.
+        runs: retrained or imported runs: predictions in their unit, with intervals.
+        model: where the reference model is now, for `explain`; None: where it was.
+        tell: is given the address.
+    Raises:
+        MissingExtraError: the extra `serve` is not installed.
+        SettingsError: the port is taken.
+    """
+    uvicorn = require("uvicorn", extra=EXTRA, feature="grasp serve")
+    app = web(artifact, runs=runs, model=model)
+    with _socket(port) as place:
+        if tell is not None:
+            tell(f"http://{HOST}:{place.getsockname()[1]}/")
+        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+        uvicorn.Server(config).run(sockets=[place])
+
+
+def serve_mcp(
+    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+) -> None:
+    """Serve the verbs as tools of the Model Context Protocol over standard input and output, until these end.
+
+    Raises:
+        MissingExtraError: the extra `serve` is not installed.
+    """
+    mcpserver = require("mcp.server.mcpserver", extra=EXTRA, feature="grasp serve --mcp")
+    ask = Ask(artifact, None if runs is None else runs_beside(artifact, runs), model)
+    targets = ", ".join(f"{name} ({units} units)" for name, units in artifact.manifest.targets.items())
+    labels = ", ".join(artifact.manifest.details.get("labels", ())) or "none"
+    about = f"{INSTRUCTIONS} This artifact: {artifact.n_rows:,} rows; targets: {targets}; labels: {labels}."
+    server = mcpserver.MCPServer("grasp", instructions=plain(about), version=grasp.__version__, log_level="WARNING")
+    for verb in VERBS:
+        server.add_tool(_tool(getattr(ask, verb)), annotations={"readOnlyHint": True})
+    server.run("stdio")
+
+
+def _tool(verb: Verb) -> Verb:
+    """A verb whose mistakes are told to the agent; what else goes wrong is not."""
+    exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
+
+    @functools.wraps(verb)
+    def tool(**arguments: Any) -> Answer:
+        try:
+            return verb(**arguments)
+        except GraspError as err:
+            raise exceptions.ToolError(plain(err)) from None
+
+    return tool
+
+
+def web(
+    artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
+) -> "Starlette":
+    """The application that `serve` runs: `/` the report, `/ask` a form, `/api/VERB` answers as JSON.
+
+    Raises:
+        MissingExtraError: the extra `serve` is not installed.
+    """
+    require("starlette", extra=EXTRA, feature="grasp serve")
+    from starlette.applications import Starlette  # noqa: PLC0415 - an extra
+    from starlette.middleware import Middleware  # noqa: PLC0415
+    from starlette.middleware.trustedhost import TrustedHostMiddleware  # noqa: PLC0415
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response  # noqa: PLC0415
+    from starlette.routing import Route  # noqa: PLC0415
+
+    environment = None if runs is None else runs_beside(artifact, runs)
+    ask = Ask(artifact, environment, model)
+
+    @functools.cache
+    def page() -> str:
+        shown = environment if isinstance(environment, Environment) else None
+        question = Question(environment=shown, command=f"grasp serve {artifact.where}")
+        return render(findings(artifact, default_protocol(), question), live="/api")
+
+    def report(request: "Request") -> "Response":
+        try:
+            return HTMLResponse(page(), headers=HEADERS)
+        except GraspError as err:
+            return PlainTextResponse(f"error: {plain(err)}", 400, headers=HEADERS)
+
+    def form(request: "Request") -> "Response":
+        verb, arguments = request.query_params.get("verb", ""), _arguments(request)
+        answer, status = answered(ask, verb, arguments) if verb else ({}, 200)
+        text = template("ask.html").render(
+            name=artifact.where, forms=FORMS, examples=EXAMPLES, lists=LISTS, verb=verb, given=arguments, answer=answer
+        )
+        return HTMLResponse(text, status, headers=HEADERS | {"Content-Security-Policy": ASK_POLICY})
+
+    def api(request: "Request") -> "Response":
+        answer, status = answered(ask, request.path_params["verb"], _arguments(request))
+        return Response(json_text(answer, None), status, headers=HEADERS, media_type="application/json")
+
+    routes = {"/": report, "/ask": form, "/api/{verb}": api}
+    return Starlette(
+        routes=[Route(path, _own_site(endpoint), methods=["GET"]) for path, endpoint in routes.items()],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)],
+    )
+
+
+def _own_site(endpoint: "Endpoint") -> "Endpoint":
+    """Refuse what a page of another site asks for."""
+    from starlette.responses import PlainTextResponse  # noqa: PLC0415 - an extra
+
+    def checked(request: "Request") -> "Response":
+        if request.headers.get("sec-fetch-site", "none") not in OWN_SITE:
+            return PlainTextResponse("error: asked by another site", 403, headers=HEADERS)
+        return endpoint(request)
+
+    return checked
+
+
+def answered(ask: Ask, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer, int]:
+    """The answer to a request and its HTTP status; a mistake is one line under `error`."""
+    if verb not in VERBS:
+        return {"error": f"{plain(verb, 60)}: no such verb; expected {', '.join(VERBS)}"}, 404
+    method = getattr(ask, verb)
+    known = inspect.signature(method).parameters
+    if unknown := [name for name in arguments if name not in known]:
+        return {"error": f"{verb}: got {plain(', '.join(unknown), 60)}, expected {', '.join(known)}"}, 400
+    try:
+        return validate_call(method)(**arguments), 200
+    except ValidationError as err:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
+        return {"error": plain(f"{verb}: {wrong}")}, 400
+    except GraspError as err:
+        return {"error": plain(err)}, 400
+
+
+def _arguments(request: "Request") -> dict[str, Any]:
+    """Arguments of a verb from a query; a field that was left empty says nothing."""
+    query = request.query_params
+    given = {name: [value for value in query.getlist(name) if value.strip()] for name in query if name != "verb"}
+    return {name: values if name in LISTS else values[-1] for name, values in given.items() if values}
+
+
+def _socket(port: int) -> socket.socket:
+    """A socket of this machine alone, bound before anything is promised.
+
+    Raises:
+        SettingsError: the port is taken, or not for us.
+    """
+    place = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        place.bind((HOST, port))
+        place.listen()  # who asks early waits
+    except OSError as err:
+        place.close()
+        raise SettingsError(
+            f"--port: {port} on {HOST}: {err.strerror}; choose another, or 0 for any that is free"
+        ) from err
+    return place
