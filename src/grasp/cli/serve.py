@@ -31,7 +31,7 @@ def serve(
         False, "--mcp", help="Answer an agent over standard input and output (Model Context Protocol) instead."
     ),
 ) -> None:
-    """Ask anything: the report's page live in a browser, or the verbs as tools of an agent.
+    """Ask anything: the report live in a browser, or the verbs as tools of an agent.
 
     Nobody else can reach it: it listens on this machine alone, and it only reads the artifact.
     """
