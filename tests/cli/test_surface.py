@@ -161,6 +161,7 @@ SURFACE = {
         "--protocol",
         "--diversity",
         "--repeat-worth",
+        "--cautious",
     ],
     "predict": [
         "ART",
@@ -231,6 +232,9 @@ SURFACE = {
         "--cache",
         "--quiet",
     ],
+    "runs mix": ["RUNS", "--metric", "--cautious", "--out"],
+    "runs predict": ["RUNS", "MIXTURES", "--metric", "--out"],
+    "runs propose": ["RUNS", "--metric", "--count", "--decide", "--art", "--subsets", "--seed", "--out"],
     "runs import": [
         "FILE",
         "[RESULTS]",

@@ -9,7 +9,7 @@ import pytest
 
 import grasp
 from grasp.choose.mixture import mix
-from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
@@ -231,6 +231,12 @@ def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
     runs = grasp.import_runs(shares, results, label="topic")
     table = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs).to_pandas().set_index("value")
     np.testing.assert_allclose(table.loc[list(TOPICS), "proposed"], peak_G, atol=0.05)
+    careful = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cautious=True)
+    plain = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs)
+    lower = [one.targets["acc_low"][0].as_py() for one in (careful, plain)]
+    assert lower[0] >= lower[1] - 1e-6
+    with pytest.raises(SettingsError, match="cautious: is of what runs lead to expect; give runs"):
+        mix(artifact, "topic", "sciq", protocol=PROTOCOL, cautious=True)
     alone = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50).to_pandas().set_index("value")
     assert alone["proposed"].max() > 0.9  # relevance alone ends in a corner
     bounded = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cap=["games:20%"])

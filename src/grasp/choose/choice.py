@@ -121,12 +121,21 @@ class Aim:
         """Weighted change of subsets with so many tokens, what repetition leaves of it, (B,)."""
         return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * self.training.share(tokens_B))
 
-    def learned(self, weights_of: Callable[[F64], Weights]) -> Callable[[F64], F64] | None:
-        """The weighted change that runs lead to expect, (B,), by what `weights_of` takes; None: without runs."""
+    def learned(self, weights_of: Callable[[F64], Weights], *, cautious: bool = False) -> Callable[[F64], F64] | None:
+        """The weighted change that runs lead to expect, (B,), by what `weights_of` takes; None: without runs.
+
+        Args:
+            cautious: the lower ends of the intervals in its place.
+        """
         intervals = self.intervals
         if intervals is None:
             return None
-        return lambda asked: np.asarray(np.nan_to_num(intervals.of(weights_of(asked)).nats_BT) @ self.weights_T)
+
+        def value(asked: F64) -> F64:
+            nats = intervals.of(weights_of(asked))
+            return np.asarray(np.nan_to_num(nats.low_BT if cautious else nats.nats_BT) @ self.weights_T)
+
+        return value
 
     def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""

@@ -12,7 +12,7 @@ A training budget makes the linear part concave: see `repetition`.
 Shape letters: G slices, N rows, T targets, D sketch width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.text import several
@@ -102,6 +103,7 @@ def mix(
     diversity: float | None = None,
     repeat_worth: float = REPEAT_WORTH,
     runs: Environment | RunTable | Path | str | None = None,
+    cautious: bool = False,
 ) -> Mixture:
     """Find the shares of a label's values that help the targets most.
 
@@ -118,6 +120,7 @@ def mix(
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
         repeat_worth: R* of `repetition`.
         runs: retrained or imported runs: the change in their unit, with an interval.
+        cautious: maximise the lower end of that interval, so that what the runs know little of counts as worse.
     Raises:
         ProtocolError: a protocol of the omitted side with weighting `mean`; an unknown target.
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
@@ -140,6 +143,9 @@ def mix(
         "cap": list(several(cap)),
         "distance": distance,
     }
+    if cautious and (runs is None or training.tokens is not None):
+        raise SettingsError("cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out")
+    asked |= {"cautious": True} if cautious else {}
     return _mixture(Aim.of(artifact, chosen, targets, training, runs), slices, bounds, far, asked)
 
 
@@ -154,7 +160,8 @@ def _mixture(
     linear_G = effect_G if segments is None else 0.0 * effect_G
     programme = Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments)
     solution = solve(programme)
-    learned = aim.learned(lambda p_BG: slices.weights(p_BG / current_G)) if segments is None else None
+    weights_of: Callable[[F64], Weights] = lambda p_BG: slices.weights(p_BG / current_G)  # noqa: E731
+    learned = aim.learned(weights_of, cautious="cautious" in asked) if segments is None else None
     p_G = solution.p_G if learned is None else climb(programme, learned, [solution.p_G, current_G])
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])

@@ -55,6 +55,12 @@ def mix(
     protocol: ProtocolFile = None,
     diversity: float | None = Diversity,
     repeat_worth: float = RepeatWorth,
+    cautious: bool = typer.Option(
+        False,
+        "--cautious",
+        help="Maximise the lower end of what the runs of --environment lead to expect.",
+        rich_help_panel=MORE,
+    ),
 ) -> None:
     """Find the shares of a label's values that help the targets most.
 
@@ -75,6 +81,7 @@ def mix(
         diversity=diversity,
         repeat_worth=repeat_worth,
         runs=environment,
+        cautious=cautious,
     )
     print(mixture)
     if out is not None:

@@ -91,7 +91,13 @@ Metrics = Annotated[
 ]
 
 
-@runs.command("predict", cls=Command)
+PREDICT_EXAMPLES = """\b
+Example:
+  grasp runs predict runs mixtures.csv --metric sciq/loss
+"""
+
+
+@runs.command("predict", cls=Command, epilog=PREDICT_EXAMPLES)
 def predict_runs(
     directory: RunsDirectory,
     mixtures: Path = typer.Argument(..., metavar="MIXTURES", help="A line a mixture, a column a value of the label."),
@@ -104,7 +110,14 @@ def predict_runs(
     tell(result, out)
 
 
-@runs.command("mix", cls=Command)
+MIX_EXAMPLES = """\b
+Examples:
+  grasp runs mix runs --metric sciq/loss
+  grasp runs mix runs --cautious 1 --out best.csv
+"""
+
+
+@runs.command("mix", cls=Command, epilog=MIX_EXAMPLES)
 def mix_runs(
     directory: RunsDirectory,
     metric: Metrics = None,
@@ -122,7 +135,14 @@ def mix_runs(
     tell(result, out)
 
 
-@runs.command("propose", cls=Command)
+PROPOSE_EXAMPLES = """\b
+Examples:
+  grasp runs propose runs --count 4 --out next.csv
+  grasp runs propose runs --art art --subsets next.parquet
+"""
+
+
+@runs.command("propose", cls=Command, epilog=PROPOSE_EXAMPLES)
 def propose_runs(
     directory: RunsDirectory,
     metric: Metrics = None,

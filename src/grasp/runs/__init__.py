@@ -11,9 +11,8 @@ retraining, protocols selected on development runs, and intervals. To be read in
                  metrics say how well they agree with the runs
     selection    the protocol that agrees best: candidates lists them, development says on what, controls are ablations
     contract     what a published method is: material is what it may look at, configured finds it by name
-    table        runs that somebody else made, as readers find them
-    learning     what runs teach a predictor, with intervals in their unit: learned is the fit, covariance its kernels;
-                 trust is a straight line through retrained subsets, for the report
+    table        runs that somebody else made, as readers find them; imported makes them an environment of an artifact
+    learning     what runs teach a predictor, with intervals in their unit: learned is the fit, covariance its kernels
 
 Only the trainers (retrain, train, llama and what they use) load torch.
 """
