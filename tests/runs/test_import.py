@@ -65,6 +65,19 @@ def test_one_wide_table_with_seeds_and_sizes(tmp_path):
     assert again.results.equals(runs.results)
 
 
+def test_sizes_are_compared_by_how_they_rank_the_runs_that_both_have():
+    shares = pa.table({"run": list("abcde"), "x": [0.1, 0.2, 0.3, 0.4, 0.5], "y": [0.9, 0.8, 0.7, 0.6, 0.5]})
+    results = pa.table(
+        {"run": list("abcde") + list("abcd"), "size": ["1M"] * 5 + ["60M"] * 4}
+        | {"loss": [5.0, 4.0, 3.0, 2.0, 1.0, 2.5, 2.4, 2.2, 2.3], "acc": [0.1, 0.2, 0.3, 0.4, 0.5, 0.1, 0.2, 0.3, 0.4]}
+    )
+    runs = grasp.import_runs(shares, results, label="source")
+    ((one, other, n, rho),) = runs.agreement_of_sizes()
+    assert (one, other, n) == ("1M", "60M", 4)
+    assert rho == pytest.approx((0.8 + 1.0) / 2)
+    assert re.search(r"1M +60M +4 +0.900", repr(runs))
+
+
 def test_a_directory_of_the_harness_says_its_directions(tmp_path):
     for run, acc in (("a", 0.4), ("b", 0.5), ("c", 0.25)):
         found = {"sciq": {"alias": "sciq", "acc,none": acc, "acc_stderr,none": 0.01, "odd,none": 1 - acc}}

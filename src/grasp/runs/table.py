@@ -8,6 +8,7 @@ A run belongs to documents: nothing here knows of tokens, rows or a reference mo
 unit are two seeds. Shape letters: R runs, S seeds, G values of a label, T metrics.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from scipy.stats import rankdata
 
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole, written_aside
@@ -33,6 +35,7 @@ TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
 SUM_SLACK = 0.01  # shares that add up to 1 within so much are divided by their sum
 NAMED = 3
+FEWEST = 3  # runs that sizes are compared on
 
 Kind = Literal["shares", "times", "rows", "expressions"]
 Direction = Literal["higher", "lower"]
@@ -154,6 +157,27 @@ class RunTable:
         trained = self.trained.filter(pc.is_in(self.trained["run"], pc.unique(results["run"])))
         return RunTable(f"{self.name} ({size})", self.info, trained, results, self.notes)
 
+    def agreement_of_sizes(self) -> list[tuple[str, str, int, float]]:
+        """For every pair of model sizes the runs that both have, and how alike they are ranked.
+
+        Rank correlation (Spearman's), mean over the metrics that both have; nan below three runs.
+        """
+        mean = self.results.group_by(["size", "metric", "run"]).aggregate([("value", "mean")]).to_pylist()
+        values: dict[tuple[str, str], dict[str, float]] = {}
+        for line in mean:
+            values.setdefault((line["size"], line["metric"]), {})[line["run"]] = line["value_mean"]
+        found = []
+        for one, other in itertools.combinations(self.sizes, 2):
+            pairs = [(values.get((one, name), {}), values.get((other, name), {})) for name in self.metrics]
+            common = [[run for run in a if run in b] for a, b in pairs]
+            rhos = [
+                np.corrcoef(rankdata([a[run] for run in runs]), rankdata([b[run] for run in runs]))[0, 1]
+                for (a, b), runs in zip(pairs, common, strict=True)
+                if len(runs) >= FEWEST and len({a[run] for run in runs}) > 1 and len({b[run] for run in runs}) > 1
+            ]
+            found.append((one, other, max(map(len, common)), float(np.mean(rhos)) if rhos else float("nan")))
+        return found
+
     def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix
         """(R, S, T) utilities by `runs` and `metrics`, higher is better, nan where a run has fewer seeds.
 
@@ -191,7 +215,11 @@ class RunTable:
         for name, direction in self.info.metrics.items():
             value = self.results.filter(pc.equal(self.results["metric"], name))["value"].to_numpy()
             lines.append((name, f"{direction} is better", *(f"{at:.4g}" for at in np.quantile(value, (0, 0.5, 1)))))
-        return "\n".join([head, text_table("", ("metric", "direction", "least", "median", "most"), lines), *self.notes])
+        text = [head, text_table("", ("metric", "direction", "least", "median", "most"), lines)]
+        if len(self.sizes) > 1:
+            pairs = [(one, other, f"{n:,}", f"{rho:.3f}") for one, other, n, rho in self.agreement_of_sizes()]
+            text.append(text_table("do sizes rank runs alike?", ("size", "other", "runs", "rank correlation"), pairs))
+        return "\n".join([*text, *self.notes])
 
     # ------------------------------------------------------------------------------------------- checks
 
