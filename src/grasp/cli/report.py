@@ -11,9 +11,7 @@ from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, TargetNames, names
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.predict.protocol import as_protocol
-from grasp.report.atlas import write_atlas
-from grasp.report.verb import EXPLAINED
+from grasp.report import EXPLAINED
 from grasp.text import size_text
 
 # \b keeps the lines of the epilog as they are.
@@ -78,6 +76,9 @@ def report(
     read = {"--selection reads": selection, "--mixture reads": mixture, "--detect reads": suspects}
     check_outputs({"--out": out}, artifact.files.reads | read | {"--protocol reads": protocol})
     if atlas is not None:
+        from grasp.predict.protocol import as_protocol
+        from grasp.report.atlas import write_atlas
+
         opens = write_atlas(artifact.files, atlas, protocol=as_protocol(protocol), targets=names(target))
         print(f"{atlas}: the rows as a map; pip install embedding-atlas, then\n  {opens}")
     if out is None:

@@ -9,14 +9,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.predict.protocol import ScoringProtocol, as_protocol
+from grasp.report import EXPLAINED
 from grasp.report.findings import Question, findings
 from grasp.report.page import write_report
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
 from grasp.text import several
-
-EXPLAINED = 8
 
 
 def report(
