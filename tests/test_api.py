@@ -19,7 +19,17 @@ from tests.cli.conftest import art, root  # noqa: F401  (fixtures)
 from tests.cli.grasp_command import assert_same_arrays, refused, succeed
 
 NAMES = ["Artifact", "Environment", "GraspError", "Result", "Scorer", "__version__", "apply", "build", "calibrate"]
-NAMES += ["evaluate", "import_runs", "mix_runs", "open", "open_runs", "predict_runs", "propose_runs", "retrain"]
+NAMES += [
+    "evaluate",
+    "import_runs",
+    "merge",
+    "mix_runs",
+    "open",
+    "open_runs",
+    "predict_runs",
+    "propose_runs",
+    "retrain",
+]
 
 
 def test_about_a_dozen_names_are_found():

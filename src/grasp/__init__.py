@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api import build, open  # noqa: A004
+    from grasp.api import build, merge, open  # noqa: A004
     from grasp.choose.apply import apply
     from grasp.choose.scorer import Scorer
     from grasp.handle import Artifact
@@ -33,6 +33,7 @@ _HOMES = {
     "calibrate": "grasp.runs.verbs",
     "evaluate": "grasp.runs.verbs",
     "import_runs": "grasp.runs.readers",
+    "merge": "grasp.api",
     "mix_runs": "grasp.choose.alone",
     "open": "grasp.api",
     "open_runs": "grasp.runs.verbs",
@@ -52,6 +53,7 @@ __all__ = [
     "calibrate",
     "evaluate",
     "import_runs",
+    "merge",
     "mix_runs",
     "open",
     "open_runs",

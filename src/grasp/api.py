@@ -11,7 +11,7 @@ A verb gives a result with `.to_pandas()`, `.to_arrow()`, `.write(path)`; printi
 by their row_id. The verbs of runs (retrain, open_runs, evaluate, calibrate) live in `grasp.runs.verbs`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grasp.handle import Artifact
@@ -36,6 +36,7 @@ def build(
     match: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
+    like: "Place | None" = None,
     settings: "Mapping[str, Any] | Place | None" = None,
     resume: bool = False,
     untrained: bool = False,
@@ -65,12 +66,26 @@ def build(
         match=match,
         dtype=dtype,
         keep_features=keep_features,
+        like=like,
         settings=settings,
         resume=resume,
         untrained=untrained,
         progress=progress,
     )
     return Artifact(files)
+
+
+def merge(parts: "Sequence[Place]", out: "Place", *, progress: "Progress | None" = None) -> Artifact:
+    """Write one artifact of the rows of several that have the same model, features, moments and units.
+
+    Args:
+        parts: in the order of the rows; all but the first built with `like` the first.
+        out: new directory; it appears when it is whole.
+    Errors: see `grasp.extract.merge.merge`.
+    """
+    from grasp.extract.merge import merge
+
+    return Artifact(merge(parts, out, progress=progress))
 
 
 def open(path: "Place") -> Artifact:  # noqa: A001 - the word that everybody looks for

@@ -315,6 +315,9 @@ class BuildSettings(Settings):
     corpus: CorpusSettings
     targets: TargetSettings = TargetSettings()
     features: FeatureSettings = FeatureSettings()
+    like: str | None = Field(
+        None, description="Artifact whose moments are taken instead of measuring them, so that the two can be merged."
+    )
     shard_rows: int = Field(1024, ge=1, description="Rows in one shard: what a kill can cost at most.")
     array_dtype: Literal["float16", "float32"] = Field("float16", description="Type of the stored arrays.")
     keep_features: bool = Field(

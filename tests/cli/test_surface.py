@@ -38,6 +38,7 @@ SURFACE = {
         "--add-target",
         "--keep-features",
         "--no-keep-features",
+        "--like",
         "--match",
         "--dtype",
         "--config",
@@ -143,6 +144,7 @@ SURFACE = {
         "ART",
         "--json",
     ],
+    "merge": ["ART...", "--out", "--quiet"],
     "methods": [
         "[METHOD]",
     ],

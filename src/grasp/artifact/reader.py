@@ -105,6 +105,18 @@ class ArtifactReader:
             ]
         return dict(found)
 
+    def require_one_corpus(self) -> None:
+        """See that the rows come from one corpus, which can be read again.
+
+        Raises:
+            ArtifactError: it was merged; its parts are named.
+        """
+        if parts := self.manifest.details.get("parts"):
+            raise ArtifactError(
+                f"{self.where}: was merged, and its parts have corpora of their own; for texts, tokens or new targets "
+                f"ask the parts: {', '.join(part['path'] for part in parts)}"
+            )
+
     @property
     def n_rows(self) -> int:
         return self.manifest.n_rows
@@ -187,6 +199,10 @@ class ArtifactReader:
     def array_shape(self, name: str) -> tuple[int, int]:
         """(N, width) of an array."""
         return self.n_rows, self._entry(name).width
+
+    def array_scale(self, name: str) -> NDArray[np.float32]:
+        """What the stored numbers of each column are multiplied by, before the gain, (width,)."""
+        return np.concatenate([self._scale(group) for group in self._entry(name).groups])
 
     def array_blocks(
         self, name: str, *, columns: Columns = None, block_rows: int | None = None

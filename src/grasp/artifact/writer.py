@@ -109,6 +109,7 @@ class ArtifactWriter(PartWriter):
         manifest: Mapping[str, Any],
         moments: Mapping[str, NDArray[Any]],
         units: pa.Table,
+        sums: Mapping[str, NDArray[np.float64]] | None = None,
         gains: Mapping[str, float] | None = None,
         rows_kept: bool = False,
     ) -> None:
@@ -118,6 +119,7 @@ class ArtifactWriter(PartWriter):
             manifest: mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`, any of them.
             moments: what `ArtifactReader.moments` gives back.
             units: unit_id, target and whatever else; in the order of the columns of the relevance arrays.
+            sums: totals over all rows, where they are known better than from the shards; None: of the shards.
             gains: name of an array -> what a reader multiplies it by; known only when all rows have been seen.
             rows_kept: tokens/ stays, and its checksums are taken.
         Raises:
@@ -130,7 +132,7 @@ class ArtifactWriter(PartWriter):
         missing = sorted(set(range(self.n_shards)) - self.finished)
         if missing:
             raise ArtifactError(f"{self.path}: {self.progress()}; write the others first, from shard {missing[0]}")
-        contents = moment_bytes(moments, self.sums())
+        contents = moment_bytes(moments, self.sums() if sums is None else sums)
         with out_of_space(f"{self.path}: not finished", self.progress):
             assemble_rows([self.path / self._relative(k, ".parquet") for k in range(self.n_shards)], self.path / ROWS)
             write_whole(self.path / part_file("units", ".parquet", 0), parquet_bytes(units))

@@ -54,7 +54,9 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
         path: where the corpus lies now; None: where it lay then.
     Raises:
         SettingsError: the artifact does not say, or its rows are images.
+        ArtifactError: it was merged, of parts with corpora of their own.
     """
+    artifact.require_one_corpus()
     recorded = artifact.manifest.settings.get("corpus")
     if not isinstance(recorded, dict):
         raise SettingsError(f"{artifact.where}: does not record the corpus that it was built from; build it again")

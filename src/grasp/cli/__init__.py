@@ -15,6 +15,7 @@ from grasp.cli import evaluate as _evaluate  # noqa: F401
 from grasp.cli import explain as _explain  # noqa: F401
 from grasp.cli import fit_head as _fit_head  # noqa: F401
 from grasp.cli import inspect as _inspect  # noqa: F401
+from grasp.cli import merge as _merge  # noqa: F401
 from grasp.cli import methods as _methods  # noqa: F401
 from grasp.cli import mix as _mix  # noqa: F401
 from grasp.cli import predict as _predict  # noqa: F401

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 import grasp
 
 GROUPS = {
-    "Start": ("demo", "build", "info", "verify", "fit-head"),
+    "Start": ("demo", "build", "merge", "info", "verify", "fit-head"),
     "Ask what rows and slices are worth": ("score", "predict", "explain", "report", "serve"),
     "Choose what to train on": ("select", "mix", "distil", "apply"),
     "Find what should not be there": ("detect", "retrieve"),

@@ -89,6 +89,13 @@ def build(
         help="Keep what --add-target needs, so that it runs no model; 2 to 6 kB a token.",
         rich_help_panel=MORE,
     ),
+    like: str | None = typer.Option(
+        None,
+        "--like",
+        metavar="ART",
+        help="Take the moments of this artifact, so that grasp merge can join the two.",
+        rich_help_panel=MORE,
+    ),
     match: str | None = typer.Option(
         None,
         "--match",
@@ -155,6 +162,7 @@ def build(
         "targets.names": [name for text in targets for name in split_names(text)] or None,
         "features.match": match,
         "keep_features": keep_features,
+        "like": like,
     }
     data = merged(config, assign, flags)
     if add_target is not None:

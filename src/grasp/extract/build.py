@@ -58,6 +58,7 @@ def build(
     match: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
+    like: Path | str | None = None,
     settings: Mapping[str, Any] | Path | str | None = None,
     resume: bool = False,
     untrained: bool = False,
@@ -82,6 +83,7 @@ def build(
         match: relevance kernels, `pooled`, `token` or `both`.
         dtype: `float32`, `bfloat16` or `float16`; by default float32 on a CPU, else bfloat16.
         keep_features: keep what a target needs that is added later.
+        like: an artifact whose moments are taken, so that this one and it can be merged.
         settings: any other settings, nested, or the YAML file of them; arguments win.
         resume: take the settings from the build that was begun in `out`.
         untrained: go on although the model predicts no better than chance.
@@ -97,6 +99,7 @@ def build(
         "corpus.limit": limit,
         "features.match": match,
         "keep_features": keep_features,
+        "like": None if like is None else str(like),
     }
     data = deepcopy(dict(settings)) if isinstance(settings, Mapping) else read_yaml(Path(settings)) if settings else {}
     for name, value in arguments.items():

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from grasp.artifact.features import FeatureSpool
 from grasp.artifact.layout import BUILD, MANIFEST, RUN
 from grasp.artifact.manifest import read_manifest
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError
@@ -45,6 +46,8 @@ from grasp.extract.moments import (
     spool_moments,
     spool_pooled_sample,
     spool_position_moments,
+    unspool_moments,
+    unspool_position_moments,
 )
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.ray_engine import ray_workers
@@ -54,6 +57,7 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import BuildSettings, FeatureSettings, read_yaml, write_yaml
 from grasp.text import duration_text
 
+Given = dict[str, NDArray[Any]]  # moments by name, as another artifact has them
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 LARGEST = 32_768.0  # that float16 is asked to hold
 NEIGHBOURS = "logarithm of a probability, to first order; unitless"
@@ -86,12 +90,13 @@ def build(
         model, fresh = load_model(settings, in_memory), not has_work(out)
         inputs = prepare(settings, model, out / "tokens", progress, in_memory=in_memory, replace=fresh)
         settings = inputs.settings
+        work = out / "work" / _digest(identity(inputs))
+        given = given_moments(inputs, work, progress)
         if isinstance(model, ReferenceModel) and fresh:
             look_ahead(inputs, progress, must_be_trained=must_be_trained, alone=cluster is None)
-        work = out / "work" / _digest(identity(inputs))
         with _workers(inputs, cluster) as workers:
-            token = build_token_kernel(inputs, workers, work, progress)
-            shards, pooled = run_model(inputs, token, workers, out, work, progress)
+            token = build_token_kernel(inputs, workers, work, progress, given)
+            shards, pooled = run_model(inputs, token, workers, out, work, progress, given)
             kernel = PooledKernel.prepare(inputs.units.pooled, pooled, settings.features)
             writer = ArtifactWriter.open(
                 out,
@@ -115,6 +120,39 @@ def _workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextMana
     if cluster is None:
         return nullcontext(InProcess(inputs.model, features))
     return ray_workers(cluster, model, features, inputs.units)
+
+
+def given_moments(inputs: Inputs, work: Path, progress: Progress) -> Given | None:
+    """Moments of the artifact that `like` names, copied when the build begins; None: they are measured.
+
+    Raises:
+        ArtifactError: it is none, or another model or other feature settings made it; every difference is named.
+    """
+    like = inputs.settings.like
+    if like is None:
+        return None
+    spool = FeatureSpool(work / "like")
+    if not spool.has(0):
+        artifact = ArtifactReader.open(like)
+        now, then = manifest(inputs, None), artifact.manifest
+        reader, _ = inputs.model.reader
+        changed = [
+            *differences(
+                {what: then.fingerprints.get(what) for what in ("model", reader)},
+                {what: now["fingerprints"][what] for what in ("model", reader)},
+                "fingerprints",
+            ),
+            *differences(then.made_by.get("dtype"), now["made_by"]["dtype"], "model.dtype"),
+            *differences(artifact.feature_settings, now["settings"]["features"], "features"),
+        ]
+        if changed:
+            raise ArtifactError(
+                f"like: {artifact.where} was built with another model or other features, so its moments do not hold "
+                f"here: {'; '.join(changed)}; give this build the same"
+            )
+        spool.write(0, dict(artifact.moments))
+    progress.note(f"moments are those of {like}; none are measured")
+    return spool.read(0)
 
 
 def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alone: bool) -> None:
@@ -171,13 +209,18 @@ def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
     return True
 
 
-def build_token_kernel(inputs: Inputs, workers: Workers, work: Path, progress: Progress) -> TokenKernel | None:
+def build_token_kernel(
+    inputs: Inputs, workers: Workers, work: Path, progress: Progress, given: Given | None = None
+) -> TokenKernel | None:
     """Token moments and what follows from them; none where the settings ask for no kernel or sketch of it."""
     features = inputs.settings.features
     if not features.token and not features.product_width:
         return None
-    spool = FeatureSpool(work / "token-moments")
-    moments = build_token_moments(inputs.model, inputs.store, features, spool, workers, progress)
+    if given is not None:
+        moments = unspool_position_moments(given)
+    else:
+        spool = FeatureSpool(work / "token-moments")
+        moments = build_token_moments(inputs.model, inputs.store, features, spool, workers, progress)
     if features.input:
         progress.note(regime(features, moments, inputs.model.vocab_size))
     return TokenKernel.prepare(inputs.units, moments, features, inputs.model)
@@ -201,16 +244,23 @@ Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]
 
 
 def run_model(
-    inputs: Inputs, token: TokenKernel | None, workers: Workers, out: Path, work: Path, progress: Progress
+    inputs: Inputs,
+    token: TokenKernel | None,
+    workers: Workers,
+    out: Path,
+    work: Path,
+    progress: Progress,
+    given: Given | None = None,
 ) -> tuple[Shards, Moments]:
     """What gives the forward halves of the shards that are asked for, in any order, and the pooled moments.
 
     A corpus no larger than the moment sample goes through the model at once: its features are spooled, its moments
     are exact, and shards are read back. Of a larger one only the sample is spooled, and shards run when asked for.
+    Nothing is spooled where the moments are given.
     """
     model, store, features = inputs.model, inputs.store, inputs.settings.features
     kept = FeatureSpool(out / "features") if inputs.settings.keep_features else None
-    exact = store.n_rows <= features.moment_rows
+    exact = given is None and store.n_rows <= features.moment_rows
     spool = FeatureSpool(work / "features") if exact else None
 
     def run(wanted: Sequence[int]) -> Iterator[tuple[int, ShardForward]]:
@@ -234,6 +284,8 @@ def run_model(
         for _ in run([k for k in range(store.n_shards) if not spool.has(k)]):
             pass
         return run, pooled_moments(spool, store.n_shards, model.hidden_size, model.vocab_size)
+    if given is not None:
+        return run, unspool_moments(given, "pooled.")
     sample = FeatureSpool(work / "pooled-sample")
     parts = spool_pooled_sample(store, features, sample, workers, progress)
     return run, pooled_moments(sample, parts, model.hidden_size, model.vocab_size)

@@ -37,6 +37,7 @@ class Origin:
     @cached_property
     def settings(self) -> BuildSettings:
         """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
+        self.artifact.require_one_corpus()
         manifest = self.artifact.manifest
         settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"), self.own)
         path = leaf(self.own or {}, "model.path") or settings.model.path
@@ -54,6 +55,7 @@ class Origin:
     @cached_property
     def rows(self) -> RowStore | ImageStore:
         """Rows as the model read them."""
+        self.artifact.require_one_corpus()
         try:
             rows = (ImageStore if self.has_images else RowStore).open(self.artifact.tokens_path)
         except CorpusError as err:

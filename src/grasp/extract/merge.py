@@ -1,0 +1,250 @@
+"""Parts that several machines built, each on its own source, as one artifact.
+
+Numbers of different artifacts mean the same only if model, features, moments and units are the same; that is checked.
+Stored numbers are copied bit for bit into new shards. What a part knows of its own corpus alone (gains of the sketches,
+totals, what was left out) is computed again for all rows. Texts, tokens and kept features stay with the parts.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+import grasp
+from grasp.artifact.layout import PER_UNIT
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.remote import remote_url
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.tables import ROW_COLUMNS
+from grasp.artifact.writer import ArtifactWriter
+from grasp.corpus.packing import SkipLog
+from grasp.errors import ArtifactError, SettingsError
+from grasp.extract.local import sketch_gain
+from grasp.extract.progress import Progress, Silent
+from grasp.files import check_outputs, differences, written_aside
+
+REMEDY = "build the later part with --like and the first one, and with its model, features and targets"
+DERIVED = ("loss",)  # columns of units that another machine may round differently
+COUNTED = ("n_tokens", "n_documents")
+
+
+def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | None = None) -> ArtifactReader:
+    """Write one artifact of the rows of several, in the order given.
+
+    Args:
+        parts: artifacts of the same model, features, moments and units, with rows of different names.
+        out: new directory; it appears when it is whole.
+    Raises:
+        ArtifactError: parts differ (every leaf named), a row_id is in two of them, or a label changes its type.
+        SettingsError: fewer than two parts, or `out` is there already.
+    """
+    progress, place = progress or Silent(), Path(out)
+    if len(parts) < 2:
+        raise SettingsError(f"parts: got {len(parts)}, expected at least two artifacts")
+    if remote_url(out) is not None:
+        raise SettingsError(f"--out: got {out}, expected a directory on this machine")
+    opened = [ArtifactReader.open(part) for part in parts]
+    if place.exists():
+        raise SettingsError(f"--out: {place} is there already; give another name, or remove it")
+    check_outputs({"--out": place}, {"is a part": [part.path for part in opened]})
+    for part in opened[1:]:
+        _require_alike(opened[0], part)
+    _require_own_names(opened)
+    schema = _row_schema(opened)
+    with written_aside(place) as aside:
+        _write(opened, schema, aside, progress)
+    return ArtifactReader.open(place)
+
+
+def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
+    """See that numbers of two parts mean the same."""
+    found = list(differences(_meaning(first), _meaning(part)))
+    found += [
+        f"moments.{name}: other numbers"
+        for name in sorted({*first.moments, *part.moments})
+        if not _same_moment(first, part, name)
+    ]
+    found += _unit_differences(first.units, part.units)
+    if found:
+        raise ArtifactError(
+            f"{part.where} cannot be merged with {first.where} (`was` is the latter): {'; '.join(found)}; {REMEDY}"
+        )
+
+
+def _meaning(part: ArtifactReader) -> dict[str, Any]:
+    """What decides what the numbers of an artifact mean, but for its moments and units."""
+    manifest = part.manifest
+    return {
+        "fingerprints": {name: value for name, value in manifest.fingerprints.items() if name != "corpus"},
+        "model.dtype": manifest.made_by.get("dtype"),
+        "features": dict(part.feature_settings),
+        "targets": manifest.targets,
+        "arrays": {
+            name: {"width": entry.width, "unit": entry.unit, "sign": entry.sign}
+            for name, entry in manifest.arrays.items()
+        },
+    }
+
+
+def _same_moment(first: ArtifactReader, part: ArtifactReader, name: str) -> bool:
+    both = name in first.moments and name in part.moments
+    return both and np.array_equal(first.moments[name], part.moments[name])
+
+
+def _unit_differences(then: pa.Table, now: pa.Table) -> Iterator[str]:
+    columns = [name for name in dict.fromkeys([*then.column_names, *now.column_names]) if name not in DERIVED]
+    for name in columns:
+        values = [table[name].to_pylist() if name in table.column_names else None for table in (then, now)]
+        if values[0] != values[1]:
+            yield f"units.{name}: other values"
+
+
+def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
+    """See that no row is in two parts."""
+    columns = [
+        pa.table({"row_id": batch.column(0).cast(pa.string()), "part": pa.array(np.full(batch.num_rows, k))})
+        for k, part in enumerate(parts)
+        for batch in part.row_batches(["row_id"])
+    ]
+    counts = pa.concat_tables(columns).group_by("row_id", use_threads=False)
+    shared = counts.aggregate([("part", "min"), ("part", "max"), ("part", "count")])
+    shared = shared.filter(pc.greater(shared["part_count"], 1))
+    if shared.num_rows:
+        row = shared.slice(0, 1).to_pylist()[0]
+        raise ArtifactError(
+            f"row_id {row['row_id']!r} is in {parts[row['part_min']].where} and in {parts[row['part_max']].where} "
+            f"({shared.num_rows:,} such rows in all); name each row once: with --id-column, or without the documents "
+            "that both have"
+        )
+
+
+def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
+    """Columns of all parts; a label that a part lacks is null there."""
+    seen: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
+    for part in parts:
+        for field in pq.read_schema(part.rows_path):
+            kind, where = seen.setdefault(field.name, (field.type, part))
+            if pa.types.is_null(kind):
+                seen[field.name] = field.type, part
+            elif field.type != kind and not pa.types.is_null(field.type):
+                raise ArtifactError(
+                    f"label {field.name}: is {kind} in {where.where} and {field.type} in {part.where}; "
+                    "build one of them again with the type of the other"
+                )
+    return pa.schema([(name, kind) for name, (kind, _) in seen.items() if name != "row_index"])
+
+
+def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progress: Progress) -> None:
+    first = parts[0].manifest
+    n_rows = sum(part.n_rows for part in parts)
+    sums = {name: np.sum([part.sums[name] for part in parts], axis=0) for name in parts[0].sums}
+    gains = {name: sketch_gain(sums[f"{name}.square"], n_rows) for name in first.arrays if not _per_unit(name)}
+    dtypes = {group.dtype for part in parts for entry in part.manifest.arrays.values() for group in entry.groups}
+    arrays = {
+        name: ArraySpec(
+            entry.width, entry.unit, entry.sign, scale_E=np.maximum.reduce([part.array_scale(name) for part in parts])
+        )
+        for name, entry in first.arrays.items()
+    }
+    given = _manifest(parts, [name for name in schema.names if name not in ROW_COLUMNS])
+    stored = [_without_gains(part) for part in parts]
+    with ArtifactWriter.open(
+        out,
+        identity={"parts": given["details"]["parts"]},
+        n_rows=n_rows,
+        shard_rows=first.shard_rows,
+        arrays=arrays,
+        dtype="float16" if dtypes == {"float16"} else "float32",
+    ) as writer:
+        progress.stage("merge", rows=n_rows, tokens=None)
+        for k in range(writer.n_shards):
+            pieces = list(_pieces(stored, *writer.bounds(k)))
+            table = pa.concat_tables([_conform(part.rows(rows), schema) for part, rows in pieces])
+            numbers = {name: np.concatenate([part.array_rows(name, rows) for part, rows in pieces]) for name in arrays}
+            writer.write_shard(k, numbers, table, {})
+            progress.advance(table.num_rows, 0)
+        writer.finish(manifest=given, moments=dict(parts[0].moments), units=parts[0].units, sums=sums, gains=gains)
+
+
+def _per_unit(name: str) -> bool:
+    return name.startswith(PER_UNIT)
+
+
+def _without_gains(part: ArtifactReader) -> ArtifactReader:
+    """The artifact with its numbers as they were before a gain of its own corpus."""
+    manifest = part.manifest
+    arrays = {name: entry.model_copy(update={"gain": 1.0}) for name, entry in manifest.arrays.items()}
+    bare = ArtifactReader.open(part.where)
+    bare.manifest = manifest.model_copy(update={"arrays": arrays})
+    return bare
+
+
+def _pieces(parts: Sequence[ArtifactReader], start: int, stop: int) -> Iterator[tuple[ArtifactReader, Any]]:
+    """Which rows of which parts are rows [start, stop) of all."""
+    begin = 0
+    for part in parts:
+        rows = np.arange(max(start - begin, 0), min(stop - begin, part.n_rows))
+        if len(rows):
+            yield part, rows
+        begin += part.n_rows
+
+
+def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    columns = [
+        table[name].cast(kind) if name in table.column_names else pa.nulls(table.num_rows, kind)
+        for name, kind in zip(schema.names, schema.types, strict=True)
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:
+    """What the parts say of themselves, put together."""
+    manifests = [part.manifest for part in parts]
+    first = manifests[0]
+    origins = [
+        {"path": part.where, "rows": part.n_rows, "corpus": part.manifest.fingerprints.get("corpus")} for part in parts
+    ]
+    known = [manifest.details for manifest in manifests]
+    counted = {name: sum(details[name] for details in known) for name in COUNTED}
+    corpora = [manifest.settings.get("corpus", {}) for manifest in manifests]
+    shared = {name: value for name, value in corpora[0].items() if all(one.get(name) == value for one in corpora)}
+    return {
+        "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
+        "fingerprints": first.fingerprints | {"corpus": _fingerprint(origins)},
+        "settings": first.settings | {"like": None, "keep_tokens": False, "keep_features": False, "corpus": shared},
+        "skipped": _skipped([manifest.skipped for manifest in manifests]),
+        "details": first.details
+        | counted
+        | {"labels": list(labels), "build_seconds": _seconds(known), "parts": origins},
+    }
+
+
+def _fingerprint(origins: Sequence[Mapping[str, Any]]) -> str:
+    """Of the corpora of the parts, in their order."""
+    content = repr([(origin["corpus"], origin["rows"]) for origin in origins])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _skipped(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    log = SkipLog()
+    for skipped in known:
+        log.extend(skipped["rows"]["counts"], {reason: list(ids) for reason, ids in skipped["rows"]["ids"].items()})
+    columns = dict.fromkeys(name for skipped in known for name in skipped["columns"])
+    return {"rows": {"counts": dict(log.counts), "ids": log.ids}, "columns": list(columns)}
+
+
+def _seconds(known: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Of all builds together; None: one of them was cut off, and does not know its own."""
+    seconds = [details.get("build_seconds") for details in known]
+    if any(own is None for own in seconds):
+        return None
+    total = Counter[str]()
+    for own in seconds:
+        total.update(own)
+    return dict(total)
