@@ -380,6 +380,11 @@ class RetrainSettings(Settings):
 
     recipe: str = Field("tiny", description="Training recipe: tiny, small or paper-50m. Paper: 50 M parameters.")
     overrides: dict[str, Any] = Field({}, description="Fields of the recipe to change, e.g. {steps: 500}.")
+    train_command: str | None = Field(
+        None,
+        description="Command that trains instead of the recipe, with {corpus}, {checkpoint} and {seed} filled in. "
+        "Never taken from an environment.",
+    )
     corpus: CorpusSettings
     tokenizer: str | None = Field(
         None, description="Directory of a tokenizer; none: byte-level BPE of the recipe's size, trained on the corpus."
@@ -416,7 +421,18 @@ class RetrainSettings(Settings):
             raise ValueError("targets: name at least one, e.g. `sciq`")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds: expected different numbers from 0, got {self.seeds}")
+        if self.train_command is not None:
+            self._check_command_alone()
         return self
+
+    def _check_command_alone(self) -> None:
+        fixed = {"recipe": "tiny", "stack": 1, "checkpoints": None}
+        given = [name for name, default in fixed.items() if getattr(self, name) != default]
+        given += [f"overrides.{name}" for name in self.overrides if name != "shape"]
+        if given:
+            raise ValueError(f"{', '.join(given)}: no meaning with train_command, which trains as it likes; leave out")
+        if not self.tokenizer:
+            raise ValueError("train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART")
 
     @property
     def recorded_losses(self) -> tuple[Literal["completion", "assistant", "all"], ...]:
@@ -486,7 +502,7 @@ def without_foreign_code(found: Mapping[str, Any], where: str, own: Mapping[str,
     return data
 
 
-CODE = ("model.classifier.factory", "model.trust_remote_code")
+CODE = ("model.classifier.factory", "model.trust_remote_code", "train_command")
 
 
 def fit_settings(data: dict[str, Any], where: str = "settings") -> FitSettings:

@@ -214,6 +214,7 @@ SURFACE = {
         "--id-column",
         "--set",
         "--workers",
+        "--train-command",
         "--stack",
         "--engine",
         "--address",

@@ -107,7 +107,8 @@ class Watch:
         if status.stage != "runs":
             return
         self._runs = status.done - self._before
-        doing = f"step {status.step:,} of {status.steps:,} of {_some(status.running)}" if status.running else ""
+        step = f"step {status.step:,} of {status.steps:,} of " if status.steps else ""
+        doing = step + _some(status.running) if status.running else ""
         left = "" if status.seconds_left is None else f"{duration_text(status.seconds_left)} left"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=status.done, rate=doing, left=left)

@@ -16,6 +16,7 @@ Examples:
   grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env
   grasp retrain --like art --family mixture:topic --out env
   grasp retrain --out env --resume -B 64
+  grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env
   grasp retrain --out env --resume --engine ray --workers 16 --address auto
 """
 
@@ -74,6 +75,13 @@ def retrain(
         help="Processes that train. Default: one; on a cluster, one for each GPU or core.",
         rich_help_panel=MORE,
     ),
+    train_command: str | None = typer.Option(
+        None,
+        "--train-command",
+        metavar="COMMAND",
+        help="Your own trainer: reads {corpus} (JSON lines), draws by {seed}, leaves {checkpoint}.",
+        rich_help_panel=MORE,
+    ),
     stack: int | None = typer.Option(
         None, "--stack", min=1, metavar="N", help="Models that a worker trains as one program.", rich_help_panel=MORE
     ),
@@ -112,6 +120,7 @@ def retrain(
             count=count,
             seeds=seeds,
             recipe=recipe,
+            train_command=train_command,
             role=role,
             workers=workers,
             stack=stack,

@@ -33,6 +33,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result
 from grasp.runs.candidates import evidence
 from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
+from grasp.runs.failures import failed_line, failures
 from grasp.runs.run_tables import EXAMPLES, FULL, MaskDigest, Run, read_runs, run_bytes, runs_in, write_subsets
 
 F64 = NDArray[np.float64]
@@ -145,7 +146,9 @@ class Environment:
         )
         build = self.info.build_command(self.path)
         steps = [f"next: {build}", f"then: grasp evaluate art --environment {self.path}"] if build else []
-        return Result(pa.Table.from_pylist(lines), headline, (*steps, evidence(len(self.subset_ids))))
+        failed = failed_line(self.path, len(self.runs()))
+        notes = (*([failed] if failed else []), *steps, evidence(len(self.subset_ids)))
+        return Result(pa.Table.from_pylist(lines), headline, notes)
 
     def __repr__(self) -> str:
         return repr(self.summary())
@@ -227,13 +230,18 @@ class Environment:
         done = self._finished()
         return tuple(run for run in self.runs() if run not in done)
 
+    def untried(self) -> tuple[Run, ...]:
+        """Runs without a result that have not failed either."""
+        failed = failures(self.path)
+        return tuple(run for run in self.pending() if run.stem not in failed)
+
     def claim(self, limit: int = 1, *, ttl: float = TTL_SECONDS, seed: int | None = None) -> dict[Run, Lease]:
-        """Lease up to `limit` pending runs of one seed; fewer, or none, where others hold the rest.
+        """Lease up to `limit` untried runs of one seed; fewer, or none, where others hold the rest.
 
         A run on the whole corpus comes alone. A run whose lease is older than `ttl` seconds is taken over.
         """
         claimed: dict[Run, Lease] = {}
-        for run in self.pending():
+        for run in self.untried():
             alone = run.subset_id == FULL
             if len(claimed) == limit:
                 break
@@ -242,7 +250,7 @@ class Environment:
             lease = take(self._claims, run.stem, ttl=ttl)
             if lease is None:
                 continue
-            if run in self._finished():  # finished between the look and the lease
+            if run not in self.untried():  # finished between the look and the lease
                 lease.release()
                 continue
             seed = run.seed

@@ -83,6 +83,13 @@ def _recipes() -> dict[str, TrainingRecipe]:
 RECIPES = _recipes()
 
 
+def recipe_of_command(context: int) -> TrainingRecipe:
+    """What is known where a command of the user's trains: how long rows and units may be, and that a row is enough."""
+    tiny = RECIPES["tiny"]
+    shape = tiny.shape.model_copy(update={"context": context})
+    return tiny.model_copy(update={"name": "train-command", "batch_rows": 1, "shape": shape})
+
+
 def named_recipe(name: str) -> TrainingRecipe:
     """A recipe by name.
 

@@ -25,12 +25,13 @@ from scipy.sparse import csr_array
 from transformers.utils import logging as hf_logging
 
 from grasp.corpus import RowStore
-from grasp.errors import ModelError
+from grasp.errors import GraspError, ModelError
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.files import held
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment
+from grasp.runs.failures import forget_failures, mark_failed, refuse_all_failed
 from grasp.runs.retrain_plan import (
     checked_tokens,
     fitted_lengths,
@@ -44,6 +45,7 @@ from grasp.runs.retrain_plan import (
 )
 from grasp.runs.run_tables import FULL, Run
 from grasp.runs.train import train, train_stacked
+from grasp.runs.train_command import command_words, utility_by_command
 from grasp.settings import RetrainSettings
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
@@ -109,13 +111,14 @@ def retrain(
         progress: told of every stage, and of every step of the runs of this process.
         cluster: spread the runs over a Ray cluster, whose nodes must all reach `out`; none: over processes here.
     Raises:
-        GraspError: bad input, named, before anything is trained; a run that diverged; another environment in `out`.
-            No finished run is lost.
+        GraspError: bad input, named, before anything is trained; a run that diverged; another environment in `out`;
+            a train command of which every run failed. No finished run is lost.
     """
     report = progress or _silent
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
-    if progress is not None and cluster is None and environment.pending():
+    forget_failures(out)
+    if progress is not None and cluster is None and not settings.train_command and environment.pending():
         progress(RetrainStatus("cost", cost=cost_of(settings, environment)))
     if cluster is not None:
         _fill_on_cluster(settings, environment, cluster, report)
@@ -123,6 +126,7 @@ def retrain(
         fill(settings, out, report)
     else:
         _fill_with_workers(settings, settings.workers, environment, report)
+    refuse_all_failed(out, len(environment.runs()))
     return Environment.open(out)
 
 
@@ -146,10 +150,10 @@ def cost_of(settings: RetrainSettings, environment: Environment) -> Cost:
 
 
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
-    """Work on the runs of a prepared environment until none is left, then merge them."""
+    """Work on the runs of a prepared environment until none is left to try, then merge them if all are there."""
     worker = Worker(settings, Environment.open(out))
     clock = _Clock(worker.environment)
-    while pending := worker.environment.pending():
+    while pending := worker.environment.untried():
         claims = worker.environment.claim(settings.stack, ttl=settings.lease_seconds)
         if not claims:
             progress(clock.status(len(pending), (), 0, 0))
@@ -162,10 +166,16 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
             progress(clock.status(left, stems, step, worker.recipe.steps))
 
         with held(list(claims.values()), ttl=settings.lease_seconds):
-            for run, utility_E in zip(runs, worker.utilities(runs, step_done), strict=True):
-                worker.environment.write_run(run, utility_E)
-    worker.environment.compact()
-    progress(clock.status(0, (), 0, 0))
+            if settings.train_command is None:
+                for run, utility_E in zip(runs, worker.utilities(runs, step_done), strict=True):
+                    worker.environment.write_run(run, utility_E)
+            else:
+                step_done(0)
+                worker.by_command(runs[0], settings.train_command)
+    left = len(worker.environment.pending())
+    if not left:
+        worker.environment.compact()
+    progress(clock.status(left, (), 0, 0))
 
 
 class Worker:
@@ -218,6 +228,23 @@ class Worker:
             return list(-models.unit_losses(self.tokens))
         except ModelError as err:
             raise ModelError(f"{self.environment.path}: runs {[run.stem for run in runs]}: {err}") from err
+
+    def by_command(self, run: Run, command: str) -> None:
+        """Train one run by the user's command and keep its result, or why there is none."""
+        weight_N = np.ones(self.store.n_rows) if run.subset_id == FULL else self.subsets[run.subset_id].toarray()[0]
+        try:
+            utility_E = utility_by_command(
+                command_words(command),
+                run,
+                weight_N,
+                self.environment.path,
+                self.tokenizer,
+                self.tokens,
+                self.device,
+            )
+            self.environment.write_run(run, utility_E)
+        except GraspError as err:
+            mark_failed(self.environment.path, run, str(err))
 
     def _reference_losses(self, seed: int, progress: Callable[[int], None]) -> NDArray[np.float64]:
         trained = train(

@@ -22,7 +22,8 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
-from grasp.runs.recipe import TrainingRecipe, named_recipe
+from grasp.runs.recipe import TrainingRecipe, named_recipe, recipe_of_command
+from grasp.runs.train_command import ROWS, command_words, write_rows
 from grasp.settings import RetrainSettings, describe, write_yaml
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
@@ -31,6 +32,7 @@ from grasp.text import json_text
 PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another
 SHARD_ROWS = 4096
 TRAINED_ON = "trained_on.json"  # beside a tokenizer that was trained on the corpus
+COMMAND_CONTEXT = 1024  # longest row and unit where a command trains and the settings say nothing
 TOKENIZER_CHARS = 50_000_000  # of the corpus, from its beginning; more teaches a small vocabulary nothing
 Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
 
@@ -38,6 +40,8 @@ Stage = Callable[[str], None]  # told of what begins: "tokenizer", "rows"
 def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
     """Rows, units and subsets, checked and written down; a second worker waits for the first here."""
     recipe = resolved_recipe(settings)
+    if settings.train_command is not None:
+        command_words(settings.train_command)
     own_directory(out, MARKER, is_environment)
     with one_at_a_time(out / MARKER):
         if not settings.tokenizer:
@@ -48,6 +52,8 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
         store = RowStore.write(
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
         )
+        if settings.train_command is not None and not (is_environment(out) and (out / ROWS).exists()):
+            write_rows(settings.corpus, tokenizer, out)
         targets = recorded_targets(settings, tokenizer)
         checked_tokens(settings, recipe, tokenizer, targets)
         rows = row_index(store)
@@ -95,6 +101,8 @@ def fitted_lengths(settings: RetrainSettings) -> RetrainSettings:
 
 
 def _overridden_recipe(settings: RetrainSettings) -> TrainingRecipe:
+    if settings.train_command is not None:
+        return recipe_of_command(settings.corpus.max_length or COMMAND_CONTEXT)
     named = named_recipe(settings.recipe).model_dump()
     shape = settings.overrides.get("shape", {})
     if not isinstance(shape, dict):
@@ -134,6 +142,8 @@ def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -
     if not directory.is_dir():
         raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    if settings.train_command is not None:
+        return HfTokenizer(tokenizer, vocab_size=len(tokenizer))
     if len(tokenizer) > vocab_size:
         raise SettingsError(
             f"tokenizer: {directory} has {len(tokenizer)} tokens, recipe {recipe.name} has room for {vocab_size}; "
@@ -243,12 +253,13 @@ def _info(
     unknown = [name for name in settings.held_out_targets if name not in targets]
     if unknown:
         raise EnvironmentDataError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
+    command = settings.train_command
     family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
     return EnvironmentInfo(
         role=settings.role,
         held_out_targets=settings.held_out_targets,
         recipe=recipe.name,
-        recipe_settings=recipe.model_dump(mode="json"),
+        recipe_settings={"train_command": command} if command else recipe.model_dump(mode="json"),
         checkpoint=f"reference/seed-{settings.seeds[0]}",
         seeds=settings.seeds,
         corpus_fingerprint=store.fingerprint,

@@ -31,7 +31,7 @@ from grasp.runs.imported import runs_beside
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import Selection, freeze, provenance, provenance_path, select, write_provenance
 from grasp.runs.table import RunTable, any_runs
-from grasp.settings import read_yaml, retrain_settings
+from grasp.settings import read_yaml, retrain_settings, without_foreign_code
 from grasp.text import several
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def retrain(
     count: int | None = None,
     seeds: int | None = None,
     recipe: str | None = None,
+    train_command: str | None = None,
     role: str | None = None,
     workers: int | None = None,
     stack: int | None = None,
@@ -91,6 +92,8 @@ def retrain(
         text_column, id_column: columns of the corpus; by default `text`, and `row_id` or `id`.
         family: how subsets are drawn, e.g. mixture:topic; `count` of them, each trained with so many `seeds`.
         recipe: model and training: tiny, small or paper-50m.
+        train_command: your own trainer instead, with {corpus}, {checkpoint} and {seed} to be filled in; a run of which
+            it fails is marked, and tried again by the next call.
         role: dev: protocols may be chosen on it; held-out: only judged.
         workers: processes that train; `stack` models of each as one program.
         settings: any other settings, nested, or the YAML file of them; arguments win.
@@ -105,9 +108,6 @@ def retrain(
     data = deepcopy(dict(settings)) if isinstance(settings, Mapping) else read_yaml(Path(settings)) if settings else {}
     if like is not None:
         data = over(_like(like), data)
-    begun = Path(out) / "run.yaml"
-    if resume and begun.exists():
-        data = over(read_yaml(begun), data)
     arguments = {
         "corpus.path": None if corpus is None else str(corpus),
         "corpus.text_column": text_column,
@@ -117,6 +117,7 @@ def retrain(
         "n_subsets": count,
         "seeds": None if seeds is None else list(range(seeds)),
         "recipe": recipe,
+        "train_command": train_command,
         "role": role,
         "workers": workers,
         "stack": stack,
@@ -124,6 +125,9 @@ def retrain(
     for name, value in arguments.items():
         if value is not None:
             put(data, name, value)
+    begun = Path(out) / "run.yaml"
+    if resume and begun.exists():
+        data = over(without_foreign_code(read_yaml(begun), str(begun), data), data)
     missing = [
         f"{flag} ({paths[0]})" for flag, paths in REQUIRED.items() if not any(leaf(data, path) for path in paths)
     ]

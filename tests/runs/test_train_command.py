@@ -1,0 +1,216 @@
+"""Laws: a command of the user's trains each subset once; what it fails at is named, and the rest goes on."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import grasp
+from grasp.errors import EnvironmentDataError, ModelError, SettingsError
+from grasp.models.tokenizer import train_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/finetune.py"
+WORDS = [
+    "the",
+    "river",
+    "runs",
+    "into",
+    "the",
+    "sea",
+    "and",
+    "iron",
+    "is",
+    "a",
+    "metal",
+    "that",
+    "burns",
+    "in",
+    "the",
+    "furnace",
+    "with",
+    "coal",
+    "and",
+    "light",
+]
+# copies the corpus beside `seen`, then fails as it is told, or leaves the base model
+TRAINER = """
+import pathlib, shutil, sys
+base, seen, corpus, checkpoint, seed = sys.argv[1:]
+seen = pathlib.Path(seen)
+lines = pathlib.Path(corpus).read_text()
+name = f"{len(lines.splitlines())}-{seed}"
+with (seen / "calls").open("a") as file:
+    file.write(name + "\\n")
+(seen / f"{name}.jsonl").write_text(lines)
+if (seen / "fail").exists() and name in (seen / "fail").read_text():
+    print("first line", file=sys.stderr)
+    sys.exit("no memory for this one")
+if (seen / "nothing").exists():
+    sys.exit(0)
+shutil.copytree(base, checkpoint)
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A corpus of 40 rows, a target of two units, three subsets (one with weights), and a model without training."""
+    directory = tmp_path_factory.mktemp("world")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS, 12)) for _ in range(40)]
+    lines = [json.dumps({"text": text, "row_id": f"r{i}", "topic": "ab"[i % 2]}) for i, text in enumerate(texts)]
+    (directory / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    units = [("the river runs into the", " sea"), ("iron is a", " metal")]
+    (directory / "water.jsonl").write_text(
+        "".join(json.dumps({"task": "water", "prompt": p, "completion": c}) + "\n" for p, c in units)
+    )
+    rows = [*range(10), *range(20), *range(4), *range(4, 10)]
+    table = {
+        "subset_id": ["ten"] * 10 + ["twenty"] * 20 + ["twelve"] * 10,
+        "row_id": [f"r{i}" for i in rows],
+        "weight": [1.0] * 30 + [1.5] * 4 + [1.0] * 6,
+    }
+    pq.write_table(pa.table(table), directory / "subsets.parquet")
+    for name, vocab in (("base", 300), ("other", 280)):
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=vocab, max_position_embeddings=64, **shape)
+        LlamaForCausalLM(config).save_pretrained(directory / name)
+        train_tokenizer(texts, vocab_size=vocab).save_pretrained(directory / name)
+    (directory / "trainer.py").write_text(TRAINER)
+    return directory
+
+
+def retrain(world, out, command, **more):
+    given = {
+        "corpus": {"max_length": 32},
+        "tokenizer": str(world / "base"),
+        "subsets": str(world / "subsets.parquet"),
+        "device": "cpu",
+        "threads": 1,
+    }
+    settings = given | more.pop("settings", {})
+    return grasp.retrain(
+        world / "corpus.jsonl",
+        str(world / "water.jsonl"),
+        out=out,
+        seeds=1,
+        train_command=command,
+        settings=settings,
+        **more,
+    )
+
+
+def command(world, seen, base="base"):
+    seen.mkdir(exist_ok=True)
+    words = [sys.executable, world / "trainer.py", world / base, seen]
+    return f"{shlex.join(map(str, words))} {{corpus}} {{checkpoint}} {{seed}}"
+
+
+def test_each_subset_is_written_trained_on_and_scored_once(world, tmp_path):
+    seen = tmp_path / "seen"
+    env = retrain(world, tmp_path / "env", command(world, seen))
+    calls = (seen / "calls").read_text().split()
+    assert calls[:3] == ["40-0", "10-0", "20-0"]
+    assert len(calls) == 4
+    twenty = [json.loads(line) for line in (seen / "20-0.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (world / "corpus.jsonl").read_text().splitlines()]
+    assert twenty == [{key: line[key] for key in ("text", "row_id", "topic")} for line in whole[:20]]
+    weighted = [json.loads(line)["row_id"] for line in (seen / f"{calls[3]}.jsonl").read_text().splitlines()]
+    assert set(weighted) == {f"r{i}" for i in range(10)}
+    assert [weighted.count(f"r{i}") for i in range(4, 10)] == [1] * 6
+    assert all(weighted.count(f"r{i}") in (1, 2) for i in range(4))
+    utilities = env.utilities().values_BSE
+    assert utilities.shape == (3, 1, 2)
+    np.testing.assert_array_equal(utilities[:, 0], np.repeat(env.reference_utilities(), 3, axis=0))  # one model
+    assert not list((tmp_path / "env/work").iterdir())
+    assert (tmp_path / "env/reference/seed-0/config.json").exists()
+    assert retrain(world, tmp_path / "env", command(world, seen)).pending() == ()
+    assert (seen / "calls").read_text().split() == calls
+
+
+def test_the_example_trains_as_asked(world, tmp_path):
+    words = [sys.executable, EXAMPLE, "--model", world / "base", "--steps", 30, "--learning-rate", 0.01]
+    trained = f"{shlex.join(map(str, words))} --data {{corpus}} --seed {{seed}} --out {{checkpoint}}"
+    env = retrain(world, tmp_path / "env", trained)
+    utilities = env.utilities().values_BSE
+    assert (utilities > -np.log(300) + 0.5).all()  # the base model has drawn weights, and knows nothing
+    assert len(np.unique(utilities[:, 0, 0])) == 3
+
+
+def test_a_run_that_fails_is_named_the_others_go_on_and_it_is_tried_again(world, tmp_path):
+    seen, out = tmp_path / "seen", tmp_path / "env"
+    trained = command(world, seen)
+    (seen / "fail").write_text("20-0")
+    env = retrain(world, out, trained)
+    assert [run.subset_id for run in env.pending()] == ["twenty"]
+    assert env.utilities(partial=True).subset_ids == ("ten", "twelve")
+    assert "1 of 4 runs failed, e.g. twenty-0: exit status 1: no memory for this one (all of it: " in str(env.summary())
+    assert (out / "logs/twenty-0.stderr.txt").read_text() == "first line\nno memory for this one\n"
+    (seen / "fail").unlink()
+    again = retrain(world, out, trained)
+    assert again.pending() == ()
+    assert "failed" not in str(again.summary())
+    assert (seen / "calls").read_text().split().count("10-0") == 1
+
+
+def test_where_every_run_fails_that_is_an_error(world, tmp_path):
+    seen = tmp_path / "seen"
+    trained = command(world, seen)
+    (seen / "nothing").touch()
+    with pytest.raises(ModelError, match=r"4 of 4 runs failed, e.g. full-0: the command left no checkpoint in"):
+        retrain(world, tmp_path / "env", trained)
+    with pytest.raises(ModelError, match=r"e.g. full-0: '/nowhere/train' cannot be started: No such file"):
+        retrain(world, tmp_path / "absent", "/nowhere/train {corpus} {checkpoint}")
+
+
+def test_a_checkpoint_with_another_tokenizer_is_refused(world, tmp_path):
+    with pytest.raises(ModelError, match=r"full-0: the checkpoint has another tokenizer than the one that units"):
+        retrain(world, tmp_path / "env", command(world, tmp_path / "seen", base="other"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train {corpus} {checkpoint} {sed}", r"unknown placeholders \['sed'\]"),
+        ("train {corpus}", r"placeholders \['checkpoint'\] are missing"),
+        ("train '{corpus} {checkpoint}", "No closing quotation"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_refused(world, tmp_path, text, message):
+    with pytest.raises(SettingsError, match=message):
+        retrain(world, tmp_path / "env", text)
+    assert not (tmp_path / "env").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokenizer": None}, "needs the tokenizer of your model; add --set tokenizer=DIR"),
+        ({"recipe": "small", "overrides": {"steps": 3}}, r"recipe, overrides.steps: no meaning with train_command"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_command_are_refused(world, tmp_path, settings, message):
+    with pytest.raises(SettingsError, match=message):
+        retrain(world, tmp_path / "env", "train {corpus} {checkpoint}", settings=settings)
+
+
+def test_a_stored_command_is_not_run_unless_it_is_given_again(world, tmp_path):
+    seen, out = tmp_path / "seen", tmp_path / "env"
+    trained = command(world, seen)
+    (seen / "fail").write_text("20-0")
+    retrain(world, out, trained)
+    before = (seen / "calls").read_text()
+    with pytest.raises(SettingsError, match=r"run.yaml: train_command is .* that is code"):
+        grasp.retrain(out=out, resume=True)
+    assert (seen / "calls").read_text() == before
+    (seen / "fail").unlink()
+    assert grasp.retrain(out=out, resume=True, train_command=trained).pending() == ()
+    with pytest.raises(EnvironmentDataError, match="recipe_settings"):
+        retrain(world, out, trained + " --more")
