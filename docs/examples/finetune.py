@@ -1,7 +1,6 @@
 """Fine-tune a checkpoint on a JSONL corpus: a trainer for `grasp retrain --train-command`.
 
     python finetune.py --model DIR --data {corpus} --seed {seed} --out {checkpoint} [--lora]
-
 Every run takes the same number of steps, so differences come from the data.
 """
 
@@ -35,9 +34,8 @@ def main():
     args = parser.parse_args()
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model).to(device)
+    model = AutoModelForCausalLM.from_pretrained(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
     if args.lora:
         from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - only where it is asked for
 
@@ -48,8 +46,8 @@ def main():
     for batch in batches(texts, args.batch, args.steps):
         rows = [tokenizer(text).input_ids[: args.length] for text in batch]
         width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-        labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows], device=device)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
+        labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows], device=model.device)
         optimizer.zero_grad()
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
