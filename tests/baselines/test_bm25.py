@@ -112,7 +112,7 @@ def test_words_are_lower_case_two_characters_and_no_stop_or_question_words():
 def with_units(material, change):
     """The same material with other texts of its units."""
     units = UnitSet(tuple(change(i, unit) for i, unit in enumerate(material.units.units)))
-    material.__dict__["units"] = units  # what the cached property would have read
+    material.origin.__dict__["units"] = units  # what the cached property would have read
     return material
 
 
