@@ -237,6 +237,14 @@ def test_another_corpus_or_a_foreign_directory_is_refused(place, corpus, tmp_pat
         grasp.apply(place, corpus, tmp_path / "mine")
 
 
+def test_a_start_that_scored_nothing_binds_nobody(place, tmp_path):
+    path, out = tmp_path / "pages.parquet", tmp_path / "out"
+    write_parquet(path, [{"doc_id": str(i), "body": text} for i, text in enumerate(DOCUMENTS[:4])])
+    with pytest.raises(grasp.GraspError, match="body"):
+        grasp.apply(place, path, out)
+    assert grasp.apply(place, path, out, text_column="body").documents == 4
+
+
 def test_bad_input_is_one_line(place, corpus, tmp_path):
     write_parquet(tmp_path / "ids.parquet", [{"input_ids": [1, 2]}])
     with pytest.raises(CorpusError, match="has token ids and no text"):

@@ -129,7 +129,10 @@ class Explanation(Result):
             every = self.questions.to_pylist()
             helped = [one for one in every if one["contribution"] > 0][:SHOWN_QUESTIONS]
             hurt = [one for one in every[::-1] if one["contribution"] < 0][:SHOWN_QUESTIONS]
-            for title, some in (("questions it helps most", helped), ("questions it hurts most", hurt)):
+            for title, some in (
+                ("questions it helps most: their part of the effect", helped),
+                ("questions it hurts most", hurt),
+            ):
                 lines = [[signed(q["contribution"]), q["unit_id"], _question(q)] for q in some]
                 if lines:
                     yield title, ["adds", "unit_id", "text"], lines

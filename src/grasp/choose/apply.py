@@ -45,6 +45,7 @@ from grasp.results import Result
 from grasp.settings import CorpusSettings
 
 MARKER = ".grasp-scores"
+PARTS = "scores-*.parquet"
 RUN = "_apply.json"  # Parquet readers pass over names that begin with an underscore
 KEPT = "kept"
 PART_DOCUMENTS = 250_000
@@ -175,7 +176,7 @@ def _same_as_before(out: Path, scorer: Scorer, source: Source, settings: CorpusS
         "settings": settings.model_dump(mode="json", exclude={"path"}),
     }
     path = out / RUN
-    if not path.exists():
+    if not path.exists() or not any(out.glob(PARTS)):  # a start that scored nothing binds nobody
         write_whole(path, (json.dumps(now, indent=1) + "\n").encode())
     try:
         then = json.loads(path.read_bytes())
@@ -373,7 +374,7 @@ def _named(
 def _written(out: Path) -> tuple[NDArray[np.float32], int]:
     """The scores of all documents in the order of the corpus, and how many are unlike what was learned from."""
     scores, unfamiliar = [np.empty(0, np.float32)], 0
-    for path in sorted(out.glob("scores-*.parquet")):
+    for path in sorted(out.glob(PARTS)):
         part = pq.read_table(path, columns=[SCORE, UNFAMILIAR])
         scores.append(part[SCORE].to_numpy())
         unfamiliar += pc.sum(part[UNFAMILIAR]).as_py() or 0

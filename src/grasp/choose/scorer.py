@@ -83,7 +83,7 @@ class Card(Record):
         quality = self.quality
         lines = [
             f"scorer for {self.target}, learned from {self.rows:,} rows: {self.scored_by}",
-            f"on {quality.rows:,} held-out rows (95 % intervals over documents):",
+            f"tried on {quality.rows:,} rows, each by a scorer that had not seen its document (95 % intervals):",
             f"  Spearman with relevance {with_interval(quality.spearman)}",
             f"  of the best 10 % it finds {percents(quality.recall)}",
             f"  its best 20 % have {percents(quality.gain)} of the relevance of the best 20 %",

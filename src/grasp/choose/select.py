@@ -42,6 +42,7 @@ from grasp.text import several, text_table
 
 SUBSET = "selection"
 CURVE_SHOWN = 8
+SHORT, SHORT_SHARE = 32, 0.01  # tokens, and the share of such rows that is worth a word
 VALUES_SHOWN = 30
 NO_CURVE = Curve((), (), (), ())
 
@@ -381,7 +382,7 @@ def _selection(
     n_tokens = int(aim.tokens_N[rows].sum())
     value = float(aim.value(sums, np.array([n_tokens]))[0])
     headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
-    more = list(said) + _more_notes(limits, rows, aim.effect_N)
+    more = list(said) + _more_notes(limits, rows, aim)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
         more.append(
@@ -417,13 +418,19 @@ def _row_table(aim: Aim, found: Chosen, by: str | None) -> pa.Table:
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
 
 
-def _more_notes(limits: Limits, row_index: I64, effect_N: F64) -> list[str]:
+def _more_notes(limits: Limits, row_index: I64, aim: Aim) -> list[str]:
     used = len(row_index) if limits.cost_N is None else int(limits.cost_N[row_index].sum())
-    above = int((effect_N[limits.allowed_N] > 0).sum())
+    above = int((aim.effect_N[limits.allowed_N] > 0).sum())
+    short = int((aim.tokens_N[row_index] < SHORT).sum())
     said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} rows that may be taken are above the corpus average"]
     if used < limits.budget:
         why = "no row that is left fits" if limits.unit == "tokens" else "the caps leave no more"
         said.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
+    if short > SHORT_SHARE * len(row_index):
+        said.append(
+            f"{short:,} of the rows taken have fewer than {SHORT} tokens, and their relevance is noisy: "
+            f'exclude_where "n_tokens < {SHORT}" leaves such rows out'
+        )
     return said
 
 

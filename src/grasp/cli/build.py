@@ -199,7 +199,7 @@ def _say(out: str, path: Path) -> None:
     )
     if done.skipped["rows"]["counts"]:
         print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
-    score = ["grasp", "score", out, "--target", next(iter(done.targets)), "--top", "10"]
+    score = ["grasp", "score", out, "--target", next(iter(done.targets)), "--top", "10", "--min-tokens", "32"]
     print(f"next: {shlex.join(score)}")
 
 

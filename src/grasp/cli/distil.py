@@ -31,7 +31,10 @@ def distil(
     ),
     out: Path = typer.Option(..., "--out", metavar="DIR", help="New directory for the scorer."),
     rows: int | None = typer.Option(
-        None, "--rows", metavar="N", help="Learn from so many rows, drawn at random. Default: all, up to 12 MB of text."
+        None,
+        "--rows",
+        metavar="N",
+        help="Learn from so many rows, drawn at random: 10,000 take minutes. Default: all, up to 12 MB of text.",
     ),
     protocol: ProtocolFile = None,
     seed: int = typer.Option(0, "--seed", help="Of the draw and of the folds.", rich_help_panel=MORE),

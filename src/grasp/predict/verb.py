@@ -282,7 +282,7 @@ def _by(
     said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]
     said += ["low, high: 95 % interval of if dropped over other units of the target"] if bounds is not None else []
     said += (
-        ["redundancy: from -1 to 1, how alike the slice is to all other rows"]
+        ["redundancy: how alike the slice is to all other rows; near 1 they can stand in for it"]
         if effects.redundancy_G is not None
         else []
     )
