@@ -191,6 +191,7 @@ def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
         return any(out.glob("tokens/shard-*.json"))
     if path.exists():
         changed = list(differences(read_yaml(path), now))
+        changed = [line for line in changed if not line.endswith("was absent, now null")]  # settings that came later
     elif finished:  # a published copy; what is left open follows from model and corpus
         changed = [line for line in differences(read_manifest(out).settings, now) if not line.endswith("now null")]
     else:
