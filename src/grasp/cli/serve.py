@@ -1,6 +1,7 @@
 """grasp serve"""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -38,13 +39,12 @@ def serve(
     from grasp.report.serve import serve, serve_mcp
 
     artifact = grasp.open(art).files
-    try:
+    with suppress(KeyboardInterrupt):
         if mcp:
             serve_mcp(artifact, runs=environment, model=model)
         else:
             serve(artifact, port=port, runs=environment, model=model, tell=_tell)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+    print("stopped", file=sys.stderr)
 
 
 def _tell(address: str) -> None:
