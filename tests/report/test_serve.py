@@ -171,10 +171,10 @@ def test_nothing_but_the_verbs_is_there(port, art):
 def test_it_only_reads(port):
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         assert ask(port, "/api/predict", method=method)[0] == 405
-    with suppress(ConnectionResetError):  # it hangs up on what it does not read
-        assert ask(port, "/api/predict", method="POST", body=b"x" * (64 << 20))[0] == 405
-    with suppress(ConnectionResetError):
-        assert ask(port, f"/api/predict?drop={'x' * 200_000}")[0] == 400
+    with suppress(ConnectionError):  # it hangs up on what it does not read, before or after a word
+        assert ask(port, "/api/predict", method="POST", body=b"x" * (64 << 20))[0] in (400, 405)
+    with suppress(ConnectionError):
+        assert ask(port, f"/api/predict?drop={'x' * 200_000}")[0] in (400, 414, 431)
     status, answer = api(port, "predict", drop="topic = 'life' OR " * 3000 + "topic = 'sky'")
     assert (status, "characters" in answer["error"]) == (400, True)
     assert api(port, "score", top=1)[0] == 200
