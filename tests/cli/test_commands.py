@@ -75,7 +75,7 @@ def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_p
     )
     artifact = ArtifactReader.open(tmp_path / "art")
     assert outcome.lines[0].startswith(f"{tmp_path / 'art'}: {artifact.n_rows} rows x 5 units (facts), ")
-    assert outcome.lines[-1] == f"next: grasp score {tmp_path / 'art'} --target facts --top 10"
+    assert outcome.lines[-1] == f"next: grasp score {tmp_path / 'art'} --target facts --top 10 --min-tokens 32"
     assert "relevance_pooled" not in artifact.array_names
     assert artifact.features.finished == {0}
     settings = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
@@ -433,7 +433,7 @@ def test_an_artifact_behind_a_url_is_called_by_its_url(root, tmp_path, monkeypat
     monkeypatch.setattr(remote, "IN_PROCESS", ())  # here all commands are one process
     made = succeed("build", "--config", settings, "--out", url)
     assert made.lines[0].startswith(f"{url}: ")
-    assert made.lines[-1] == f"next: grasp score {url} --target facts --top 10"
+    assert made.lines[-1] == f"next: grasp score {url} --target facts --top 10 --min-tokens 32"
     assert list((tmp_path / "cache/building").iterdir()) == []
     assert "a complete artifact lies at" in refused("build", "--config", settings, "--out", url)
     assert succeed("info", url).lines[0].startswith(f"{url}: complete")

@@ -87,7 +87,15 @@ def serve(
     with _socket(port) as place:
         if tell is not None:
             tell(f"http://{HOST}:{place.getsockname()[1]}/")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+        # A question over h11's own 64 KB would be refused by us or by h11, depending on how it arrives: ours says why.
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            h11_max_incomplete_event_size=1 << 20,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+        )
         uvicorn.Server(config).run(sockets=[place])
 
 
