@@ -22,7 +22,6 @@ from experiments.finetune.run import HERE
 from experiments.finetune.scores import (
     Sides,
     delta_kernel,
-    hidden_cosine,
     input_kernel,
     local_kernel,
     neighbour_kernel,
@@ -63,8 +62,8 @@ def kernels(world: World) -> dict[str, Callable[[], F64]]:
         "local, width 1/2": lambda: local_kernel(sides, 0.5, 1.0),
         "input alpha 1/2": lambda: input_kernel(sides, alpha=0.5),
         "hidden-space token": lambda: delta_kernel(sides, 1.0, 1.0),
-        "repsim": lambda: hidden_cosine(sides),
-        "bm25": world.bm25,
+        "repsim": world.built["repsim"],
+        "bm25": world.built["bm25"],
     }
     if sides.rows.index_PK.shape[1]:
         out["token alpha 1/2"] = lambda: token_kernel(sides, alpha=0.5)

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import Method, compare, noise
-from experiments.finetune.methods import METHODS
+from experiments.finetune.methods import GRADIENTS
 from experiments.finetune.run import HERE
-from experiments.finetune.scores import Sides, hidden_cosine, neighbour_kernel, ngram_lm, shift_kernel
+from experiments.finetune.scores import neighbour_kernel, shift_kernel
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
 from grasp.errors import GraspError
 from grasp.files import write_whole
-from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 SHIPS = "shift"
@@ -35,24 +34,16 @@ SHIPPED_BEFORE = "token + input"
 
 def kernels(world: World) -> dict[str, Callable[[], F64]]:
     """What is computed once and kept: a matrix (N, E) a name."""
-    sides = world.sides
     return world.built | {
-        SHIPS: lambda: shift_kernel(sides),
-        "neighbour": lambda: neighbour_kernel(sides),
-        "repsim": lambda: hidden_cosine(sides),
-        "betr": lambda: nearest_example(hidden_cosine(sides), world.utilities.targets),
-        "bm25": world.bm25,
-        "ngram lm": lambda: ngram_lm(sides),
-        "loss": lambda: _of_rows(sides, -np.bincount(sides.rows.owner_P, sides.rows.loss_P) / sides.rows.count_N),
-        "length": lambda: _of_rows(sides, sides.rows.count_N.astype(np.float64)),
-        "random": lambda: stream(0, "finetune", "random").normal(size=(sides.rows.n, sides.units.n)),
+        SHIPS: lambda: shift_kernel(world.sides),
+        "neighbour": lambda: neighbour_kernel(world.sides),
     }
 
 
 def nearest_example(cosine_NE: F64, targets: Sequence[str]) -> F64:
     """A row's cosine with the most similar example of the target, for each of its units: the ranking of BETR.
 
-    Deviation: the model's own mean hidden states are the embedding.
+    Deviation: the model's own mean hidden states are the embedding, as in RepSim.
     """
     out_NE = np.empty_like(cosine_NE)
     for target in set(targets):
@@ -82,7 +73,8 @@ def report(world: World) -> dict[str, object]:
     """Scores, computed or read, and their comparison with the runs."""
     world.scores.mkdir(exist_ok=True)
     kernel_of = {label: _kept(world.scores / f"{label}.npy", kernel) for label, kernel in kernels(world).items()}
-    for label in METHODS:
+    kernel_of["betr"] = nearest_example(kernel_of["repsim"], world.utilities.targets)
+    for label in GRADIENTS:
         path = world.scores / f"{label}.npy"
         if path.exists():
             kernel_of[label] = np.load(path).astype(np.float64)
@@ -96,7 +88,7 @@ def report(world: World) -> dict[str, object]:
         "subsets": len(world.utilities.subset_ids),
         "planned": len(world.environment.subset_ids),
         "seeds": list(world.utilities.seeds),
-        "units": len(world.units),
+        "units": world.sides.units.n,
         "loss": round(float(world.sides.rows.loss_P.mean()), 3),
         "noise": noise(world.environment, world.utilities),
         "constant": constant,
@@ -110,10 +102,6 @@ def _kept(path: Path, make: Callable[[], F64]) -> F64:
         np.save(path, make().astype(np.float32))
         print(path.stem, flush=True)
     return np.load(path).astype(np.float64)
-
-
-def _of_rows(sides: Sides, score_N: F64) -> F64:
-    return np.repeat(score_N[:, None], sides.units.n, axis=1)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from experiments.finetune.methods import method_scores
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_settings, write_corpora
 from experiments.finetune.training import load_model, prepare_model, train, unit_losses
@@ -37,19 +38,13 @@ from grasp.choose.select import select
 from grasp.extract.reopen import Origin
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.configured import configured_methods
-from grasp.runs.method_scores import method_rows
 from grasp.seeds import stream
 from grasp.targets import load_units
 
 F64 = NDArray[np.float64]
 CHATS = 1_000
 SEEDS = (0, 1, 2)
-METHODS: dict[str, dict[str, Any]] = {
-    "bm25": {"method": "bm25"},
-    "repsim": {"method": "activation_similarity", "centre": True},
-}
-CHOOSERS = ("grasp", "random", *METHODS)
+CHOOSERS = ("grasp", "random", "bm25", "repsim")
 
 
 def write_chats(data: Path, work: Path) -> None:
@@ -78,8 +73,7 @@ def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.
         picked = select(artifact, SUBSET_ROWS, dict.fromkeys(artifact.targets, 1.0)).table["row_id"].to_pylist()
         known = pq.read_table(artifact.rows_path, columns=["row_id"])["row_id"].to_pylist()
         return np.array([known.index(row_id) for row_id in picked])
-    (configured,) = configured_methods([method], {method: METHODS[method]}, __file__)
-    score_NE = np.concatenate([block for _, block in method_rows(artifact, configured).found]).astype(np.float64)
+    score_NE = method_scores(artifact, method)
     task_NT = np.stack([score_NE[:, artifact.unit_columns(target)].mean(axis=1) for target in artifact.targets], axis=1)
     effect_N = ((task_NT - task_NT.mean(axis=0)) / task_NT.std(axis=0)).mean(axis=1)
     return np.argsort(-effect_N, kind="stable")[:SUBSET_ROWS]

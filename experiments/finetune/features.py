@@ -33,16 +33,15 @@ class Features:
     loss_P: F32
     token_P: NDArray[np.int32]  # the input token
     label_P: NDArray[np.int32]  # the next token
-    owner_P: NDArray[np.int64]  # which sequence
-    mean_NH: F32  # mean hidden state over all positions of a sequence, with loss or without
+    owner_P: NDArray[np.int64]  # which sequence; each has a position
 
     @property
     def n(self) -> int:
-        return len(self.mean_NH)
+        return int(self.owner_P[-1]) + 1
 
     @property
     def count_N(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
-        return np.bincount(self.owner_P, minlength=self.n)
+        return np.bincount(self.owner_P)
 
     @property
     def residual(self) -> SparseResidual:
@@ -80,14 +79,11 @@ def features_of(
     """
     model.eval()
     parts: list[tuple[NDArray[np.generic], ...]] = []
-    mean_NH = np.zeros((len(sequences), model.config.hidden_size), dtype=np.float32)
     for index_B in length_batches([len(ids) for ids in sequences], BATCH_TOKENS):
         rows = [sequences[int(i)] for i in index_B]
         ids_BL, labels_BL = padded(rows, [int(firsts[int(i)]) for i in index_B])
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
             hidden_BLH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state.float()
-        for b, i in enumerate(index_B):
-            mean_NH[i] = hidden_BLH[b, : len(rows[b])].mean(dim=0).numpy()
         has_loss_BL = labels_BL[:, 1:] >= 0
         owner_P = index_B[has_loss_BL.nonzero()[:, 0].numpy()]
         at_loss = (hidden_BLH[:, :-1], ids_BL[:, :-1], labels_BL[:, 1:])
@@ -95,7 +91,7 @@ def features_of(
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.argsort(joined[-1], kind="stable")
     hidden, delta, index, value, loss, token, label, owner = (column[order] for column in joined)
-    return Features(hidden, delta, index, value, loss, token, label, owner, mean_NH)
+    return Features(hidden, delta, index, value, loss, token, label, owner)
 
 
 def _at(

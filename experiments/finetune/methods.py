@@ -2,20 +2,22 @@
 
     python -m experiments.finetune.methods documents --data ../shared/data
 
-Scores (N, E) lie in `work/documents-scores`, one file a method; `compare` reads those that are there. The artifact is
-built in bfloat16, which takes half of the time. Its model has an output layer of its own, equal to its embedding:
-K-FAC of the last layer has no meaning for a tied one. LESS looks at the end of a warm-up: 12 steps on 96 rows that
-are drawn from the corpus, with their Adam moments.
+Scores (N, E) lie in `work/documents-scores`, one file a method. `compare` makes those without gradients itself, and
+reads the others if they are there. The artifact is built in bfloat16, which takes half of the time. Its model has an
+output layer of its own, equal to its embedding: K-FAC of the last layer has no meaning for a tied one. LESS looks at
+the end of a warm-up: 12 steps on 96 rows that are drawn from the corpus, with their Adam moments.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
@@ -39,8 +41,17 @@ from grasp.runs.configured import configured_methods
 from grasp.runs.method_scores import method_rows
 from grasp.seeds import stream
 
+F64 = NDArray[np.float64]
 LAST_BLOCK = ["block:-1", "final_norm"]
-METHODS: dict[str, dict[str, Any]] = {
+FORWARD: dict[str, dict[str, Any]] = {
+    "bm25": {"method": "bm25"},
+    "repsim": {"method": "activation_similarity", "centre": True},
+    "ngram": {"method": "ngram"},
+    "loss": {"method": "loss"},
+    "length": {"method": "length"},
+    "random": {"method": "random"},
+}
+GRADIENTS: dict[str, dict[str, Any]] = {
     "tracin": {"method": "tracin", "layers": LAST_BLOCK},
     "trak": {"method": "trak", "layers": LAST_BLOCK},
     "influence of the last layer": {"method": "influence", "layers": ["head"], "curvature": "kfac"},
@@ -49,6 +60,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "less": {"method": "less", "layers": ["blocks", "final_norm"], "adam": "always", "betas": [0.9, 0.999]},
     "less without Adam": {"method": "less", "layers": ["blocks", "final_norm"], "adam": "never"},
 }
+METHODS = FORWARD | GRADIENTS
 AFTER_WARM_UP = ("less", "less without Adam")
 
 
@@ -108,27 +120,40 @@ def artifact_of(name: Name, work: Path, model_directory: Path, tokenizer: HfToke
     return artifact
 
 
-def score(name: Name, data: Path, work: Path, labels: list[str]) -> None:
-    """Write the scores that are not there yet."""
+def pretrained_artifact(name: Name, data: Path, work: Path) -> tuple[ArtifactReader, HfTokenizer]:
+    """Built once, with everything that it needs."""
     prepare_model(work / "model")
     tied = AutoTokenizer.from_pretrained(work / "model")
     write_corpora(data, work, tied)
     model_directory = untied(work)
     tokenizer = HfTokenizer(tied, vocab_size=LlamaForCausalLM.config_class.from_pretrained(model_directory).vocab_size)
-    artifact = artifact_of(name, work, model_directory, tokenizer)
+    return artifact_of(name, work, model_directory, tokenizer), tokenizer
+
+
+def method_scores(artifact: ArtifactReader, label: str, checkpoints: Sequence[Path] = ()) -> F64:
+    """Scores of a method, (N, E); one that looks at no unit has the same for all."""
+    (configured,) = configured_methods([label], {label: METHODS[label]}, __file__)
+    began, used = time.time(), time.process_time()
+    found = method_rows(artifact, configured, checkpoints=checkpoints).found
+    score_NE = np.concatenate([block for _, block in found]).astype(np.float64)
+    cost = f"{time.time() - began:.0f} s, {time.process_time() - used:.0f} s of CPU"
+    print(f"{artifact.path.name} {label}: {cost}; {'; '.join(found.account.notes)}", flush=True)
+    return np.broadcast_to(score_NE, (artifact.n_rows, len(artifact.units)))
+
+
+def score(name: Name, data: Path, work: Path, labels: list[str]) -> None:
+    """Write the scores that are not there yet."""
+    artifact, tokenizer = pretrained_artifact(name, data, work)
     scores = work / f"{name}-scores"
     scores.mkdir(exist_ok=True)
     for label in labels:
         path = scores / f"{label}.npy"
-        if path.exists():
-            continue
-        (configured,) = configured_methods([label], {label: METHODS[label]}, __file__)
-        places = [warm_up(name, work, model_directory, tokenizer)] if label in AFTER_WARM_UP else [model_directory]
-        began, used = time.time(), time.process_time()
-        found = method_rows(artifact, configured, checkpoints=places).found
-        np.save(path, np.concatenate([block for _, block in found]).astype(np.float32))
-        cost = f"{time.time() - began:.0f} s, {time.process_time() - used:.0f} s of CPU"
-        print(f"{name} {label}: {cost}; {'; '.join(found.account.notes)}", flush=True)
+        if not path.exists():
+            model_directory = untied(work)
+            places = [model_directory] if label in GRADIENTS else []
+            if label in AFTER_WARM_UP:
+                places = [warm_up(name, work, model_directory, tokenizer)]
+            np.save(path, method_scores(artifact, label, places).astype(np.float32))
 
 
 def main() -> None:
@@ -137,7 +162,7 @@ def main() -> None:
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows, artifacts and scores.")
-    parser.add_argument("--methods", default=",".join(METHODS), help="Some of them, separated by commas.")
+    parser.add_argument("--methods", default=",".join(GRADIENTS), help="Some of them, separated by commas.")
     given = parser.parse_args()
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()

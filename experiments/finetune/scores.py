@@ -5,12 +5,11 @@ S positions of units, H hidden width, V vocabulary.
 
     gradient kernels    a_ie = <h_i (x) d_i, h_e (x) d_e>, d = W^T xi, either side whitened by a ridge, or not at all
     input kernels       the same of input tokens and d; the token's weight 1 / (frequency + eps), or 1
-    hidden states       cosine of means, or their whitened inner product
     kernel LM           the nearest-neighbour language model of the corpus, linearised: label counts near a unit's
                         hidden states over what lies near them at all
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -33,7 +32,6 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 TAU, ALPHA, EPSILON = 0.01, 1.0, 0.3  # the defaults of a build
 POOLED = 32
-PRIOR = 0.1  # weight of the model's own probability beside what the corpus counts
 
 
 @dataclass(frozen=True)
@@ -200,57 +198,6 @@ def neighbour_kernel(sides: Sides, sampled: int = 8192) -> F64:
     )
 
 
-# ------------------------------------------------------------------------------------------- hidden states
-
-
-def hidden_cosine(sides: Sides, *, supervised: bool = False) -> F64:
-    """Cosine of centred mean hidden states; of all positions, or of those with loss only."""
-    rows_NH, units_EH = _means(sides, supervised=supervised)
-    return _directions(rows_NH) @ _directions(units_EH).T
-
-
-def ngram_lm(sides: Sides, orders: Sequence[int] = (1, 2, 3, 4)) -> F64:
-    """The same with contexts that are equal in their last n - 1 tokens in the place of near hidden states, mean over n.
-
-    Without a model but for its probability of the unit's tokens, which stands in where a context was never seen.
-    """
-    return np.mean([_linearised(sides.units, *_ngram_counts(sides, order)) for order in orders], axis=0)
-
-
-def _ngram_counts(sides: Sides, order: int) -> tuple[F64, F64]:
-    """How often each unit position's context, with its next token and at all, occurs in each row, (S, N) both."""
-    counts: dict[tuple[int, ...], NDArray[np.float64]] = {}
-    keys = [_contexts(side, order) for side in (sides.rows, sides.units)]
-    wanted = set(keys[1]) | {key[:-1] for key in keys[1]}
-    for owner, key in zip(sides.rows.owner_P, keys[0], strict=True):
-        for part in (key, key[:-1]):
-            if part in wanted:
-                counts.setdefault(part, np.zeros(sides.rows.n))[owner] += 1.0
-    none_N = np.zeros(sides.rows.n)
-    near_SN = np.stack([counts.get(key[:-1], none_N) for key in keys[1]])
-    return np.stack([counts.get(key, none_N) for key in keys[1]]), near_SN
-
-
-def _contexts(side: Features, order: int) -> list[tuple[int, ...]]:
-    """The last `order` - 1 input tokens and the next token of each position; fewer at the beginning."""
-    out = []
-    tokens, labels, owners = (values.tolist() for values in (side.token_P, side.label_P, side.owner_P))
-    begin = 0
-    for p, owner in enumerate(owners):
-        begin = p if p == 0 or owners[p - 1] != owner else begin
-        out.append((*tokens[max(begin, p - order + 2) : p + 1], labels[p]) if order > 1 else (labels[p],))
-    return out
-
-
-def _linearised(units: Features, same_SN: F64, near_SN: F64) -> F64:
-    """First order in a row's counts of log[(sum A + lambda p B) / (sum B + lambda B)], mean over a unit's positions."""
-    prior_S = np.exp(-units.loss_P.astype(np.float64))
-    near_S = near_SN.mean(axis=1)
-    label_S = same_SN.mean(axis=1) + PRIOR * prior_S * near_S
-    score_SN = _ratio(same_SN, label_S) - _ratio(near_SN, (1.0 + PRIOR) * near_S)
-    return _mean_of_units(units, score_SN).T
-
-
 # ------------------------------------------------------------------------------------------------- inside
 
 
@@ -278,28 +225,6 @@ def _blocks(rows: Features, score: Callable[[NDArray[np.int64], torch.Tensor, in
         part = np.flatnonzero((rows.owner_P >= start) & (rows.owner_P < stop))
         out.append(score(part, torch.from_numpy(rows.owner_P[part] - start), stop - start).numpy())
     return np.concatenate(out).astype(np.float64)
-
-
-def _means(sides: Sides, *, supervised: bool) -> tuple[F64, F64]:
-    both = []
-    for side in (sides.rows, sides.units):
-        mean_NH = side.mean_NH.astype(np.float64)
-        if supervised:
-            mean_NH = np.zeros_like(mean_NH)
-            np.add.at(mean_NH, side.owner_P, side.hidden_PH)
-            mean_NH /= side.count_N[:, None]
-        both.append(mean_NH)
-    centre_H = both[0].mean(axis=0)
-    return both[0] - centre_H, both[1] - centre_H
-
-
-def _directions(values_NH: F64) -> F64:
-    return np.asarray(values_NH / np.linalg.norm(values_NH, axis=1, keepdims=True))
-
-
-def _ratio(part_SN: F64, whole_S: F64) -> F64:
-    """Zero where there is nothing near at all."""
-    return np.divide(part_SN, whole_S[:, None], out=np.zeros_like(part_SN), where=whole_S[:, None] > 0)
 
 
 def _mean_of_units(units: Features, values_SN: F64) -> F64:

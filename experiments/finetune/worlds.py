@@ -10,23 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import bm25s
 import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments.finetune.features import Features, features_of
+from experiments.finetune.methods import FORWARD, method_scores, pretrained_artifact
 from experiments.finetune.scores import Sides, input_kernel, pooled_kernel, token_kernel
-from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings, write_corpora
-from experiments.finetune.training import load_model, prepare_model
+from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
+from experiments.finetune.training import load_model
 from grasp.artifact.reader import ArtifactReader
-from grasp.baselines.bm25 import words
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.retrain_plan import row_index
 from grasp.settings import TargetSettings
-from grasp.targets import Unit, load_units
+from grasp.targets import load_units
 
 F64 = NDArray[np.float64]
 Rows = list[NDArray[np.int32]]
@@ -35,35 +34,25 @@ MATRICES = ("token", "input", "pooled")  # what a build computes
 
 @dataclass(frozen=True)
 class World:
-    """Rows and units with their features, the runs that there are, and what a build computes."""
+    """Rows and units with their features, the runs that there are, and what is computed of either.
+
+    Attributes:
+        built: the kernels of a build, and published methods that need no gradients; each makes a matrix (N, E).
+    """
 
     name: str
     environment: Environment
     sides: Sides
     built: dict[str, Callable[[], F64]]
-    texts: tuple[str, ...]
-    units: tuple[Unit, ...]
     utilities: Utilities
     share_BN: F64  # of each subset that has a run; adds up to 1
     scores: Path  # where they are kept
 
-    def bm25(self) -> F64:
-        """Of the rows' text for prompt and completion, k1 1.2, b .75, (N, E)."""
-        known = {word: k for k, word in enumerate(sorted({word for text in self.texts for word in words(text)}))}
-        index = bm25s.BM25(k1=1.2, b=0.75)
-        index.index(([[known[word] for word in words(text)] for text in self.texts], known), show_progress=False)
-        queries = [[known[w] for w in words(unit.prompt + unit.completion) if w in known] for unit in self.units]
-        none_N = np.zeros(len(self.texts))
-        return np.stack([index.get_scores(query) if query else none_N for query in queries], axis=1).astype(np.float64)
-
 
 def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
     """One of the two environments of the pretrained model; its first seed."""
-    prepare_model(work / "model")
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    write_corpora(data, work, tokenizer)
+    artifact, reader = pretrained_artifact(name, data, work)
     model = load_model(work / "model")
-    reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
     corpus = open_corpus(name, work, reader)
     units = load_units(target_settings(name, work))
     tokens = units.tokenize(reader, LENGTH)
@@ -80,9 +69,8 @@ def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
             "token": lambda: token_kernel(sides),
             "input": lambda: input_kernel(sides),
             "pooled": lambda: pooled_kernel(sides),
+            **_published(artifact, utilities),
         },
-        tuple(reader.decode([row.tolist() for row in corpus.rows])),
-        units.units,
         utilities,
         _shares(environment, corpus.store, utilities),
         work / f"{name}-scores",
@@ -112,18 +100,23 @@ def from_scratch(work: Path, environment_path: Path) -> World:
     )
     columns = np.concatenate([artifact.unit_columns(target) for target in dev])
     utilities = environment.utilities().of(*dev)
-    assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
     return World(
         environment.name,
         environment,
         sides,
-        {kernel: lambda kernel=kernel: _array(artifact, kernel, columns) for kernel in MATRICES},
-        tuple(reader.decode([row.tolist() for row in rows])),
-        units.units,
+        {kernel: lambda kernel=kernel: _array(artifact, kernel, columns) for kernel in MATRICES}
+        | _published(artifact, utilities),
         utilities,
         _shares(environment, store, utilities),
         work / "scores",
     )
+
+
+def _published(artifact: ArtifactReader, utilities: Utilities) -> dict[str, Callable[[], F64]]:
+    """Methods of the product on the units that were measured, which the artifact may have more of."""
+    columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
+    assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
+    return {label: lambda label=label: method_scores(artifact, label)[:, columns] for label in FORWARD}
 
 
 def _array(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:

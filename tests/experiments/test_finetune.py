@@ -9,9 +9,7 @@ from experiments.finetune.features import Features
 from experiments.finetune.scores import (
     Sides,
     delta_kernel,
-    hidden_cosine,
     input_kernel,
-    ngram_lm,
 )
 from experiments.finetune.setting import SUBSET_ROWS, draw_subsets, group_of, row_order
 from experiments.finetune.table import table
@@ -119,7 +117,6 @@ def features(lengths: tuple[int, ...], seed: int) -> Features:
         token_P=generator.integers(0, 3, size=n).astype(np.int32),
         label_P=generator.integers(0, 3, size=n).astype(np.int32),
         owner_P=owner_P,
-        mean_NH=generator.normal(size=(len(lengths), HIDDEN)).astype(np.float32),
     )
 
 
@@ -158,23 +155,6 @@ def test_an_input_kernel_sums_over_equal_input_tokens(sides):
 
     found = input_kernel(sides, None, by_frequency=False)
     assert found == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)
-
-
-def test_hidden_states_are_compared_after_their_mean_is_taken_away(sides):
-    centred = sides.rows.mean_NH - sides.rows.mean_NH.mean(axis=0)
-    unit = sides.units.mean_NH[1] - sides.rows.mean_NH.mean(axis=0)
-    expected = centred[2] @ unit / np.linalg.norm(centred[2]) / np.linalg.norm(unit)
-    assert hidden_cosine(sides)[2, 1] == pytest.approx(expected, rel=1e-4)
-
-
-def test_an_ngram_that_a_row_alone_has_speaks_for_it(sides):
-    rows, units = sides.rows, sides.units
-    rows.token_P[:], rows.label_P[:] = 5, 6
-    units.token_P[:], units.label_P[:] = 7, 8
-    rows.token_P[rows.owner_P == 1], rows.label_P[rows.owner_P == 1] = 7, 8
-    score_NE = ngram_lm(sides)
-    assert (score_NE[1] > 0).all()
-    assert (score_NE[[0, 2]] < score_NE[1]).all()
 
 
 def test_the_table_has_every_target_and_what_could_be_reached():
