@@ -8,7 +8,6 @@ Killed at any moment, the same command goes on where it was; run twice at once, 
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,8 +22,9 @@ from experiments.curation.gpt2 import NAME as GPT2
 from experiments.curation.gpt2 import fill_gpt2, reference
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
+from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import GraspError, SettingsError
+from grasp.errors import SettingsError
 from grasp.extract.local import build
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
@@ -144,7 +144,8 @@ def _shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-def main(arguments: list[str] | None = None) -> int:
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.curation.run", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -179,15 +180,10 @@ def main(arguments: list[str] | None = None) -> int:
         fresh_units=given.fresh_units,
         recipe=given.recipe,
     )
-    try:
-        if not given.out.absolute().parent.is_dir():
-            raise SettingsError(f"--out: there is no directory {given.out.parent}; make it first")
-        Experiment(settings, given.work, given.out).run(cross=given.cross)
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    return 0
+    if not given.out.absolute().parent.is_dir():
+        raise SettingsError(f"--out: there is no directory {given.out.parent}; make it first")
+    Experiment(settings, given.work, given.out).run(cross=given.cross)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,7 +8,6 @@ Models, held-out documents and scored units are those of `experiments/curation`.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from transformers.utils import logging as hf_logging
 from experiments.curation.choices import ADDITIVE, BM25, RANDOM, Asked, Chooser, best_rows
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
+from experiments.mistakes import in_one_line
 from grasp.choose.distil import distil
 from grasp.choose.scorer import Scorer
-from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
 from grasp.runs.retrain import retrain
@@ -83,7 +82,8 @@ def gains(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {name: own for name, own in found.items() if own}
 
 
-def main(arguments: list[str] | None = None) -> int:
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
     """Choose, train, write the table; what is there already costs nothing."""
     parser = argparse.ArgumentParser(prog="python -m experiments.distil.run", description=__doc__.splitlines()[0])
     parser.add_argument("--artifact", type=Path, required=True, help="Artifact with multiple-choice targets.")
@@ -95,25 +95,18 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    try:
-        settings = Settings(
-            given.artifact, given.corpus, first_target=given.targets[0], seeds=tuple(range(given.seeds))
-        )
-        world = World(settings, given.work)
-        chosen = []
-        for target in given.targets:
-            wanted = [Asked(method, "all" if method == RANDOM else target, SHARE) for method in METHODS]
-            chosen += TextChooser(world).made(wanted)
-            retrain(world.retraining(given.work / "subsets.parquet"), given.work / "llama")
-            table = lines(Reading(world, Environment.open(given.work / "llama")), chosen)
-            result = {"rows": world.artifact.n_rows, "gains": gains(table), "trained": table}
-            write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
-            write_whole(given.out.with_suffix(".md"), as_text(table).encode())
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    return 0
+    settings = Settings(given.artifact, given.corpus, first_target=given.targets[0], seeds=tuple(range(given.seeds)))
+    world = World(settings, given.work)
+    chosen = []
+    for target in given.targets:
+        wanted = [Asked(method, "all" if method == RANDOM else target, SHARE) for method in METHODS]
+        chosen += TextChooser(world).made(wanted)
+        retrain(world.retraining(given.work / "subsets.parquet"), given.work / "llama")
+        table = lines(Reading(world, Environment.open(given.work / "llama")), chosen)
+        result = {"rows": world.artifact.n_rows, "gains": gains(table), "trained": table}
+        write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
+        write_whole(given.out.with_suffix(".md"), as_text(table).encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

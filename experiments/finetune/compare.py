@@ -8,7 +8,6 @@ if `experiments.finetune.methods` has made their scores. Nothing is chosen here:
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from experiments.finetune.run import HERE
 from experiments.finetune.scores import neighbour_kernel, shift_kernel
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
+from experiments.mistakes import in_one_line
 from grasp.errors import GraspError
 from grasp.files import write_whole
 
@@ -104,7 +104,8 @@ def _kept(path: Path, make: Callable[[], F64]) -> F64:
     return np.load(path).astype(np.float64)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.compare", description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES)
@@ -115,17 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    try:
-        world = pretrained(given.name, given.data, given.work, given.environments)
-        found = report(world)
-        if found["role"] == "held-out" and found["subsets"] != found["planned"]:
-            raise GraspError(f"{given.name}: {found['subsets']} of {found['planned']} runs are there; wait for all")
-        write_whole(given.out, (json.dumps(found, indent=1) + "\n").encode())
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    return 0
+    world = pretrained(given.name, given.data, given.work, given.environments)
+    found = report(world)
+    if found["role"] == "held-out" and found["subsets"] != found["planned"]:
+        raise GraspError(f"{given.name}: {found['subsets']} of {found['planned']} runs are there; wait for all")
+    write_whole(given.out, (json.dumps(found, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

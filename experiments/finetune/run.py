@@ -7,7 +7,6 @@ Killed at any moment, the same command goes on where it was: every run is a smal
 """
 
 import argparse
-import sys
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,7 +31,7 @@ from experiments.finetune.setting import (
     write_corpora,
 )
 from experiments.finetune.training import RECIPE, load_model, prepare_model, train, unit_losses
-from grasp.errors import GraspError
+from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment, Run
@@ -148,7 +147,8 @@ def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> No
         )
 
 
-def main(arguments: list[str] | None = None) -> int:
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.run", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
@@ -164,19 +164,14 @@ def main(arguments: list[str] | None = None) -> int:
     until = float("inf")
     if given.until:
         until = datetime.combine(datetime.now().date(), datetime.strptime(given.until, "%H:%M").time()).timestamp()
-    try:
-        prepare_model(work / "model")
-        tokenizer = AutoTokenizer.from_pretrained(work / "model")
-        write_corpora(given.data, work, tokenizer)
-        model = load_model(work / "model")
-        reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
-        worlds = {name: open_world(name, work, reader, given.out) for name in NAMES}
-        fill(worlds, model, until)
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    return 0
+    prepare_model(work / "model")
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    write_corpora(given.data, work, tokenizer)
+    model = load_model(work / "model")
+    reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
+    worlds = {name: open_world(name, work, reader, given.out) for name in NAMES}
+    fill(worlds, model, until)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

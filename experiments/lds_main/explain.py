@@ -11,7 +11,6 @@ protocol's prediction of the task with each. Shape letters: B subsets, S seeds, 
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.environment import Environment
@@ -145,6 +144,7 @@ def run(artifact: ArtifactReader, environment: Environment, path: Path | None, t
     return {"environment": environment.name, "protocol": protocol.name, "targets": found}
 
 
+@in_one_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
@@ -153,10 +153,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    try:
-        found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment), args.protocol, args.targets)
-    except GraspError as err:
-        sys.exit(f"error: {err}")
+    found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment), args.protocol, args.targets)
     write_json(found, args.out)
 
 

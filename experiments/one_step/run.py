@@ -8,18 +8,17 @@ Killed at any moment, the same command goes on where it was: every game is kept 
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 import torch
 from transformers.utils import logging as hf_logging
 
+from experiments.mistakes import in_one_line
 from experiments.one_step.figure import draw
 from experiments.one_step.measure import Kept, Measured, measure, sampling_noise, summary
 from experiments.one_step.predictors import label
 from experiments.one_step.setting import Settings, World
-from grasp.errors import GraspError
 from grasp.files import write_whole
 
 
@@ -63,7 +62,8 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def main(arguments: list[str] | None = None) -> int:
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.one_step.run", description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", required=True, help="Parquet or JSONL with a column `text`.")
@@ -91,13 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
     settings = Settings(**given | {"targets": tuple(given["targets"].split(","))})
-    try:
-        run(settings, out, work or out.parent / "work", scatter_rate)
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    return 0
+    run(settings, out, work or out.parent / "work", scatter_rate)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,20 +1,20 @@
 """Another seed for the first subsets of an environment: one environment of the subsets that both have, with all seeds.
 
-    python experiments/seeds/join.py experiments/environments/cc-format bench-out/environments/cc-seeds \
+    python -m experiments.seeds.join experiments/environments/cc-format bench-out/environments/cc-seeds \
         experiments/environments/cc-seeds
 
 Both must be of one corpus, recipe, targets and family; the second one's subsets are the first of the first one's.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grasp.errors import EnvironmentDataError, GraspError
+from experiments.mistakes import in_one_line
+from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
 
@@ -59,22 +59,18 @@ def _rows_of(environment: Environment, ids: tuple[str, ...]) -> pa.Table:
     return kept.sort_by([("subset_id", "ascending"), ("row_id", "ascending")]).combine_chunks()
 
 
-def main() -> int:
+@in_one_line()
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    try:
-        second = Environment.open(args.second)
-        second.compact()
-        joined(Environment.open(args.first), second, args.out)
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
+    second = Environment.open(args.second)
+    second.compact()
+    joined(Environment.open(args.first), second, args.out)
     print(f"{args.out}: {len(second.subset_ids)} subsets")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

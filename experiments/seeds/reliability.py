@@ -9,7 +9,6 @@ Shape letters: B subsets, S seeds, E units.
 """
 
 import argparse
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from experiments.lds_main.explain import F64, Compared, compared, write_json
+from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import GraspError
 from grasp.predict.protocol import default_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import spearman
@@ -49,16 +48,14 @@ def _mean_over_choices(one: Compared, k: int) -> F64:
     return np.mean(figures, axis=0)
 
 
+@in_one_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("environment", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    try:
-        found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment))
-    except GraspError as err:
-        sys.exit(f"error: {err}")
+    found = run(ArtifactReader.open(args.artifact), Environment.open(args.environment))
     write_json(found, args.out)
 
 

@@ -10,15 +10,14 @@ roles of the environments are set aside here: no protocol that ships is selected
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.predict.protocol import default_protocol
 from grasp.runs.candidates import Candidate, ProtocolFamily, candidate_of, default_family
@@ -104,6 +103,7 @@ def tested(artifact: ArtifactReader, environment: Environment, candidate: Candid
     }
 
 
+@in_one_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
@@ -111,10 +111,7 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=1_000)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    try:
-        found = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
-    except GraspError as err:
-        sys.exit(f"error: {err}")
+    found = run(ArtifactReader.open(args.artifact), [opened(path) for path in args.environment], args.resamples)
     write_whole(args.out, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
     for row in found:
         print(f"{row['calibrated_on']:<40} {row['protocol']}")

@@ -8,7 +8,6 @@ Killed at any moment, the same command goes on where it was.
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from experiments.curation.setting import held_out_documents
+from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.retrieval import Recall, retrieve
 from grasp.corpus import RowStore
-from grasp.errors import GraspError, SettingsError
+from grasp.errors import SettingsError
 from grasp.extract.local import build
 from grasp.files import aside, write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -168,7 +168,8 @@ def as_text(found: Sequence[Recall]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.weborganizer.related", description=__doc__.splitlines()[0]
@@ -184,15 +185,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    try:
-        pages = Pages(given.corpus, given.work, held_out=given.held_out, queries=given.queries, model=given.model)
-        run(pages, given.k, given.scores, given.out)
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
+    pages = Pages(given.corpus, given.work, held_out=given.held_out, queries=given.queries, model=given.model)
+    run(pages, given.k, given.scores, given.out)
     print(given.out.with_suffix(".md").read_text(encoding="utf-8"))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

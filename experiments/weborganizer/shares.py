@@ -8,7 +8,6 @@ The artifacts are of checkpoints of one training run, oldest first, on one corpu
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import GraspError
 from grasp.extras import require
 from grasp.files import write_whole
 from grasp.predict.label_slices import label_slices
@@ -90,7 +89,8 @@ def draw(trends: Sequence[LabelTrend], names: Sequence[Sequence[str]], target: s
     pyplot.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.weborganizer.shares", description=__doc__.splitlines()[0]
@@ -100,17 +100,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--by", default="topic,format", help="Labels, separated by commas.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write; the figure goes beside it as SVG.")
     given = parser.parse_args(arguments)
-    try:
-        trends, names = measured(given.artifacts, given.by.split(","), given.target)
-        draw(trends, names, given.target, given.out.with_suffix(".svg"))
-    except GraspError as err:
-        print(f"error: {err}", file=sys.stderr)
-        return 2
+    trends, names = measured(given.artifacts, given.by.split(","), given.target)
+    draw(trends, names, given.target, given.out.with_suffix(".svg"))
     result = {"target": given.target, "labels": [described(*one) for one in zip(trends, names, strict=True)]}
     write_whole(given.out, (json.dumps(result, indent=1) + "\n").encode())
     print(f"{given.out}, {given.out.with_suffix('.svg')}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -229,7 +229,8 @@ def test_bad_settings_are_refused(art, tmp_path, capsys):
     with pytest.raises(SettingsError, match="--held-out: got 60, the corpus has 60 rows"):
         World(small(art, held_out=60), tmp_path)
     arguments = ["--artifact", str(art), "--work", str(tmp_path / "w"), "--out", str(tmp_path / "no" / "r.json")]
-    assert running.main(arguments) == 2
+    with pytest.raises(SystemExit, match="2"):
+        running.main(arguments)
     assert capsys.readouterr().err.startswith(f"error: --out: there is no directory {tmp_path / 'no'}")
 
 

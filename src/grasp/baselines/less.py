@@ -98,11 +98,11 @@ def adam_update(first: list[Tensor], second: list[Tensor], betas: tuple[float, f
     coordinates alike.
     """
     beta1, beta2 = betas
+    first, second = [beta1 * moment for moment in first], [beta2 * moment + EPSILON for moment in second]
 
     def transform(number: int, gradient_BXY: Tensor) -> Tensor:
-        mean = beta1 * first[number] + (1.0 - beta1) * gradient_BXY
-        square = beta2 * second[number] + (1.0 - beta2) * gradient_BXY.square()
-        return mean / torch.sqrt(square + EPSILON)
+        square = torch.addcmul(second[number], gradient_BXY, gradient_BXY, value=1.0 - beta2)
+        return torch.add(first[number], gradient_BXY, alpha=1.0 - beta1).div_(square.sqrt_())
 
     return transform
 
