@@ -240,6 +240,17 @@ def test_the_distance_and_the_floors_hold(distance, floor):
     assert got.value >= -1e-6
 
 
+def test_a_floor_raises_what_a_value_keeps_anyway_and_zero_lets_it_go():
+    source = World()
+    usual = mixed(source, protocol(), floors=(), max_repeat=4)
+    low = usual.table["now"].to_numpy() / 4
+    assert proposed(usual).min() >= low.min() - 1e-9
+    for floors, least in ((["1%"], low), (["10%"], np.maximum(low, 0.1)), (["0%"], 0 * low)):
+        got = proposed(mixed(source, protocol(), floors=floors, max_repeat=4))
+        assert (got >= least - 1e-9).all()
+        assert np.isclose(got, least, atol=1e-6).any()
+
+
 def test_the_tail_of_a_label_is_grouped_and_this_is_said():
     source = World(n_rows=600)
     source.topics = [f"host{i % 99 if i < 500 else i}" for i in range(600)]

@@ -5,6 +5,7 @@ import itertools
 import json
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -364,6 +365,7 @@ def test_tokens_have_suffixes(text, want):
         ("5krows", Amount(5000, False, "rows")),
         ("2Mtokens", Amount(2_000_000, False, "tokens")),
         ("20% tokens", Amount(0.2, True, "tokens")),
+        ("300documents", Amount(300, False, "documents")),
         (0.2, Amount(0.2, True)),
         (12, Amount(12, False)),
     ],
@@ -384,3 +386,46 @@ def test_bounds_name_values_with_colons():
     for twice in itertools.combinations_with_replacement(["games:1", "games:2"], 2):
         with pytest.raises(SettingsError, match="floor: got games more than once; give every value one floor"):
             parse_bounds(twice, "floor")
+
+
+def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average():
+    source = World()
+    got = selected(source, protocol(), "5documents", by="topic", exclude=["r0"])
+    effect_N = got.effect_N
+    mean = {d: effect_N[2 * d : 2 * d + 2].mean() for d in range(1, 20)}  # d0 has an excluded row
+    best = sorted(mean, key=lambda d: -mean[d])[:5]
+    assert got.row_ids == [f"r{i}" for d in best for i in (2 * d, 2 * d + 1)]
+    assert got.asked["unit"] == "documents"
+    assert sum(one["taken"] for one in got.labels.to_pylist()) == 5
+    assert got.guarantee == "whole documents, by the mean effect of their rows"
+    assert any("of the 19 documents that may be taken are above the corpus average" in note for note in got.notes)
+    assert got.curve.rows[-1] == 38
+    with pytest.raises(SettingsError, match="budget: documents are chosen without geometry; give rows or tokens"):
+        selected(source, protocol(components=GEOMETRY), "5documents")
+
+
+def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
+    source = World()
+    got = selected(source, protocol(), "25%")
+    left = [i for i in range(40) if f"r{i}" not in got.row_ids]
+    gone = {topic: sum(source.topics[i] == topic for i in left) for topic in source.topics}
+    whole = {topic: source.topics.count(topic) for topic in gone}
+    worst = max(gone, key=lambda topic: gone[topic] / whole[topic])
+    (line,) = [note for note in got.notes if note.startswith("left out: 30 of 40 rows (75.0 %), their mean effect -")]
+    name = worst or "(no label)"
+    assert f"; most of topic: {name} ({gone[worst]} of {whole[worst]}), " in line
+    assert got.write_left_out(tmp_path / "gone.parquet") == 30
+    table = pq.read_table(tmp_path / "gone.parquet")
+    assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]
+    assert {"doc_id", "n_tokens", "topic", "effect"} <= set(table.column_names)
+
+
+def test_rows_too_short_to_trust_are_told_where_they_lead():
+    source = World()
+    ranking = score(source, "sciq", protocol=protocol(), top=10)
+    short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
+    assert short
+    assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
+    assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
+    source.tokens[:] = 1  # images: there is nothing to choose from
+    assert len(score(source, "sciq", protocol=protocol(), top=10).notes) == 1

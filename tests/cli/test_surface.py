@@ -277,6 +277,7 @@ SURFACE = {
         "--train-tokens",
         "--export",
         "--out",
+        "--left-out",
         "--by",
         "--floor",
         "--cap",

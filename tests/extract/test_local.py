@@ -337,6 +337,19 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     columns, labels, rows, time, which = notes.lines
     assert columns == "columns: text from 'text', names of rows from 'row_id'"
     assert labels == "labels: topic"
+    lines = [
+        json.loads(line) | {"url": f"u{i}"} for i, line in enumerate((root / "corpus.jsonl").read_text().splitlines())
+    ]
+    unnamed = tmp_path / "unnamed.jsonl"
+    unnamed.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "row_id"}) + "\n" for line in lines))
+    made = Notes()
+    settings = world(root)
+    corpus = settings.corpus.model_copy(update={"path": str(unnamed)})
+    build(settings.model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=made)
+    assert made.lines[0] == (
+        "columns: text from 'text'; names of rows are made from content and position; 'url' differs in every "
+        "document: --id-column url takes it"
+    )
     assert re.fullmatch(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row \(the model reads 128\)", rows)
     assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows", time)
     assert re.fullmatch(

@@ -9,15 +9,16 @@ from typing import Literal
 from grasp.errors import SettingsError
 from grasp.text import several
 
-Unit = Literal["rows", "tokens"]
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?)?")
+Unit = Literal["rows", "tokens", "documents"]
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?|documents?)?")
+_UNITS: dict[str, Unit] = {"r": "rows", "t": "tokens", "d": "documents"}
 _TIMES = {"": 1, "k": 1_000, "M": 1_000_000, "B": 1_000_000_000, "T": 1_000_000_000_000}
-BUDGETS = "20%, 5000, 5000rows, 2Mtokens or 20%tokens"
+BUDGETS = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """So many rows or tokens, or a share of a whole."""
+    """So many rows, tokens or documents, or a share of a whole."""
 
     value: float  # a number, or a share between 0 and 1
     is_share: bool
@@ -40,7 +41,7 @@ class Bound:
 
 
 def parse_budget(given: str | float) -> Amount:
-    """`20%` of the rows, `5000` rows, `2Mtokens`, `20%tokens`; a number between 0 and 1 is a share.
+    """`20%` of the rows, `5000` rows, `2Mtokens`, `300documents`; a number between 0 and 1 is a share.
 
     Raises:
         SettingsError: anything else, a share above 100 %, a part of a row, or nothing at all.
@@ -61,7 +62,7 @@ def parse_tokens(given: str | float) -> float:
     """
     text = f"{given:.0f}" if isinstance(given, float) and math.isfinite(given) else str(given)
     amount = _amount(text, "train_tokens", "100B")
-    if amount.value == 0 or amount.is_share or amount.unit == "rows":
+    if amount.value == 0 or amount.is_share or amount.unit not in (None, "tokens"):
         raise SettingsError(f"train_tokens: got {given!r}, expected a number of tokens, e.g. 100B")
     return amount.value
 
@@ -170,7 +171,7 @@ def _amount(text: str, where: str, expected: str) -> Amount:
     if found is None:
         raise SettingsError(f"{where}: got {text.strip()!r}, expected e.g. {expected}")
     number, scale, unit_text = float(found[1]), found[2] or "", found[3] or ""
-    unit: Unit | None = ("tokens" if unit_text.startswith("t") else "rows") if unit_text else None
+    unit: Unit | None = _UNITS[unit_text[0]] if unit_text else None
     if scale == "%":
         if number > 100:
             raise SettingsError(f"{where}: got {number:g}%, expected at most 100%")

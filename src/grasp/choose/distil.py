@@ -28,7 +28,7 @@ from grasp.files import FileEntry
 from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
-from grasp.predict.row_arrays import label_column, only_target
+from grasp.predict.row_arrays import label_column, only_target, row_documents
 from grasp.results import Result
 from grasp.runs.material import Material
 from grasp.seeds import stream
@@ -95,7 +95,7 @@ def distil(
     answers = as_bytes([unit.completion for unit in units])
     both = as_bytes([unit.prompt + unit.completion for unit in units])
     problem = _Problem.of(shares(texts), shares(answers), shares(both))
-    document_N = _documents(artifact)[row_index]
+    document_N = row_documents(artifact)[row_index]
     fold_N = stream(seed, "distil", "folds").permutation(np.arange(int(document_N.max()) + 1) % FOLDS)[document_N]
     held_N, penalty = _held_out(problem, relevance_N, fold_N, progress)
     progress.stage("learning from all rows", rows=None, tokens=None)
@@ -152,12 +152,6 @@ def _rows_with_texts(
     chosen = order[: len(texts)]
     place = np.argsort(chosen)
     return chosen[place], as_bytes([texts[i] for i in place])
-
-
-def _documents(artifact: ArtifactReader) -> I64:
-    """The document of every row, as a number."""
-    names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
-    return np.asarray(names.combine_chunks().dictionary_encode().indices.to_numpy(), dtype=np.int64)
 
 
 def _first_bytes(artifact: ArtifactReader, texts: pa.LargeBinaryArray) -> int | None:

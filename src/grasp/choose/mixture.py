@@ -110,7 +110,8 @@ def mix(
     Args:
         by: label whose values are mixed.
         target: a target, several, or targets and weights; None: the one that there is.
-        floor: at least so much of the mixture, e.g. Games:5%; for every value: 1%. Default: 1 / max_repeat of now.
+        floor: at least so much of the mixture, e.g. Games:5%; for every value: 1%. A value keeps 1 / max_repeat of its
+            share anyway, unless its floor is 0%.
         cap: at most so much of it.
         distance: at most so much of the data may change hands, e.g. 30%.
         max_repeat: rows are seen at most so many times: in a training run as long as the corpus, or, if that has to be
@@ -274,7 +275,10 @@ def _bounds(
     nothing_G, all_G = np.zeros(len(current_G)), np.ones(len(current_G))
     floor_G, cap_G = _shares(floors, "floor", slices, nothing_G), _shares(caps, "cap", slices, all_G)
     # what nobody asked for gives way: the usual least share to a cap, the usual greatest one to a floor
-    low_G = np.minimum(_shares(floors, "floor", slices, current_G / max_repeat), np.maximum(cap_G, floor_G))
+    usual_G = current_G / max_repeat
+    asked_G = _shares(floors, "floor", slices, usual_G)
+    asked_G = np.where(asked_G > 0, np.maximum(asked_G, usual_G), 0.0)  # 0 %: may go
+    low_G = np.minimum(asked_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
     names = slices.names
     short = [
@@ -324,7 +328,7 @@ def _notes(
 ) -> list[str]:
     said = [
         f"no row is seen more than {asked['max_repeat']:g} times (as often as now, if the corpus is repeated anyway); "
-        f"values without a floor of their own keep a {_nth(asked['max_repeat'])} of their share (max-repeat)"
+        f"values keep a {_nth(asked['max_repeat'])} of their share at least, unless their floor is 0% (max-repeat)"
     ]
     if slices.n_grouped:
         said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")

@@ -6,9 +6,9 @@ Shape letters: N rows, T targets, G values of a label.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +31,11 @@ from grasp.extract.progress import Progress
 from grasp.extract.reopen import Origin
 from grasp.files import write_whole
 from grasp.predict.blocks import one_subset
+from grasp.predict.label_slices import sensible_labels
+from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import ranked
+from grasp.predict.ranking import SHORT, ranked, short_rows, write_ranked
+from grasp.predict.row_arrays import label_column, row_documents
 from grasp.predict.slices import LabelTable
 from grasp.predict.verb import share
 from grasp.runs.environment import Environment
@@ -42,8 +45,9 @@ from grasp.text import several, text_table
 
 SUBSET = "selection"
 CURVE_SHOWN = 8
-SHORT, SHORT_SHARE = 32, 0.01  # tokens, and the share of such rows that is worth a word
+SHORT_SHARE = 0.01  # of short rows: worth a word
 VALUES_SHOWN = 30
+VALUES_NAMED, LARGE_SHARE = 3, 0.01  # of what is left out, among values with such a share of the rows
 NO_CURVE = Curve((), (), (), ())
 
 
@@ -63,6 +67,7 @@ class Selection(Choice):
     bound: float | None = None
     guarantee: str = ""
     row_index: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    effect_N: F64 = field(default_factory=lambda: np.empty(0))  # of all rows
 
     @property
     def row_ids(self) -> list[str]:
@@ -118,6 +123,13 @@ class Selection(Choice):
         if ids is not None:
             write_ids(kept.names, Path(ids))
         return write_documents(settings, kept, place, kind, asked | ({} if rule is None else {"documents": rule}))
+
+    def write_left_out(self, path: Path | str) -> int:
+        """Write the rows that were not chosen, worst first, with labels and text; returns how many."""
+        assert self.artifact is not None
+        order = ranked(-self.effect_N, among_N=~_mask(self.row_index, self.artifact.n_rows))
+        write_ranked(self.artifact, self.effect_N, order, Path(path), "effect")
+        return len(order)
 
     def summary(self) -> dict[str, Any]:
         """All but the rows, as plain JSON."""
@@ -191,7 +203,8 @@ def select(
     """Choose the rows that help the targets most; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
 
     Args:
-        budget: 20%, 5000 (rows), 2Mtokens or 20%tokens of the whole corpus; None: the best for `train_tokens`.
+        budget: 20%, 5000 (rows), 2Mtokens, 20%tokens or 300documents of the whole corpus; None: the best for
+            `train_tokens`. Whole documents are ordered by the mean effect of their rows.
         target: a target, several, or targets and weights; None: the one that there is.
         train_tokens: tokens that the model will be trained on, e.g. 100B: repetition then counts as worth less, see
             `repetition`.
@@ -221,15 +234,17 @@ def select(
     if amount is None:
         _check_proposable(training, chosen, allowed_N)
     aim = Aim.of(artifact, chosen, targets, training, runs)
+    whole = amount is not None and amount.unit == "documents"
+    pool = _Pool.of_documents(aim, allowed_N, labels) if whole else _Pool(aim.effect_N, allowed_N, labels)
 
     def limits_of(amount: Amount) -> Limits:
-        return Limits.of(amount, allowed_N, tokens_N=aim.tokens_N, labels=labels, floors=floors, caps=caps)
+        return Limits.of(amount, pool.allowed_M, tokens_N=aim.tokens_N, labels=pool.labels, floors=floors, caps=caps)
 
     if amount is None:
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
         said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
     limits = limits_of(amount)
-    found, curve = _chosen(aim, limits, progress)
+    found, picked_P, curve = _chosen(aim, pool, limits, progress)
     asked: dict[str, Any] = {"budget": budget, "targets": dict(targets), "train_tokens": training.tokens, "by": by}
     asked |= {
         "unit": limits.unit,
@@ -238,11 +253,43 @@ def select(
         "exclude_where": exclude_where,
     }
     asked["excluded_rows"] = int((~allowed_N).sum())
-    return _selection(aim, limits, found, curve, asked, (*said, *found.notes))
+    taken = None if limits.codes_N is None else _shares(limits, picked_P)
+    more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, found.row_index, by)]
+    return _selection(aim, found, curve, taken, asked, more)
 
 
-def _chosen(aim: Aim, limits: Limits, progress: Progress | None) -> tuple[Chosen, Curve]:
-    """The best rows within the limits, and what other budgets are worth.
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """What a budget counts: rows, or documents, each worth the mean effect of its rows. M: either of them."""
+
+    effect_M: F64
+    allowed_M: NDArray[np.bool_]
+    labels: LabelColumn | None
+    document_N: I64 | None = None
+
+    @classmethod
+    def of_documents(cls, aim: Aim, allowed_N: NDArray[np.bool_], labels: LabelColumn | None) -> Self:
+        """The documents; one of which a row is excluded may not be taken."""
+        if not aim.predictor.additive:
+            raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
+        document_N = row_documents(aim.artifact)
+        _, first_M, rows_M = np.unique(document_N, return_index=True, return_counts=True)
+        own = None if labels is None else replace(labels, codes_N=labels.codes_N[first_M])
+        effect_M = np.bincount(document_N, aim.effect_N) / rows_M
+        return cls(effect_M, np.bincount(document_N, ~allowed_N) == 0, own, document_N)
+
+    def rows(self, picked_P: I64) -> I64:
+        """The rows of what was picked, in its order."""
+        if self.document_N is None:
+            return picked_P
+        place_M = np.full(len(self.effect_M), len(picked_P))
+        place_M[picked_P] = np.arange(len(picked_P))
+        place_N = place_M[self.document_N]
+        return np.argsort(place_N, kind="stable")[: int((place_N < len(picked_P)).sum())]
+
+
+def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) -> tuple[Chosen, I64, Curve]:
+    """The best rows within the limits, what of the pool was picked, and what other budgets are worth.
 
     The curve goes on with the rows that come next, where no more is asked of them than to be good.
     """
@@ -250,22 +297,25 @@ def _chosen(aim: Aim, limits: Limits, progress: Progress | None) -> tuple[Chosen
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
         found = choose_rows(aim.predictor, aim.weights_T, limits, progress)
-        order_P = found.row_index
+        order_P = picked_P = found.row_index
     else:
-        every_P = ranked(_worth(aim, limits), among_N=limits.allowed_N)
-        found = Chosen(within(every_P, limits), None, None, OPTIMAL, ())
+        every_P = ranked(_worth(aim, pool, limits), among_N=limits.allowed_N)
+        picked_P = within(every_P, limits)
+        proven = OPTIMAL if pool.document_N is None else "whole documents, by the mean effect of their rows"
+        found = Chosen(pool.rows(picked_P), None, None, proven, ())
         order_P = found.row_index
         if not limits.has_label_limits:
-            order_P = np.concatenate([order_P, every_P[~_mask(order_P, aim.artifact.n_rows)[every_P]]])
+            next_P = every_P[~_mask(picked_P, len(pool.effect_M))[every_P]]
+            order_P = np.concatenate([order_P, pool.rows(next_P)])
     places = even_places(len(order_P), also=len(found.row_index))
-    return found, curve_of(aim, order_P, places)
+    return found, picked_P, curve_of(aim, order_P, places)
 
 
-def _worth(aim: Aim, limits: Limits) -> F64:
+def _worth(aim: Aim, pool: _Pool, limits: Limits) -> F64:
     """What rows are ranked by: their effect; where rows add up and tokens are spent, that of a token."""
     if aim.predictor.protocol.weighting == "count" and limits.cost_N is not None:
         return (aim.effect_N + float(aim.predictor.task.offset_C @ aim.weights_T)) / aim.tokens_N
-    return aim.effect_N
+    return pool.effect_M
 
 
 def _check_proposable(training: Training, protocol: ScoringProtocol, allowed_N: NDArray[np.bool_]) -> None:
@@ -372,7 +422,7 @@ def _mask(row_index: I64, n_rows: int) -> NDArray[np.bool_]:
 
 
 def _selection(
-    aim: Aim, limits: Limits, found: Chosen, curve: Curve, asked: Mapping[str, Any], said: tuple[str, ...]
+    aim: Aim, found: Chosen, curve: Curve, taken: pa.Table | None, asked: Mapping[str, Any], said: Sequence[str]
 ) -> Selection:
     """The result in words and tables."""
     training, artifact, rows = aim.training, aim.artifact, found.row_index
@@ -382,7 +432,7 @@ def _selection(
     n_tokens = int(aim.tokens_N[rows].sum())
     value = float(aim.value(sums, np.array([n_tokens]))[0])
     headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
-    more = list(said) + _more_notes(limits, rows, aim)
+    more = list(said)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
         more.append(
@@ -400,10 +450,11 @@ def _selection(
         protocol=aim.predictor.protocol,
         artifact=artifact,
         curve=curve,
-        labels=None if limits.codes_N is None else _shares(limits, rows),
+        labels=taken,
         bound=found.bound,
         guarantee=found.guarantee if found.bound is None else f"upper bound {found.bound:+.3f}: {found.guarantee}",
         row_index=rows,
+        effect_N=aim.effect_N,
     )
 
 
@@ -418,14 +469,33 @@ def _row_table(aim: Aim, found: Chosen, by: str | None) -> pa.Table:
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
 
 
-def _more_notes(limits: Limits, row_index: I64, aim: Aim) -> list[str]:
-    used = len(row_index) if limits.cost_N is None else int(limits.cost_N[row_index].sum())
-    above = int((aim.effect_N[limits.allowed_N] > 0).sum())
-    short = int((aim.tokens_N[row_index] < SHORT).sum())
-    said = [f"{above:,} of the {int(limits.allowed_N.sum()):,} rows that may be taken are above the corpus average"]
+def _more_notes(limits: Limits, picked_P: I64, pool: _Pool) -> list[str]:
+    """What there was to choose from, and what of the budget is left."""
+    used = len(picked_P) if limits.cost_N is None else int(limits.cost_N[picked_P].sum())
+    above, what = int((pool.effect_M[pool.allowed_M] > 0).sum()), "rows" if pool.document_N is None else "documents"
+    said = [f"{above:,} of the {int(pool.allowed_M.sum()):,} {what} that may be taken are above the corpus average"]
     if used < limits.budget:
         why = "no row that is left fits" if limits.unit == "tokens" else "the caps leave no more"
         said.append(f"{used:,} of {limits.budget:,} {limits.unit} were taken: {why}")
+    return said
+
+
+def _row_notes(aim: Aim, row_index: I64, by: str | None) -> list[str]:
+    """What goes, and how far the rows that stay can be trusted."""
+    gone_N = ~_mask(row_index, aim.artifact.n_rows)
+    said = []
+    if gone_N.any():
+        mean = float(aim.effect_N[gone_N].mean())
+        line = f"left out: {share(int(gone_N.sum()), len(gone_N))}, their mean effect {mean:+.3f}"
+        for label in [by] if by else sensible_labels(aim.artifact)[:1]:
+            column = label_column(aim.artifact, label)
+            gone_G, names = np.bincount(column.codes_N, gone_N, len(column.values)), column.names()
+            share_G = np.where(column.counts >= max(2, LARGE_SHARE * len(gone_N)), gone_G / column.counts, 0.0)
+            worst = np.argsort(-share_G, kind="stable")[:VALUES_NAMED]
+            shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst if share_G[g])
+            line += f"; most of {label}: {shares}" * bool(shares)
+        said.append(line)
+    short = short_rows(aim.tokens_N, row_index)
     if short > SHORT_SHARE * len(row_index):
         said.append(
             f"{short:,} of the rows taken have fewer than {SHORT} tokens, and their relevance is noisy: "

@@ -25,13 +25,16 @@ def mix(
     by: str = typer.Option(..., "--by", metavar="LABEL", help="Label whose values are mixed."),
     target: str | None = TargetWeights,
     floor: list[str] = typer.Option(
-        [], "--floor", metavar="[VALUE:]SHARE", help="At least so much of the mixture, e.g. Games:5%; repeatable."
+        [],
+        "--floor",
+        metavar="[VALUE:]SHARE",
+        help="At least so much of the mixture, e.g. Games:5%; 0% lets a value go; repeatable.",
     ),
     cap: list[str] = typer.Option(
         [], "--cap", metavar="[VALUE:]SHARE", help="At most so much of the mixture, e.g. 20% of each; repeatable."
     ),
     max_repeat: float = typer.Option(
-        4.0, "--max-repeat", metavar="TIMES", help="No row is seen more often; no value keeps less than this part."
+        4.0, "--max-repeat", metavar="TIMES", help="No row is seen more often; a value keeps 1/TIMES of its share."
     ),
     train_tokens: str | None = TrainTokens,
     environment: EnvironmentPath = None,

@@ -55,7 +55,7 @@ def select(
         None,
         "--budget",
         metavar="AMOUNT",
-        help="20%, 5000 (rows), 2Mtokens or 20%tokens, of the whole corpus. Default: the best for --train-tokens.",
+        help="20%, 5000 (rows), 2Mtokens or 300documents, of the whole corpus. Default: the best for --train-tokens.",
     ),
     target: str | None = TargetWeights,
     train_tokens: str | None = TrainTokens,
@@ -67,6 +67,9 @@ def select(
     ),
     out: Path | None = typer.Option(
         None, "--out", metavar="FILE", help="Parquet of row ids, best first; summary and protocol beside it."
+    ),
+    left_out: Path | None = typer.Option(
+        None, "--left-out", metavar="FILE", help="The other rows, worst first, with labels and text: .parquet or .csv."
     ),
     by: str | None = typer.Option(None, "--by", metavar="LABEL", help="Label that floors and caps speak of."),
     floor: list[str] = typer.Option(
@@ -123,7 +126,7 @@ def select(
     reads = {"--exclude reads": exclude, "--protocol reads": protocol, "is the environment": environment}
     if export is not None:
         check_place(export)
-    outputs = {**beside("--out", out), "--ids-out": ids_out, "--export": export}
+    outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
     check_outputs(outputs, artifact.reads | reads)
     if export is not None or documents or ids_out or corpus:
         check_export(artifact, export, documents=documents, form=form, corpus=corpus, ids=ids_out)
@@ -146,6 +149,8 @@ def select(
     print(selection)
     if out is not None:
         print(f"{selection.save(out)}: rows, best first; beside it {out.stem}.json, for grasp report --selection")
+    if left_out is not None:
+        print(f"{left_out}: the {selection.write_left_out(left_out):,} rows that are left out, worst first")
     if export is not None:
         say: Callable[[str], None] = lambda line: print(plain(line))  # noqa: E731
         print(selection.export(export, documents=documents, format=form, corpus=corpus, ids=ids_out, say=say))

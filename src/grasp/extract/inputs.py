@@ -1,6 +1,7 @@
 """Everything a build reads, ready: rows on disk, units through the model; and what the artifact says of it all."""
 
 import platform
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,9 +18,7 @@ from grasp.corpus.sources import Source, open_source
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.forward import UnitFeatures, forward_units
-from grasp.extract.moments import (
-    Store,
-)
+from grasp.extract.moments import Store
 from grasp.extract.passes import Units
 from grasp.extract.progress import Progress
 from grasp.models.causal_lm import ReferenceModel, refuse_unreadable
@@ -68,6 +67,7 @@ class Clock:
 
 
 ON_DISK = InMemory()
+SEEN_SHARDS, FEWEST_DOCUMENTS = 8, 20  # by which a column is taken for names of documents
 
 
 def load_model(settings: BuildSettings, in_memory: InMemory) -> Reference:
@@ -159,7 +159,13 @@ def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> Non
     """Which column became what, and how long rows are."""
     roles = store.details["columns"]
     names = {"input_ids": "token ids", "row_id": "names of rows", "doc_id": "names of documents"}
-    progress.note("columns: " + ", ".join(f"{names.get(role, role)} from {column!r}" for role, column in roles.items()))
+    made = "" if {"row_id", "doc_id"} & roles.keys() else "; names of rows are made from content and position"
+    names_rows = [name for name in store.label_columns if made and _names_documents(store, name)]
+    if names_rows:
+        made += f"; {names_rows[0]!r} differs in every document: --id-column {shlex.quote(names_rows[0])} takes it"
+    progress.note(
+        "columns: " + ", ".join(f"{names.get(role, role)} from {column!r}" for role, column in roles.items()) + made
+    )
     labels = ", ".join(store.label_columns) or "none, so no question can be asked by slice"
     left_out = f"; columns left out, nested or binary: {', '.join(store.ignored_columns)}" * bool(store.ignored_columns)
     progress.note(f"labels: {labels}{left_out}")
@@ -169,6 +175,18 @@ def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> Non
     progress.note(
         f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
         f"{store.details['max_length']:,} in a row ({reads})"
+    )
+
+
+def _names_documents(store: RowStore, label: str) -> bool:
+    """Whether a label could name the documents: another one in each of the first `SEEN_SHARDS` shards."""
+    shards = range(min(store.n_shards, SEEN_SHARDS))
+    table = pa.concat_tables([store.table(k).select(["doc_id", label]) for k in shards])
+    if not (pa.types.is_string(table[label].type) or pa.types.is_integer(table[label].type)) or table[label].null_count:
+        return False
+    documents = len(table["doc_id"].unique())
+    return documents >= FEWEST_DOCUMENTS and len(table[label].unique()) == documents == len(
+        table.group_by(["doc_id", label]).aggregate([])
     )
 
 

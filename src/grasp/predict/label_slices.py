@@ -109,8 +109,10 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
 def sensible_labels(source: RowArrays, *, most: int = MOST_SLICES) -> tuple[str, ...]:
     """Label columns that cut the corpus into 2 to `most` slices: text if there is any, else whole numbers and flags.
 
-    Reads each column no further than it takes to see that it has more values.
+    A column with another value in every row tells none apart. Reads each no further than it takes to see that it has
+    more values.
     """
+    most = min(most, source.n_rows - 1)
     schema = source.rows(np.empty(0, dtype=np.int64)).schema
     own = [field for field in schema if field.name not in OWN_COLUMNS]
     text = [field.name for field in own if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]

@@ -30,6 +30,7 @@ ScoreRows = Callable[[str], tuple[str, NDArray[np.floating[Any]]]]  # target -> 
 
 ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
 PRINTED = 100
+SHORT = 32  # tokens: the relevance of shorter rows is noisy
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,11 +114,19 @@ def score(
     if top is None and not bottom:
         asked = "all"
     if out is not None:
-        _write(artifact, values_N, chosen, out, by)
+        write_ranked(artifact, values_N, chosen, out, by)
+    notes = [said]
+    first = min(PRINTED, len(chosen))
+    if short := short_rows(row_tokens(artifact), chosen[:first]):
+        notes.insert(
+            0,
+            f"{short:,} of {'these' if first == len(chosen) else f'the first {first:,}'} rows have fewer than {SHORT} "
+            f"tokens, and their relevance is noisy: min_tokens {SHORT} passes over them",
+        )
     return RankedRows(
         _rows(artifact, chosen if out is None else chosen[:0], values_N, by),
         f"{asked} of {len(order):,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
-        (said,),
+        tuple(notes),
         by=by,
         shown=(by, "row_id", *shown, "snippet"),
         lines=len(chosen),
@@ -153,7 +162,12 @@ def ranked(values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | 
     return rows[np.argsort(-values_N[rows], kind="stable")]
 
 
-def _write(
+def short_rows(tokens_N: NDArray[np.int64], row_index: NDArray[np.int64]) -> int:
+    """How many of some rows are too short for their relevance to be trusted; 0 where all rows are, as images are."""
+    return int((tokens_N[row_index] < SHORT).sum()) if tokens_N.max() >= SHORT else 0
+
+
+def write_ranked(
     artifact: RowArrays, values_N: NDArray[np.floating[Any]], order: NDArray[np.int64], path: Path, by: str
 ) -> None:
     """Rows in order; Parquet some at a time. The file appears only when whole."""

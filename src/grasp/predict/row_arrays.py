@@ -84,6 +84,12 @@ def row_tokens(artifact: RowArrays) -> NDArray[np.int64]:
     )
 
 
+def row_documents(artifact: RowArrays) -> NDArray[np.int64]:
+    """The document of every row as a number, in order of first appearance, (N,)."""
+    names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
+    return np.asarray(names.combine_chunks().dictionary_encode().indices.to_numpy(), dtype=np.int64)
+
+
 def label_column(artifact: RowArrays, name: str) -> LabelColumn:
     """One label of every row."""
     return LabelColumn.of_batches(name, (batch.column(0) for batch in artifact.row_batches([name])))
