@@ -31,5 +31,5 @@ def demo(
     art = shlex.quote(str(made.artifact_path))
     print(f"Done in {time.monotonic() - begun:.0f} s. Everything lies in {out}. Ask it something yourself:")
     print(f"  grasp predict {art} --drop \"source = 'gsm8k'\"")
-    print(f"  grasp predict {art} --by domain --targets openbookqa")
+    print(f"  grasp predict {art} --by domain --target openbookqa")
     print(f"  grasp score {art} --target commonsense_qa --top 20 --min-tokens 32")
