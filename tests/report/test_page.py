@@ -290,9 +290,29 @@ def test_shares_over_checkpoints_add_up(parsed):
 
 
 def test_a_point_a_subset(text):
-    trust = text.partition('<section id="trust"')[2].partition("</section>")[0]
+    trust = text.partition('<section id="trust"')[2].partition("Would more runs help?")[0]
     assert trust.count("<svg") == 2
     assert trust.count("<circle") == 2 * 24
+
+
+def test_what_more_runs_teach_is_drawn_and_told(text, parsed):
+    """Of 24 runs 16 are left out, so up to 8 are learned from; 0: relevance alone."""
+    more = text.partition("Would more runs help?")[2].partition("</section>")[0]
+    assert more.count("<svg") == 2
+    assert more.count("<circle") == 2 * 3
+    assert re.search(r"sciq: rho \S+ without runs, \S+ with 8 runs", parsed.text)
+
+
+def test_the_page_opens_on_the_label_of_its_mixture(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    asked = ("--by", "format", "--target", "sciq", "--out", tmp_path / "m.parquet")
+    succeed("mix", artifact.path, *asked)
+    assert findings(artifact, default_protocol(), Question()).labels[0].slices.label == "topic"
+    found = findings(artifact, default_protocol(), Question(mixture=tmp_path / "m.json"))
+    assert [label.slices.label for label in found.labels] == ["format", "topic"]
+    named = findings(artifact, default_protocol(), Question(mixture=tmp_path / "m.json", by=("topic", "format")))
+    shown = payload.payload(named)["labels"]
+    assert [any(preset["given"] for preset in label["presets"]) for label in shown] == [False, True]
 
 
 # the first screen

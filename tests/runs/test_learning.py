@@ -17,7 +17,7 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.verb import predict
 from grasp.runs.imported import row_weights, runs_beside
-from grasp.runs.learning import learn, learning_from
+from grasp.runs.learning import learn, learning_curve, learning_from
 from grasp.runs.table import RunTable
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
@@ -60,6 +60,19 @@ def imported(values=TOPICS, n=30, metric="sciq/acc", **fields):
     shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(values)})
     results = pa.table({"run": names, metric: 0.2 + 0.1 * np.log(share_RG[:, 1] + 0.02)})
     return grasp.import_runs(shares, results, label="topic", **fields), share_RG
+
+
+def test_a_learning_curve_rises_where_relevance_says_nothing_and_ends_where_runs_do(artifact):
+    runs, _ = imported()
+    names = artifact.targets
+    expected = learn(Predictor.of(artifact, PROTOCOL, names[:1]), artifact, runs)
+    curve = learning_curve(expected)
+    assert curve.counts == (0, 4, 8, 16)
+    assert curve.rho_KT.shape == curve.spread_KT.shape == (4, 1)
+    assert curve.rho_KT[-1, 0] > max(0.7, curve.rho_KT[0, 0] + 0.2)
+    np.testing.assert_array_equal(curve.rho_KT, learning_curve(expected).rho_KT)
+    few, _ = imported(n=15)
+    assert learning_curve(learn(Predictor.of(artifact, PROTOCOL, names[:1]), artifact, few)) is None
 
 
 def test_every_verb_says_the_same_and_the_corpus_is_certain(artifact, environment, ask):

@@ -16,13 +16,21 @@ def info(
 ) -> None:
     """Print what is in an artifact, or how good a scorer is."""
     from grasp.artifact.inspection import info as describe
+    from grasp.artifact.remote import remote_url
     from grasp.choose.scorer import is_scorer, read_card
+    from grasp.errors import ArtifactError
+    from grasp.files import kind_of
 
     if is_scorer(path):
         card = read_card(path)
         print(json_text(card.model_dump(mode="json")) if as_json else card)
         return
-    found = describe(path)
+    try:
+        found = describe(path)
+    except ArtifactError as err:
+        if remote_url(path) is not None or kind_of(path) != "nothing":
+            raise
+        raise ArtifactError(f"{err}; a scorer is there once `grasp distil` has ended") from err
     if as_json:
         print(json_text(found.to_dict()))
         return

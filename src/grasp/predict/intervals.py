@@ -12,6 +12,7 @@ from grasp.predict.row_arrays import F64
 from grasp.predict.weights import Weights
 
 COVERAGE = 0.9
+OUTSIDE = "outside of what the runs covered"
 NAMED = 3  # subsets in a sentence
 
 
@@ -55,7 +56,7 @@ class Outside:
         if not self._count:
             return ()
         more = f" and {self._count - len(self._first):,} more" if self._count > len(self._first) else ""
-        return (f"outside of what the runs covered, so the interval is wider: {'; '.join(self._first)}{more}",)
+        return (f"{OUTSIDE}, so the interval is wider: {'; '.join(self._first)}{more}",)
 
 
 class Expectation(Protocol):

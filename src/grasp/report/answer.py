@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.predict.intervals import OUTSIDE
 from grasp.report import views
 from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
 from grasp.report.texts import interval, number, signed
@@ -50,8 +51,10 @@ def _named(label: LabelFindings, votes_G: NDArray[np.integer[Any]], value_G: NDA
 
 
 def answers(found: Findings, targets: Sequence[str]) -> list[View]:
-    """One a target."""
-    return [_answer(found, t, target) for t, target in enumerate(targets)]
+    """One a target; where they are in different units, each short line says which."""
+    views = [_answer(found, t, target) for t, target in enumerate(targets)]
+    several = len({view["best"]["unit"] for view in views}) > 1
+    return [view | {"short_unit": view["best"]["unit"] if several else ""} for view in views]
 
 
 def _answer(found: Findings, t: int, target: str) -> View:
@@ -82,7 +85,9 @@ def _best(found: Findings, t: int) -> View:
     if not isinstance(found.selection, Missing):
         for one in found.selection.targets:
             if one.target == found.targets[t]:
-                outside, share = "", found.selection.rows / found.built.n_rows
+                share = found.selection.rows / found.built.n_rows
+                said = next((note for note in found.selection.notes if note.startswith(OUTSIDE)), "")
+                outside = said.partition(" (")[2].removesuffix(")")
                 known = one.nats is not None
                 runs_unit = found.selection.runs_unit or "nats"
                 unit = NATS.get(runs_unit, plain(runs_unit)) if known else plain(found.selection.scale)

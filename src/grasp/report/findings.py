@@ -33,7 +33,7 @@ from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.compare import Agreement, agreement
 from grasp.runs.environment import Environment
-from grasp.runs.learning import Expected, learn
+from grasp.runs.learning import Expected, LearningCurve, learn, learning_curve
 from grasp.settings import read_yaml, yaml_text
 
 BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth
@@ -143,6 +143,7 @@ class Findings:
     lacking: tuple[Missing, ...]
     trends: tuple[LabelTrend, ...] | Missing
     retraining: Retraining | Missing
+    curve: LearningCurve | None
     selection: SelectionSummary | Missing
     mixture: MixtureSummary | Missing
     suspects: ShownSuspects | Missing
@@ -164,7 +165,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
     selection = NO_SELECTION if kept is None else read_summary(SelectionSummary, kept, artifact)
     mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)
     tokens_N = row_tokens(artifact)
-    names = tuple(question.by) or sensible_labels(artifact)
+    names = tuple(question.by) or _labels(artifact, mixture)
     table = LabelTable(artifact.rows_path)
     retraining = _retraining(artifact, protocol, targets, question)
     predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
@@ -200,6 +201,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         lacking=tuple(part for part in maybe if isinstance(part, Missing)),
         trends=trends,
         retraining=retraining,
+        curve=learning_curve(nats) if isinstance(nats, Expected) else None,
         selection=selection,
         mixture=mixture,
         suspects=suspects,
@@ -264,6 +266,12 @@ def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> B
 
 
 # ------------------------------------------------------------------------------------------------ labels
+
+
+def _labels(artifact: ArtifactReader, mixture: MixtureSummary | Missing) -> tuple[str, ...]:
+    """Labels that nobody asked for by name: that of the mixture first, for the page opens on the first."""
+    first = () if isinstance(mixture, Missing) else (mixture.label,)
+    return tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
 
 
 def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: Expected | None) -> LabelFindings:

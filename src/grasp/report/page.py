@@ -62,7 +62,7 @@ def render(found: Findings, live: str = "") -> str:
         version=grasp.__version__,
         live=live,
         policy=_policy(script, live),
-        style=markupsafe.Markup(_resource("style.css")),
+        style=style(),
         script=markupsafe.Markup(script),
         data=_data(payload(found)),
     )
@@ -90,6 +90,11 @@ def _data(value: Any) -> Any:
 
 def _resource(file: str) -> str:
     return files("grasp.report").joinpath("templates", file).read_text(encoding="utf-8")
+
+
+def style() -> Any:
+    """The style sheet of every page."""
+    return markupsafe.Markup(_resource("style.css"))
 
 
 @functools.cache
@@ -133,7 +138,9 @@ def _context(found: Findings) -> View:
         "trust_notes": _trust_notes(found),
         "map": _map(found),
         "rows": _rows(found, targets),
-        "fidelity": None if isinstance(found.retraining, Missing) else views.fidelity(found.retraining),
+        "fidelity": None
+        if isinstance(found.retraining, Missing)
+        else views.fidelity(found.retraining, found.nats, found.curve),
         "selection": None if isinstance(found.selection, Missing) else views.selection(found.selection),
         "mixture": None if isinstance(found.mixture, Missing) else views.mixture(found.mixture),
         "suspects": None if isinstance(found.suspects, Missing) else suspects_view(found.suspects),

@@ -62,10 +62,12 @@ def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:
     if not isinstance(mixture, Missing) and mixture.label == label.slices.label:
         times = {one.value: one.proposed / one.now if one.now else 1.0 for one in mixture.slices}
         percent = [round(100 * min(times.get(one, 1.0), MOST_TIMES)) for one in label.slices.names]
-        presets.append({"name": "The mixture of grasp mix", "percent": percent})
+        cut = f", cut at {MOST_TIMES:.0%}" if max(times.values()) > MOST_TIMES else ""
+        presets.append({"name": f"The mixture of grasp mix{cut}", "percent": percent, "given": True})
     votes_G = signs(label, list(range(len(found.targets))))[0].sum(axis=1)
     if (votes_G < 0).any() and (votes_G >= 0).any():
-        presets.append({"name": "Without what costs", "percent": np.where(votes_G < 0, 0, 100).tolist()})
+        percent = np.where(votes_G < 0, 0, 100).tolist()
+        presets.append({"name": "Without what costs", "percent": percent, "given": False})
     return presets
 
 

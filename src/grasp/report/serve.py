@@ -22,7 +22,7 @@ from grasp.extras import require
 from grasp.predict.protocol import default_protocol
 from grasp.report.ask import LISTS, VERBS, Answer, Ask
 from grasp.report.findings import Question, findings
-from grasp.report.page import render, template
+from grasp.report.page import render, style, template
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.text import json_text, plain
@@ -166,7 +166,15 @@ def web(
         verb, arguments = request.query_params.get("verb", ""), _arguments(request)
         answer, status = answered(ask, verb, arguments) if verb else ({}, 200)
         text = template("ask.html").render(
-            name=artifact.where, forms=FORMS, examples=EXAMPLES, lists=LISTS, verb=verb, given=arguments, answer=answer
+            name=artifact.where,
+            style=style(),
+            forms=FORMS,
+            about={one: (inspect.getdoc(getattr(Ask, one)) or "").partition("\n")[0] for one in FORMS},
+            examples=EXAMPLES,
+            lists=LISTS,
+            verb=verb,
+            given=arguments,
+            answer=answer,
         )
         return HTMLResponse(text, status, headers=HEADERS | {"Content-Security-Policy": ASK_POLICY})
 

@@ -3,7 +3,7 @@
 Shape letters: G slices, T targets, C checkpoints, B subsets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.predict.row_arrays import F64
-from grasp.report.findings import Retraining
+from grasp.report.findings import Missing, Retraining
 from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend
 from grasp.runs.compare import Agreement, TargetPoints
 from grasp.runs.evaluate import Evaluation, MethodResult
+from grasp.runs.learning import DRAWS, Expected, LearningCurve
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.text import LONGEST_CELL, different, name, plain
 
@@ -76,8 +77,8 @@ def trends(trend: LabelTrend, names: Sequence[str], targets: Sequence[str]) -> l
 # ------------------------------------------------------------------------------------------------- trust
 
 
-def fidelity(retraining: Retraining) -> View:
-    """What ships beside retraining, a scatter a target, and other methods."""
+def fidelity(retraining: Retraining, nats: Expected | Missing, curve: LearningCurve | None) -> View:
+    """What ships beside retraining, a scatter a target, what more runs teach, and other methods."""
     known = retraining.agreement
     report = known.report
     (own,) = [one for one in report.methods if one.method == known.protocol]
@@ -95,7 +96,40 @@ def fidelity(retraining: Retraining) -> View:
         "notes": [plain(note) for note in (*report.marks(), *report.notes)],
         "points": [_scatter(points, metrics[points.target]) for points in known.points],
         "settings": retraining.settings,
+        "draws": DRAWS,
+        "curves": [] if curve is None or isinstance(nats, Missing) else _curves(curve, nats.columns, metrics),
     }
+
+
+def _curves(curve: LearningCurve, columns: Mapping[str, int], metrics: Mapping[str, TargetMetrics]) -> list[View]:
+    """A learning curve a target, in the pixels of a figure, with the ceiling where there is one."""
+    low_KT, high_KT = curve.rho_KT - curve.spread_KT, curve.rho_KT + curve.spread_KT
+    least = min(0.0, float(low_KT.min(initial=0.0)))
+    left_K = np.linspace(LEFT + 10, RIGHT - 10, len(curve.counts))
+
+    def up(rho: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * (min(rho, 1.0) - least) / (1.0 - least)
+
+    views = []
+    for target, t in columns.items():
+        row = next((row for theirs, row in metrics.items() if theirs.partition("@")[0] == target), None)
+        ceiling = None if row is None else row["task_ceiling"].value
+        ends = [f"{number(float(curve.rho_KT[k, t]), 2)} with {curve.counts[k]} runs" for k in (0, -1)]
+        views.append(
+            {
+                "caption": f"{name(target)}: rho " + ", ".join(ends).replace(" with 0 runs", " without runs"),
+                "dots": [
+                    [f"{x:.1f}", *(f"{up(float(y)):.1f}" for y in ends), count]
+                    for x, count, *ends in zip(
+                        left_K, curve.counts, curve.rho_KT[:, t], low_KT[:, t], high_KT[:, t], strict=True
+                    )
+                ],
+                "ceiling": None if ceiling is None else f"{up(ceiling):.1f}",
+                "y0": signed(least, 1) if least else "0",
+                "line": [name(target), *(signed(float(rho), 2) for rho in curve.rho_KT[:, t])],
+            }
+        )
+    return views
 
 
 def _unfinished(known: Agreement) -> str:

@@ -26,11 +26,15 @@ from grasp.runs.covariance import Features
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learned import Learned
+from grasp.runs.metrics import spearman
 from grasp.runs.scored import Scored
 from grasp.runs.table import RunTable
+from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 FAR = 1 + 1e-6
+COUNTS, DRAWS = (4, 8, 16, 32), 4  # runs of a learning curve, and how often so many are drawn
+LEFT_OUT = 12, 256  # runs that are ranked, at least and at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ class Expected:
     known: Known
     learned: Learned
     columns: Mapping[str, int]  # target -> its task among those learned
+    runs: Features
+    utility_RST: F64
     coverage: float = COVERAGE
 
     def of(self, weights: Weights) -> NatsTable:
@@ -111,6 +117,42 @@ class Expected:
     def _chosen(self) -> list[int]:
         targets = self.known.predictor.targets
         return [targets.index(name) for name in sorted(self.columns, key=self.columns.__getitem__)]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningCurve:
+    """How well a few runs, drawn at random, rank the runs that were not drawn: rank correlation with what came out.
+
+    Attributes:
+        counts: runs that were learned from, (K,); 0: relevance alone. Every count ranks the same runs.
+        rho_KT: mean over the draws, by task as in `Expected.columns`.
+        spread_KT: standard deviation over the draws.
+    """
+
+    counts: tuple[int, ...]
+    rho_KT: F64
+    spread_KT: F64
+
+
+def learning_curve(expected: Expected) -> LearningCurve | None:
+    """Would more runs help? None with too few runs to leave some out. Learns from 32 of them at most: seconds."""
+    runs, utility_RST = expected.runs, expected.utility_RST
+    counts = [k for k in COUNTS if k + LEFT_OUT[0] <= len(runs)]
+    if not counts:
+        return None
+    realized_RT = np.nanmean(utility_RST, axis=1)
+    rho_KDT = np.full((1 + len(counts), DRAWS, realized_RT.shape[1]), np.nan)
+    for d in range(DRAWS):
+        order = stream(0, "learning curve", len(runs), d).permutation(len(runs))
+        rest = order[counts[-1] :][: LEFT_OUT[1]]
+        rho_KDT[0, d] = spearman(runs.relevance_BT[rest], realized_RT[rest])
+        for place, k in enumerate(counts, start=1):
+            if np.ptp(realized_RT[order[:k]], axis=0).min() > 0:  # nothing is learned from runs that are all alike
+                learned = learn_features(runs.take(order[:k]), utility_RST[order[:k]])
+                rho_KDT[place, d] = spearman(learned.predict(runs.take(rest))[0], realized_RT[rest])
+    known = np.flatnonzero(np.isfinite(rho_KDT).all(axis=(1, 2)))
+    rho_KDT = rho_KDT[known]
+    return LearningCurve(tuple([0, *counts][k] for k in known), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
 
 
 def learning_from(artifact: ArtifactReader, runs: Environment | RunTable | Path | str | None) -> FitIntervals | None:
@@ -146,6 +188,8 @@ def learn(
         known,
         learn_features(features, utility_RST),
         {name: t for t, name in enumerate(targets)},
+        features,
+        utility_RST,
         coverage,
     )
 

@@ -194,7 +194,8 @@
   }
 
   function buildResults() {
-    const line = (name, weight) => element("tr", {}, element("th", { scope: "row" }, ...breakable(name)), element("td", {}, weight),
+    const line = (name, weight) => element("tr", {}, element("th", { scope: "row" }, ...breakable(name)),
+      element("td", { hidden: targets.length === 1 }, weight),
       element("td", { className: "plot" }, element("span", { className: "bar" }, element("i"), element("b"))),
       element("td", {}, element("span", { className: "num" }), element("small", { className: "ci num" })));
     const several = targets.length > 1;
@@ -256,7 +257,7 @@
     $("whatif-warning").hidden = !(times > 1 + 1e-6);
     $("whatif-warning").textContent = `Beyond the runs, so the interval is wider: ${times.toFixed(1)} times as far from the corpus as any of them.`;
     const which = inNats ? DATA.taughtUnit : DATA.plainUnit;
-    $("whatif-unit").textContent = `against the whole corpus, ${which}`;
+    $("whatif-unit").textContent = `Change against the whole corpus, ${which}`;
     $("whatif-note").textContent = DATA.taught ? `Intervals: ${DATA.title}. Grey: the interval holds zero, or there are no runs.`
       : "Grey: without retrained models there is no interval.";
   }
@@ -312,6 +313,7 @@
   addEventListener("hashchange", fromAddress);
   root.hidden = false;
   buildResults();
-  if (!fromAddress()) choose(0);
+  const given = labels.findIndex((model) => model.presets.some((preset) => preset.given));
+  if (!fromAddress()) choose(Math.max(0, given)); // the label of the mixture, if there is one
   else $("whatif").scrollIntoView();
 })();
