@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from playwright.sync_api import Browser, sync_playwright
 
@@ -74,7 +74,7 @@ def main() -> int:
                 )
                 print(
                     f"{page} {width} {scheme}: {found['interactive']} ms, a slider {found['slider']} ms, "
-                    f"{max(0, found['over'])} px too wide, axe: {said or 'nothing'}"
+                    f"{max(0, found['over'])} px too wide, axe: {', '.join(rules) or 'nothing'}"
                 )
         browser.close()
     return 0 if fit else 1

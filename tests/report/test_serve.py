@@ -222,7 +222,7 @@ def test_the_pages_take_no_text_for_their_own(port):
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert "{{7*7}}" in re.sub("<[^>]+>", "", form)
     assert 'value="facts-2"' in form
-    assert "rgba(" in form
+    assert "color-mix(" in form
 
 
 def test_a_port_that_is_taken(art):
