@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from playwright.sync_api import Browser, sync_playwright
 
@@ -69,9 +69,7 @@ def main() -> int:
                 found = looked_at(browser, address, width, scheme, axe, asked.shots)
                 grave = [rule for rule in found["rules"] if rule["impact"] in GRAVE]
                 fit &= not grave and found["over"] <= 0 and found["interactive"] <= SLOWEST
-                said = ", ".join(
-                    f"{rule['id']} ({rule['impact']}) {rule['nodes'][0]['target']}" for rule in found["rules"]
-                )
+                rules = [f"{rule['id']} ({rule['impact']}) {rule['nodes'][0]['target']}" for rule in found["rules"]]
                 print(
                     f"{page} {width} {scheme}: {found['interactive']} ms, a slider {found['slider']} ms, "
                     f"{max(0, found['over'])} px too wide, axe: {', '.join(rules) or 'nothing'}"
