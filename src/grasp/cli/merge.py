@@ -20,7 +20,7 @@ Examples:
 
 @command(EXAMPLES)
 def merge(
-    parts: list[str] = typer.Argument(..., metavar="ART...", help="Two or more artifacts, in the order of the rows."),
+    parts: list[str] = typer.Argument(..., metavar="ART", help="Two or more artifacts, in the order of the rows."),
     out: Path = typer.Option(..., "--out", metavar="DIR", help="New directory for the artifact."),
     quiet: Quiet = False,
 ) -> None:

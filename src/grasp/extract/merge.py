@@ -6,14 +6,15 @@ totals, what was left out) is computed again for all rows. Texts, tokens and kep
 """
 
 import hashlib
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import grasp
@@ -106,21 +107,23 @@ def _unit_differences(then: pa.Table, now: pa.Table) -> Iterator[str]:
 
 
 def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
-    """See that no row is in two parts."""
-    columns = [
-        pa.table({"row_id": batch.column(0).cast(pa.string()), "part": pa.array(np.full(batch.num_rows, k))})
-        for k, part in enumerate(parts)
-        for batch in part.row_batches(["row_id"])
-    ]
-    counts = pa.concat_tables(columns).group_by("row_id", use_threads=False)
-    shared = counts.aggregate([("part", "min"), ("part", "max"), ("part", "count")])
-    shared = shared.filter(pc.greater(shared["part_count"], 1))
-    if shared.num_rows:
-        row = shared.slice(0, 1).to_pylist()[0]
+    """See that no row is in two parts. DuckDB counts the names and spills to disk, so any number of them will do."""
+    every = " UNION ALL ".join(
+        f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))
+    )
+    with tempfile.TemporaryDirectory(prefix="grasp-merge-") as spill:
+        config = {"temp_directory": spill, "memory_limit": "512MB", "threads": 2}
+        with duckdb.connect(config=config) as connection:
+            found = connection.execute(
+                "SELECT row_id, min(part), max(part), count(*) OVER () "
+                f"FROM ({every}) GROUP BY row_id HAVING count(*) > 1 ORDER BY min(part), row_id LIMIT 1",
+                [str(part.rows_path) for part in parts],
+            ).fetchone()
+    if found is not None:
+        name, first, last, count = found
         raise ArtifactError(
-            f"row_id {row['row_id']!r} is in {parts[row['part_min']].where} and in {parts[row['part_max']].where} "
-            f"({shared.num_rows:,} such rows in all); name each row once: with --id-column, or without the documents "
-            "that both have"
+            f"row_id {name!r} is in {parts[first].where} and in {parts[last].where} ({count:,} such rows in all); name "
+            "each row once: with --id-column, or without the documents that both have"
         )
 
 
