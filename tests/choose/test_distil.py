@@ -1,8 +1,12 @@
 """A scorer is learned from a small artifact, judged on rows that it did not see, and applied to any corpus."""
 
 import json
+import os
 import shutil
+import signal
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +21,7 @@ from grasp.choose import apply as applying
 from grasp.choose import ngrams
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
 from grasp.choose.scorer import CARD, WEIGHTS, Scorer
-from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsError
+from grasp.errors import ArtifactError, CorpusError, EngineError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from tests.cli.grasp_command import run, succeed
 from tests.corpus.world import write_jsonl, write_parquet
@@ -224,6 +228,35 @@ def test_a_run_that_was_killed_goes_on_behind_what_is_written(place, tmp_path, m
     before = len(scored)
     assert grasp.apply(place, path, out).documents == len(DOCUMENTS)
     assert len(scored) == before
+
+
+class Deadly(Scorer):
+    """Ends the process that it scores in, as a lack of memory does."""
+
+    def score(self, texts):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_said_and_the_same_command_goes_on(place, corpus, tmp_path):
+    deadly = Deadly(**vars(Scorer.open(place)))
+    with pytest.raises(EngineError, match="a process was killed; if memory ran out, take fewer --workers"):
+        grasp.apply(deadly, corpus, tmp_path / "out", workers=2)
+    grasp.apply(place, corpus, tmp_path / "out", workers=2)
+    np.testing.assert_array_equal(scores_of(tmp_path / "out")["score"], Scorer.open(place).score(DOCUMENTS)[0])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), max_size=40), st.integers(0, 40), st.integers(1, 9))
+def test_the_best_are_those_of_a_stable_sort_however_many_are_read_at_once(scores, count, step):
+    count = min(count, len(scores))
+    score_M = np.array(scores, np.float32)
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(applying, "_scores", lambda _: iter(np.array_split(score_M, 3)))
+        (edge,) = applying._of_rank(Path(place), len(scores), [count])
+        best = applying._Best(Path(place), edge, count)
+        kept_M = [best(start, start + step) for start in range(0, len(scores), step)]
+    expected = np.sort(np.argsort(-score_M, kind="stable")[:count])
+    np.testing.assert_array_equal(np.flatnonzero(np.concatenate([*kept_M, np.empty(0, bool)])), expected)
 
 
 def test_another_corpus_or_a_foreign_directory_is_refused(place, corpus, tmp_path):

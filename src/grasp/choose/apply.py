@@ -2,13 +2,16 @@
 
 The corpus is cut into lanes, which several processes share: a range of rows of a Parquet file, a whole file of JSON
 lines. A lane is written part by part; after a kill what is written stays, and the rest goes on behind it. Memory is a
-part's scores and a batch of texts, however long the corpus is.
+part's scores and a batch of texts for each process, however long the corpus is.
 """
 
 import json
+import math
 import multiprocessing
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.choose.amounts import parse_budget
-from grasp.choose.corpus_rows import Kept
 from grasp.choose.export import check_place, write_documents
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
@@ -38,7 +40,7 @@ from grasp.corpus.sources import (
     open_source,
     parquet_rows,
 )
-from grasp.errors import CorpusError, SettingsError
+from grasp.errors import CorpusError, EngineError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.files import DirectoryLock, differences, own_directory, remove_parts, write_whole, written_aside
 from grasp.results import Result
@@ -124,15 +126,20 @@ def apply(
         _same_as_before(out, scorer, source, settings)
         remove_parts(out)
         _score_all(lanes, scorer, settings, out, workers, progress)
-        score_M, unfamiliar = _written(out)
-        notes = _notes(scorer, unfamiliar / max(1, len(score_M)))
+        documents, unfamiliar = _counted(out)
+        notes = _notes(scorer, unfamiliar / max(1, documents))
+        kept = 0 if budget is None else budget.of(documents, up=True)
+        ranks = [math.ceil(share * documents) for share in CUTS]
+        *least, edge = _of_rank(out, documents, [*ranks, kept])
         if budget is not None:
             progress.stage("copying the best", rows=None, tokens=None)
-            notes.insert(0, _keep(settings, score_M, budget.of(len(score_M), up=True), out / KEPT))
-    quantiles = [float(np.quantile(score_M, 1 - share)) if len(score_M) else None for share in CUTS]
-    table = pa.table({"best": [f"{share:.0%}" for share in CUTS], "score at least": pa.array(quantiles, pa.float64())})
-    headline = f"{out}: {len(score_M):,} documents scored for {scorer.card.target}"
-    return Applied(table, headline, tuple(notes), path=out, documents=len(score_M))
+            export = write_documents(
+                settings, _Best(out, edge, kept), 0, out / KEPT, "parquet", {"chosen by": "grasp apply"}
+            )
+            notes.insert(0, f"{out / KEPT}: the best {export.records:,} documents, whole and as they were")
+    table = pa.table({"best": [f"{share:.0%}" for share in CUTS], "score at least": pa.array(least, pa.float64())})
+    headline = f"{out}: {documents:,} documents scored for {scorer.card.target}"
+    return Applied(table, headline, tuple(notes), path=out, documents=documents)
 
 
 def _notes(scorer: Scorer, share: float) -> list[str]:
@@ -199,35 +206,44 @@ def _score_all(
             _score_lane(lane, scorer, settings, out, lambda n: progress.advance(n, 0))
         return
     context = multiprocessing.get_context("spawn")  # threads of the caller do not survive a fork
-    done = context.Value("q", 0)
-    with context.Pool(min(workers, max(1, len(lanes))), _begin, (done,)) as pool:
-        waiting = [pool.apply_async(_in_process, (lane, scorer, settings, out)) for lane in lanes]
-        pool.close()
-        told = 0
-        while any(not one.ready() for one in waiting):
-            time.sleep(BEAT)
-            progress.advance(done.value - told, 0)
-            told = done.value
-        for one in waiting:
-            one.get()
+    done, told = context.Value("q", 0), 0
+    with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(done, scorer)) as pool:
+        left = {pool.submit(_in_process, lane, settings, out) for lane in lanes}
+        try:
+            while left:
+                ended, left = wait(left, timeout=BEAT, return_when=FIRST_EXCEPTION)
+                for one in ended:
+                    one.result()
+                progress.advance(done.value - told, 0)
+                told = done.value
+        except BrokenProcessPool as err:
+            raise EngineError(
+                f"{out}: a process was killed; if memory ran out, take fewer --workers; the same command goes on "
+                "behind what is written"
+            ) from err
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _rows_of(lanes: Sequence[_Lane]) -> int:
     return sum((lane.stop or 0) - lane.start for lane in lanes)
 
 
-_done: Any = None  # documents that all processes of a pool have scored
+_given: tuple[Any, Scorer] | None = None  # documents that all processes have scored, and by what
 
 
-def _begin(done: Any) -> None:
-    global _done  # noqa: PLW0603 - a pool hands shared memory on in no other way
-    _done = done
+def _begin(done: Any, scorer: Scorer) -> None:
+    global _given  # noqa: PLW0603 - a pool hands shared memory on in no other way
+    _given = done, scorer
 
 
-def _in_process(lane: _Lane, scorer: Scorer, settings: CorpusSettings, out: Path) -> None:
+def _in_process(lane: _Lane, settings: CorpusSettings, out: Path) -> None:
+    assert _given is not None
+    done, scorer = _given
+
     def count(documents: int) -> None:
-        with _done.get_lock():
-            _done.value += documents
+        with done.get_lock():
+            done.value += documents
 
     _score_lane(lane, scorer, settings, out, count)
 
@@ -371,20 +387,57 @@ def _named(
 # ---------------------------------------------------------------------------------------------------- what was written
 
 
-def _written(out: Path) -> tuple[NDArray[np.float32], int]:
-    """The scores of all documents in the order of the corpus, and how many are unlike what was learned from."""
-    scores, unfamiliar = [np.empty(0, np.float32)], 0
-    for path in sorted(out.glob(PARTS)):
-        part = pq.read_table(path, columns=[SCORE, UNFAMILIAR])
-        scores.append(part[SCORE].to_numpy())
-        unfamiliar += pc.sum(part[UNFAMILIAR]).as_py() or 0
-    return np.concatenate(scores), unfamiliar
+def _parts(out: Path) -> list[Path]:
+    """All parts, in the order of the corpus."""
+    return sorted(out.glob(PARTS), key=lambda path: [int(number) for number in path.stem.split("-")[1:]])
 
 
-def _keep(settings: CorpusSettings, score_M: NDArray[np.float32], count: int, out: Path) -> str:
-    """Copy the best documents; of equal ones the first."""
-    best = np.sort(np.argsort(-score_M, kind="stable")[:count])
-    mask_M = np.zeros(len(score_M), dtype=np.bool_)
-    mask_M[best] = True
-    export = write_documents(settings, Kept(mask_M, (), 0, 0, 0), out, "parquet", {"chosen by": "grasp apply"})
-    return f"{out}: the best {export.records:,} documents, whole and as they were"
+def _scores(out: Path) -> Iterator[NDArray[np.float32]]:
+    """The scores of all documents in the order of the corpus, some at a time."""
+    for path in _parts(out):
+        with pq.ParquetFile(path) as part:
+            for batch in part.iter_batches(columns=[SCORE]):
+                yield batch.column(0).to_numpy()
+
+
+def _counted(out: Path) -> tuple[int, int]:
+    """Documents, and how many of them are unlike what was learned from."""
+    documents = unfamiliar = 0
+    for path in _parts(out):
+        marks = pq.read_table(path, columns=[UNFAMILIAR])[UNFAMILIAR]
+        documents += len(marks)
+        unfamiliar += pc.sum(marks).as_py() or 0
+    return documents, unfamiliar
+
+
+def _of_rank(out: Path, documents: int, ranks: Sequence[int]) -> list[float | None]:
+    """The first, second, ... best score; None for rank 0. They are put in order on disk, so any number will do."""
+    if not any(ranks):
+        return [None for _ in ranks]
+    with tempfile.TemporaryFile(dir=out) as file:
+        score_M = np.memmap(file, np.float32, "w+", shape=(documents,))
+        start = 0
+        for score_n in _scores(out):
+            score_M[start : start + len(score_n)] = score_n
+            start += len(score_n)
+        score_M.partition(sorted({documents - rank for rank in ranks if rank}))
+        return [float(score_M[documents - rank]) if rank else None for rank in ranks]
+
+
+class _Best:
+    """Whether documents are among the best; of equal ones the first are. Asked in the order of the corpus."""
+
+    def __init__(self, out: Path, edge: float | None, count: int) -> None:
+        self._edge = np.inf if edge is None else edge
+        self._equal = count - sum(int((score_n > self._edge).sum()) for score_n in _scores(out))
+        self._coming = _scores(out)
+        self._waiting = np.empty(0, np.float32)
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.bool_]:
+        while len(self._waiting) < stop - start and (more := next(self._coming, None)) is not None:
+            self._waiting = np.concatenate([self._waiting, more])
+        score_n, self._waiting = self._waiting[: stop - start], self._waiting[stop - start :]
+        equal_n = score_n == self._edge
+        kept_n = (score_n > self._edge) | (equal_n & (np.cumsum(equal_n) <= self._equal))
+        self._equal -= int((equal_n & kept_n).sum())
+        return np.asarray(kept_n)

@@ -20,9 +20,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.corpus_rows import Kept
 from grasp.corpus.packing import Row
-from grasp.corpus.sources import ArrowChunk, JsonRecord, open_source
+from grasp.corpus.sources import JsonRecord, open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import discard, entry_of, written_aside
@@ -38,6 +37,7 @@ OWN = ("row_id", "doc_id", "n_tokens")
 UNNEEDED = ("row_index", "loss", "snippet")  # columns of the row table that training has no use for
 
 Decode = Callable[[list[list[int]]], list[str]]
+IsKept = Callable[[int, int], NDArray[np.bool_]]  # of records [start, stop), asked for in order; fewer where they end
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,13 @@ def write_rows(
     return _written(out, kind, write, {**asked, **facts})
 
 
-def write_documents(corpus: CorpusSettings, kept: Kept, out: Path, kind: Format, asked: Mapping[str, Any]) -> Export:
+def write_documents(
+    corpus: CorpusSettings, kept: IsKept, tokens: int, out: Path, kind: Format, asked: Mapping[str, Any]
+) -> Export:
     """Copy the records of a corpus that are kept, whole and as they are.
 
+    Args:
+        tokens: in them; 0 where nobody counted.
     Raises:
         CorpusError: records that the format cannot hold.
         MissingExtraError: `datasets` is asked for and not installed.
@@ -122,16 +126,18 @@ def write_documents(corpus: CorpusSettings, kept: Kept, out: Path, kind: Format,
 
     def write(writer: _Writer) -> int:
         for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
-            if chunk.index >= len(kept.mask_M):
+            size = 1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows
+            known_M = kept(chunk.index, chunk.index + size)
+            if not len(known_M):
                 break
             if isinstance(chunk, JsonRecord):
-                if kept.mask_M[chunk.index]:
+                if known_M[0]:
                     writer.record(chunk.record)
-            elif (mask := _kept(chunk, kept.mask_M)).any():
-                batch = chunk.batch
+            elif known_M.any():
+                batch = chunk.batch.slice(0, len(known_M))
                 table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-                writer.table(table.filter(pa.array(mask)).replace_schema_metadata(None))
-        return kept.tokens
+                writer.table(table.filter(pa.array(known_M)).replace_schema_metadata(None))
+        return tokens
 
     return _written(out, kind, write, {**asked, "holds": "documents", "order": "of the corpus"})
 
@@ -287,13 +293,6 @@ class _Parquet:
         self._writer.write_table(table)
         self._in_file += table.num_rows
         self.n_records += table.num_rows
-
-
-def _kept(chunk: ArrowChunk, kept_M: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    out = np.zeros(chunk.batch.num_rows, dtype=np.bool_)
-    known = kept_M[chunk.index : chunk.index + len(out)]
-    out[: len(known)] = known
-    return out
 
 
 def _plain(value: object) -> object:

@@ -122,7 +122,8 @@ class Selection(Choice):
             )
         if ids is not None:
             write_ids(kept.names, Path(ids))
-        return write_documents(settings, kept, place, kind, asked | ({} if rule is None else {"documents": rule}))
+        asked |= {} if rule is None else {"documents": rule}
+        return write_documents(settings, lambda a, b: kept.mask_M[a:b], kept.tokens, place, kind, asked)
 
     def write_left_out(self, path: Path | str) -> int:
         """Write the rows that were not chosen, worst first, with labels and text; returns how many."""
