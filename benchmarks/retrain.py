@@ -25,9 +25,9 @@ WARM_UP = 5
 
 def seconds_a_step(recipe: TrainingRecipe, rows: InMemoryRows, n_models: int, steps: int, device: str) -> float:
     """Wall seconds of one step of `n_models` models, batches included."""
-    share = Share.of(rows.n_rows, recipe.batch_rows, None, None)
+    share = Share.of(rows.n_rows, recipe.batch_rows, None)
     orders = [
-        batch_order(share.kept_N, seed=k, batch_rows=recipe.batch_rows, first_step=0, last_step=steps + WARM_UP)
+        batch_order(share.often_N, seed=k, batch_rows=recipe.batch_rows, first_step=0, last_step=steps + WARM_UP)
         for k in range(n_models)
     ]
     trainer = Trainer(recipe, list(range(n_models)), device)
@@ -38,7 +38,7 @@ def seconds_a_step(recipe: TrainingRecipe, rows: InMemoryRows, n_models: int, st
         if trainer.step == WARM_UP:
             finish(device)
             began = time.perf_counter()
-        trainer.advance(batch, [share] * n_models)
+        trainer.advance(batch)
     finish(device)
     return (time.perf_counter() - began) / steps
 
