@@ -4,6 +4,7 @@
     python benchmarks/build.py --rows 256 --skip-memory
     python benchmarks/build.py --rows 2 --skip-memory --skip-speed        # the kernels alone, in a minute
     python benchmarks/build.py --rows 64 --skip-memory --skip-speed --skip-kernels --profile     # where the time goes
+    python benchmarks/build.py ... --profile --model DIR --corpus pool.parquet     # of a model and documents of yours
 
 The model is a Phi of 18 M parameters, 2 M of them body and 8 M each embedding and head, with a vocabulary of 50,304
 and a head bias that follows Zipf's law, so that the largest probabilities fall on frequent tokens, as they do in
@@ -35,6 +36,7 @@ from transformers import PhiConfig, PhiForCausalLM
 from grasp.corpus.store import RowStore
 from grasp.extract.forward import PositionBatch, PositionSums, TokenKernel, forward_units
 from grasp.extract.local import build
+from grasp.extract.progress import Silent
 from grasp.features.extract import extract
 from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.positions import position_mask
@@ -60,8 +62,24 @@ def zipf(generator: np.random.Generator, size: Any) -> np.ndarray:
     return np.minimum(generator.zipf(1.2, size=size), VOCAB) - 1
 
 
-def write_world(root: Path, rows: int, length: int, units: int, unit_tokens: int) -> None:
+def write_world(root: Path, args: argparse.Namespace) -> None:
     generator = np.random.default_rng(0)
+    write_model(root / "model") if args.model is None else (root / "model").symlink_to(args.model.absolute())
+    if args.corpus is None:
+        write_rows(root / "corpus.parquet", args.rows, args.length, generator)
+    else:
+        documents = pq.read_table(args.corpus, columns=["text"])["text"].to_pylist()
+        long = [text[: 8 * args.length] for text in documents if len(text) >= 8 * args.length]
+        pq.write_table(pa.table({"text": long[: args.rows]}), root / "corpus.parquet")
+    for t in range(TARGETS):
+        with (root / f"target-{t}.jsonl").open("w") as file:
+            for i in range(args.units // TARGETS):
+                text = "".join(generator.choice(list("abcdefghij"), size=40 + args.unit_tokens))
+                line = {"task": f"target-{t}", "unit_id": f"{t}-{i}", "prompt": text[:40], "completion": text[40:]}
+                file.write(json.dumps(line) + "\n")
+
+
+def write_model(path: Path) -> None:
     torch.manual_seed(0)
     config = PhiConfig(
         vocab_size=VOCAB,
@@ -77,15 +95,8 @@ def write_world(root: Path, rows: int, length: int, units: int, unit_tokens: int
     model = PhiForCausalLM(config)
     model.lm_head.weight.data.mul_(0.5 / model.lm_head.weight.data.std() / config.hidden_size**0.5)
     model.lm_head.bias.data.copy_(-1.2 * torch.log(torch.arange(1, VOCAB + 1.0)))
-    model.save_pretrained(root / "model")
-    train_tokenizer(["a b c"], vocab_size=300).save_pretrained(root / "model")
-    write_rows(root / "corpus.parquet", rows, length, generator)
-    for t in range(TARGETS):
-        with (root / f"target-{t}.jsonl").open("w") as file:
-            for i in range(units // TARGETS):
-                text = "".join(generator.choice(list("abcdefghij"), size=40 + unit_tokens))
-                line = {"task": f"target-{t}", "unit_id": f"{t}-{i}", "prompt": text[:40], "completion": text[40:]}
-                file.write(json.dumps(line) + "\n")
+    model.save_pretrained(path)
+    train_tokenizer(["a b c"], vocab_size=300).save_pretrained(path)
 
 
 def write_rows(path: Path, rows: int, length: int, generator: np.random.Generator) -> None:
@@ -97,7 +108,7 @@ def settings_of(root: Path, corpus: Path, length: int, match: str, threads: int)
     return build_settings(
         {
             "model": {"path": str(root / "model"), "threads": threads},
-            "corpus": {"path": str(corpus), "max_length": length},
+            "corpus": {"path": str(corpus), "max_length": length, "max_rows_per_document": 1},
             "targets": {"names": [str(root / f"target-{t}.jsonl") for t in range(TARGETS)], "units_per_target": None},
             "features": MATCHES[match],
             "shard_rows": 256,
@@ -105,7 +116,7 @@ def settings_of(root: Path, corpus: Path, length: int, match: str, threads: int)
     )
 
 
-class Clock:
+class Clock(Silent):
     """Seconds of each stage of a build."""
 
     def __init__(self) -> None:
@@ -116,9 +127,6 @@ class Clock:
         now = time.perf_counter()
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._begun
         self._name, self._begun = name, now
-
-    def advance(self, rows: int, tokens: int) -> None:
-        pass
 
     def stop(self) -> dict[str, float]:
         self.stage("", rows=None, tokens=None)
@@ -239,12 +247,14 @@ PROFILED = {
     "body": ("models/causal_lm.py", "hidden"),
     "head, products": ("models/head.py", "linear_logits"),
     "probabilities, the largest of them": ("features/residuals.py", "sparse_residual"),
-    "sums for moments": ("build/forward.py", "add"),
-    "token kernel": ("features/token_match.py", "token_relevance"),
-    "input kernel": ("features/input_match.py", "input_relevance"),
+    "sums for moments": ("extract/forward.py", "_add"),
+    "gradients by hidden states": ("features/input_match.py", "hidden_gradient"),
+    "token and input kernels": ("features/token_match.py", "token_relevance"),
+    "shift kernel": ("features/shift_match.py", "shift_relevance"),
+    "neighbour kernel": ("features/neighbour_match.py", "neighbour_relevance"),
     "product sketch": ("features/product_sketch.py", "apply"),
     "pooling": ("features/pooling.py", "pool"),
-    "whitening": ("build/finish.py", "whiten"),
+    "whitening": ("extract/finish.py", "whiten"),
     "writing": ("artifact/writer.py", "write_shard"),
 }
 
@@ -367,6 +377,8 @@ def main() -> None:
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("--profile", action="store_true", help="say where the time of a build goes")
+    parser.add_argument("--model", type=Path, help="checkpoint in the place of the model that is made here")
+    parser.add_argument("--corpus", type=Path, help="Parquet with `text`: documents in the place of Zipf tokens")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
     steps: dict[str, tuple[bool, Callable[..., Any]]] = {
@@ -377,7 +389,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        write_world(root, args.rows, args.length, args.units, args.unit_tokens)
+        write_world(root, args)
         result = {name: step(root, args) for name, (skip, step) in steps.items() if not skip}
     print(table(result))
     if args.out is not None:
