@@ -117,15 +117,25 @@ def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(p
     again = named["moments drawn again"].numbers
     assert again["ranks"] == min(again[target] for target in plain.targets)
     # the same rows twice: nothing is drawn again
-    monkeypatch.setattr(redraw, "_two_samples", lambda artifact, seed: (np.arange(artifact.n_rows),) * 2)
+    monkeypatch.setattr(redraw, "_two_samples", lambda supervised_N, *_: (np.arange(len(supervised_N)),) * 2)
     same = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
     assert same.numbers["ranks"] == pytest.approx(1.0)
     assert same.verdict == "healthy"
     # moments of a single row are no moments
-    monkeypatch.setattr(redraw, "_two_samples", lambda artifact, seed: (np.array([0]), np.array([1])))
+    monkeypatch.setattr(redraw, "_two_samples", lambda *_: (np.array([0]), np.array([1])))
     shaky = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
     assert shaky.numbers["ranks"] < 0.95
     assert shaky.verdict == "look"
+
+
+def test_two_samples_of_moments_have_no_row_in_common_and_as_many_positions_with_loss():
+    supervised_N = np.array([50] + [5] * 40)
+    for seed in range(20):
+        first, second = redraw._two_samples(supervised_N, 60, seed)
+        assert not set(first) & set(second)
+        assert min(supervised_N[first].sum(), supervised_N[second].sum()) >= 60
+        first, second = redraw._two_samples(np.array([2, 90]), 60, seed)
+        assert len(first) == len(second) == 1
 
 
 @pytest.fixture(scope="module")

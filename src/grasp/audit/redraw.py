@@ -30,7 +30,7 @@ MOST_POSITIONS = 16_384  # of each sample: a draw of this size is less steady th
 class Redrawn:
     """Two rankings of the same rows, by moments of two samples that have no row in common."""
 
-    agreement: dict[str, float]  # by target: Spearman's rho over rows
+    agreement: dict[str, float]  # Spearman's rho over rows, by target; without those that have one score for all rows
     positions: int  # of the smaller sample
 
 
@@ -39,41 +39,50 @@ def redrawn(
 ) -> Redrawn:
     """Rank the rows of a sample twice, as the protocol counts them.
 
-    Each sample of moments has as many positions as the build's, if the corpus has twice as many rows, and no more than
+    Each sample of moments has as many positions as a build draws, if the corpus has twice as many, and no more than
     `MOST_POSITIONS`: where half of the corpus is less than the build read, rankings agree less than they would for it.
 
     Raises:
-        ArtifactError: the protocol ranks by a kernel without token moments, or rows are images.
+        ArtifactError: the protocol ranks by a kernel without token moments, rows are images, or nothing can be ranked.
     """
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
     kernels = list(kernel_weights(fitted))
     if "pooled" in kernels or origin.has_images or features.positions is None:
         raise ArtifactError("measured for texts, and kernels that look at positions: token, input, neighbour, shift")
+    samples = _two_samples(origin.rows.supervised(), origin.settings.features.moment_positions, seed)
+    if not all(len(sample) for sample in samples):
+        raise ArtifactError(f"measured for two rows and more; the corpus has {artifact.n_rows}")
     names = [unit.unit_id for unit in origin.units.units]
     units = forward_units(origin.model, origin.unit_tokens, names, origin.settings.features)
-    drawn = [_moments(artifact, origin, part) for part in _two_samples(artifact, seed)]
+    drawn = [_moments(origin, sample) for sample in samples]
     rankings = []
     for moments in drawn:
         kernel = _kernel(origin, units, moments, kernels)
         batches = features.positions.batches(len(features.row_index), origin.model.device)
         parts = [kernel.apply(batch) for batch in batches]
-        rankings.append(
-            _ranking(artifact, {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}, fitted)
-        )
-    agreement = [rank_agreement(first_N, second_N) for first_N, second_N in zip(*(r.T for r in rankings), strict=True)]
-    return Redrawn(dict(zip(artifact.targets, agreement, strict=True)), min(moments.token.count for moments in drawn))
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        rankings.append(_ranking(artifact, arrays, fitted))
+    pairs = zip(artifact.targets, *(ranking_NT.T for ranking_NT in rankings), strict=True)
+    agreement = {target: rank_agreement(first_N, second_N) for target, first_N, second_N in pairs}
+    known = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
+    if not known:
+        raise ArtifactError("measured where rows differ in relevance; here every target has one score for all")
+    return Redrawn(known, min(moments.token.count for moments in drawn))
 
 
-def _two_samples(artifact: ArtifactReader, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of either, uniform, in row order."""
-    built = int(artifact.moments["token.count"][0])
-    tokens = float(artifact.manifest.details["n_tokens"]) / artifact.n_rows
-    count = int(min(artifact.n_rows // 2, max(1, min(built, MOST_POSITIONS) // tokens)))
-    both = stream(seed, "audit", "moments").choice(artifact.n_rows, size=2 * count, replace=False)
-    return np.sort(both[:count]), np.sort(both[count:])
+def _two_samples(
+    supervised_N: NDArray[np.int64], positions: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Whole rows of either, uniform, in row order, until they hold `positions`; the half of all, if that is less."""
+    wanted = min(positions, MOST_POSITIONS, int(supervised_N.sum()) // 2)
+    order = stream(seed, "audit", "moments").permutation(len(supervised_N))
+    reached = np.concatenate([[0], np.cumsum(supervised_N[order])])
+    first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # a long row must leave the other sample one
+    second = max(int(np.searchsorted(reached, reached[first] + wanted)), first + 1)
+    return np.sort(order[:first]), np.sort(order[first:second])
 
 
-def _moments(artifact: ArtifactReader, origin: Origin, row_index: NDArray[np.int64]) -> PositionMoments:
+def _moments(origin: Origin, row_index: NDArray[np.int64]) -> PositionMoments:
     rows = origin.rows.rows(row_index)
     every = max(1, rows.n_tokens // STATES)
     return position_sums(origin.model, rows, origin.settings.features, every).moments()
@@ -89,8 +98,8 @@ def _kernel(origin: Origin, units: UnitFeatures, moments: PositionMoments, kerne
 def _ranking(artifact: ArtifactReader, arrays: dict[str, F32], fitted: ScoringProtocol) -> F64:
     """Score of every row for every target, (N, T): kernels in units of their own spread, added with their weights."""
     units = UnitSelection.of(artifact, artifact.targets)
-    total_NT = np.zeros((1, 1))
+    total_NT = np.zeros((len(next(iter(arrays.values()))), len(units.targets)))
     for kernel, weight in kernel_weights(fitted).items():
         score_NT = units.mean_per_task(counted(arrays[f"relevance_{kernel}"][:, units.columns_E], fitted.negative))
-        total_NT = total_NT + weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
+        total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
     return total_NT
