@@ -7,6 +7,7 @@ Shape letters: n rows of a block, N rows, E units, P predicted tokens of units, 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,7 @@ class Ngram(BlockMethod[NgramSettings]):
         return _Counted(material, grams, weight_CE, self.settings.order)
 
 
+@dataclass(frozen=True, slots=True)
 class _Grams:
     """The sequences of one length in units, and the contexts that they begin with, as numbers.
 
@@ -73,23 +75,30 @@ class _Grams:
         position, context, whole: of every predicted token of the units that has so long a context.
     """
 
-    def __init__(self, n: int, vocabulary: int, keys: list[I64], position: I64, context: I64, whole: I64) -> None:
-        self.n, self.vocabulary, self.keys = n, vocabulary, keys
-        self.position, self.context, self.whole = position, context, whole
-        self.n_contexts = len(keys[-2]) if n > 1 else 1
+    n: int
+    vocabulary: int
+    keys: list[I64]
+    position: I64
+    context: I64
+    whole: I64
+
+    @property
+    def n_contexts(self) -> int:
+        return len(self.keys[-2]) if self.n > 1 else 1
 
     @classmethod
     def of(cls, units: list[UnitTokens], n: int, vocabulary: int) -> "_Grams":
         """Those of the answers' tokens."""
-        all_ends = [(unit.input_ids, t) for unit in units for t in range(unit.first, len(unit.input_ids))]
-        ends = [(p, ids, t) for p, (ids, t) in enumerate(all_ends) if t >= n - 1]
-        token_Pn = np.array([ids[t - n + 1 : t + 1] for _, ids, t in ends], dtype=np.int64).reshape(-1, n)
-        context, code, keys = np.zeros(len(ends), np.int64), np.zeros(len(ends), np.int64), []
+        predicted = [(unit.input_ids, t) for unit in units for t in range(unit.first, len(unit.input_ids))]
+        position = [p for p, (_, t) in enumerate(predicted) if t >= n - 1]
+        sequences = [ids[t - n + 1 : t + 1] for ids, t in predicted if t >= n - 1]
+        token_Pn = np.array(sequences, dtype=np.int64).reshape(-1, n)
+        context, code, keys = np.zeros(len(position), np.int64), np.zeros(len(position), np.int64), []
         for depth in range(n):
             context = code
             known, code = np.unique(code * vocabulary + token_Pn[:, depth], return_inverse=True)
             keys.append(known)
-        return cls(n, vocabulary, keys, np.array([p for p, *_ in ends], dtype=np.int64), context, code)
+        return cls(n, vocabulary, keys, np.array(position, dtype=np.int64), context, code)
 
     def __len__(self) -> int:
         return self.n_contexts + len(self.keys[-1])
