@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 
 import grasp
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
-from grasp.audit.explain import Explainer, explain, row_index
+from grasp.audit.explain import Explainer, explain
 from grasp.audit.explanation import coloured, words
+from grasp.audit.parts import row_index
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_position_moments
@@ -24,10 +25,8 @@ from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import score
-from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, run, succeed
 from tests.extract.world import world, write_checkpoint
-from tests.models.images_world import settings as image_settings
 
 EVERY = {"shift_match": True, "neighbour_match": True}
 UNIT = "facts-2"  # its answer has several tokens
@@ -265,13 +264,6 @@ def test_a_model_that_has_moved_is_named_and_may_be_pointed_at(tmp_path):
     other = write_checkpoint(tmp_path / "other", vocab=301)
     with pytest.raises(ArtifactError, match="model and tokenizer changed since it was built"):
         explain(art, "facts", "row-1", own={"model": {"path": str(other)}})
-
-
-def test_images_have_no_tokens(tmp_path):
-    art = ArtifactReader.open(build(build_settings(image_settings(tmp_path)), tmp_path / "art"))
-    row = next(art.row_batches(["row_id"])).column(0)[0].as_py()
-    with pytest.raises(ArtifactError, match="its rows are images, which have no tokens to shade"):
-        explain(art, art.targets[0], row)
 
 
 # ------------------------------------------------------------------------------------------ the command

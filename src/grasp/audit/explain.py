@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import RELEVANCE, ArtifactReader
+from grasp.artifact.reader import ArtifactReader
+from grasp.audit.explain_images import ImageExplanation, explain_images
 from grasp.audit.explanation import Explanation, words
+from grasp.audit.parts import EffectParts, row_index
 from grasp.audit.sample import reopened
 from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.by_position import RowFeatures, relevance_by_position, unit_by_position
 from grasp.extract.extend import kernels
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import TokenKernel, forward_units
 from grasp.extract.reopen import Origin
 from grasp.models.causal_lm import ReferenceModel
-from grasp.predict.predictor import Predictor, kernel_weights
+from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
 from grasp.predict.row_arrays import only_target
@@ -51,10 +51,11 @@ def explain(
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     own: Mapping[str, Any] | None = None,
-) -> Explanation:
+) -> Explanation | ImageExplanation:
     """What every token of a row adds to its effect on a target: the mean over its units, or one of them.
 
-    The model is run again on the row and on the units. To explain many rows make one `Explainer`.
+    The model is run again on the row and on the units. To explain many rows make one `Explainer`. An image has no
+    tokens: the trusted images that it bears on most are beside it, and no model is run.
 
     Args:
         target: None: the only one.
@@ -66,7 +67,7 @@ def explain(
     Raises:
         SettingsError: no such row.
         ProtocolError: no such target, unit or kernel.
-        ArtifactError: rows are images, or were not kept, or model or corpus are not those of the build.
+        ArtifactError: rows were not kept, or model or corpus are not those of the build.
         ModelError: the model is not where it was.
     """
     return Explainer(artifact, own).explain(target, row, unit=unit, match=match, protocol=protocol)
@@ -82,12 +83,6 @@ class Explainer:
 
     @cached_property
     def _origin(self) -> Origin:
-        origin = Origin(self.artifact, self._own)
-        if origin.has_images:
-            raise ArtifactError(
-                f"{self.artifact.where}: its rows are images, which have no tokens to shade; "
-                "`grasp score --unit ID` ranks images for one trusted image"
-            )
         return reopened(self.artifact, self._own)
 
     def explain(
@@ -98,9 +93,12 @@ class Explainer:
         unit: str | None = None,
         match: str | None = None,
         protocol: ScoringProtocol | Path | str | None = None,
-    ) -> Explanation:
+    ) -> Explanation | ImageExplanation:
         """See `explain`."""
         artifact = self.artifact
+        if Origin(artifact).has_images:
+            (found,) = explain_images(artifact, target, [row], unit=unit, match=match, protocol=protocol)
+            return found
         target = only_target(artifact, target)
         if match is not None:
             artifact.relevance_name(match)  # or it says what there is
@@ -110,24 +108,6 @@ class Explainer:
             predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
             self._asked = asked, _Question.of(self._origin, predictor, by_position=unit is not None)
         return self._asked[1].explanation(index, row)
-
-
-def row_index(artifact: ArtifactReader, row: str) -> int:
-    """Where a row stands.
-
-    Raises:
-        SettingsError: there is none of this row_id.
-    """
-    start = 0
-    some: list[str] = []
-    for batch in artifact.row_batches(["row_id"]):
-        names = batch.column(0)
-        place = pc.index(names, pa.scalar(row, names.type)).as_py()
-        if place >= 0:
-            return start + int(place)
-        some = some or names[:3].to_pylist()
-        start += batch.num_rows
-    raise SettingsError(f"row: got {row!r}, which {artifact.where} does not have; a row_id is e.g. {', '.join(some)}")
 
 
 @dataclass(frozen=True)
@@ -158,30 +138,26 @@ class _Question:
         store, model = self.origin.rows, _language_model(self.origin)
         assert isinstance(store, RowStore)
         shard = store.rows(np.array([index]))
-        stored = {name: self._stored(name, index) for name in kernel_weights(self.predictor.protocol)}
-        weights = {name: self._weights(name, stored_E) for name, stored_E in stored.items()}
+        parts = EffectParts.of(self.origin.artifact, self.predictor, index)
         features = RowFeatures.of(model, shard, self.origin.settings.features)
-        added = self._added(features, shard.n_tokens, weights)
-        held = {name: float(weights[name] @ stored_E) for name, stored_E in stored.items()}
-        effect = float(self.predictor.effect_NT[index, 0])
+        added = self._added(features, shard.n_tokens, parts.weights)
+        held = parts.by_kernel
         here = {name: float(added.kernel_L[name].sum()) for name in held}
-        level = self.predictor.task
-        average = -sum(float(level.shares[name][0] * level.means[name][0]) for name in held)
-        gap = sum(here.values()) + average - effect
+        gap = sum(here.values()) + parts.average - parts.effect
         table = _row_table(model.tokenizer.pieces(shard.ids(0).tolist()), features, added.kernel_L)
         target, unit = self.predictor.targets[0], self.units["unit_id"][0].as_py() if self.by_position else None
         total, answer = sum(here.values()), self._answer(model, added)
         where = f"{unit} of {target}" if unit else target
         return Explanation(
             table,
-            f"row {row}: effect {effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
-            f"{-average:+z.3f} is taken off",
-            self._notes(here, effect, gap),
+            f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
+            f"{-parts.average:+z.3f} is taken off",
+            self._notes(here, parts.effect, gap),
             row_id=row,
             target=target,
             unit_id=unit,
-            effect=effect,
-            average=average,
+            effect=parts.effect,
+            average=parts.average,
             gap=gap,
             kernels=pa.table(
                 {"kernel": list(here), "contribution": list(here.values()), "stored": [held[name] for name in here]}
@@ -191,18 +167,6 @@ class _Question:
             questions=None if self.by_position else _by_question(self.units, added.column_C),
             prompt=self.units["prompt"][0].as_py() if self.by_position else "",
         )
-
-    def _stored(self, kernel: str, index: int) -> F64:
-        columns = self.predictor.units.columns_E
-        stored_1E = self.origin.artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns)
-        return np.asarray(stored_1E[0], dtype=np.float64)
-
-    def _weights(self, kernel: str, stored_E: F64) -> F64:
-        """What a kernel's relevance to each unit is multiplied by to be a part of the effect, (E,)."""
-        protocol, n_units = self.predictor.protocol, len(self.units)
-        share = float(self.predictor.task.shares[kernel][0])
-        counted_E = np.where(stored_E < 0, protocol.negative, 1.0)
-        return np.asarray(counted_E * share * self.predictor.unit_scales[kernel] / n_units)
 
     def _added(self, row: RowFeatures, n_tokens: int, weights: Mapping[str, F64]) -> "_Added":
         positions = len(self.unit_tokens[0].input_ids) - self.unit_tokens[0].first if self.by_position else 1

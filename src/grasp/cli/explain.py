@@ -52,9 +52,10 @@ def explain(
     """Why does a row count for a target? Shows what each of its words adds.
 
     With --unit the answer's words as well, and which word of the row bears on which of the answer; without it the
-    questions that the row helps and hurts most. The model is run again on the row and on the questions.
+    questions that the row helps and hurts most. The model is run again on the row and on the questions. For an image:
+    the trusted images that it bears on most.
     """
-    from grasp.audit.explanation import coloured
+    from grasp.audit.explanation import Explanation, coloured
 
     artifact = grasp.open(art)
     check_outputs({"--out": out, "--json": json_file}, artifact.files.reads | {"--protocol reads": protocol})
@@ -74,7 +75,7 @@ def explain(
         write_whole(out, page.encode())
     elif out is not None:
         found.write(out)
-    if in_colour() and isinstance(sys.stdout, PlainStream):
+    if isinstance(found, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
         sys.stdout.styled(found.as_text(coloured) + "\n")
     else:
         print(found)

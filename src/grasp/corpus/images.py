@@ -222,6 +222,15 @@ def pixel_hash(image: Any) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
+def png(image: Any, largest: int) -> bytes:
+    """A decoded image encoded again, its longer side `largest` pixels at most: of its file only colours are left."""
+    out = io.BytesIO()
+    small = image.copy()
+    small.thumbnail((largest, largest))
+    small.save(out, "PNG")
+    return out.getvalue()
+
+
 def class_index(value: Label, classes: Sequence[str], n_classes: int, where: str) -> int:
     """Number of a class that is given by number or by name.
 

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import Explainer
+from grasp.audit.explain_images import ImageExplanation
 from grasp.choose.select import select
 from grasp.predict.ranking import score
 from grasp.predict.verb import parse_weights, predict
@@ -110,11 +111,11 @@ class Ask:
             unit: unit_id of one question: then which words of its answer received what, and the strongest pairs.
         """
         found = self._explainer.explain(target, row, unit=unit)
-        shades = {"shades": found.shades} | ({} if found.answer is None else {"answer": found.answer_shades})
+        if isinstance(found, ImageExplanation):
+            return _table(found, pictures=found.nearest)
         lines = found.questions if found.pairs is None else found.pairs
-        answer = _table(Result(lines, found.headline, found.notes))
-        answer |= _clean(shades)
-        return answer
+        said = {} if found.answer is None else {"answer": found.answer_shades}
+        return _table(Result(lines, found.headline, found.notes), shades=found.shades, **said)
 
     @_one_at_a_time
     def select(
@@ -155,8 +156,8 @@ class Ask:
 VERBS = ("predict", "score", "explain", "select")
 
 
-def _table(result: Result) -> Answer:
-    """A result as headline, notes, columns and lines; `more` lines are left off."""
+def _table(result: Result, **more: Any) -> Answer:
+    """A result as headline, notes, columns and lines, and what else there is; `more` lines are left off."""
     names = result.table.column_names
     lines: Sequence[Any] = result.table.slice(0, MOST_LINES).to_pylist()
     answer: Answer = _clean(
@@ -167,6 +168,7 @@ def _table(result: Result) -> Answer:
             "rows": [[line[name] for name in names] for line in lines],
             "more": max(0, result.table.num_rows - MOST_LINES),
         }
+        | more
     )
     return answer
 

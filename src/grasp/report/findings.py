@@ -28,7 +28,7 @@ from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.report.rows import HeldRows, crossed, held_rows
-from grasp.report.shades import Shades, shaded
+from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.compare import Agreement, agreement
@@ -140,6 +140,7 @@ class Findings:
     best: BestRows
     rows: HeldRows
     shades: Shades
+    pictures: Pictures
     lacking: tuple[Missing, ...]
     trends: tuple[LabelTrend, ...] | Missing
     retraining: Retraining | Missing
@@ -177,6 +178,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
     long_N = tokens_N >= (MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0)
     rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
     shades, unshaded = shaded(artifact, protocol, targets, rows, question.explain) if question.explain else ({}, "")
+    pictures = pictured(artifact, protocol, targets, rows, question.explain) if question.explain else {}
     trends = label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS
     suspects = NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names)
     no_labels = [] if labels else [NO_LABELS]
@@ -198,6 +200,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         best=_best(predictor, nats),
         rows=rows,
         shades=shades,
+        pictures=pictures,
         lacking=tuple(part for part in maybe if isinstance(part, Missing)),
         trends=trends,
         retraining=retraining,

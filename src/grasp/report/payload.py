@@ -112,6 +112,7 @@ def _rows(found: Findings) -> dict[str, Any]:
                 "rank": held.rank_KT[k].tolist(),
             }
             | ({"shades": found.shades[k]} if k in found.shades else {})
+            | ({"pictures": found.pictures[k]} if k in found.pictures else {})
             for k, row in enumerate(held.rows)
         ],
         "n": held.n_ranked,

@@ -46,7 +46,8 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 ASK_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
 )
 OWN_SITE = ("same-origin", "none")  # what a browser says of a request of our own page, and of a typed address
 FORMS = {

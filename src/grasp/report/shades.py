@@ -1,4 +1,6 @@
-"""Words of the rows at the ends of every target, with what each adds: from the model, where it is at hand."""
+"""Why the rows at the ends of every target count: words with what each adds, from the model, where it is at hand; of
+images the trusted images that they bear on most.
+"""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -7,15 +9,20 @@ from pathlib import Path
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.audit.explain_images import explain_images
 from grasp.audit.explanation import words
 from grasp.errors import GraspError
+from grasp.extract.reopen import Origin
 from grasp.predict.protocol import ScoringProtocol
 from grasp.report.rows import HeldRows
-from grasp.text import printable
+from grasp.text import LONGEST_CELL, plain, printable
 
 LONGEST = 2_000  # characters of a row
 DIGITS = 3
+TRUSTED = 4  # images beside a row
+PICTURE_BYTES = 2_000_000  # of a page; beyond, images are named
 
+Pictures = dict[int, dict[str, list[tuple[str, str | None]]]]  # the same -> what stands below a picture, and its URL
 Shades = dict[int, dict[str, list[tuple[str, float | None]]]]  # place among the held rows -> target -> words
 
 
@@ -27,6 +34,8 @@ def shaded(
     Args:
         count: how many of the best.
     """
+    if Origin(artifact).has_images:
+        return {}, ""
     model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
     if not Path(model).exists():
         return {}, f"The words of the rows are not shaded: the model {model or 'of the build'} is not where it was."
@@ -42,9 +51,27 @@ def shaded(
     return shades, ""
 
 
+def pictured(
+    artifact: ArtifactReader, protocol: ScoringProtocol, targets: tuple[str, ...], held: HeldRows, count: int
+) -> Pictures:
+    """The same rows of an artifact of images, each with the trusted images that it bears on most; else nothing."""
+    pictures: Pictures = {}
+    room = PICTURE_BYTES
+    if not Origin(artifact).has_images:
+        return pictures
+    for t, target in enumerate(targets):
+        ends = _ends(held, t, count)
+        every = explain_images(artifact, target, [held.rows[k]["row_id"] for k in ends], protocol=protocol)
+        for k, found in zip(ends, every, strict=True):
+            shown = [(plain(caption, LONGEST_CELL), url) for caption, url in found.nearest[: 1 + TRUSTED]]
+            room -= sum(len(url or "") for _, url in shown)
+            pictures.setdefault(k, {})[f"t{t}"] = shown if room > 0 else [(caption, None) for caption, _ in shown]
+    return pictures
+
+
 def _ends(held: HeldRows, t: int, count: int) -> list[int]:
     order = [k for k in np.argsort(held.rank_KT[:, t], kind="stable").tolist() if held.rank_KT[k, t]]
-    return list(dict.fromkeys([*order[:count], *order[-(count // 2) :]]))
+    return list(dict.fromkeys([*order[:count], *order[max(0, len(order) - count // 2) :]]))
 
 
 def _words(

@@ -1,7 +1,5 @@
 """The section of suspicious rows: what `grasp detect --out` wrote, read back, proved, and as the template reads it."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
-from grasp.corpus.image_store import HASH_LABEL, ImageStore
-from grasp.corpus.images import decode_image
-from grasp.errors import CorpusError, SettingsError
+from grasp.audit.explain_images import picture_url, row_pictures
+from grasp.corpus.image_store import HASH_LABEL
+from grasp.errors import SettingsError
 from grasp.report.texts import number, signed
 from grasp.settings import describe
 from grasp.text import name, plain
@@ -54,7 +52,7 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str], f
         tuple(lines),
         tuple(artifact.rows(index).to_pylist()),
         tuple(label for label in labels if label != HASH_LABEL),
-        tuple(_pictures(artifact, index)),
+        tuple(row_pictures(artifact, index, LARGEST)),
         {unit["unit_id"]: unit for unit in units},
     )
 
@@ -95,27 +93,6 @@ def _row_index(artifact: ArtifactReader, names: Sequence[str], where: str) -> ND
     if strange := [name for name in names if name not in found]:
         raise SettingsError(f"{where}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
     return np.array([found[name] for name in names], dtype=np.int64)
-
-
-def _pictures(artifact: ArtifactReader, index: NDArray[np.int64]) -> list[bytes | None]:
-    if HASH_LABEL not in pq.read_schema(artifact.rows_path).names:
-        return [None] * len(index)
-    try:
-        store = ImageStore.open(artifact.tokens_path)
-    except CorpusError:
-        return [None] * len(index)  # built with keep_tokens: false
-    return [_thumbnail(encoded) for encoded in store.rows(index).encoded]
-
-
-def _thumbnail(encoded: bytes) -> bytes | None:
-    """Decoded and encoded again: of the corpus's bytes nothing but colours reaches a page."""
-    image = decode_image(encoded)
-    if image is None:
-        return None
-    image.thumbnail((LARGEST, LARGEST))
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
 
 
 def suspects_view(found: ShownSuspects) -> dict[str, Any]:
@@ -162,5 +139,5 @@ def _row_view(
         "row_id": line["row_id"],
         "unit": unit and (unit["unit_id"], unit["prompt"], unit["completion"]),
         "text": row["snippet"] or "",
-        "picture": picture and f"data:image/png;base64,{base64.b64encode(picture).decode()}",
+        "picture": picture_url(picture),
     }

@@ -50,8 +50,16 @@
     const text = element("blockquote", { dir: "auto" });
     text.append(...(shades ? shaded(shades) : [row.text || "no text kept"]));
     const made = element("li", { className: effect > 0 ? "helps" : "hurts" }, meta, text);
-    if (live && !shades) made.append(why(row, text));
+    const pictures = questionPick.value === "" ? row.pictures?.[`t${targetPick.value}`] : undefined;
+    if (pictures) made.append(beside(pictures));
+    if (live && !shades && !pictures) made.append(why(row, text));
     return made;
+  }
+
+  // The row's own picture, then the trusted ones that it bears on most.
+  function beside(pictures) {
+    return element("div", { className: "pictures" }, ...pictures.map(([caption, url]) => element("figure", {},
+      ...(url ? [element("img", { src: url, alt: "" })] : []), element("figcaption", {}, caption))));
   }
 
   // A server explains any row; the file holds what was explained when it was made.
@@ -63,6 +71,7 @@
       if (q !== "") asked.set("unit", questions[Number(q)].id);
       const answer = await fetch(`${live}/explain?${asked}`).then((reply) => reply.json());
       if (answer.shades) text.replaceChildren(...shaded(answer.shades));
+      if (answer.pictures) text.after(beside(answer.pictures));
       button.replaceWith(element("span", { className: "small" }, answer.error ?? ""));
     });
     return button;

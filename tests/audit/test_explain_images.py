@@ -1,0 +1,86 @@
+"""An image beside the trusted images that it bears on most: exact, from the artifact alone, pictures where they lie."""
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+
+import grasp
+from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.images import decode_image
+from grasp.errors import ProtocolError, SettingsError
+from grasp.extract.local import build
+from grasp.predict.ranking import score
+from grasp.report.ask import Ask
+from grasp.settings import build_settings
+from tests.cli.grasp_command import refused, succeed
+from tests.models.images_world import pictures, settings
+
+
+@pytest.fixture(scope="module")
+def art(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    return ArtifactReader.open(build(build_settings(settings(root)), root / "art"))
+
+
+def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art):
+    ordered = score(art, "trusted").to_pandas().set_index("row_id")["effect"]
+    for row in ("train-0", "train-29"):
+        found = grasp.open(art.path).explain("trusted", row)
+        frame = found.to_pandas()
+        assert len(frame) == 9
+        assert found.effect == pytest.approx(ordered[row])
+        assert frame["contribution"].sum() + found.average == pytest.approx(found.effect, abs=1e-6)
+        assert (np.diff(frame["contribution"].abs()) <= 0).all()
+
+
+def test_pictures_are_those_of_the_rows_and_of_the_trusted_set(art):
+    found = grasp.open(art.path).explain("trusted", "train-4")
+    assert len(found.pictures) == 9  # its own, and the eight nearest
+    own, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
+    assert decode_image(found.pictures["train-4"]).tobytes() == decode_image(own).tobytes()
+    name = found.to_pandas()["unit_id"][0]
+    given = trusted[int(name.rpartition("-")[2])]
+    assert decode_image(found.pictures[name]).tobytes() == decode_image(given).tobytes()
+    assert found._repr_html_().count('<img src="data:image/png;base64,') == 9
+
+
+def test_trusted_images_that_are_gone_are_named(tmp_path):
+    art = build(build_settings(settings(tmp_path)), tmp_path / "art")
+    (tmp_path / "trusted.parquet").unlink()
+    found = grasp.open(art).explain("trusted", "train-4")
+    assert list(found.pictures) == ["train-4"]
+    assert "8 of these trusted images are not at hand: the build read them from " in repr(found)
+    assert "trusted.parquet" in repr(found)
+    assert found.to_pandas()["unit_id"][0] in repr(found)
+
+
+def test_the_command_and_what_is_not_there(art, tmp_path):
+    shown = succeed(
+        "explain", art.path, "--row", "train-4", "--out", tmp_path / "why.html", "--json", tmp_path / "w.json"
+    )
+    assert shown.out.startswith("row train-4: effect ")
+    assert "its class" in shown.out
+    assert "<img src=" in (tmp_path / "why.html").read_text()
+    assert len(json.loads((tmp_path / "w.json").read_text())["trusted"]) == 9
+    assert "train-4 " not in refused("explain", art.path, "--row", "nope")
+    with pytest.raises(SettingsError, match=r"row: got 'nope', which .* does not have; a row_id is e\.g\. train-0"):
+        grasp.open(art.path).explain("trusted", "nope")
+    with pytest.raises(ProtocolError, match="unit: trusted has no unit 'x'"):
+        grasp.open(art.path).explain("trusted", "train-4", unit="x")
+
+
+def test_a_report_and_a_server_show_them(art, tmp_path):
+    succeed("report", art.path, "--explain", 2, "--out", tmp_path / "r.html")
+    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "r.html").read_text())[1]
+    with_pictures = [row["pictures"]["t0"] for row in json.loads(data)["rows"]["rows"] if "pictures" in row]
+    assert len(with_pictures) == 3  # the two best, and the worst
+    assert all(len(one) == 5 for one in with_pictures)
+    caption, url = with_pictures[0][1]
+    assert re.match(r"[+-]\S+ trusted:", caption)
+    assert decode_image(base64.b64decode(url.partition(",")[2])).size == (12, 12)
+    answer = Ask(art).explain("train-4")
+    assert len(answer["pictures"]) == 9
+    assert answer["columns"] == ["unit_id", "image_class", "contribution"]
