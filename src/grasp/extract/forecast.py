@@ -8,7 +8,7 @@ import numpy as np
 from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
-from grasp.extract.forward import forward_shard, position_sums
+from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
 from grasp.extract.passes import Rows
 from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings
@@ -37,18 +37,21 @@ def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) ->
         )
 
 
-def expected_seconds(model: Reference, store: RowStore | ImageStore, rows: Rows, settings: FeatureSettings) -> float:
-    """Time of all passes over the corpus, by that of the first rows, which the model must have seen before."""
-    begun = time.perf_counter()
-    by_token = settings.token or settings.product_width > 0
-    if by_token:
-        position_sums(model, rows, settings)
-    else:
-        forward_shard(model, rows, settings, None)
-    seconds = time.perf_counter() - begun
-    tokens = float(store.n_tokens)
-    if by_token:
-        tokens += min(store.n_tokens, settings.moment_positions)
+def expected_seconds(
+    model: Reference, store: RowStore | ImageStore, rows: Rows, units: UnitFeatures, settings: FeatureSettings
+) -> float:
+    """Time of all passes over the corpus, kernels included, by that of the first rows, which the model must have seen
+    before.
+    """
+    kernel, sampled, seconds = None, 0.0, 0.0
+    if settings.token or settings.product_width > 0:
+        begun = time.perf_counter()
+        sums = position_sums(model, rows, settings)
+        seconds += (time.perf_counter() - begun) * min(store.n_tokens, settings.moment_positions)
+        kernel = TokenKernel.prepare(units, sums.moments(), settings, model)
     if store.n_rows > settings.moment_rows:
-        tokens += store.n_tokens * settings.moment_rows / store.n_rows
-    return seconds * tokens / max(1, rows.n_tokens)
+        sampled = store.n_tokens * settings.moment_rows / store.n_rows
+    begun = time.perf_counter()
+    forward_shard(model, rows, settings, kernel)
+    seconds += (time.perf_counter() - begun) * (store.n_tokens + sampled)
+    return seconds / max(1, rows.n_tokens)

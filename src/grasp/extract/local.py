@@ -161,7 +161,7 @@ def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alo
     if must_be_trained:
         refuse_untrained(inputs.model, rows, features)
     if alone:
-        seconds = expected_seconds(inputs.model, inputs.store, rows, features)
+        seconds = expected_seconds(inputs.model, inputs.store, rows, inputs.units, features)
         progress.note(
             f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, by the first "
             f"{len(rows)} rows"
