@@ -69,7 +69,11 @@ class Artifact:
 
     @classmethod
     def open(cls, path: "Place") -> Self:
-        """Open a directory, or a URL whose files are fetched as they are needed."""
+        """Open a directory, or a URL whose files are fetched as they are needed.
+
+        Raises:
+            ArtifactError: nothing there, not finished, or damaged.
+        """
         from grasp.artifact.reader import ArtifactReader
 
         return cls(ArtifactReader.open(path))

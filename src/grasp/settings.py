@@ -598,6 +598,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
+def plain_settings(given: Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
+    """Nested settings that may be changed: those given, those of a YAML file, or none."""
+    if isinstance(given, Mapping):
+        return deepcopy(dict(given))
+    return read_yaml(Path(given)) if given else {}
+
+
 def write_yaml(data: dict[str, Any], path: Path) -> None:
     """A reader never sees half a file."""
     write_whole(path, yaml_text(data).encode())

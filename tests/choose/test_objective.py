@@ -20,7 +20,7 @@ EVERY = {
 
 def value(objective, rows) -> float:
     linear = float(objective.linear_N[rows].sum())
-    sketch_D = objective.sketches.rows(rows).sum(axis=0) if objective.curvature else np.empty(0)
+    sketch_D = objective.rows(rows).sum(axis=0) if objective.curvature else np.empty(0)
     return objective.value(linear, sketch_D)
 
 
@@ -86,14 +86,13 @@ def test_products_with_a_vector_are_the_same_for_all_rows_and_for_chosen_ones(mo
     for held in (256 << 20, 0):  # in memory, and on disk
         monkeypatch.setattr("grasp.predict.row_sums.HELD_BYTES", held)
         source = World()
-        sketches = Objective.of(
+        objective = Objective.of(
             predictor_of(source, protocol(components={"joint.raw": -1.0})), np.array([1.0, 0.0]), 10
-        ).sketches
-        vector_D, rows = rng.standard_normal(len(sketches.mean_D)), np.array([7, 3, 39, 0])
+        )
+        vector_D, rows = rng.standard_normal(len(objective.bends_D)), np.array([7, 3, 39, 0])
         whole = np.concatenate([source.arrays["hidden_sketch"], source.arrays["residual_sketch"]], axis=1)
-        np.testing.assert_allclose(sketches.dot(vector_D), whole.astype(float) @ vector_D, rtol=1e-12)
-        np.testing.assert_allclose(sketches.dot_rows(rows, vector_D), whole[rows].astype(float) @ vector_D, rtol=1e-12)
-        np.testing.assert_array_equal(sketches.rows(rows), whole[rows])
-        norms = sketches.norms()
-        np.testing.assert_allclose(norms["hidden"], (whole[:, :4].astype(float) ** 2).sum(axis=1), rtol=1e-12)
+        np.testing.assert_allclose(objective.dot(vector_D), whole.astype(float) @ vector_D, rtol=1e-12)
+        np.testing.assert_array_equal(objective.rows(rows), whole[rows])
+        norms_N = objective.sketches["hidden"].norms_of_rows()
+        np.testing.assert_allclose(norms_N, (whole[:, :4].astype(float) ** 2).sum(axis=1), rtol=1e-12)
         assert (source.chosen_rows > 0) == (held == 0)

@@ -51,7 +51,7 @@ def is_aligned(objective: Objective, limits: Limits) -> bool | None:
     rows = np.flatnonzero(limits.allowed_N)
     if len(rows) > ALIGNED_ROWS:
         return None
-    sketch_PD = objective.sketches.rows(rows) * np.sqrt(np.abs(objective.bends_D))
+    sketch_PD = objective.rows(rows) * np.sqrt(np.abs(objective.bends_D))
     floor = -1e-9 * float(np.einsum("pd,pd->p", sketch_PD, sketch_PD).max(initial=0.0))
     blocks = (sketch_PD[start : start + 1024] @ sketch_PD.T for start in range(0, len(rows), 1024))
     return objective.is_concave and all(bool((block >= floor).all()) for block in blocks)
@@ -68,13 +68,13 @@ class _Point:
     @classmethod
     def of(cls, objective: Objective, row_index: I64) -> "_Point":
         linear = float(objective.linear_N[row_index].sum())
-        sketch_D = objective.sketches.sum_of(row_index)
+        sketch_D = objective.sum_of(row_index)
         return cls(linear, sketch_D, objective.value(linear, sketch_D))
 
 
 def _tangent(objective: Objective, choice: Limits, x: _Point) -> tuple[float, I64]:
     """The tangent's largest value over subsets, and where it is reached."""
-    gradient_N = objective.linear_N + objective.sketches.dot(2.0 * objective.bends_D * x.sketch_D)
+    gradient_N = objective.linear_N + objective.dot(2.0 * objective.bends_D * x.sketch_D)
     best = best_rows(gradient_N, choice)
     at_x = x.linear + 2.0 * float(objective.bends_D @ x.sketch_D**2)
     return x.value + float(gradient_N[best].sum()) - at_x, best

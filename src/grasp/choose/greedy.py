@@ -7,11 +7,6 @@ searched in rounds: the gains of all rows are brought up to date, the best few
 thousand become a pool, and a block of rows is taken from the pool, one by one, each by its exact gain. Sentinels,
 rows spread over the ranks below the pool, are kept up to date with it: a round ends as soon as one of them beats the
 pool. So duplicates thin each other out inside a block as well, and the cost is near-linear in the rows.
-
-Bringing gains up to date is lazy. Since a gain was computed the sum s has moved by some delta, and the gain by
-2 <phi_k, C delta> = 2 <mean, C delta> + 2 <phi_k - mean, C delta> (C: the curvatures). The first part is the same for
-all rows, the second is at most 2 ||phi_k - mean|| ||C delta||. Rows whose upper bound stays below what is surely
-reached are not read. The rows taken are the same as without laziness.
 Shape letters: N rows, P rows of a pool, D sketch widths together, K rows taken.
 """
 
@@ -32,7 +27,6 @@ SENTINELS = 128
 ROUNDS = 128  # blocks are as large as brings about so many rounds
 POOL_BLOCKS = 4  # a pool holds so many blocks at least
 RANKED = 2  # pool and sentinels reach down to the rank of so many pools
-LAZY_SHARE = 0.25  # past this share of the rows, all are read: blocks are cheaper than single rows
 DEAD = -np.inf
 
 
@@ -44,7 +38,6 @@ class Picks:
     gain: F64  # (K,) exact marginal gain at that moment
     used: int  # cost of all of them
     rounds: int
-    rows_read: int  # sketches read to keep gains up to date; rounds x rows without laziness
     searched: bool  # every row was the best of all rows that could be taken
 
 
@@ -79,14 +72,11 @@ class _Greedy:
         self.vector_D = np.zeros(len(self.bends_D))  # 2 C s: what a gain's product is taken with
         self.alive_N = limits.allowed_N.copy()
         self.base_N = objective.linear_N.copy()
-        self.norm_N = np.zeros(len(self.base_N))  # over all halves
-        for half, norm_N in objective.sketches.norms().items():
-            self.base_N += objective.curvature[half] * norm_N
-            self.norm_N += norm_N
+        for half, sketch in objective.sketches.items():
+            self.base_N += objective.curvature[half] * sketch.norms_of_rows()
         self.rows: list[int] = []
         self.gains: list[float] = []
         self.rounds = 0
-        self.rows_read = 0
         self._progress = progress
 
     # ------------------------------------------------------------------------------------------- choosing
@@ -96,26 +86,24 @@ class _Greedy:
         while self.alive_N.any():
             rows = np.flatnonzero(self.alive_N)
             self.rounds += 1
-            self.rows_read += len(rows)
-            self._from(_Pool(rows, self.base_N[rows], self._sketches(rows), np.zeros(len(rows), np.bool_)), len(rows))
+            self._from(
+                _Pool(rows, self.base_N[rows], self.objective.rows(rows), np.zeros(len(rows), np.bool_)), len(rows)
+            )
             self._revive()
 
     def by_rounds(self) -> None:
         """The way for a large corpus: a block of rows at a time, out of a pool of the few thousand best."""
-        gains = _Gains(self)
         block = max(1, -(-self._expected_rows() // ROUNDS))
         size = max(INNER_ROWS, POOL_BLOCKS * block)
         while self.alive_N.any():
-            best, beyond = gains.best(size)
-            pool = self._pool(best, beyond)
+            pool = self._pool(size)
             self.rounds += 1
             taken = self._in_pool(pool, block)
-            gains.moved()
             if self._progress is not None:
                 self._progress.advance(taken, 0)
             self._close()
             if not taken:
-                self.alive_N[best] = False  # none of them fits any more
+                self.alive_N[pool.row_P[~pool.sentinel_P]] = False  # none of them fits any more
             if not self.alive_N.any():
                 self._revive()
 
@@ -203,78 +191,15 @@ class _Greedy:
             return self.limits.budget
         return int(self.limits.budget / max(float(self.limits.cost_N[self.limits.allowed_N].mean()), 1.0))
 
-    def _sketches(self, rows: I64) -> F64:
-        return self.objective.sketches.rows(rows)
-
-    def _pool(self, best: I64, beyond: I64) -> _Pool:
-        rows = np.concatenate([best, beyond])
+    def _pool(self, count: int) -> _Pool:
+        """The rows with the highest gains, and sentinels from the ranks below."""
+        alive = np.flatnonzero(self.alive_N)
+        gain_N = self.base_N + self.objective.dot(self.vector_D)
+        best, beyond = _ranked(self._keys(alive, gain_N[alive]), alive, count)
+        rows = alive[np.concatenate([best, beyond])]
         watched = np.zeros(len(rows), dtype=np.bool_)
         watched[len(best) :] = True
-        return _Pool(rows, self.base_N[rows], self._sketches(rows), watched)
-
-
-class _Gains:
-    """An upper bound for the gain of every row, so that most rows need not be read again in a round.
-
-    A gain was exact when it was computed. Since then it can have risen by a known amount at most (see the module).
-    """
-
-    def __init__(self, state: _Greedy) -> None:
-        self._state = state
-        sketches = state.objective.sketches
-        self._mean_D = sketches.mean_D
-        n_rows = len(state.base_N)
-        off_N = state.norm_N - 2.0 * sketches.dot(self._mean_D) + float(self._mean_D @ self._mean_D)
-        self._reach_N = np.sqrt(np.maximum(off_N, 0.0))  # ||phi_i - mean||
-        self._gain_N = state.base_N.copy()  # exact while the sum is 0
-        self._round_N = np.zeros(n_rows, dtype=np.int32)
-        self._vectors: list[F64] = [state.vector_D.copy()]  # by round
-
-    def moved(self) -> None:
-        """Rows were taken, so all gains are out of date: keep the new sum, which tells how far they can have moved."""
-        self._vectors.append(self._state.vector_D.copy())
-
-    def best(self, count: int) -> tuple[I64, I64]:
-        """The rows with the highest exact gains, and sentinels from the ranks below; by row index."""
-        self._refresh(RANKED * count)
-        alive = np.flatnonzero(self._state.alive_N)
-        key = self._state._keys(alive, self._gain_N[alive])
-        fresh = self._round_N[alive] == len(self._vectors) - 1
-        best, beyond = _ranked(np.where(fresh, key, DEAD), alive, count)
-        return alive[best], alive[beyond[fresh[beyond]]]
-
-    def _refresh(self, count: int) -> None:
-        """Make sure that the `count` best rows have gains of this round."""
-        state, now = self._state, len(self._vectors) - 1
-        alive = np.flatnonzero(state.alive_N)
-        stale = alive
-        if count < len(alive) and now:
-            middle, spread = self._window(alive)
-            lower, upper = state._keys(alive, middle - spread), state._keys(alive, middle + spread)
-            # `count` rows have at least this gain for certain: whose upper bound stays below it is not among the best.
-            sure = np.partition(lower, len(alive) - count)[len(alive) - count]
-            stale = alive[upper >= sure]
-        stale = stale[self._round_N[stale] != now]
-        if not stale.size:
-            return
-        state.rows_read += len(stale)
-        sketches, vector_D = state.objective.sketches, self._vectors[now]
-        if len(stale) > LAZY_SHARE * len(self._gain_N):
-            self._gain_N = state.base_N + sketches.dot(vector_D)
-            self._round_N[:] = now
-        else:
-            self._gain_N[stale] = state.base_N[stale] + sketches.dot_rows(stale, vector_D)
-            self._round_N[stale] = now
-
-    def _window(self, rows: I64) -> tuple[F64, F64]:
-        """Where the gains of rows lie now: a middle, and how far off it they may be."""
-        vectors = np.array(self._vectors)
-        delta_RD = vectors[-1] - vectors
-        shift_R = delta_RD @ self._mean_D
-        length_R = np.linalg.norm(delta_RD, axis=1)
-        since = self._round_N[rows]
-        slack = 1e-9 * (1.0 + np.abs(self._gain_N[rows]))  # rounding
-        return self._gain_N[rows] + shift_R[since], self._reach_N[rows] * length_R[since] + slack
+        return _Pool(rows, self.base_N[rows], self.objective.rows(rows), watched)
 
 
 def choose(objective: Objective, limits: Limits, progress: Progress | None = None) -> Picks:
@@ -299,7 +224,6 @@ def choose(objective: Objective, limits: Limits, progress: Progress | None = Non
         gain=np.array(state.gains),
         used=state.ledger.used,
         rounds=state.rounds,
-        rows_read=state.rows_read,
         searched=searched,
     )
 

@@ -5,7 +5,7 @@ For subsets S of one size every component is linear in the kept rows but for ||s
     change(S) = constant + sum_{i in S} linear_i + sum_h curvature_h || sum_{i in S} phi_ih ||^2 .
 
 Under the weighting `mean` the factor 1 / size is that of the size asked for: a budget is a size.
-Shape letters: N rows, T targets, D sketch width.
+Shape letters: N rows, n chosen ones, T targets, D widths of all sketches together.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,13 @@ from typing import Self
 
 import numpy as np
 
-from grasp.choose.sketches import SketchRows
+from grasp.choose.limits import I64
 from grasp.predict.geometry import QuadraticWeights, SubsetMass, Weighting
 from grasp.predict.predictor import Predictor
 from grasp.predict.row_arrays import F64
+from grasp.predict.sketches import Sketch
+
+CHOSEN_ROWS = 65_536  # that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Objective:
     constant: float
     linear_N: F64
     curvature: Mapping[str, float]  # by half; without those that are 0
-    sketches: SketchRows  # the halves of `curvature`
+    sketches: Mapping[str, Sketch]  # the halves of `curvature`, in its order
     weighting: Weighting
 
     @classmethod
@@ -57,7 +60,7 @@ class Objective:
             constant += factor**2 * _half_constant(predictor, half, weights, size)
         bends = {half: factor**2 * weights.bend for half, weights in geometry.halves.items()}
         curvature = {half: bend for half, bend in bends.items() if bend != 0.0}
-        sketches = SketchRows({half: predictor.sketches[half] for half in curvature})
+        sketches = {half: predictor.sketches[half] for half in curvature}
         return cls(size, constant, linear_N, curvature, sketches, protocol.weighting)
 
     @property
@@ -68,9 +71,24 @@ class Objective:
     @property
     def bends_D(self) -> F64:  # noqa: N802 - a shape suffix
         """Curvature of every coordinate of the joined sketches, (D,)."""
-        halves = self.sketches.halves
-        parts = [np.full(len(halves[half].totals.mean_D), bend) for half, bend in self.curvature.items()]
+        parts = [np.full(len(self.sketches[half].totals.mean_D), bend) for half, bend in self.curvature.items()]
         return np.concatenate(parts) if parts else np.empty(0)
+
+    def rows(self, row_index: I64) -> F64:
+        """Joined sketches of chosen rows, in the order given: (n, D), float64."""
+        parts = [sketch.rows(row_index).astype(np.float64) for sketch in self.sketches.values()]
+        return np.concatenate(parts, axis=1)
+
+    def sum_of(self, row_index: I64) -> F64:
+        """Sum of the joined sketches of chosen rows, (D,), float64."""
+        parts = (self.rows(row_index[at : at + CHOSEN_ROWS]) for at in range(0, len(row_index), CHOSEN_ROWS))
+        return sum((part.sum(axis=0) for part in parts), np.zeros(len(self.bends_D)))
+
+    def dot(self, vector_D: F64) -> F64:
+        """<phi_i, vector> of every row, (N,), float64."""
+        cuts = np.cumsum([len(sketch.totals.mean_D) for sketch in self.sketches.values()])[:-1]
+        parts = zip(self.sketches.values(), np.split(vector_D, cuts), strict=True)
+        return np.asarray(sum(sketch.dot(part_D) for sketch, part_D in parts))
 
     def value(self, linear: float, sketch_D: F64) -> float:
         """The change from the sum of `linear_N` over the kept rows and the sum of their sketches, joined."""

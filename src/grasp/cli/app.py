@@ -100,9 +100,17 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 
-def command(epilog: str) -> Callable[[F], F]:
-    """Register a function as the command of its name; the epilog shows examples."""
-    return app.command(cls=Command, epilog=epilog)
+def command(*examples: str, also: str = "", name: str | None = None, group: typer.Typer = app) -> Callable[[F], F]:
+    """Register a function as a command, by default of its own name.
+
+    Args:
+        examples: command lines that its help shows.
+        also: what stands below them.
+    """
+    lines = [f"  {line}" for example in examples for line in example.split("\n")]
+    # \b keeps the lines as they are
+    epilog = "\n".join(["\b", "Examples:" if len(examples) > 1 else "Example:", *lines, also])
+    return group.command(name, cls=Command, epilog=epilog)
 
 
 def _version(show: bool) -> None:

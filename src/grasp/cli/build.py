@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Quiet, cluster, merged
+from grasp.cli.options import Address, Assignments, ConfigFile, IdColumn, Quiet, Split, TextColumn, cluster, merged
 from grasp.cli.progress import Watch
 from grasp.dotted import leaf
 from grasp.errors import SettingsError
@@ -16,20 +16,16 @@ from grasp.text import size_text, skipped_text
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art
-  grasp build --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art
-  grasp build --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art
-  grasp build --resume --out art
-  grasp build --config art/run.yaml --out s3://bucket/art
-  grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet --targets trusted.parquet \\
-              --out art
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
+    "grasp build --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
+    "grasp build --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
+    "grasp build --resume --out art",
+    "grasp build --config art/run.yaml --out s3://bucket/art",
+    "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
+    "            --targets trusted.parquet --out art",
+)
 def build(
     out: str = typer.Option(
         ..., "--out", metavar="DIR", help="Directory for the artifact, or a URL such as s3://bucket/art."
@@ -51,13 +47,9 @@ def build(
         help="What the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl), separated by "
         "commas; repeatable.",
     ),
-    text_column: str | None = typer.Option(
-        None, "--text-column", metavar="COLUMN", help="Column of the text, or of turns. Default: text or messages."
-    ),
-    id_column: str | None = typer.Option(
-        None, "--id-column", metavar="COLUMN", help='Column that names the rows. Default: row_id or id; "" for none.'
-    ),
-    split: str | None = typer.Option(None, "--split", metavar="NAME", help="Split of a corpus that has several."),
+    text_column: TextColumn = None,
+    id_column: IdColumn = None,
+    split: Split = None,
     max_length: int | None = typer.Option(
         None,
         "--max-length",
@@ -110,16 +102,8 @@ def build(
         help="float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.",
         rich_help_panel=MORE,
     ),
-    config: Path | None = typer.Option(
-        None,
-        "--config",
-        metavar="FILE",
-        help="YAML file of settings; a run.yaml repeats a build.",
-        rich_help_panel=MORE,
-    ),
-    assign: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Any setting, e.g. features.tau=0.02; repeatable.", rich_help_panel=MORE
-    ),
+    config: ConfigFile = None,
+    assign: Assignments = [],
     engine: str = typer.Option(
         "local", "--engine", metavar="KIND", help="local: this process; ray: a Ray cluster.", rich_help_panel=MORE
     ),
@@ -131,13 +115,7 @@ def build(
         help="Workers of the cluster. Default: one for each GPU, or each core where it has none.",
         rich_help_panel=MORE,
     ),
-    address: str | None = typer.Option(
-        None,
-        "--address",
-        metavar="HOST",
-        help="Ray cluster, e.g. auto or head:6379. Default: one is started on this machine.",
-        rich_help_panel=MORE,
-    ),
+    address: Address = None,
     quiet: Quiet = False,
 ) -> None:
     """Run a model once over a corpus and write an artifact.

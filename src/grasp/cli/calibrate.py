@@ -7,20 +7,16 @@ import typer
 import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import tell
-from grasp.cli.options import TargetNames, names
+from grasp.cli.options import Resamples, TargetNames, names
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp calibrate art --environment dev-topic --environment dev-source --out protocol.yaml
-  grasp calibrate --list family.yaml
-  grasp calibrate art other-art --environment dev --family family.yaml --out protocol.json
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp calibrate art --environment dev-topic --environment dev-source --out protocol.yaml",
+    "grasp calibrate --list family.yaml",
+    "grasp calibrate art other-art --environment dev --family family.yaml --out protocol.json",
+)
 def calibrate(
     paths: list[Path] = typer.Argument(
         None, metavar="[ART]...", help="Artifacts; each serves the environments of its corpus."
@@ -46,9 +42,7 @@ def calibrate(
         help="Chance that the bound of any protocol is wrong.",
         rich_help_panel=MORE,
     ),
-    resamples: int = typer.Option(
-        1_000, "--resamples", min=10, metavar="N", help="Bootstrap resamples of the subsets.", rich_help_panel=MORE
-    ),
+    resamples: Resamples = 1_000,
 ) -> None:
     """Choose a protocol on retrained subsets, and freeze it.
 

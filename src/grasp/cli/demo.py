@@ -11,7 +11,7 @@ from grasp.cli.options import Quiet
 from grasp.cli.progress import Watch
 
 
-@command("Example: grasp demo --out demo-out")
+@command("grasp demo --out demo-out")
 def demo(
     out: Path = typer.Option(Path("demo-out"), "--out", metavar="DIR", help="Directory for everything the demo makes."),
     quiet: Quiet = False,

@@ -1,6 +1,5 @@
 """grasp detect"""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -8,27 +7,22 @@ import typer
 import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import show
-from grasp.cli.options import Art, Quiet, ResultFile, asked_names
+from grasp.cli.options import Art, Cache, OnlyTarget, Quiet, ResultFile, asked_names
 from grasp.cli.progress import Watch
 from grasp.files import check_outputs
 
 if TYPE_CHECKING:
     from grasp.audit.detect import Suspects
 
-EXAMPLES = """\b
-Examples:
-  grasp detect art --target trusted --top 20 --out suspects.parquet
-  grasp detect art --target trusted --label topic --truth was_changed
-  grasp detect art --target sciq --contamination --against bm25 --truth leaked -k 100
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp detect art --target trusted --top 20 --out suspects.parquet",
+    "grasp detect art --target trusted --label topic --truth was_changed",
+    "grasp detect art --target sciq --contamination --against bm25 --truth leaked -k 100",
+)
 def detect(
     art: Art,
-    target: str | None = typer.Option(
-        None, "--target", metavar="NAME", help="Target that you trust. Default: the only one."
-    ),
+    target: OnlyTarget = None,
     contamination: bool = typer.Option(False, "--contamination", help="Look for rows that hold the target's own text."),
     label: str | None = typer.Option(
         None, "--label", metavar="LABEL", help="Column whose values may be wrong. Default: the class of images, if any."
@@ -71,13 +65,7 @@ def detect(
     against: str | None = typer.Option(
         None, "--against", metavar="NAMES", help="Published methods to compare with, e.g. bm25.", rich_help_panel=MORE
     ),
-    cache: Path | None = typer.Option(
-        None,
-        "--cache",
-        metavar="DIR",
-        help="Where their scores are kept. Default: in the artifact.",
-        rich_help_panel=MORE,
-    ),
+    cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
     """Find rows that look wrong to a target you trust, or that leak it.

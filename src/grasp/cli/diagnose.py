@@ -6,37 +6,26 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Art, ProtocolFile, merged
+from grasp.cli.options import Art, JsonFile, OwnSettings, ProtocolFile, merged
 from grasp.files import check_outputs
 
-EXAMPLES = """\b
-Examples:
-  grasp diagnose art
-  grasp diagnose art --environment dev --protocol protocol.json --json findings.json
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp diagnose art",
+    "grasp diagnose art --environment dev --protocol protocol.json --json findings.json",
+)
 def diagnose(
     art: Art,
     environment: Path | None = typer.Option(
         None, "--environment", metavar="DIR", help="Retrained subsets: do predictions order them rightly?"
     ),
-    json_file: Path | None = typer.Option(
-        None, "--json", metavar="FILE", help="Write the checks and their numbers there."
-    ),
+    json_file: JsonFile = None,
     protocol: ProtocolFile = None,
     rows: int = typer.Option(256, "--rows", metavar="N", help="Rows that are looked at.", rich_help_panel=MORE),
     subsets: int = typer.Option(
         64, "--subsets", metavar="N", help="Subsets whose sketches are compared.", rich_help_panel=MORE
     ),
-    assignments: list[str] = typer.Option(
-        [],
-        "--set",
-        metavar="NAME=VALUE",
-        help="Where the model is now (model.path=DIR), or code of it that may be run; repeatable.",
-        rich_help_panel=MORE,
-    ),
+    assignments: OwnSettings = [],
     seed: int = typer.Option(0, "--seed", min=0, metavar="N", help="Seed of the draw of rows.", rich_help_panel=MORE),
 ) -> None:
     """Check the approximations of an artifact on its own rows.

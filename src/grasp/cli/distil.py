@@ -6,29 +6,18 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Art, ProtocolFile, Quiet
+from grasp.cli.options import Art, IdColumn, OnlyTarget, ProtocolFile, Quiet, Split, TextColumn
 from grasp.cli.progress import Watch
 from grasp.files import check_outputs
 
-# \b keeps the lines of the epilog as they are.
-DISTIL = """\b
-Examples:
-  grasp distil art --target sciq --out scorer
-  grasp info scorer
-"""
-APPLY = """\b
-Examples:
-  grasp apply scorer --corpus crawl.parquet --out scored
-  grasp apply scorer --corpus s3://bucket/crawl --out scored --workers 16 --keep 20%
-"""
 
-
-@command(DISTIL)
+@command(
+    "grasp distil art --target sciq --out scorer",
+    "grasp info scorer",
+)
 def distil(
     art: Art,
-    target: str | None = typer.Option(
-        None, "--target", metavar="NAME", help="Target whose relevance is learned. Default: the only one."
-    ),
+    target: OnlyTarget = None,
     out: Path = typer.Option(..., "--out", metavar="DIR", help="New directory for the scorer."),
     rows: int | None = typer.Option(
         None,
@@ -51,7 +40,10 @@ def distil(
     print(result)
 
 
-@command(APPLY)
+@command(
+    "grasp apply scorer --corpus crawl.parquet --out scored",
+    "grasp apply scorer --corpus s3://bucket/crawl --out scored --workers 16 --keep 20%",
+)
 def apply(
     scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory that grasp distil wrote."),
     corpus: str = typer.Option(..., "--corpus", metavar="PATH", help="Parquet, JSONL, a directory or a URL of either."),
@@ -60,13 +52,9 @@ def apply(
         None, "--keep", metavar="AMOUNT", help="Copy the best documents to DIR/kept: 20%, or a number of them."
     ),
     workers: int = typer.Option(1, "--workers", metavar="N", help="Processes that share the files of the corpus."),
-    text_column: str | None = typer.Option(
-        None, "--text-column", metavar="NAME", help="Column of the text. Default: text, messages or conversations."
-    ),
-    id_column: str | None = typer.Option(
-        None, "--id-column", metavar="NAME", help="Column of the documents' names. Default: row_id or id, if there."
-    ),
-    split: str | None = typer.Option(None, "--split", metavar="NAME", help="Split, where the corpus has several."),
+    text_column: TextColumn = None,
+    id_column: IdColumn = None,
+    split: Split = None,
     quiet: Quiet = False,
 ) -> None:
     """Score every document of a corpus with a scorer, without a model.

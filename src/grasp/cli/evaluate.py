@@ -6,23 +6,30 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Quiet, TargetNames, asked_names, names
+from grasp.cli.options import (
+    Cache,
+    Checkpoints,
+    JsonFile,
+    MethodSettings,
+    Partial,
+    Quiet,
+    Resamples,
+    TargetNames,
+    asked_names,
+    names,
+)
 from grasp.cli.progress import Watch
 from grasp.files import STREAMS, Reads, check_outputs, write_whole
 from grasp.text import printable
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp evaluate art --environment env --protocol protocol.yaml --csv result.csv
-  grasp evaluate art --environment test --controls --development dev --oracle ridge
-  grasp evaluate art --environment env --methods bm25,loss,datamodels
-  grasp evaluate art --environment env --method-settings methods.yaml --checkpoints env/reference/seed-0
-  grasp evaluate art --environment env --predictions theirs.parquet --predictions row_scores.npy
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp evaluate art --environment env --protocol protocol.yaml --csv result.csv",
+    "grasp evaluate art --environment test --controls --development dev --oracle ridge",
+    "grasp evaluate art --environment env --methods bm25,loss,datamodels",
+    "grasp evaluate art --environment env --method-settings methods.yaml --checkpoints env/reference/seed-0",
+    "grasp evaluate art --environment env --predictions theirs.parquet --predictions row_scores.npy",
+)
 def evaluate(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
     environment: Path = typer.Option(
@@ -42,8 +49,8 @@ def evaluate(
         help="Predictions of your own: Parquet or .npy, a value a subset, or a score a row; repeatable.",
     ),
     csv_file: Path | None = typer.Option(None, "--csv", metavar="FILE", help="A line a method and target, as CSV."),
-    json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Everything, as JSON."),
-    partial: bool = typer.Option(False, "--partial", help="Use what an unfinished environment has."),
+    json_file: JsonFile = None,
+    partial: Partial = False,
     controls: bool = typer.Option(
         False, "--controls", help="The paper's controls and ablations as well.", rich_help_panel=MORE
     ),
@@ -57,27 +64,9 @@ def evaluate(
     family: Path | None = typer.Option(
         None, "--family", metavar="FILE", help="Protocols that the controls take parts away from.", rich_help_panel=MORE
     ),
-    method_settings: Path | None = typer.Option(
-        None,
-        "--method-settings",
-        metavar="FILE",
-        help="YAML of settings by method, or by a label of your own; see grasp methods.",
-        rich_help_panel=MORE,
-    ),
-    checkpoints: list[Path] = typer.Option(
-        [],
-        "--checkpoints",
-        metavar="DIR",
-        help="Checkpoint, or directory of a training run; repeatable. Default: beside the model.",
-        rich_help_panel=MORE,
-    ),
-    cache: Path | None = typer.Option(
-        None,
-        "--cache",
-        metavar="DIR",
-        help="Where methods' scores are kept. Default: in the artifact.",
-        rich_help_panel=MORE,
-    ),
+    method_settings: MethodSettings = None,
+    checkpoints: Checkpoints = [],
+    cache: Cache = None,
     oracle: list[str] = typer.Option(
         [],
         "--oracle",
@@ -85,9 +74,7 @@ def evaluate(
         help="ridge or lasso, fitted on the retrained subsets; :masks or :LABEL says on what.",
         rich_help_panel=MORE,
     ),
-    resamples: int = typer.Option(
-        1_000, "--resamples", min=10, metavar="N", help="Bootstrap resamples of the subsets.", rich_help_panel=MORE
-    ),
+    resamples: Resamples = 1_000,
     quiet: Quiet = False,
 ) -> None:
     """Compare predictions with retraining, method by method.

@@ -7,28 +7,24 @@ from pathlib import Path
 import typer
 
 import grasp
-from grasp.cli.app import MORE, command
+from grasp.cli.app import command
 from grasp.cli.console import PlainStream, in_colour, tell
-from grasp.cli.options import Art, ProtocolFile, merged
+from grasp.cli.options import Art, JsonFile, Kernel, OnlyTarget, OwnSettings, ProtocolFile, merged
 from grasp.errors import SettingsError
 from grasp.files import check_outputs, write_whole
 from grasp.text import json_text
 
 ENDS = 5  # rows shown of either end
-EXAMPLES = """\b
-Examples:
-  grasp explain art --target sciq --row doc-17
-  grasp explain art --target sciq --unit sciq:152
-  grasp explain art --target sciq --unit sciq:152 --row doc-17 --out why.html
-"""
 
 
-@command(EXAMPLES)
+@command(
+    "grasp explain art --target sciq --row doc-17",
+    "grasp explain art --target sciq --unit sciq:152",
+    "grasp explain art --target sciq --unit sciq:152 --row doc-17 --out why.html",
+)
 def explain(
     art: Art,
-    target: str | None = typer.Option(
-        None, "--target", metavar="NAME", help="Target that the row counts for. Default: the only one."
-    ),
+    target: OnlyTarget = None,
     row: str | None = typer.Option(None, "--row", metavar="ID", help="Row to explain, by its row_id."),
     unit: str | None = typer.Option(
         None, "--unit", metavar="ID", help="One question of the target; without --row its best and worst rows."
@@ -36,18 +32,10 @@ def explain(
     out: Path | None = typer.Option(
         None, "--out", metavar="FILE", help="Write it there: .html, or the words' table as .parquet or .csv."
     ),
-    json_file: Path | None = typer.Option(None, "--json", metavar="FILE", help="Write everything there as JSON."),
-    match: str | None = typer.Option(
-        None, "--match", help="One kernel alone: token, input, neighbour, shift or pooled.", rich_help_panel=MORE
-    ),
+    json_file: JsonFile = None,
+    match: Kernel = None,
     protocol: ProtocolFile = None,
-    assignments: list[str] = typer.Option(
-        [],
-        "--set",
-        metavar="NAME=VALUE",
-        help="Where the model is now (model.path=DIR), or code of it that may be run; repeatable.",
-        rich_help_panel=MORE,
-    ),
+    assignments: OwnSettings = [],
 ) -> None:
     """Why does a row count for a target? Shows what each of its words adds.
 

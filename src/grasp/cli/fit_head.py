@@ -6,8 +6,9 @@ from pathlib import Path
 import typer
 
 from grasp.cli.app import command
-from grasp.cli.options import merged, require
+from grasp.cli.options import Assignments, ConfigFile, Quiet, merged
 from grasp.cli.progress import Watch
+from grasp.dotted import require
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.settings import fit_settings
@@ -19,16 +20,14 @@ REQUIRED = {
     "--head": ("model.classifier.head",),
 }
 LISTED = 20  # images that are left out, by name
-EXAMPLES = """\b
-Examples:
-  grasp fit-head --model resnet18.pth --factory torchvision.models:resnet18 --head fc \\
-                 --corpus images.parquet --out head.safetensors
-  grasp fit-head --model net.pth --factory net.py:Net --head fc --corpus photos/ --out head.safetensors
-  grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors
-"""
 
 
-@command(EXAMPLES)
+@command(
+    "grasp fit-head --model resnet18.pth --factory torchvision.models:resnet18 --head fc \\\n"
+    "               --corpus images.parquet --out head.safetensors",
+    "grasp fit-head --model net.pth --factory net.py:Net --head fc --corpus photos/ --out head.safetensors",
+    "grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors",
+)
 def fit_head(
     out: Path = typer.Option(..., "--out", help="File of the fitted head, .safetensors."),
     model: str | None = typer.Option(None, "--model", help="Checkpoint of an image classifier, or file of weights."),
@@ -38,9 +37,9 @@ def fit_head(
     head: str | None = typer.Option(None, "--head", help="Dotted name of the linear output layer that is replaced."),
     corpus: str | None = typer.Option(None, "--corpus", help="Parquet, JSONL, a directory with a folder a class."),
     decay: float = typer.Option(0.1, "--decay", min=0, help="Weight decay, in units of the mean feature variance."),
-    config: Path | None = typer.Option(None, "--config", help="YAML file of settings: model and corpus."),
-    assign: list[str] = typer.Option([], "--set", help="One setting, e.g. --set model.classifier.images.size=96."),
-    quiet: bool = typer.Option(False, "--quiet", help="Plain lines instead of a progress bar."),
+    config: ConfigFile = None,
+    assign: Assignments = [],
+    quiet: Quiet = False,
 ) -> None:
     """Fit the output layer of a classifier to images.
 

@@ -9,7 +9,7 @@ from grasp.cli.console import show
 from grasp.text import json_text, size_text, skipped_text
 
 
-@command("Example: grasp info art")
+@command("grasp info art")
 def info(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact; or a scorer."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
@@ -57,7 +57,7 @@ def info(
         print(f"targets are being added: {found.extension_in_progress} finished")
 
 
-@command("Example: grasp verify art")
+@command("grasp verify art")
 def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact.")) -> None:
     """Compare every file of an artifact with its checksum.
 

@@ -9,16 +9,12 @@ from grasp.cli.app import command
 from grasp.cli.options import Quiet
 from grasp.cli.progress import Watch
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp build --model ./ckpt --corpus news --targets sciq --out news-art
-  grasp build --model ./ckpt --corpus code --targets sciq --like news-art --out code-art
-  grasp merge news-art code-art --out art
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp build --model ./ckpt --corpus news --targets sciq --out news-art",
+    "grasp build --model ./ckpt --corpus code --targets sciq --like news-art --out code-art",
+    "grasp merge news-art code-art --out art",
+)
 def merge(
     parts: list[str] = typer.Argument(..., metavar="ART", help="Two or more artifacts, in the order of the rows."),
     out: Path = typer.Option(..., "--out", metavar="DIR", help="New directory for the artifact."),

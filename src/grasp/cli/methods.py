@@ -7,22 +7,18 @@ import typer
 from grasp.cli.app import command
 from grasp.cli.console import show
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp methods
-  grasp methods bm25
-A settings file for --method-settings, two configurations of one method:
-  bm25: {query: completion}
-  bm25-lucene: {method: bm25, variant: lucene}
-Beside its settings a configuration may have `seed`, `weighting` (mean or count
-over a subset's rows), `negative` (what negative scores are multiplied by where
-subsets are predicted), and `oracle_selected: true` if it was chosen on the
-runs it will be judged by: it is then kept apart.
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp methods",
+    "grasp methods bm25",
+    also="A settings file for --method-settings, two configurations of one method:\n"
+    "  bm25: {query: completion}\n"
+    "  bm25-lucene: {method: bm25, variant: lucene}\n"
+    "Beside its settings a configuration may have `seed`, `weighting` (mean or count\n"
+    "over a subset's rows), `negative` (what negative scores are multiplied by where\n"
+    "subsets are predicted), and `oracle_selected: true` if it was chosen on the\n"
+    "runs it will be judged by: it is then kept apart.",
+)
 def methods(
     name: str = typer.Argument(None, metavar="[METHOD]", help="Method whose settings are shown; none: all methods."),
 ) -> None:

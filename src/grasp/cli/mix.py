@@ -6,24 +6,28 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, beside
-from grasp.cli.select import Diversity, RepeatWorth, TargetWeights, TrainTokens
+from grasp.cli.options import (
+    Art,
+    Diversity,
+    EnvironmentPath,
+    ProtocolFile,
+    RepeatWorth,
+    TargetWeights,
+    TrainTokens,
+    beside,
+)
 from grasp.files import check_outputs
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp mix art --by topic --target sciq
-  grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet
-  grasp mix art --by source --train-tokens 100B --environment dev --weights weights.parquet
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp mix art --by topic --target sciq",
+    "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
+    "grasp mix art --by source --train-tokens 100B --environment dev --weights weights.parquet",
+)
 def mix(
     art: Art,
     by: str = typer.Option(..., "--by", metavar="LABEL", help="Label whose values are mixed."),
-    target: str | None = TargetWeights,
+    target: TargetWeights = None,
     floor: list[str] = typer.Option(
         [],
         "--floor",
@@ -36,7 +40,7 @@ def mix(
     max_repeat: float = typer.Option(
         4.0, "--max-repeat", metavar="TIMES", help="No row is seen more often; a value keeps 1/TIMES of its share."
     ),
-    train_tokens: str | None = TrainTokens,
+    train_tokens: TrainTokens = None,
     environment: EnvironmentPath = None,
     out: Path | None = typer.Option(
         None, "--out", metavar="FILE", help="Parquet of the mixture; its summary and protocol beside it."
@@ -56,8 +60,8 @@ def mix(
         rich_help_panel=MORE,
     ),
     protocol: ProtocolFile = None,
-    diversity: float | None = Diversity,
-    repeat_worth: float = RepeatWorth,
+    diversity: Diversity = None,
+    repeat_worth: RepeatWorth = 15.4,
     cautious: bool = typer.Option(
         False,
         "--cautious",

@@ -1,14 +1,13 @@
 """From flags, --set and a settings file to settings. Flags win over --set, --set over the file."""
 
 import csv
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from grasp.cli.app import MORE
-from grasp.dotted import leaf, put
+from grasp.dotted import put, put_all
 from grasp.errors import SettingsError
 from grasp.settings import parse_yaml, read_yaml
 
@@ -38,6 +37,119 @@ ProtocolFile = Annotated[
 ResultFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the table there: .parquet or .csv.")
 ]
+OnlyTarget = Annotated[
+    str | None, typer.Option("--target", metavar="NAME", help="Target that is asked about. Default: the only one.")
+]
+Kernel = Annotated[
+    str | None,
+    typer.Option("--match", help="By one kernel: token, input, neighbour, shift or pooled.", rich_help_panel=MORE),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything there as JSON.")]
+TargetWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--target", metavar="NAMES", help="Target, or several with weights: sciq=2,openbookqa=1. Default: the only one."
+    ),
+]
+TrainTokens = Annotated[
+    str | None,
+    typer.Option(
+        "--train-tokens",
+        metavar="N",
+        help="Tokens the model will be trained on, e.g. 100B: repeated ones count as worth less.",
+    ),
+]
+Diversity = Annotated[
+    float | None,
+    typer.Option(
+        "--diversity",
+        metavar="X",
+        help="Penalty on redundancy in place of the protocol's own geometry, e.g. 0.25. Default: none.",
+        rich_help_panel=MORE,
+    ),
+]
+RepeatWorth = Annotated[
+    float,
+    typer.Option(
+        "--repeat-worth",
+        metavar="R",
+        help="Repetitions past which more of them add little (R* of arXiv 2305.16264).",
+        rich_help_panel=MORE,
+    ),
+]
+TextColumn = Annotated[
+    str | None,
+    typer.Option("--text-column", metavar="COLUMN", help="Column of the text, or of turns. Default: text or messages."),
+]
+IdColumn = Annotated[
+    str | None,
+    typer.Option("--id-column", metavar="COLUMN", help='Column of the names. Default: row_id or id; "" for none.'),
+]
+Split = Annotated[str | None, typer.Option("--split", metavar="NAME", help="Split of a corpus that has several.")]
+Partial = Annotated[
+    bool, typer.Option("--partial", help="Use what an unfinished environment has.", rich_help_panel=MORE)
+]
+MethodSettings = Annotated[
+    Path | None,
+    typer.Option(
+        "--method-settings",
+        metavar="FILE",
+        help="YAML of settings by method, or by a label of your own; see grasp methods.",
+        rich_help_panel=MORE,
+    ),
+]
+Checkpoints = Annotated[
+    list[Path],
+    typer.Option(
+        "--checkpoints",
+        metavar="DIR",
+        help="Checkpoint, or training run, for methods that look at several; repeatable. Default: beside the model.",
+        rich_help_panel=MORE,
+    ),
+]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="Where scores of methods are kept. Default: in the artifact.",
+        rich_help_panel=MORE,
+    ),
+]
+Resamples = Annotated[
+    int,
+    typer.Option("--resamples", min=10, metavar="N", help="Bootstrap resamples of the subsets.", rich_help_panel=MORE),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="YAML of settings; a run.yaml repeats what wrote it.", rich_help_panel=MORE
+    ),
+]
+Assignments = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting, e.g. corpus.limit=1000; repeatable.", rich_help_panel=MORE
+    ),
+]
+OwnSettings = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Where the model is now (model.path=DIR), or code of it that may be run; repeatable.",
+        rich_help_panel=MORE,
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST",
+        help="Ray cluster, e.g. auto or head:6379. Default: one is started on this machine.",
+        rich_help_panel=MORE,
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Plain lines instead of a progress bar.", rich_help_panel=MORE)]
 
 
@@ -55,23 +167,7 @@ def merged(config: Path | dict[str, Any] | None, assignments: list[str], flags: 
         if not equals or not name:
             raise SettingsError(f"--set: got `{assignment}`, expected name=value, e.g. features.tau=0.02")
         put(data, name, parse_yaml(text, f"--set {name}"))
-    for name, value in flags.items():
-        if value is not None:
-            put(data, name, value)
-    return data
-
-
-def require(data: dict[str, Any], flags: Mapping[str, Sequence[str]], where: str) -> None:
-    """See that nothing is left out; `flags` maps a flag to the settings of which one must have a value.
-
-    Raises:
-        SettingsError: every flag that is missing, with the setting that it stands for.
-    """
-    missing = [f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(leaf(data, path) for path in paths)]
-    if missing:
-        raise SettingsError(
-            f"{where}: missing {', '.join(missing)}; give it as a flag, by --set, or in a settings file with --config"
-        )
+    return put_all(data, flags)
 
 
 def beside(flag: str, out: Path | None) -> dict[str, Path | None]:

@@ -17,18 +17,14 @@ from grasp.cli.options import (
 )
 from grasp.files import check_outputs
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp predict art --by topic --target sciq
-  grasp predict art --drop "topic = 'Games' AND format != 'FAQs'"
-  grasp predict art --weight "topic = 'Games': 0.3" --weight "topic = 'Health': 2"
-  grasp predict art --subsets subsets.parquet --out predictions.parquet
-  grasp predict art --by topic --environment dev
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp predict art --by topic --target sciq",
+    "grasp predict art --drop \"topic = 'Games' AND format != 'FAQs'\"",
+    "grasp predict art --weight \"topic = 'Games': 0.3\" --weight \"topic = 'Health': 2\"",
+    "grasp predict art --subsets subsets.parquet --out predictions.parquet",
+    "grasp predict art --by topic --environment dev",
+)
 def predict(
     art: Art,
     by: str | None = typer.Option(None, "--by", metavar="LABEL", help="What dropping each value of a label does."),

@@ -8,24 +8,20 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, TargetNames, names
+from grasp.cli.options import Art, EnvironmentPath, Partial, ProtocolFile, TargetNames, names
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.report import EXPLAINED
 from grasp.text import size_text
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp report art --out report.html
-  grasp report art --environment dev --selection kept.json --mixture mixture.json --out report.html
-  grasp report art --detect suspects.parquet --out report.html
-  grasp report art --atlas map
-  grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp report art --out report.html",
+    "grasp report art --environment dev --selection kept.json --mixture mixture.json --out report.html",
+    "grasp report art --detect suspects.parquet --out report.html",
+    "grasp report art --atlas map",
+    "grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html",
+)
 def report(
     art: Art,
     out: Path | None = typer.Option(None, "--out", metavar="FILE", help="HTML file to write; it needs no network."),
@@ -55,9 +51,7 @@ def report(
         help="Best rows of each target whose words are shaded, if the model is at hand.",
         rich_help_panel=MORE,
     ),
-    partial: bool = typer.Option(
-        False, "--partial", help="Use what an unfinished environment has.", rich_help_panel=MORE
-    ),
+    partial: Partial = False,
     previous: list[str] = typer.Option(
         [],
         "--previous",

@@ -7,21 +7,17 @@ import typer
 import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import tell
-from grasp.cli.options import Quiet, cluster, merged, names
+from grasp.cli.options import Address, Assignments, ConfigFile, Quiet, cluster, merged, names
 from grasp.cli.progress import Watch
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env
-  grasp retrain --like art --family mixture:topic --out env
-  grasp retrain --out env --resume -B 64
-  grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env
-  grasp retrain --out env --resume --engine ray --workers 16 --address auto
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env",
+    "grasp retrain --like art --family mixture:topic --out env",
+    "grasp retrain --out env --resume -B 64",
+    "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
+    "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
+)
 def retrain(
     out: Path = typer.Option(
         ..., "--out", metavar="DIR", help="Directory of the environment; several processes may share it."
@@ -51,22 +47,14 @@ def retrain(
         None, "--role", metavar="ROLE", help="dev: protocols may be chosen on it. held-out: only judged. Default: dev."
     ),
     resume: bool = typer.Option(False, "--resume", help="Go on with the settings of the run.yaml that is there."),
-    config: Path | None = typer.Option(
-        None, "--config", metavar="FILE", help="YAML of settings; a run.yaml replays a run.", rich_help_panel=MORE
-    ),
+    config: ConfigFile = None,
     text_column: str | None = typer.Option(
         None, "--text-column", metavar="NAME", help="Column with the text. Default: text.", rich_help_panel=MORE
     ),
     id_column: str | None = typer.Option(
         None, "--id-column", metavar="NAME", help="Column that names rows. Default: row_id or id.", rich_help_panel=MORE
     ),
-    assign: list[str] = typer.Option(
-        [],
-        "--set",
-        metavar="NAME=VALUE",
-        help="One setting, e.g. --set overrides.steps=500; repeatable.",
-        rich_help_panel=MORE,
-    ),
+    assign: Assignments = [],
     workers: int | None = typer.Option(
         None,
         "--workers",
@@ -92,13 +80,7 @@ def retrain(
         help="local: processes here; ray: of a Ray cluster whose nodes all reach --out.",
         rich_help_panel=MORE,
     ),
-    address: str | None = typer.Option(
-        None,
-        "--address",
-        metavar="HOST:PORT",
-        help="Ray cluster, or auto. Default: one is started on this machine.",
-        rich_help_panel=MORE,
-    ),
+    address: Address = None,
     quiet: Quiet = False,
 ) -> None:
     """Train a model on each of many subsets, and score it.

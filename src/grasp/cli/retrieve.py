@@ -6,23 +6,19 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Art, Quiet, asked_names, distinct_names, names
+from grasp.cli.options import Art, Cache, MethodSettings, Quiet, asked_names, distinct_names, names
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp retrieve art --queries pages.jsonl --by topic,format --k 100,1000
-  grasp retrieve art --queries pages.jsonl --by topic --methods bm25,token,token+bm25 --out lifts.parquet
-  grasp retrieve art --target sciq --related "topic = 'Science, Math & Technology'"
-pages.jsonl is a target of the artifact whose lines have their labels as well:
-  {"task": "pages", "unit_id": "p1", "prompt": "...", "completion": "...", "topic": "Games"}
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp retrieve art --queries pages.jsonl --by topic,format --k 100,1000",
+    "grasp retrieve art --queries pages.jsonl --by topic --methods bm25,token,token+bm25 --out lifts.parquet",
+    "grasp retrieve art --target sciq --related \"topic = 'Science, Math & Technology'\"",
+    also="pages.jsonl is a target of the artifact whose lines have their labels as well:\n"
+    '  {"task": "pages", "unit_id": "p1", "prompt": "...", "completion": "...", "topic": "Games"}',
+)
 def retrieve(
     art: Art,
     target: str | None = typer.Option(None, "--target", metavar="NAME", help="Target whose units ask; with --related."),
@@ -55,20 +51,8 @@ def retrieve(
         help="How to join scores: rrf (ranks), z (z-scores). Default: both.",
         rich_help_panel=MORE,
     ),
-    method_settings: Path | None = typer.Option(
-        None,
-        "--method-settings",
-        metavar="FILE",
-        help="YAML of settings by method; see grasp methods.",
-        rich_help_panel=MORE,
-    ),
-    cache: Path | None = typer.Option(
-        None,
-        "--cache",
-        metavar="DIR",
-        help="Where methods keep their scores. Default: in the artifact.",
-        rich_help_panel=MORE,
-    ),
+    method_settings: MethodSettings = None,
+    cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
     """See whether the best rows for a unit come from its own domain.

@@ -7,19 +7,10 @@ import typer
 from typer.core import TyperGroup
 
 import grasp
-from grasp.cli.app import MORE, Command, app
+from grasp.cli.app import MORE, app, command
 from grasp.cli.console import tell
 from grasp.cli.options import ResultFile, names
 from grasp.files import check_outputs
-
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp runs import mixtures.csv metrics.csv --label source --out runs
-  grasp runs import runs.csv --label source --weights 'train_*' --metrics 'eval/*' --out runs
-  grasp runs import mixtures.csv harness/ --label source --out runs
-  grasp predict art --by source --environment runs
-"""
 
 runs = typer.Typer(cls=TyperGroup, no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(runs, name="runs", help="Use the training runs you already have.")
@@ -30,7 +21,14 @@ def root() -> None:
     """Use the training runs you already have."""
 
 
-@runs.command("import", cls=Command, epilog=EXAMPLES)
+@command(
+    "grasp runs import mixtures.csv metrics.csv --label source --out runs",
+    "grasp runs import runs.csv --label source --weights 'train_*' --metrics 'eval/*' --out runs",
+    "grasp runs import mixtures.csv harness/ --label source --out runs",
+    "grasp predict art --by source --environment runs",
+    name="import",
+    group=runs,
+)
 def import_runs(
     trained: Path = typer.Argument(
         ..., metavar="FILE", help="What each run was trained on: a line a run, a column a value of a label."
@@ -91,13 +89,11 @@ Metrics = Annotated[
 ]
 
 
-PREDICT_EXAMPLES = """\b
-Example:
-  grasp runs predict runs mixtures.csv --metric sciq/loss
-"""
-
-
-@runs.command("predict", cls=Command, epilog=PREDICT_EXAMPLES)
+@command(
+    "grasp runs predict runs mixtures.csv --metric sciq/loss",
+    name="predict",
+    group=runs,
+)
 def predict_runs(
     directory: RunsDirectory,
     mixtures: Path = typer.Argument(..., metavar="MIXTURES", help="A line a mixture, a column a value of the label."),
@@ -110,14 +106,12 @@ def predict_runs(
     tell(result, out)
 
 
-MIX_EXAMPLES = """\b
-Examples:
-  grasp runs mix runs --metric sciq/loss
-  grasp runs mix runs --cautious 1 --out best.csv
-"""
-
-
-@runs.command("mix", cls=Command, epilog=MIX_EXAMPLES)
+@command(
+    "grasp runs mix runs --metric sciq/loss",
+    "grasp runs mix runs --cautious 1 --out best.csv",
+    name="mix",
+    group=runs,
+)
 def mix_runs(
     directory: RunsDirectory,
     metric: Metrics = None,
@@ -135,14 +129,12 @@ def mix_runs(
     tell(result, out)
 
 
-PROPOSE_EXAMPLES = """\b
-Examples:
-  grasp runs propose runs --count 4 --out next.csv
-  grasp runs propose runs --art art --subsets next.parquet
-"""
-
-
-@runs.command("propose", cls=Command, epilog=PROPOSE_EXAMPLES)
+@command(
+    "grasp runs propose runs --count 4 --out next.csv",
+    "grasp runs propose runs --art art --subsets next.parquet",
+    name="propose",
+    group=runs,
+)
 def propose_runs(
     directory: RunsDirectory,
     metric: Metrics = None,

@@ -7,27 +7,33 @@ import typer
 import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.console import tell
-from grasp.cli.options import Art, ProtocolFile, Quiet, ResultFile, names
+from grasp.cli.options import (
+    Art,
+    Cache,
+    Checkpoints,
+    Kernel,
+    MethodSettings,
+    OnlyTarget,
+    ProtocolFile,
+    Quiet,
+    ResultFile,
+    names,
+)
 from grasp.cli.progress import Watch
 from grasp.files import check_outputs
 
 TOP = 10
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp score art --target sciq --top 20
-  grasp score art --target sciq --where "topic = 'Games'" --bottom 20
-  grasp score art --target sciq --out rows.parquet
-  grasp score art --target sciq --method bm25
-"""
 
 
-@command(EXAMPLES)
+@command(
+    "grasp score art --target sciq --top 20",
+    "grasp score art --target sciq --where \"topic = 'Games'\" --bottom 20",
+    "grasp score art --target sciq --out rows.parquet",
+    "grasp score art --target sciq --method bm25",
+)
 def score(
     art: Art,
-    target: str | None = typer.Option(
-        None, "--target", metavar="NAME", help="Target that the rows are ranked for. Default: the only one."
-    ),
+    target: OnlyTarget = None,
     top: int = typer.Option(
         0, "--top", min=0, metavar="N", help=f"So many of the most helpful rows. Default: {TOP}, or all with --out."
     ),
@@ -46,22 +52,12 @@ def score(
     unit: str | None = typer.Option(
         None, "--unit", metavar="ID", help="Rank for one unit of the target.", rich_help_panel=MORE
     ),
-    match: str | None = typer.Option(
-        None, "--match", help="Rank by one kernel: token, input, neighbour, shift or pooled.", rich_help_panel=MORE
-    ),
+    match: Kernel = None,
     method: str | None = typer.Option(
         None, "--method", help="Rank by a published method; see grasp methods.", rich_help_panel=MORE
     ),
-    method_settings: Path | None = typer.Option(
-        None, "--method-settings", metavar="FILE", help="YAML of settings of the method.", rich_help_panel=MORE
-    ),
-    checkpoints: list[Path] = typer.Option(
-        [],
-        "--checkpoints",
-        metavar="DIR",
-        help="Checkpoint, or training run, for a method that looks at several. Default: beside the model. Repeatable.",
-        rich_help_panel=MORE,
-    ),
+    method_settings: MethodSettings = None,
+    checkpoints: Checkpoints = [],
     environment: Path | None = typer.Option(
         None,
         "--environment",
@@ -69,13 +65,7 @@ def score(
         help="Retrained subsets, for a method that is made from them.",
         rich_help_panel=MORE,
     ),
-    cache: Path | None = typer.Option(
-        None,
-        "--cache",
-        metavar="DIR",
-        help="Where a method's scores are kept. Default: in the artifact.",
-        rich_help_panel=MORE,
-    ),
+    cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
     """Which rows teach a target most, and which least?

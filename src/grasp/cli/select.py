@@ -7,48 +7,28 @@ import typer
 
 import grasp
 from grasp.cli.app import MORE, command
-from grasp.cli.options import Art, EnvironmentPath, ProtocolFile, Quiet, beside
+from grasp.cli.options import (
+    Art,
+    Diversity,
+    EnvironmentPath,
+    ProtocolFile,
+    Quiet,
+    RepeatWorth,
+    TargetWeights,
+    TrainTokens,
+    beside,
+)
 from grasp.cli.progress import Watch
 from grasp.files import check_outputs
 from grasp.text import plain
 
-# \b keeps the lines of the epilog as they are.
-EXAMPLES = """\b
-Examples:
-  grasp select art --budget 20% --target sciq --export kept
-  grasp select art --train-tokens 100B --target sciq=2,openbookqa=1 --out kept.parquet
-  grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet
-  grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt
-"""
-TargetWeights = typer.Option(
-    None,
-    "--target",
-    metavar="NAMES",
-    help="Target, or several with weights: sciq=2,openbookqa=1. Default: the only one.",
-)
-TrainTokens = typer.Option(
-    None,
-    "--train-tokens",
-    metavar="N",
-    help="Tokens the model will be trained on, e.g. 100B: repeated ones count as worth less.",
-)
-Diversity = typer.Option(
-    None,
-    "--diversity",
-    metavar="X",
-    help="Penalty on redundancy in place of the protocol's own geometry, e.g. 0.25. Default: none.",
-    rich_help_panel=MORE,
-)
-RepeatWorth = typer.Option(
-    15.4,
-    "--repeat-worth",
-    metavar="R",
-    help="Repetitions past which more of them add little (R* of arXiv 2305.16264).",
-    rich_help_panel=MORE,
-)
 
-
-@command(EXAMPLES)
+@command(
+    "grasp select art --budget 20% --target sciq --export kept",
+    "grasp select art --train-tokens 100B --target sciq=2,openbookqa=1 --out kept.parquet",
+    "grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet",
+    "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
+)
 def select(
     art: Art,
     budget: str | None = typer.Option(
@@ -57,8 +37,8 @@ def select(
         metavar="AMOUNT",
         help="20%, 5000 (rows), 2Mtokens or 300documents, of the whole corpus. Default: the best for --train-tokens.",
     ),
-    target: str | None = TargetWeights,
-    train_tokens: str | None = TrainTokens,
+    target: TargetWeights = None,
+    train_tokens: TrainTokens = None,
     export: Path | None = typer.Option(
         None,
         "--export",
@@ -110,8 +90,8 @@ def select(
         rich_help_panel=MORE,
     ),
     protocol: ProtocolFile = None,
-    diversity: float | None = Diversity,
-    repeat_worth: float = RepeatWorth,
+    diversity: Diversity = None,
+    repeat_worth: RepeatWorth = 15.4,
     quiet: Quiet = False,
 ) -> None:
     """Choose the rows that help the targets most.

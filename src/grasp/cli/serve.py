@@ -10,15 +10,12 @@ import grasp
 from grasp.cli.app import command
 from grasp.cli.options import Art, EnvironmentPath
 
-EXAMPLES = """\b
-Examples:
-  grasp serve art
-  grasp serve art --port 0 --environment runs
-  grasp serve art --mcp
-"""
 
-
-@command(EXAMPLES)
+@command(
+    "grasp serve art",
+    "grasp serve art --port 0 --environment runs",
+    "grasp serve art --mcp",
+)
 def serve(
     art: Art,
     port: int = typer.Option(

@@ -16,7 +16,7 @@ from torch import nn
 from grasp.artifact import remote
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
-from grasp.dotted import leaf, over, put, take
+from grasp.dotted import leaf, over, put, put_all, require, take
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.extend import Source as Added
@@ -29,6 +29,7 @@ from grasp.settings import (
     CODE,
     ModelSettings,
     build_settings,
+    plain_settings,
     read_yaml,
     target_settings,
     without_foreign_code,
@@ -101,16 +102,14 @@ def build(
         "keep_features": keep_features,
         "like": None if like is None else str(like),
     }
-    data = deepcopy(dict(settings)) if isinstance(settings, Mapping) else read_yaml(Path(settings)) if settings else {}
-    for name, value in arguments.items():
-        if value is not None:
-            put(data, name, value)
+    data = put_all(plain_settings(settings), arguments)
     place, url, staged = _place(out)
     with _as_it_was(model[0] if isinstance(model, tuple | list) and model else model):
         data, in_memory = _with_inputs(data, model, tokenizer, corpus, targets, dtype)
         if resume and (staged / "run.yaml").exists():
             data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
-        _require(data, staged if resume and not (staged / "run.yaml").exists() else None)
+        begun = not resume or (staged / "run.yaml").exists()
+        require(data, REQUIRED, "build" if begun else f"build --resume: there is no {staged / 'run.yaml'}")
         checked, progress = build_settings(data), progress or Silent()
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from a disk; save it and name its directory")
@@ -245,14 +244,6 @@ def split_names(text: str) -> list[str]:
     if Path(text).is_file():
         return [text]
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _require(data: Mapping[str, Any], resumed: Path | None) -> None:
-    missing = [name for name, paths in REQUIRED.items() if not any(leaf(data, path) for path in paths)]
-    if missing:
-        where = "build" if resumed is None else f"build --resume: there is no {resumed / 'run.yaml'}"
-        flags = ", ".join(f"{name} ({REQUIRED[name][0]})" for name in missing)
-        raise SettingsError(f"{where}: missing {flags}; give it as an argument, or in the settings (--set, --config)")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ commands of these names parse, call one of them and print what it gives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.dotted import leaf, over, put
+from grasp.dotted import over, put_all, require
 from grasp.errors import SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.progress import Progress
@@ -31,7 +30,7 @@ from grasp.runs.imported import runs_beside
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import Selection, freeze, provenance, provenance_path, select, write_provenance
 from grasp.runs.table import RunTable, any_runs
-from grasp.settings import read_yaml, retrain_settings, without_foreign_code
+from grasp.settings import plain_settings, read_yaml, retrain_settings, without_foreign_code
 from grasp.text import several
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def retrain(
     """
     from grasp.runs.retrain import retrain  # noqa: PLC0415 - brings torch
 
-    data = deepcopy(dict(settings)) if isinstance(settings, Mapping) else read_yaml(Path(settings)) if settings else {}
+    data = plain_settings(settings)
     if like is not None:
         data = over(_like(like), data)
     arguments = {
@@ -122,20 +121,12 @@ def retrain(
         "workers": workers,
         "stack": stack,
     }
-    for name, value in arguments.items():
-        if value is not None:
-            put(data, name, value)
+    put_all(data, arguments)
     begun = Path(out) / "run.yaml"
     if resume and begun.exists():
         data = over(without_foreign_code(read_yaml(begun), str(begun), data), data)
-    missing = [
-        f"{flag} ({paths[0]})" for flag, paths in REQUIRED.items() if not any(leaf(data, path) for path in paths)
-    ]
-    if missing:
-        where = f"retrain --resume: there is no {begun}" if resume and not begun.exists() else "retrain"
-        raise SettingsError(
-            f"{where}: missing {', '.join(missing)}; give it as an argument, or in the settings (--set, --config)"
-        )
+    fresh = not resume or begun.exists()
+    require(data, REQUIRED, "retrain" if fresh else f"retrain --resume: there is no {begun}")
     return retrain(retrain_settings(data), Path(out), progress, cluster=cluster)
 
 
