@@ -144,7 +144,7 @@ SURFACE = {
         "ART",
         "--json",
     ],
-    "merge": ["ART...", "--out", "--quiet"],
+    "merge": ["ART", "--out", "--quiet"],
     "methods": [
         "[METHOD]",
     ],
