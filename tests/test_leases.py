@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 
-from grasp import files as leases
+from grasp import locks as leases
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from grasp.files import take
+from grasp.locks import take
 directory, go = Path(sys.argv[1]), Path(sys.argv[2])
 (directory / f"ready-{sys.argv[3]}").touch()
 while not go.exists():

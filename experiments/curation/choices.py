@@ -23,7 +23,8 @@ from experiments.curation.setting import World
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
-from grasp.files import aside, one_at_a_time, write_whole
+from grasp.files import aside, write_whole
+from grasp.locks import one_at_a_time
 from grasp.predict.label_slices import label_slices
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import UnitSelection

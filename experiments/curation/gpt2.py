@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
-from grasp.files import held
+from grasp.locks import held
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.blocks import SubsetBlock

@@ -18,7 +18,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
 from grasp.choose.export import write_documents
 from grasp.errors import SettingsError
-from grasp.files import one_at_a_time, write_whole
+from grasp.files import write_whole
+from grasp.locks import one_at_a_time
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.material import Material
 from grasp.seeds import stream

@@ -1,33 +1,26 @@
-"""Files that are whole or not there, with one writer at a time, and never in the place of something else.
+"""Files that are whole or not there, and never in the place of something else. `locks.py` has who may write.
 
 check_outputs                  before a command begins: may its results be written where it is told to?
 write_whole, written_aside     a file appears when it is whole, whatever happens meanwhile
 FileEntry, fault               what a file was when it was written, and what is wrong with it now
-own_directory                  a directory for many files is new, empty or ours
-DirectoryLock, one_at_a_time   one writer; locks that the kernel releases when their holder dies
-Lease, take, held              several processes share out work, and a dead one's part is taken over
+check_place, own_directory     a directory for many files is new, empty or ours
 differences                    was it begun with the same settings?
 """
 
 import errno
-import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
 import shutil
-import socket
 import stat
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ConfigDict
@@ -38,7 +31,6 @@ STREAMS = (Path("-"), Path("/dev/stdout"))  # what a user means by the terminal,
 PART = ".part"
 NAME_BYTES = 200  # of a name that go into its part's: file systems take 255
 STALE_SECONDS = 86_400.0
-TTL_SECONDS = 300.0  # after which a lease that was not renewed counts as abandoned
 UNSIGNED = "0" * 32
 _SIGNATURE = re.compile(rb'"checksum": "([0-9a-f]{32})"')
 _PART_NAME = re.compile(r"\..*\.[0-9a-f]{32}\.part", re.DOTALL)
@@ -62,20 +54,31 @@ def check_outputs(
         SettingsError: no such directory; a directory, a device, a pipe or a symbolic link; two outputs of one name;
             something that is read.
     """
-    known: dict[Path, str] = {}
-    for phrase, places in (reads or {}).items():
-        several = [places] if isinstance(places, Path | str) else places or ()
-        known |= {Path(place).resolve(): phrase for place in several if os.path.exists(place)}
+    known = _places(reads)
     for flag, path in outputs.items():
         if path is None or (flag in streamed and path in STREAMS):
             continue
         _check_replaceable(path, flag)
-        place = path.parent.resolve() / path.name
-        for taken, phrase in known.items():
-            if place == taken or (place.is_relative_to(taken) and taken.is_dir()):
-                inside = "" if place == taken else f" inside of {taken}"
-                raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; give it a name of its own")
-        known[place] = f"{flag} writes"
+        known[_check_apart(path, known, flag)] = f"{flag} writes"
+
+
+def _places(reads: Mapping[str, Reads] | None) -> dict[Path, str]:
+    """What lies where, of what is read."""
+    known: dict[Path, str] = {}
+    for phrase, places in (reads or {}).items():
+        several = [places] if isinstance(places, Path | str) else places or ()
+        known |= {Path(place).resolve(): phrase for place in several if os.path.exists(place)}
+    return known
+
+
+def _check_apart(path: Path, known: Mapping[Path, str], flag: str) -> Path:
+    """See that an output is nothing that is read, nor inside of it; gives where it lies, links followed."""
+    place = path.parent.resolve() / path.name
+    for taken, phrase in known.items():
+        if place == taken or (place.is_relative_to(taken) and taken.is_dir()):
+            inside = "" if place == taken else f" inside of {taken}"
+            raise SettingsError(f"{flag}: would write {path}{inside}, which {phrase}; give it a name of its own")
+    return place
 
 
 def _check_replaceable(path: Path, flag: str) -> None:
@@ -309,20 +312,39 @@ def checksum_fault(found: str, expected: FileEntry) -> str | None:
     return None if found == expected.checksum else f"damaged: checksum {found}, expected {expected.checksum}"
 
 
-# ----------------------------------------------------------------------------------------------------------- one writer
+# --------------------------------------------------------------------------------------------------------- directories
 
 
-def own_directory(path: Path, marker: str, is_ours: Callable[[Path], bool]) -> None:
+def check_place(path: Path, reads: Mapping[str, Reads] | None = None) -> None:
+    """See that a directory can be made.
+
+    Args:
+        reads: what it may not lie in, as in `check_outputs`.
+    Raises:
+        SettingsError: it is there already, or the directory that it is to lie in is not, or is something that is read.
+    """
+    if os.path.lexists(path):
+        raise SettingsError(f"{path}: is there already; give another name, or remove it")
+    if not path.absolute().parent.is_dir():
+        raise SettingsError(f"{path}: there is no directory {path.parent}; make it first")
+    _check_apart(path, _places(reads), "out")
+
+
+def own_directory(
+    path: Path, marker: str, is_ours: Callable[[Path], bool], reads: Mapping[str, Reads] | None = None
+) -> None:
     """Make a directory that is ours, or see that it is: new, empty, with our marker in it, or known as `is_ours`.
 
     Args:
         marker: name of the file that says so; made here where there is none.
+        reads: what it may not lie in, as in `check_outputs`.
     Raises:
         SettingsError: something else is there, or no directory can be.
     """
     if path == Path():
         raise SettingsError("out: got the current directory, or no name at all; give the output one of its own")
     _check_name(path, "out")
+    _check_apart(path, _places(reads), "out")
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / marker).exists():
@@ -337,181 +359,6 @@ def own_directory(path: Path, marker: str, is_ours: Callable[[Path], bool]) -> N
         raise SettingsError(
             f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
         ) from err
-
-
-class DirectoryLock:
-    """An exclusive `flock` on a file of a directory; the file's text says who holds it."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor: int | None = descriptor
-
-    @classmethod
-    def acquire(cls, path: Path, name: str) -> Self:
-        """Take the lock `name` of the directory `path`.
-
-        Raises:
-            ArtifactError: another process (or another writer of this one) holds it, the message says which; the
-                file system cannot lock, or not be written to.
-        """
-        try:
-            descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as err:
-            raise ArtifactError(
-                f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
-            ) from err
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as err:
-            holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            raise ArtifactError(
-                f"{path}: locked by {holder}; two writers cannot share one artifact: wait for it or stop it"
-            ) from err
-        except OSError as err:
-            os.close(descriptor)
-            raise ArtifactError(
-                f"{path}: this file system cannot lock files ({err.strerror}); write to a local disk"
-            ) from err
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
-        return cls(path, descriptor)
-
-    @property
-    def held(self) -> bool:
-        return self._descriptor is not None
-
-    def release(self) -> None:
-        """Give the lock back; a second call does nothing. The file stays: removing it would race."""
-        if self._descriptor is None:
-            return
-        os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
-        self._descriptor = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-@contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait until no other process or thread holds the lock at `path`, then hold it."""
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-# --------------------------------------------------------------------------------------------------------------- leases
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """One generation of the claim on one run, held by one of several processes.
-
-    A lease is a file `<run>.<generation>`. The highest generation holds the run for as long as its modification time,
-    which the holder renews, is younger than the time to live. Taking a run means creating the next generation with
-    O_EXCL: of all who find a lease too old exactly one can create its successor, so there is no moment in which
-    two hold one run by mistake. Files are never removed while runs are left (a name that came free could be created
-    twice): giving a lease back sets its time to zero.
-
-    A holder that was only slow, not dead, may finish after it was superseded. That costs work, never data: a run is a
-    function of its settings, and it is written aside and renamed. Clocks of machines that share a file system
-    must agree to well within the time to live.
-    """
-
-    run: str
-    path: Path
-
-    def renew(self) -> None:
-        """Make the lease young again; a lease whose file is gone has nothing left to protect."""
-        _touch(self.path, None)
-
-    def release(self) -> None:
-        """Let anyone take the run from now on."""
-        _touch(self.path, (0.0, 0.0))
-
-
-def take(directory: Path, run: str, *, ttl: float = TTL_SECONDS) -> Lease | None:
-    """The lease on `run`, or None while somebody else holds it.
-
-    Args:
-        directory: where the leases of the environment lie.
-        run: a file name without a path.
-        ttl: seconds after which a lease that was not renewed counts as abandoned.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    latest = _latest(directory, run)
-    if latest is not None and _age(directory / f"{run}.{latest}") < ttl:
-        return None
-    path = directory / f"{run}.{0 if latest is None else latest + 1}"
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    except FileExistsError:
-        return None
-    with os.fdopen(handle, "w", encoding="ascii", errors="replace") as file:
-        file.write(f"{_this_process()}\n")
-    return Lease(run, path)
-
-
-@contextmanager
-def held(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]:
-    """Renew the leases from a thread while the block runs, and give them back when it ends."""
-    stop = threading.Event()
-
-    def renew() -> None:
-        while not stop.wait(ttl / 5):
-            for lease in leases:
-                lease.renew()
-
-    thread = threading.Thread(target=renew, name="grasp-leases", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        for lease in leases:
-            lease.release()
-
-
-def holder(directory: Path, run: str) -> str:
-    """Who took the run last, for messages."""
-    latest = _latest(directory, run)
-    if latest is None:
-        return "nobody"
-    try:
-        return (directory / f"{run}.{latest}").read_text(encoding="ascii").strip() or "another process"
-    except FileNotFoundError:
-        return "nobody"
-
-
-def _latest(directory: Path, run: str) -> int | None:
-    """Highest generation of `run`; a name as `run.7`, where run itself may have dots."""
-    found = [entry.name.rpartition(".") for entry in directory.iterdir()]
-    return max((int(tail) for head, _, tail in found if head == run and tail.isdigit()), default=None)
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0  # removed a moment ago: the runs are complete, nothing is to be taken
-
-
-def _touch(path: Path, times: tuple[float, float] | None) -> None:
-    try:
-        os.utime(path, times)
-    except FileNotFoundError:
-        return
 
 
 # --------------------------------------------------------------------------------------------------- the same settings?

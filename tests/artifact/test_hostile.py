@@ -106,6 +106,10 @@ CHANGES = {
         {"arrays/hidden_sketch/00009.npy": raw["files"]["rows.parquet"]}
     ),
     "one shard for all": lambda raw: raw.update(shard_rows=10**30),
+    "counts as text": lambda raw: raw.update(skipped={"rows": {"counts": {"empty": "many"}, "ids": {}}}),
+    "seconds as a list": lambda raw: raw["details"].update(build_seconds=[1]),
+    "labels as a number": lambda raw: raw["details"].update(labels=3),
+    "a corpus as a list": lambda raw: raw["settings"].update(corpus=["x"]),
     "a field of its own": lambda raw: raw.update(run="rm"),
 }
 
@@ -186,6 +190,34 @@ def test_an_array_that_is_not_the_one_of_the_manifest(change, art, tmp_path):
         everything(ArtifactReader.open(art))
     assert "\n" not in str(caught.value)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("name", ["scale.npy", "00001.npy"])
+def test_numbers_that_no_build_writes_are_refused_by_whoever_reads_them(value, name, tmp_path):
+    art = World(dtype="float32").write(tmp_path / "art")
+    path = art / "arrays" / "hidden_sketch" / name
+    array = np.load(path)
+    array.flat[0] = value
+    np.save(path, array)
+    entry = entry_of(path).model_dump()
+    resign(art, lambda raw: raw["files"].update({f"arrays/hidden_sketch/{name}": entry}))
+    for read in (lambda: everything(ArtifactReader.open(art)), lambda: first_rows(art)):
+        with pytest.raises(ArtifactError, match=r"hidden_sketch.*holds a number that is not finite or over 1e\+30"):
+            read()
+
+
+def first_rows(art):
+    return ArtifactReader.open(art).array_rows("hidden_sketch", np.arange(8))
+
+
+def test_moments_of_a_type_that_numpy_lacks_are_refused(art):
+    header = b'{"mean_hidden": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}'
+    (art / "moments.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    entry = entry_of(art / "moments.safetensors").model_dump()
+    resign(art, lambda raw: raw["files"].update({"moments.safetensors": entry}))
+    with pytest.raises(ArtifactError, match=r"moments\.safetensors: damaged"):
+        dict(ArtifactReader.open(art).moments)
 
 
 class Runs:

@@ -20,7 +20,7 @@ from grasp.artifact.manifest import signed_json
 from grasp.choose import apply as applying
 from grasp.choose import ngrams
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
-from grasp.choose.scorer import CARD, WEIGHTS, Scorer
+from grasp.choose.scorer import CARD, WEIGHTS, Scorer, read_card
 from grasp.errors import ArtifactError, CorpusError, EngineError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from tests.cli.grasp_command import run, succeed
@@ -118,6 +118,14 @@ def damaged_card(path, **changes):
     (path / CARD).write_bytes(signed_json(card))
 
 
+def foreign_weights(path, dtype, shape):
+    """64 bytes that say of themselves what they like, with a checksum that is right."""
+    header = json.dumps({"tables": {"dtype": dtype, "shape": shape, "data_offsets": [0, 64]}}).encode()
+    (path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    card = read_card(path).model_copy(update={"weights": grasp.files.entry_of(path / WEIGHTS)})
+    (path / CARD).write_bytes(signed_json(card))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -132,6 +140,12 @@ def damaged_card(path, **changes):
         (lambda own: (own / WEIGHTS).write_bytes(b"x"), "truncated: 1 of"),
         (lambda own: ((own / WEIGHTS).rename(own / "w"), (own / WEIGHTS).symlink_to("w")), "is a symbolic link"),
         (lambda own: damaged_card(own, weights=grasp.files.FileEntry(bytes=1 << 40, checksum="")), "more than any has"),
+        (lambda own: damaged_card(own, first_bytes=1 << 62), "first_bytes: Input should be less than or equal to"),
+        (lambda own: damaged_card(own, intercept=1e308), "intercept: Input should be less than or equal to"),
+        (lambda own: foreign_weights(own, "BF16", [32]), "is no safetensors file"),
+        (lambda own: foreign_weights(own, "F32", [4, 1 << 60]), "is no safetensors file"),
+        (lambda own: foreign_weights(own, "F32", [-16]), "is no safetensors file"),
+        (lambda own: foreign_weights(own, "F32", [16]), "holds {'tables'"),
     ],
 )
 def test_a_damaged_scorer_is_refused(own, damage, message):
@@ -268,6 +282,29 @@ def test_another_corpus_or_a_foreign_directory_is_refused(place, corpus, tmp_pat
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(SettingsError, match="is not empty, and what is there is not ours"):
         grasp.apply(place, corpus, tmp_path / "mine")
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "another table"])
+def test_damaged_scores_are_named_and_not_gone_on_with(place, corpus, tmp_path, harm):
+    grasp.apply(place, str(corpus), tmp_path / "scored")
+    part = tmp_path / "scored" / "scores-00000-0000.parquet"
+    data = bytearray(part.read_bytes())
+    if harm == "another table":
+        pq.write_table(pa.table({"score": ["x"]}), part)
+    else:
+        data[60] ^= 1
+        part.write_bytes(data if harm == "flip" else data[:-20])
+    with pytest.raises(SettingsError, match=r"scores-00000-0000\.parquet: damaged: .*; delete it and score again"):
+        grasp.apply(place, str(corpus), tmp_path / "scored")
+    part.unlink()
+    assert grasp.apply(place, str(corpus), tmp_path / "scored").documents == len(DOCUMENTS)
+
+
+def test_scores_lie_in_nothing_that_is_read(place, corpus, own):
+    for out, what in ((corpus / "scored", "is the corpus"), (own / "scored", "is the scorer")):
+        with pytest.raises(SettingsError, match=f"out: would write .* inside of .*, which {what}; give it a name of"):
+            grasp.apply(own, str(corpus), out)
+        assert not out.exists()
 
 
 def test_a_start_that_scored_nothing_binds_nobody(place, tmp_path):

@@ -1,12 +1,13 @@
 """No command replaces what it reads, or anything but a regular file."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.artifact.artifact_world import contents
-from tests.cli.grasp_command import refused
+from tests.cli.grasp_command import refused, succeed
 
 COMMANDS = {
     "score": ("score", "ART", "--target", "facts", "--out"),
@@ -45,3 +46,28 @@ def test_an_output_replaces_nothing_that_was_read(command, root, art, reads, tmp
         assert why in message
     assert contents(root) == reads
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_directory_of_results_lies_in_nothing_that_was_read(art, root, reads, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "rows.parquet").write_text("mine")
+    for words in (("report", art, "--atlas"), ("distil", art, "--out"), ("merge", art, art, "--out")):
+        for place in (art, art / "new", tmp_path / "theirs", "", "/dev/null"):
+            assert re.search(
+                "which is (the artifact|a part)|is there already|what is there is not ours|is a file|current directory",
+                refused(*words, place),
+            )
+    assert contents(root) == reads
+    assert contents(tmp_path) == {"theirs/rows.parquet": b"mine"}
+
+
+def test_a_page_replaces_neither_runs_nor_an_earlier_checkpoint(art, own_art, tmp_path):
+    (tmp_path / "m.csv").write_text("run,earth,life,sky\na,0.5,0.3,0.2\nb,0.2,0.5,0.3\nc,0.3,0.2,0.5\n")
+    (tmp_path / "r.csv").write_text("run,facts/loss\na,3\nb,2.5\nc,2\n")
+    asked = ["runs", "import", tmp_path / "m.csv", tmp_path / "r.csv", "--label", "topic", "--out"]
+    succeed(*asked, tmp_path / "runs")
+    assert "is there already" in refused(*asked, tmp_path / "runs")
+    assert "is there already" in refused(*asked, tmp_path / "m.csv")
+    for flag, place in (("--environment", tmp_path / "runs"), ("--previous", own_art)):
+        assert "give it a name of its own" in refused("report", art, flag, place, "--out", place / "new.html")

@@ -49,7 +49,7 @@ def test_without_sketches_there_is_no_map(tmp_path):
 def test_a_file_is_no_directory_for_a_map(tmp_path):
     write_artifact(tmp_path / "art")
     (tmp_path / "map").write_text("")
-    assert "which cannot be written" in refused("report", tmp_path / "art", "--atlas", tmp_path / "map")
+    assert "map: is a file, expected a directory" in refused("report", tmp_path / "art", "--atlas", tmp_path / "map")
 
 
 def test_something_must_be_asked_for(tmp_path):

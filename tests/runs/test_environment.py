@@ -229,6 +229,7 @@ def test_weights_are_kept_and_are_part_of_what_was_trained_on(tmp_path):
         (lambda rows: rows[1:], "subset 'evaluation-000000', seed 0, sciq unit 'u0' is missing"),
         (lambda rows: [*rows, rows[7]], "subset 'evaluation-000001', seed 0, sciq unit 'u2' occurs 2 times"),
         (lambda rows: [rows[0] | {"utility": float("nan")}, *rows[1:]], "unit 'u0': utility is nan"),
+        (lambda rows: [rows[0] | {"utility": -1e308}, *rows[1:]], r"unit 'u0': utility is -1e\+308"),
         (lambda rows: [rows[0] | {"utility": None}, *rows[1:]], "column utility has 1 empty cells"),
         (lambda rows: [rows[0] | {"unit_id": "u9"}, *rows[1:]], "'sciq', unit_id 'u9', which environment.json"),
         (lambda rows: [rows[0] | {"seed": 7}, *rows[1:]], "seed 7, which environment.json"),
@@ -269,6 +270,15 @@ def test_open_refuses_what_is_no_environment(tmp_path):
         Environment.open(tmp_path)
     path.write_text('{"role": "test"}')
     with pytest.raises(EnvironmentDataError, match="role: Input should be 'dev' or 'held-out', got 'test'"):
+        Environment.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["environment.json", "utilities.parquet", "subsets.parquet"])
+def test_a_file_without_an_end_is_not_opened(tmp_path, name):
+    filled(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(EnvironmentDataError, match=f"{name}: is a pipe, expected a regular file"):
         Environment.open(tmp_path)
 
 

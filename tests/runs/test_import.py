@@ -11,6 +11,7 @@ import pytest
 
 import grasp
 from grasp.errors import EnvironmentDataError
+from grasp.files import UNSIGNED, entry_of, signed
 from grasp.runs.table import RunTable
 
 SHARES = [["run", "wiki", "code", "books"], ["a", 0.5, 0.3, 0.2], ["b", 0.1, 0.1, 0.8], ["c", 0.0, 1.0, 0.0]]
@@ -132,7 +133,7 @@ def test_shares_that_nearly_add_up_are_divided_by_their_sum(tmp_path):
         (
             changed(SHARES, 1, 1, -0.5),
             LOSSES,
-            "run 'a': weight of 'wiki' is -0.5 (1 such); expected numbers of 0 or more",
+            "run 'a': weight of 'wiki' is -0.5 (1 such); expected 0, or 1e-30 to 1e+30",
         ),
         (SHARES, changed(LOSSES, 2, 1, "nan"), "run 'b': val_loss/sciq is nan (1 such); leave the run out"),
         (SHARES, changed(LOSSES, 2, 1, ""), "run 'b': val_loss/sciq is nan (1 such); leave the run out"),
@@ -153,6 +154,93 @@ def test_bad_tables_are_refused_with_the_run_named(tmp_path, shares, losses, mes
         read(tmp_path, shares=shares, losses=losses)
 
 
+@pytest.mark.parametrize(
+    ("shares", "losses", "message"),
+    [
+        (changed(SHARES, 0, 2, "wiki"), LOSSES, "has the column 'wiki' more than once"),
+        (SHARES, changed(LOSSES, 0, 2, "val_loss/sciq"), "has the column 'val_loss/sciq' more than once"),
+        (changed(SHARES, 1, 1, 1e308), LOSSES, "weight of 'wiki' is 1e+308"),
+        (SHARES, changed(LOSSES, 1, 1, -1e308), "val_loss/sciq is -1e+308"),
+        *(
+            (SHARES, [[*line, value if i else name] for i, line in enumerate(LOSSES)], f"{name} is {value}")
+            for name, value in (("seed", "inf"), ("seed", 1e300), ("tokens", "'many'"), ("seed", -1))
+        ),
+    ],
+)
+def test_numbers_and_names_that_no_run_has_are_refused(tmp_path, shares, losses, message):
+    shown = [[str(cell).strip("'") for cell in line] for line in losses]
+    with pytest.raises(EnvironmentDataError, match=re.escape(message)):
+        read(tmp_path, shares=shares, losses=shown)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"run": [["a"]], "row_id": ["x"]},
+        {"run": [b"\xff"], "row_id": ["x"]},
+        {"run": pa.array([None], pa.string()), "row_id": ["x"]},
+        {"run": ["a"], "row_id": [["x"]]},
+        {"run": ["a"], "row_id": ["x"], "weight": ["much"]},
+        {"run": ["a"], "row_id": ["x"], "weight": [[1.0]]},
+    ],
+    ids=str,
+)
+def test_columns_of_another_type_are_refused(tmp_path, columns):
+    pq.write_table(pa.table(columns), tmp_path / "trained.parquet")
+    with pytest.raises(EnvironmentDataError, match=r"(column|cells) .*(expected names|is not what it must be)"):
+        grasp.import_runs(tmp_path / "trained.parquet", pa.table({"run": ["a"], "loss": [1.0]}))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"results": {"sciq": {"acc": 1%s}}}' % ("0" * 400)])
+def test_what_no_harness_writes_is_refused(tmp_path, text):
+    (tmp_path / "harness" / "a").mkdir(parents=True)
+    (tmp_path / "harness" / "a" / "results.json").write_text(text)
+    with pytest.raises(EnvironmentDataError, match=r"results\.json: is no results file of lm-evaluation-harness"):
+        grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
+
+
+def signed_again(path, **changes):
+    """runs.json as its owner could rewrite it."""
+    raw = json.loads((path / "runs.json").read_text()) | {"checksum": UNSIGNED}
+    raw["files"] = {name: entry_of(path / name).model_dump() for name in raw["files"]}
+    (path / "runs.json").write_bytes(signed(json.dumps(raw | changes).encode()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": {}}, "do not both have the metric 'acc'"),
+        ({"label": None}, "label: missing, expected one for shares"),
+        ({"files": {}}, "lists no trained.parquet"),
+        ({"files": {"../../x": {"bytes": 1, "checksum": ""}}}, "files.../../x"),
+        ({"kind": "code"}, "kind: Input should be"),
+    ],
+)
+def test_runs_of_a_stranger_are_checked(tmp_path, changes, message):
+    read(tmp_path, out=tmp_path / "runs")
+    signed_again(tmp_path / "runs", **changes)
+    with pytest.raises(EnvironmentDataError, match=re.escape(message)):
+        grasp.open_runs(tmp_path / "runs")
+
+
+def test_results_of_another_type_are_refused(tmp_path):
+    read(tmp_path, out=tmp_path / "runs")
+    pq.write_table(pa.table({"run": ["a"]}), tmp_path / "runs" / "results.parquet")
+    signed_again(tmp_path / "runs")
+    with pytest.raises(EnvironmentDataError, match="a column is not what it must be"):
+        grasp.open_runs(tmp_path / "runs")
+
+
+@pytest.mark.parametrize("name", ["runs.json", "trained.parquet", "results.parquet"])
+def test_a_flipped_bit_in_kept_runs_is_found(tmp_path, name):
+    read(tmp_path, out=tmp_path / "runs")
+    whole = (tmp_path / "runs" / name).read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 40)):
+        (tmp_path / "runs" / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(EnvironmentDataError):
+            grasp.open_runs(tmp_path / "runs")
+
+
 def test_directions_and_patterns_may_be_said(tmp_path):
     odd = changed(LOSSES, 0, 2, "wobble")
     assert read(tmp_path, losses=odd, lower=["wob*"]).info.metrics["wobble"] == "lower"
@@ -171,5 +259,5 @@ def test_what_is_no_table_and_no_runs_is_refused(tmp_path):
         grasp.import_runs(tmp_path / "bad.parquet", label="x")
     read(tmp_path, out=tmp_path / "runs")
     (tmp_path / "runs" / "results.parquet").write_bytes(b"no parquet")
-    with pytest.raises(EnvironmentDataError, match="damaged"):
+    with pytest.raises(EnvironmentDataError, match=r"results\.parquet: truncated: 10 of \d+ bytes"):
         grasp.open_runs(tmp_path / "runs")

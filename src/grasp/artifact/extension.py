@@ -18,7 +18,8 @@ from grasp.artifact.shards import ArraySpec, PartWriter, parquet_bytes
 from grasp.artifact.tables import check_units, units_per_target
 from grasp.artifact.writer import lock_artifact, moment_bytes
 from grasp.errors import ArtifactError
-from grasp.files import DirectoryLock, FileEntry, checksum, entry_of, out_of_space, write_whole
+from grasp.files import FileEntry, checksum, entry_of, out_of_space, write_whole
+from grasp.locks import DirectoryLock
 
 
 class ArtifactExtension(PartWriter):

@@ -9,7 +9,18 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+    with_config,
+)
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
 
 from grasp.artifact.layout import (
     FORMAT,
@@ -74,6 +85,57 @@ class ArrayEntry(Record):
         return self
 
 
+# What the caller of a writer tells is a mapping, of which readers use some fields: where there, these have a type.
+_told = with_config(ConfigDict(extra="allow"))
+
+
+@_told
+class _SkippedRows(TypedDict, total=False):
+    counts: dict[str, int]
+    ids: dict[str, list[str]]
+
+
+@_told
+class _Skipped(TypedDict, total=False):
+    rows: _SkippedRows
+    columns: list[str]
+
+
+@_told
+class _Details(TypedDict, total=False):
+    labels: list[str]
+    n_tokens: int
+    n_documents: int
+    vocab_size: int
+    build_seconds: dict[str, float] | None
+    columns: dict[str, Any] | None
+    parts: list[dict[str, Any]]
+
+
+@_told
+class _CorpusSettings(TypedDict, total=False):
+    snippet_chars: int
+    max_rows_per_document: int | None
+
+
+@_told
+class _Settings(TypedDict, total=False):
+    corpus: _CorpusSettings | None
+    model: dict[str, Any]
+    features: dict[str, Any]
+    targets: dict[str, Any]
+
+
+class _Like:
+    """Checks a mapping as if it had this type; it stays a mapping."""
+
+    def __init__(self, shape: type) -> None:
+        self._shape = shape
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(self._shape)
+
+
 class Manifest(Record):
     """What a complete artifact holds. `files` has size and checksum of every file but this one."""
 
@@ -88,9 +150,9 @@ class Manifest(Record):
     moments: tuple[FileName, ...] = Field(description="Moments of the build, then of each extension.")
     made_by: dict[str, Any] = Field({}, description="Program, version, machine: what wrote it.")
     fingerprints: dict[str, str] = Field({}, description="Of model, tokenizer, corpus and targets.")
-    settings: dict[str, Any] = Field({}, description="The settings of the build.")
-    skipped: dict[str, Any] = Field({}, description="What was left out, by reason.")
-    details: dict[str, Any] = Field({}, description="What else the build reports.")
+    settings: Annotated[dict[str, Any], _Like(_Settings)] = Field({}, description="The settings of the build.")
+    skipped: Annotated[dict[str, Any], _Like(_Skipped)] = Field({}, description="What was left out, by reason.")
+    details: Annotated[dict[str, Any], _Like(_Details)] = Field({}, description="What else the build reports.")
     files: dict[FileName, FileEntry]
     rows_kept: dict[FileName, FileEntry] = Field({}, description="Files of tokens/, which stay where they were built.")
 
@@ -104,6 +166,16 @@ class Manifest(Record):
             if self.targets and name.startswith(PER_UNIT) and entry.width != n_units:
                 raise ValueError(f"arrays.{name}: has {entry.width} columns, there are {n_units} units")
         return self
+
+    def detail(self, name: str) -> Any:
+        """One of the details.
+
+        Raises:
+            ArtifactError: it is not there.
+        """
+        if name not in self.details:
+            raise ArtifactError(f"{MANIFEST}: details.{name}: missing; build the artifact again")
+        return self.details[name]
 
     def needed(self) -> set[str]:
         """Files that a reader may ask for."""

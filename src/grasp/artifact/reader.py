@@ -57,6 +57,7 @@ _BUILT_FROM = (
     ("the output layer", "model", "classifier", "fitted_head"),
 )
 VERIFY = "`grasp verify` names everything that is broken"
+LARGEST = 1e30  # of a number: squares, and sums of them, stay finite
 
 Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
 
@@ -230,6 +231,7 @@ class ArtifactReader:
         out_NE = np.empty((len(rows), width), dtype=np.float32)
         for k, where in self._by_shard(rows):
             self._read(picks, k, rows[where] - k * self.grid.shard_rows, out_NE, where)
+        self._check_finite(out_NE, picks)
         return out_NE
 
     def row_batches(
@@ -296,7 +298,11 @@ class ArtifactReader:
         return picks, len(chosen)
 
     def _scale(self, group: ColumnGroup) -> NDArray[np.float32]:
-        return np.array(_array(self._file(scale_file(group.name)), (group.stop - group.start,), "float32"))
+        path = self._file(scale_file(group.name))
+        scale_E = np.array(_array(path, (group.stop - group.start,), "float32"))
+        if not np.abs(scale_E).max() <= LARGEST:  # nan compares false
+            raise ArtifactError(f"{path}: holds a number that is not finite or over {LARGEST:g}; build it again")
+        return scale_E
 
     def _blocks(self, picks: list["_Pick"], width: int, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         for start in range(0, self.n_rows, size):
@@ -307,6 +313,7 @@ class ArtifactReader:
                 goal = slice(filled, filled + end - begin)
                 self._read(picks, k, slice(begin, end), out_NE, goal)
                 filled += end - begin
+            self._check_finite(out_NE, picks)
             yield start, out_NE
 
     def _read(
@@ -317,13 +324,27 @@ class ArtifactReader:
         out_NE: NDArray[np.float32],
         goal: slice | NDArray[np.int64],
     ) -> None:
-        for pick in picks:
-            stored_NE = self._chunk(pick.group, k)[rows][:, pick.source]
-            if isinstance(goal, slice) and isinstance(pick.goal, slice):
-                np.multiply(stored_NE, pick.scale_E, out=out_NE[goal, pick.goal])
-            else:
-                rows_goal, columns_goal = np.arange(len(out_NE))[goal], np.arange(out_NE.shape[1])[pick.goal]
-                out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at by `_check_finite`
+            for pick in picks:
+                stored_NE = self._chunk(pick.group, k)[rows][:, pick.source]
+                if isinstance(goal, slice) and isinstance(pick.goal, slice):
+                    np.multiply(stored_NE, pick.scale_E, out=out_NE[goal, pick.goal])
+                else:
+                    rows_goal, columns_goal = np.arange(len(out_NE))[goal], np.arange(out_NE.shape[1])[pick.goal]
+                    out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
+
+    def _check_finite(self, out_NE: NDArray[np.float32], picks: Sequence["_Pick"]) -> None:
+        """Refuse what no build writes: signed by a stranger, it would rank rows by chance without a word.
+
+        A sum is enough, and half of the cost of looking at every number.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = abs(float(out_NE.sum()))
+        if not total <= LARGEST:
+            raise ArtifactError(
+                f"{self.where}: {picks[0].group.name}: holds a number that is not finite or over {LARGEST:g}; build it "
+                "again"
+            )
 
     def _chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
         start, stop = self.grid.bounds(k)
@@ -409,7 +430,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as err:
         raise ArtifactError(f"{path}: missing; {VERIFY}") from err
-    except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError) as err:
+    except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError) as err:  # TypeError: bfloat16
         raise ArtifactError(f"{path}: damaged: {' '.join(str(err).split())}; {VERIFY}") from err
 
 

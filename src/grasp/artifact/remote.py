@@ -24,17 +24,8 @@ import xxhash
 from grasp.artifact.layout import MANIFEST
 from grasp.artifact.manifest import Manifest, parse_manifest
 from grasp.errors import ArtifactError, MissingExtraError
-from grasp.files import (
-    FileEntry,
-    checksum_fault,
-    discard,
-    fault,
-    kind_of,
-    one_at_a_time,
-    size_fault,
-    write_whole,
-    written_aside,
-)
+from grasp.files import FileEntry, checksum_fault, discard, fault, kind_of, size_fault, write_whole, written_aside
+from grasp.locks import one_at_a_time
 
 CACHE_VARIABLE = "GRASP_CACHE"
 LOCAL = ("file", "local")

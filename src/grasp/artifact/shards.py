@@ -25,16 +25,8 @@ from grasp.artifact.manifest import (
     read_record,
 )
 from grasp.errors import ArtifactError, ShapeError
-from grasp.files import (
-    DirectoryLock,
-    FileEntry,
-    checksum,
-    differences,
-    entry_of,
-    out_of_space,
-    remove_parts,
-    write_whole,
-)
+from grasp.files import FileEntry, checksum, differences, entry_of, out_of_space, remove_parts, write_whole
+from grasp.locks import DirectoryLock
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,8 @@ from grasp.artifact.manifest import ArrayEntry, Manifest, provenance, read_manif
 from grasp.artifact.shards import ArraySpec, PartWriter, parquet_bytes
 from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table, units_per_target
 from grasp.errors import ArtifactError, ShapeError
-from grasp.files import (
-    DirectoryLock,
-    FileEntry,
-    entry_of,
-    is_part,
-    out_of_space,
-    own_directory,
-    write_whole,
-)
+from grasp.files import FileEntry, entry_of, is_part, out_of_space, own_directory, write_whole
+from grasp.locks import DirectoryLock
 
 __all__ = ["ArraySpec", "ArtifactWriter"]
 

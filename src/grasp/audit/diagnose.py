@@ -399,7 +399,7 @@ def _range(artifact: ArtifactReader) -> Iterator[Check]:
     if "token.loss" not in artifact.moments or "vocab_size" not in artifact.manifest.details:
         return
     loss = float(artifact.moments["token.loss"][0])
-    share, known = tested(loss, int(artifact.manifest.details["vocab_size"]))
+    share, known = tested(loss, int(artifact.manifest.detail("vocab_size")))
     yield check(
         "model in the tested range",
         f"its loss on the corpus, {loss:.2f} nats a token, is {share:.0%} of ln V",

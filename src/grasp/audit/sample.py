@@ -94,7 +94,7 @@ def sample_features(
         GraspError: there are none, and the model cannot be run again (`origin` says why).
     """
     if len(artifact.features.finished) == artifact.grid.n_shards:
-        size, vocab = artifact.grid.shard_rows, int(artifact.manifest.details["vocab_size"])
+        size, vocab = artifact.grid.shard_rows, int(artifact.manifest.detail("vocab_size"))
         shards = [int(k) for k in np.unique(row_index // size)]
         parts = [
             (ShardForward.unspool(artifact.features.read(k), vocab), row_index[row_index // size == k] - k * size)

@@ -49,7 +49,7 @@ class Ngram(BlockMethod[NgramSettings]):
 
     def prepare(self, material: Material, work: WorkArea, part: int) -> RowScorer:
         del part
-        vocabulary = material.artifact.manifest.details["vocab_size"]
+        vocabulary = material.artifact.manifest.detail("vocab_size")
         grams = [_Grams.of(material.unit_tokens, n, vocabulary) for n in range(1, self.settings.order + 1)]
 
         def counted() -> F64:

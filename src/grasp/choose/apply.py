@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.choose.amounts import parse_budget
-from grasp.choose.export import check_place, write_documents
+from grasp.choose.export import write_documents
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.corpus.conversations import Form, form_of
@@ -42,9 +42,11 @@ from grasp.corpus.sources import (
 )
 from grasp.errors import CorpusError, EngineError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.files import DirectoryLock, differences, own_directory, remove_parts, write_whole, written_aside
+from grasp.files import check_place, differences, own_directory, remove_parts, write_whole, written_aside
+from grasp.locks import DirectoryLock
 from grasp.results import Result
 from grasp.settings import CorpusSettings
+from grasp.text import parse_json
 
 MARKER = ".grasp-scores"
 PARTS = "scores-*.parquet"
@@ -110,6 +112,7 @@ def apply(
         ArtifactError: the scorer is none, or damaged.
     """
     out, progress = Path(out), progress or Silent()
+    reads = {"is the scorer": None if isinstance(scorer, Scorer) else scorer, "is the corpus": str(corpus)}
     scorer = scorer if isinstance(scorer, Scorer) else Scorer.open(scorer)
     settings = CorpusSettings(path=str(corpus), split=split, text_column=text_column, row_id_column=id_column)
     budget = None if keep is None else parse_budget(keep)
@@ -119,7 +122,7 @@ def apply(
         raise SettingsError(f"workers: got {workers}, expected at least 1")
     source = open_source(settings.path, settings.split)
     lanes = _lanes(source)
-    own_directory(out, MARKER, lambda _: False)
+    own_directory(out, MARKER, lambda _: False, reads)
     with DirectoryLock.acquire(out, MARKER):
         if budget is not None:
             check_place(out / KEPT)
@@ -186,7 +189,7 @@ def _same_as_before(out: Path, scorer: Scorer, source: Source, settings: CorpusS
     if not path.exists() or not any(out.glob(PARTS)):  # a start that scored nothing binds nobody
         write_whole(path, (json.dumps(now, indent=1) + "\n").encode())
     try:
-        then = json.loads(path.read_bytes())
+        then = parse_json(path.read_bytes())
     except ValueError as err:
         raise SettingsError(f"{path}: damaged: {err}; delete {out} and score again") from err
     if changed := list(differences(then, now)):
@@ -252,10 +255,10 @@ def _score_lane(lane: _Lane, scorer: Scorer, settings: CorpusSettings, out: Path
     """Write the parts of a lane that are missing."""
     start, k = lane.start, 0
     while (out / lane.part(k)).exists():
-        metadata = pq.read_metadata(out / lane.part(k))
-        start, k = start + metadata.num_rows, k + 1
-        count(metadata.num_rows)
-        if (metadata.metadata or {}).get(LAST):
+        table = _read(out / lane.part(k))
+        start, k = start + len(table), k + 1
+        count(len(table))
+        if LAST in (table.schema.metadata or {}):
             return
     source = open_source(settings.path, settings.split)
     if isinstance(source, FileSource) and lane.file is not None:
@@ -285,8 +288,22 @@ _EMPTY = pa.table(
 
 
 def _write(path: Path, table: pa.Table, *, last: bool) -> None:
+    marked = table.replace_schema_metadata({LAST: b"yes"} if last else None)
     with written_aside(path) as part:
-        pq.write_table(table.replace_schema_metadata({LAST: b"yes"} if last else None), part, compression="zstd")
+        pq.write_table(marked, part, compression="zstd", write_page_checksum=True)
+
+
+def _read(path: Path, columns: Sequence[str] = _EMPTY.schema.names) -> pa.Table:
+    """A part, or columns of it, as it was written.
+
+    Raises:
+        SettingsError: it is damaged, or something else.
+    """
+    try:
+        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        return table.cast(_EMPTY.schema).select(columns).replace_schema_metadata(table.schema.metadata)
+    except (pa.ArrowException, OSError, ValueError) as err:
+        raise SettingsError(f"{path}: damaged: {' '.join(str(err).split())}; delete it and score again") from err
 
 
 # --------------------------------------------------------------------------------------------------- documents as texts
@@ -395,16 +412,14 @@ def _parts(out: Path) -> list[Path]:
 def _scores(out: Path) -> Iterator[NDArray[np.float32]]:
     """The scores of all documents in the order of the corpus, some at a time."""
     for path in _parts(out):
-        with pq.ParquetFile(path) as part:
-            for batch in part.iter_batches(columns=[SCORE]):
-                yield batch.column(0).to_numpy()
+        yield _read(path, [SCORE])[SCORE].to_numpy()
 
 
 def _counted(out: Path) -> tuple[int, int]:
     """Documents, and how many of them are unlike what was learned from."""
     documents = unfamiliar = 0
     for path in _parts(out):
-        marks = pq.read_table(path, columns=[UNFAMILIAR])[UNFAMILIAR]
+        marks = _read(path, [UNFAMILIAR])[UNFAMILIAR]
         documents += len(marks)
         unfamiliar += pc.sum(marks).as_py() or 0
     return documents, unfamiliar
@@ -415,11 +430,10 @@ def _of_rank(out: Path, documents: int, ranks: Sequence[int]) -> list[float | No
     if not any(ranks):
         return [None for _ in ranks]
     with tempfile.TemporaryFile(dir=out) as file:
-        score_M = np.memmap(file, np.float32, "w+", shape=(documents,))
-        start = 0
         for score_n in _scores(out):
-            score_M[start : start + len(score_n)] = score_n
-            start += len(score_n)
+            file.write(score_n.tobytes())  # a full disk is an error here; in a map it would end the process
+        file.flush()
+        score_M = np.memmap(file, np.float32, "r+", shape=(documents,))
         score_M.partition(sorted({documents - rank for rank in ranks if rank}))
         return [float(score_M[documents - rank]) if rank else None for rank in ranks]
 

@@ -19,12 +19,11 @@ from scipy.stats import rankdata
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.export import check_place
 from grasp.choose.ngrams import FAMILIAR, LENGTHS, SLOTS, as_bytes, shares
 from grasp.choose.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.files import FileEntry
+from grasp.files import FileEntry, check_place
 from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
@@ -85,7 +84,7 @@ def distil(
         ArtifactError: the artifact keeps no tokens, or its tokenizer is gone.
     """
     out, progress = Path(out), progress or Silent()
-    check_place(out)
+    check_place(out, artifact.reads)
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)
     material = Material(artifact)

@@ -24,7 +24,7 @@ from grasp.corpus.packing import Row
 from grasp.corpus.sources import JsonRecord, open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
-from grasp.files import discard, entry_of, written_aside
+from grasp.files import check_place, discard, entry_of, written_aside
 from grasp.settings import CorpusSettings, write_yaml
 from grasp.text import json_text
 
@@ -64,18 +64,6 @@ def checked_format(text: str) -> Format:
             found: Format = known
             return found
     raise SettingsError(f"format: got {text!r}, expected one of {', '.join(get_args(Format))}")
-
-
-def check_place(out: Path) -> None:
-    """See that a directory can be made.
-
-    Raises:
-        SettingsError: it is there already, or the directory that it is to lie in is not.
-    """
-    if out.exists():
-        raise SettingsError(f"{out}: is there already; give another name, or remove it")
-    if not out.absolute().parent.is_dir():
-        raise SettingsError(f"{out}: there is no directory {out.parent}; make it first")
 
 
 def write_rows(

@@ -20,10 +20,9 @@ from safetensors import SafetensorError
 
 from grasp.artifact.features import tensor_bytes
 from grasp.artifact.manifest import Record, signed_json
-from grasp.choose.export import check_place
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over
 from grasp.errors import ArtifactError
-from grasp.files import UNSIGNED, FileEntry, fault, is_signed, kind_of, write_whole, written_aside
+from grasp.files import UNSIGNED, FileEntry, check_place, fault, is_signed, kind_of, write_whole, written_aside
 from grasp.text import parse_json, plain, text_table
 
 CARD = "card.json"
@@ -32,7 +31,8 @@ README = "README.md"
 FORMAT = "grasp-scorer"
 FORMAT_VERSION = 1
 LARGEST_CARD = 1 << 20  # bytes
-LARGEST = 1e9  # of a weight
+LARGEST = 1e9  # of a weight, and of what is added to them
+MOST_FIRST_BYTES = 1 << 30  # Arrow slices no further
 SCORE, UNFAMILIAR = "score", "unfamiliar"
 UNFAMILIAR_SHARE = 0.01  # of held-out rows
 SHAPES = {"tables": (len(LENGTHS), SLOTS), "rarity": (SLOTS,)}
@@ -72,8 +72,10 @@ class Card(Record):
     fingerprints: dict[str, str] = Field(description="Of the artifact that it learned from.")
     rows: int = Field(ge=1, description="Rows that it learned from.")
     penalty: float = Field(description="Of the ridge regression; chosen on held-out rows.")
-    intercept: float
-    first_bytes: int | None = Field(None, ge=1, description="So much of a document is read; none: all of it.")
+    intercept: float = Field(ge=-LARGEST, le=LARGEST)
+    first_bytes: int | None = Field(
+        None, ge=1, le=MOST_FIRST_BYTES, description="So much of a document is read; none: all of it."
+    )
     rarest: float = Field(description="Rarity that one held-out row in a hundred exceeds.")
     quality: Quality
     slices: tuple[SliceQuality, ...] = ()
@@ -135,7 +137,7 @@ class Scorer:
             raise ArtifactError(f"{path / WEIGHTS}: {what}; restore a copy, or distil again")
         try:
             arrays = safetensors.numpy.load_file(path / WEIGHTS)
-        except (SafetensorError, ValueError, KeyError) as err:
+        except (SafetensorError, ValueError, KeyError, TypeError) as err:  # TypeError: bfloat16
             raise ArtifactError(f"{path / WEIGHTS}: is no safetensors file: {plain(err)}; distil again") from err
         found = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
         if found != (wanted := {name: (shape, "float32") for name, shape in SHAPES.items()}):

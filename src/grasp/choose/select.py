@@ -20,7 +20,7 @@ from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_ta
 from grasp.choose.choice import Aim, Choice, protocol_of, text_of
 from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
 from grasp.choose.curve import Curve, best_length, curve_of, even_places, searched
-from grasp.choose.export import Export, Format, check_place, checked_format, write_documents, write_rows
+from grasp.choose.export import Export, Format, checked_format, write_documents, write_rows
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
 from grasp.choose.limits import I64, Limits
 from grasp.choose.records import read_exclusion, rows_in_order
@@ -29,7 +29,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.progress import Progress
 from grasp.extract.reopen import Origin
-from grasp.files import write_whole
+from grasp.files import check_place, write_whole
 from grasp.predict.blocks import one_subset
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn

@@ -8,7 +8,6 @@ import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import Art, IdColumn, OnlyTarget, ProtocolFile, Quiet, Split, TextColumn
 from grasp.cli.progress import Watch
-from grasp.files import check_outputs
 
 
 @command(
@@ -33,10 +32,8 @@ def distil(
 
     The scorer guesses a row's relevance from its spelling. It says how well it does on rows that it has not seen.
     """
-    opened = grasp.open(art)
-    check_outputs({}, opened.files.reads | {"--protocol reads": protocol})
     with Watch(quiet=quiet) as watch:
-        result = opened.distil(target, out, protocol=protocol, rows=rows, seed=seed, progress=watch)
+        result = grasp.open(art).distil(target, out, protocol=protocol, rows=rows, seed=seed, progress=watch)
     print(result)
 
 

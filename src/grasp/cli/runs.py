@@ -65,7 +65,6 @@ def import_runs(
     RegMix-like CSVs, one wide table, results of lm-evaluation-harness, or an export of wandb. What takes retrained runs
     takes them as well.
     """
-    check_outputs({"--out": out}, {"is read": trained, "is read as well": results})
     table = grasp.import_runs(
         trained,
         results,

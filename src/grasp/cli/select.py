@@ -19,7 +19,7 @@ from grasp.cli.options import (
     beside,
 )
 from grasp.cli.progress import Watch
-from grasp.files import check_outputs
+from grasp.files import check_outputs, check_place
 from grasp.text import plain
 
 
@@ -98,7 +98,6 @@ def select(
 
     They can be written as a corpus to train on.
     """
-    from grasp.choose.export import check_place
     from grasp.choose.select import check_export
 
     opened = grasp.open(art)

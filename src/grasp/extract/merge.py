@@ -214,8 +214,8 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
         {"path": part.where, "rows": part.n_rows, "corpus": part.manifest.fingerprints.get("corpus")} for part in parts
     ]
     known = [manifest.details for manifest in manifests]
-    counted = {name: sum(details[name] for details in known) for name in COUNTED}
-    corpora = [manifest.settings.get("corpus", {}) for manifest in manifests]
+    counted = {name: sum(manifest.detail(name) for manifest in manifests) for name in COUNTED}
+    corpora = [manifest.settings.get("corpus") or {} for manifest in manifests]
     shared = {name: value for name, value in corpora[0].items() if all(one.get(name) == value for one in corpora)}
     return {
         "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
@@ -236,9 +236,9 @@ def _fingerprint(origins: Sequence[Mapping[str, Any]]) -> str:
 
 def _skipped(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     log = SkipLog()
-    for skipped in known:
-        log.extend(skipped["rows"]["counts"], {reason: list(ids) for reason, ids in skipped["rows"]["ids"].items()})
-    columns = dict.fromkeys(name for skipped in known for name in skipped["columns"])
+    for rows in (skipped.get("rows", {}) for skipped in known):
+        log.extend(rows.get("counts", {}), {reason: list(ids) for reason, ids in rows.get("ids", {}).items()})
+    columns = dict.fromkeys(name for skipped in known for name in skipped.get("columns", ()))
     return {"rows": {"counts": dict(log.counts), "ids": log.ids}, "columns": list(columns)}
 
 

@@ -42,7 +42,7 @@ class Origin:
         settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"), self.own)
         path = leaf(self.own or {}, "model.path") or settings.model.path
         model = settings.model.model_copy(
-            update={"path": str(path), "dtype": manifest.made_by["dtype"], "check": False}
+            update={"path": str(path), "dtype": manifest.made_by.get("dtype", "auto"), "check": False}
         )
         return settings.model_copy(update={"model": model})
 
@@ -68,7 +68,7 @@ class Origin:
         """The reference model's tokenizer; the model's weights are not read for it."""
         from grasp.models.causal_lm import load_tokenizer  # noqa: PLC0415 - brings torch
 
-        tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.details["vocab_size"])
+        tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.detail("vocab_size"))
         self.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
 

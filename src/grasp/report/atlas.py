@@ -15,12 +15,13 @@ import pyarrow.parquet as pq
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
-from grasp.files import written_aside
+from grasp.files import own_directory, written_aside
 from grasp.predict.intervals import measures
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F32, F64
 
+MARKER = ".grasp-atlas"
 FILE = "rows.parquet"
 X, Y, TEXT = "projection_x", "projection_y", "text"
 
@@ -39,7 +40,7 @@ def write_atlas(
         The command that opens it.
     Raises:
         ArtifactError: the artifact keeps no sketches.
-        SettingsError: the directory cannot be written.
+        SettingsError: the directory cannot be written, is somebody else's, or lies in what the artifact reads.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
     """
     names = [f"{half}_sketch" for half in measures(artifact.array_names)]
@@ -48,11 +49,11 @@ def write_atlas(
             f"{artifact.where}: keeps no sketches, which place rows on a map; build it with features.hidden_width and "
             "features.residual_width above 0"
         )
+    own_directory(directory, MARKER, lambda _: False, artifact.reads)
     predictor = Predictor.of(artifact, protocol, targets)
     place_N2 = _projected(artifact, names)
     path, start = directory / FILE, 0
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         with written_aside(path) as part:
             writer = None
             for batch in artifact.row_batches():

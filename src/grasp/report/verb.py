@@ -7,7 +7,7 @@ from typing import Any
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.files import check_outputs
+from grasp.files import Reads, check_outputs
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.report import EXPLAINED
 from grasp.report.findings import Question, findings
@@ -62,13 +62,16 @@ def report(
     place, environment = Path(out), None if runs is None else runs_beside(artifact, runs)
     files = {"selection": selection, "mixture": mixture, "suspects": suspects}
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
-    reads = {f"{name} reads": path for name, path in paths.items()}
+    earlier = [_reader(one) for one in previous]
+    reads: dict[str, Reads] = {f"{name} reads": path for name, path in paths.items()}
+    reads |= {"is the environment": None if environment is None else environment.path}
+    reads |= {"is an earlier checkpoint's": [one.path for one in earlier]}
     own = protocol if isinstance(protocol, Path | str) else None
     check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": None if own is None else Path(own)})
     question = Question(
         targets=targets,
         by=by,
-        previous=[_reader(one) for one in previous],
+        previous=earlier,
         environment=environment,
         partial=partial,
         selection=paths["selection"],

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
-from grasp.files import TTL_SECONDS, Lease, is_part, remove_stale, take, write_whole, written_aside
+from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
+from grasp.locks import TTL_SECONDS, Lease, take
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
@@ -94,9 +95,12 @@ class Environment:
         """Open an environment; its utilities are read, and checked, when asked for.
 
         Raises:
-            EnvironmentDataError: not there, damaged, or of another format version.
+            EnvironmentDataError: not there, damaged, or of another format version; one of its files is no file.
         """
         path = Path(path)
+        for name in (INFO, SUBSETS, UTILITIES, REFERENCE):  # it may come from a stranger: a pipe has no end
+            if (kind := kind_of(path / name)) not in ("file", "nothing"):
+                raise EnvironmentDataError(f"{path / name}: is a {kind}, expected a regular file; restore it")
         return cls(path, read_info(path / INFO))
 
     @classmethod

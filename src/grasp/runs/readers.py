@@ -10,7 +10,6 @@ results.json files of the harness, or the CSV that wandb writes of a table of ru
 """
 
 import fnmatch
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
+from grasp.files import check_place
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
+from grasp.text import parse_json
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
 SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
@@ -33,6 +34,7 @@ LOWER = r"loss|perplexity|ppl|nll|bpb|bits_per_byte|error|(^|[/_.])ce($|[/_.])"
 HIGHER = r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|score|pass@|reward|auc|utility|mrr|recall|precision"
 ROW_COLUMNS = ("row_id", "doc_id")
 SHOWN = 5
+MOST_WHOLE = (1 << 63) - 1
 
 
 def import_runs(
@@ -60,12 +62,15 @@ def import_runs(
         metrics: patterns of the columns that are results, e.g. eval/*; none: all numbers that are no weight.
         higher, lower: patterns of metrics of which more is better, or worse, where the name does not tell.
         size: read the runs of this model size alone.
-        out: directory to keep them in, for `open_runs`.
+        out: new directory to keep them in, for `open_runs`.
         skip_failed: leave out runs with a result that is no number; they are counted.
     Raises:
         EnvironmentDataError: a file that cannot be read, no column with names of runs, a metric whose direction is not
             known, and all that `RunTable.of` refuses.
+        SettingsError: something is at `out`.
     """
+    if out is not None:
+        check_place(Path(out), {"is read": [one for one in (trained, results) if isinstance(one, Path | str)]})
     places = [str(one) for one in (trained, results) if isinstance(one, Path | str)]
     called = Path(places[-1]).stem if places else "runs"
     if weights not in ("shares", "times"):
@@ -116,7 +121,11 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     if unknown := sorted(set(table.column_names) - set(values) - {*NAMES, "mixture"}):
         raise EnvironmentDataError(f"{where}: column {unknown[0]!r} is no value that the runs were trained on")
     named = [name for name in table.column_names if name not in values]
-    names = tuple(_text(table[named[0]]).to_pylist()) if named else tuple(f"mixture-{b + 1}" for b in range(len(table)))
+    names = (
+        tuple(_text(table, named[0], where).to_pylist())
+        if named
+        else tuple(f"mixture-{b + 1}" for b in range(len(table)))
+    )
     columns = [_numbers(table[name]) for name in values]
     share_BG = np.stack([np.full(len(table), np.nan) if one is None else one for one in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):
@@ -140,8 +149,8 @@ def _trained(
         column = next((names[one] for one in options if one in names), None)
         if column is not None:
             weight = table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table)))
-            arrays = [_text(table[_name_column(table, where)]), _text(table[column]), weight]
-            return kind, pa.table(arrays, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)  # type: ignore[return-value]
+            arrays = [_text(table, _name_column(table, where), where), _text(table, column, where), weight]
+            return kind, pa.table(arrays, TRAINED_SCHEMA.names)  # type: ignore[return-value]
     if label is None:
         raise EnvironmentDataError(f"{where}: say which label its columns are values of, e.g. --label source")
     wide = _Wide(table, where)
@@ -181,7 +190,7 @@ class _Wide:
         table = _panel(table)
         self.where = where
         by_name = _name_column(table, where)
-        self.runs = _text(table[by_name]).to_pylist()
+        self.runs = _text(table, by_name, where).to_pylist()
         lower = {name.lower(): name for name in table.column_names if name != by_name}
         self._meta = {
             what: table[next(lower[one] for one in options if one in lower)].to_pylist()
@@ -219,21 +228,26 @@ class _Wide:
             if skip_failed and (state not in FINISHED or not np.isfinite(values).all()):
                 failed.append(run)
                 continue
-            size, tokens = self.meta("size", at), self.meta("tokens", at)
-            what = (run, self._seed(at), None if size is None else str(size), None if tokens is None else float(tokens))
+            size = self.meta("size", at)
+            seed, tokens = self._whole("seed", at) or 0, self._whole("tokens", at)
+            what = (run, seed, None if size is None else str(size), None if tokens is None else float(tokens))
             lines += [(*what, name, None, value) for name, value in zip(chosen, values, strict=True)]
         columns = list(zip(*lines, strict=True)) or [() for _ in RESULTS_SCHEMA]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, RESULTS_SCHEMA, strict=True)]
         return pa.table(arrays, schema=RESULTS_SCHEMA), failed
 
-    def _seed(self, at: int) -> int:
-        seed = self.meta("seed", at)
+    def _whole(self, what: str, at: int) -> int | None:
+        """A seed, or a count of tokens."""
+        value = self.meta(what, at)
         try:
-            return 0 if seed is None else int(seed)
-        except ValueError as err:
+            number = None if value is None else int(float(value)) if isinstance(value, str) else int(value)
+        except (ValueError, OverflowError, TypeError):
+            number = MOST_WHOLE + 1
+        if number is not None and not 0 <= number <= MOST_WHOLE:
             raise EnvironmentDataError(
-                f"{self.where}: run {self.runs[at]!r} has the seed {seed!r}, expected a whole number"
-            ) from err
+                f"{self.where}: run {self.runs[at]!r}: {what} is {value!r}, expected a whole number"
+            )
+        return number
 
 
 def _panel(table: pa.Table) -> pa.Table:
@@ -265,7 +279,7 @@ def _harness(root: Path) -> tuple[pa.Table, dict[str, Direction]]:
     directions: dict[str, Direction] = {}
     for run, path in files.items():
         try:
-            data = json.loads(path.read_bytes())
+            data = parse_json(path.read_bytes())
             results: Mapping[str, Mapping[str, Any]] = data["results"]
             better: Mapping[str, Mapping[str, bool]] = data.get("higher_is_better", {})
             lines[run] = {}
@@ -278,7 +292,7 @@ def _harness(root: Path) -> tuple[pa.Table, dict[str, Direction]]:
                     lines[run][name] = float(value)
                     if metric in better.get(task, {}):
                         directions[name] = "higher" if better[task][metric] else "lower"
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as err:
             raise EnvironmentDataError(f"{path}: is no results file of lm-evaluation-harness: {err}") from err
     metrics = list(dict.fromkeys(name for one in lines.values() for name in one))
     columns = {name: pa.array([one.get(name, float("nan")) for one in lines.values()]) for name in metrics}
@@ -310,13 +324,15 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
         return source, "runs"
     path = Path(source)
     try:
-        if path.suffix == ".parquet":
-            return pq.read_table(path), str(path)
-        return pacsv.read_csv(path), str(path)
+        table = pq.read_table(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err
-    except (pa.ArrowException, OSError) as err:
+    except (pa.ArrowException, OSError, ValueError) as err:
         raise EnvironmentDataError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
+    names = table.column_names
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise EnvironmentDataError(f"{path}: has the column {twice[0]!r} more than once; rename or drop one of them")
+    return table, str(path)
 
 
 def _name_column(table: pa.Table, where: str) -> str:
@@ -330,8 +346,17 @@ def _name_column(table: pa.Table, where: str) -> str:
     return str(found)
 
 
-def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(pa.string())
+def _text(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
+    """A column as names."""
+    try:
+        found = table[name].cast(pa.string())
+    except pa.ArrowException as err:
+        raise EnvironmentDataError(
+            f"{where}: column {name!r} holds {table[name].type} that is no text in UTF-8, expected names"
+        ) from err
+    if found.null_count:
+        raise EnvironmentDataError(f"{where}: {found.null_count} cells of {name!r} are empty, expected names")
+    return found
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray | None:

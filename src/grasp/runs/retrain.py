@@ -27,7 +27,7 @@ from transformers.utils import logging as hf_logging
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError
 from grasp.extract.cluster import ClusterSpec, connected
-from grasp.files import held
+from grasp.locks import held
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment

@@ -13,7 +13,8 @@ import grasp
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
-from grasp.files import discard, one_at_a_time, own_directory, written_aside
+from grasp.files import discard, own_directory, written_aside
+from grasp.locks import one_at_a_time
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family

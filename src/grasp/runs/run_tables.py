@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
     ]
 )
 COLUMNS = tuple(SCHEMA.names)
+LARGEST = 1e30  # of a utility: sums of squares stay finite
 CHECKSUM = b"grasp.checksum"  # of the lines, in the metadata of the Parquet file; a table made by hand has none
 
 
@@ -112,7 +113,7 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
     def cell(r: int, e: int) -> str:
         return f"{path}: subset {runs[r].subset_id!r}, seed {runs[r].seed}, {units[e][0]} unit {units[e][1]!r}"
 
-    bad = np.flatnonzero(~np.isfinite(utility))
+    bad = np.flatnonzero(~(np.abs(utility) <= LARGEST))  # nan compares false
     if bad.size:
         raise EnvironmentDataError(
             f"{cell(r[bad[0]], e[bad[0]])}: utility is {utility[bad[0]]} ({bad.size} such); delete that run and "

@@ -1,6 +1,6 @@
 """Runs that somebody has made: what each was trained on, and what came out. Made by `grasp.runs.readers`.
 
-    runs.json         what the weights mean, and of each metric whether more of it is better
+    runs.json         what the weights mean, of each metric whether more of it is better, and checksums of the others
     trained.parquet   run, name, weight: `name` is a label's value, a row's id, or an expression
     results.parquet   run, seed, size, tokens, metric, unit_id, value: as it was measured; unit_id empty: the whole task
 
@@ -19,12 +19,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from scipy.stats import rankdata
 
+from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
-from grasp.files import write_whole, written_aside
+from grasp.files import (
+    UNSIGNED,
+    FileEntry,
+    check_place,
+    entry_of,
+    fault,
+    is_signed,
+    kind_of,
+    write_whole,
+    written_aside,
+)
+from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.environment import Environment
+from grasp.runs.run_tables import LARGEST
 from grasp.settings import describe
 from grasp.text import text_table
 
@@ -36,6 +49,7 @@ RESULTS = "results.parquet"
 SUM_SLACK = 0.01  # shares that add up to 1 within so much are divided by their sum
 NAMED = 3
 FEWEST = 3  # runs that sizes are compared on
+LARGEST_INFO = 16 << 20  # bytes
 
 Kind = Literal["shares", "times", "rows", "expressions"]
 Direction = Literal["higher", "lower"]
@@ -61,10 +75,18 @@ class RunsInfo(BaseModel):
 
     format: Literal["grasp-runs"] = "grasp-runs"
     format_version: Literal[1] = 1
+    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    files: dict[Literal["trained.parquet", "results.parquet"], FileEntry] = Field(default_factory=dict)
     kind: Kind = Field(description="shares of a label's values, how many times each value is seen, rows, expressions")
     label: str | None = Field(None, description="The label, of shares and times.")
     metrics: dict[str, Direction] = Field(description="Whether more of it is better.")
     read_from: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_a_label(self) -> Self:
+        if self.kind in ("shares", "times") and self.label is None:
+            raise ValueError(f"label: missing, expected one for {self.kind}")
+        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,10 +108,17 @@ class RunTable:
         """Check what was read.
 
         Raises:
-            EnvironmentDataError: weights that are negative, or shares that do not add up to 1; a run twice; a result
-                that is no number; runs without results, or results of no run.
+            EnvironmentDataError: columns of another type; weights that are negative, or shares that do not add up to 1;
+                a run twice; a result that is no number; runs without results, or results of no run.
         """
-        table = cls(name, info, trained.cast(TRAINED_SCHEMA), results.cast(RESULTS_SCHEMA), tuple(notes))
+        try:
+            trained, results = trained.cast(TRAINED_SCHEMA), results.cast(RESULTS_SCHEMA)
+        except (pa.ArrowException, ValueError) as err:
+            raise EnvironmentDataError(
+                f"{name}: a column is not what it must be: {' '.join(str(err).split())}"
+            ) from err
+        table = cls(name, info, trained, results, tuple(notes))
+        table._check_names()
         table._check_weights()
         table._check_results()
         return table if info.kind != "shares" else table._normalised()
@@ -102,25 +131,34 @@ class RunTable:
             EnvironmentDataError: not there, or damaged.
         """
         path = Path(path)
+        if kind_of(path / INFO) != "file":
+            raise EnvironmentDataError(f"{path}: no runs there; import them with grasp runs import")
+        info = _read_info(path / INFO)
+        for name in (TRAINED, RESULTS):
+            if name not in info.files:
+                raise EnvironmentDataError(f"{path / INFO}: lists no {name}; import the runs again")
+            if what := fault(path, name, info.files[name]):
+                raise EnvironmentDataError(f"{path / name}: {what}; import the runs again")
         try:
-            info = RunsInfo.model_validate_json((path / INFO).read_bytes())
             trained, results = pq.read_table(path / TRAINED), pq.read_table(path / RESULTS)
-        except (FileNotFoundError, NotADirectoryError) as err:
-            raise EnvironmentDataError(f"{path}: no runs there; import them with grasp runs import") from err
-        except ValidationError as err:
-            raise EnvironmentDataError(f"{describe(err, str(path / INFO))}; import the runs again") from err
-        except (pa.ArrowException, OSError) as err:
+        except (pa.ArrowException, OSError, ValueError) as err:
             raise EnvironmentDataError(f"{path}: damaged: {' '.join(str(err).split())}; import the runs again") from err
         return cls.of(path.name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:
-        """Write a directory that `grasp.runs` opens."""
+        """Write a directory that `grasp.runs` opens; it appears only when whole.
+
+        Raises:
+            SettingsError: something is there already.
+        """
         path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        for name, table in ((TRAINED, self.trained), (RESULTS, self.results)):
-            with written_aside(path / name) as part:
-                pq.write_table(table, part, compression="zstd")
-        write_whole(path / INFO, self.info.model_dump_json(indent=1).encode())
+        check_place(path)
+        with written_aside(path) as part:
+            part.mkdir()
+            for name, table in ((TRAINED, self.trained), (RESULTS, self.results)):
+                pq.write_table(table, part / name, compression="zstd")
+            files = {name: entry_of(part / name) for name in (TRAINED, RESULTS)}
+            write_whole(part / INFO, signed_json(self.info.model_copy(update={"files": files, "checksum": UNSIGNED})))
         return path
 
     @property
@@ -223,14 +261,24 @@ class RunTable:
 
     # ------------------------------------------------------------------------------------------- checks
 
+    def _check_names(self) -> None:
+        needed = ((self.trained, ("run", "name")), (self.results, ("run", "seed", "metric")))
+        for table, column in ((table, column) for table, columns in needed for column in columns):
+            if empty := table[column].null_count:
+                raise EnvironmentDataError(f"{self.name}: {empty} cells of {column} are empty; name every run")
+        if unknown := sorted(set(self.results["metric"].to_pylist()) ^ set(self.info.metrics)):
+            raise EnvironmentDataError(
+                f"{self.name}: its results and {INFO} do not both have the metric {unknown[0]!r}"
+            )
+
     def _check_weights(self) -> None:
         weight = self.trained["weight"].to_numpy(zero_copy_only=False)
-        bad = np.flatnonzero(~np.isfinite(weight) | (weight < 0))
+        bad = np.flatnonzero(~((weight == 0) | (weight >= LEAST_WEIGHT) & (weight <= MOST_WEIGHT)))
         if bad.size:
             run, name = (self.trained[column][int(bad[0])].as_py() for column in ("run", "name"))
             raise EnvironmentDataError(
-                f"{self.name}: run {run!r}: weight of {name!r} is {weight[bad[0]]} ({bad.size} such); expected numbers "
-                "of 0 or more"
+                f"{self.name}: run {run!r}: weight of {name!r} is {weight[bad[0]]} ({bad.size} such); expected 0, or "
+                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
             )
         pairs = self.trained.group_by(["run", "name"]).aggregate([([], "count_all")])
         twice = pairs.filter(pc.greater(pairs["count_all"], 1))
@@ -245,7 +293,8 @@ class RunTable:
             raise EnvironmentDataError(f"{self.name}: run {empty['run'][0].as_py()!r}: all weights are 0")
 
     def _check_results(self) -> None:
-        bad = self.results.filter(pc.invert(pc.is_finite(pc.coalesce(self.results["value"], float("nan")))))
+        value = pc.coalesce(self.results["value"], float("nan"))
+        bad = self.results.filter(pc.invert(pc.less_equal(pc.abs(value), LARGEST)))  # nan compares false
         if len(bad):
             run, metric = bad["run"][0].as_py(), bad["metric"][0].as_py()
             raise EnvironmentDataError(
@@ -282,6 +331,20 @@ class RunTable:
         share = pa.array(self.trained["weight"].to_numpy() / over)
         trained = self.trained.set_column(2, "weight", share)
         return type(self)(self.name, self.info, trained, self.results, self.notes)
+
+
+def _read_info(path: Path) -> RunsInfo:
+    """What the runs are; they may come from a stranger."""
+    if (size := path.stat().st_size) > LARGEST_INFO:
+        raise EnvironmentDataError(f"{path}: has {size} bytes, expected at most {LARGEST_INFO}; import the runs again")
+    data = path.read_bytes()
+    try:
+        info = RunsInfo.model_validate_json(data)
+    except ValidationError as err:
+        raise EnvironmentDataError(f"{describe(err, str(path))}; import the runs again") from err
+    if not is_signed(data):
+        raise EnvironmentDataError(f"{path}: damaged: its checksum does not match; import the runs again")
+    return info
 
 
 def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> NDArray[np.int64]:

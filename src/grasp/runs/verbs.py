@@ -138,7 +138,7 @@ def _like(art: Opened | Place) -> dict[str, Any]:
         raise SettingsError(f"like: {files.where} was built from images, and what is retrained are language models")
     _ = origin.tokenizer  # still there, and its own
     built = origin.settings.model_dump(mode="json", include={"corpus", "targets"})
-    shape = {"vocab_size": files.manifest.details["vocab_size"], "context": origin.settings.corpus.max_length}
+    shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}
     return built | {"tokenizer": origin.settings.model.path, "overrides": {"shape": shape}}
 
 

@@ -53,7 +53,7 @@ def unit_examples(material: Material) -> list[Example]:
 
 def typical_tokens(material: Material) -> int:
     """Mean length of a row, by which costs are compared."""
-    return max(2, round(int(material.artifact.manifest.details["n_tokens"]) / material.n_rows))
+    return max(2, round(int(material.artifact.manifest.detail("n_tokens")) / material.n_rows))
 
 
 def chosen_checkpoints(material: Material, which: str) -> tuple[Checkpoint, ...]:

@@ -1,0 +1,193 @@
+"""One writer at a time, and work that several processes share out.
+
+DirectoryLock, one_at_a_time   one writer; locks that the kernel releases when their holder dies
+Lease, take, held              a part of the work is one process's, and a dead one's part is taken over
+"""
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from grasp.errors import ArtifactError
+
+TTL_SECONDS = 300.0  # after which a lease that was not renewed counts as abandoned
+
+
+class DirectoryLock:
+    """An exclusive `flock` on a file of a directory; the file's text says who holds it."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def acquire(cls, path: Path, name: str) -> Self:
+        """Take the lock `name` of the directory `path`.
+
+        Raises:
+            ArtifactError: another process (or another writer of this one) holds it, the message says which; the
+                file system cannot lock, or not be written to.
+        """
+        try:
+            descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as err:
+            raise ArtifactError(
+                f"{path}: cannot be written to ({err.strerror}: {err.filename}); choose another directory"
+            ) from err
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{path}: locked by {holder}; two writers cannot share one artifact: wait for it or stop it"
+            ) from err
+        except OSError as err:
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{path}: this file system cannot lock files ({err.strerror}); write to a local disk"
+            ) from err
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
+        return cls(path, descriptor)
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Give the lock back; a second call does nothing. The file stays: removing it would race."""
+        if self._descriptor is None:
+            return
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until no other process or thread holds the lock at `path`, then hold it."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One generation of the claim on one run, held by one of several processes.
+
+    A lease is a file `<run>.<generation>`. The highest generation holds the run for as long as its modification time,
+    which the holder renews, is younger than the time to live. Taking a run means creating the next generation with
+    O_EXCL: of all who find a lease too old exactly one can create its successor, so there is no moment in which
+    two hold one run by mistake. Files are never removed while runs are left (a name that came free could be created
+    twice): giving a lease back sets its time to zero.
+
+    A holder that was only slow, not dead, may finish after it was superseded. That costs work, never data: a run is a
+    function of its settings, and it is written aside and renamed. Clocks of machines that share a file system
+    must agree to well within the time to live.
+    """
+
+    run: str
+    path: Path
+
+    def renew(self) -> None:
+        """Make the lease young again; a lease whose file is gone has nothing left to protect."""
+        _touch(self.path, None)
+
+    def release(self) -> None:
+        """Let anyone take the run from now on."""
+        _touch(self.path, (0.0, 0.0))
+
+
+def take(directory: Path, run: str, *, ttl: float = TTL_SECONDS) -> Lease | None:
+    """The lease on `run`, or None while somebody else holds it.
+
+    Args:
+        directory: where the leases of the environment lie.
+        run: a file name without a path.
+        ttl: seconds after which a lease that was not renewed counts as abandoned.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    latest = _latest(directory, run)
+    if latest is not None and _age(directory / f"{run}.{latest}") < ttl:
+        return None
+    path = directory / f"{run}.{0 if latest is None else latest + 1}"
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return None
+    with os.fdopen(handle, "w", encoding="ascii", errors="replace") as file:
+        file.write(f"{_this_process()}\n")
+    return Lease(run, path)
+
+
+@contextmanager
+def held(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]:
+    """Renew the leases from a thread while the block runs, and give them back when it ends."""
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(ttl / 5):
+            for lease in leases:
+                lease.renew()
+
+    thread = threading.Thread(target=renew, name="grasp-leases", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        for lease in leases:
+            lease.release()
+
+
+def holder(directory: Path, run: str) -> str:
+    """Who took the run last, for messages."""
+    latest = _latest(directory, run)
+    if latest is None:
+        return "nobody"
+    try:
+        return (directory / f"{run}.{latest}").read_text(encoding="ascii").strip() or "another process"
+    except FileNotFoundError:
+        return "nobody"
+
+
+def _latest(directory: Path, run: str) -> int | None:
+    """Highest generation of `run`; a name as `run.7`, where run itself may have dots."""
+    found = [entry.name.rpartition(".") for entry in directory.iterdir()]
+    return max((int(tail) for head, _, tail in found if head == run and tail.isdigit()), default=None)
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0  # removed a moment ago: the runs are complete, nothing is to be taken
+
+
+def _touch(path: Path, times: tuple[float, float] | None) -> None:
+    try:
+        os.utime(path, times)
+    except FileNotFoundError:
+        return
