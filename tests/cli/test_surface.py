@@ -291,6 +291,7 @@ SURFACE = {
         "--protocol",
         "--diversity",
         "--repeat-worth",
+        "--cautious",
         "--quiet",
     ],
     "serve": [

@@ -9,6 +9,7 @@ import pytest
 
 import grasp
 from grasp.choose.mixture import mix
+from grasp.choose.select import select
 from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
@@ -254,3 +255,41 @@ def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
     assert alone["proposed"].max() > 0.9  # relevance alone ends in a corner
     bounded = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cap=["games:20%"])
     assert bounded.to_pandas().set_index("value").loc["games", "proposed"] <= 0.2 + 1e-6
+
+
+def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
+    """Runs that say the opposite of relevance: where they are given, what they say is taken."""
+    predictor = Predictor.of(artifact, PROTOCOL, ["sciq"])
+    column = LabelTable(artifact.rows_path).column("topic")
+    effect_G = [predictor.effect_NT[column.codes_N == column.values.index(name), 0].mean() for name in TOPICS]
+    worst = TOPICS[int(np.argmin(effect_G))]
+    share_RG = np.random.default_rng(4).dirichlet(np.ones(3), 60)
+    names = [f"run-{r}" for r in range(60)]
+    shares = pa.table({"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)})
+    results = pa.table({"run": names, "sciq/acc": share_RG[:, TOPICS.index(worst)]})
+    runs = grasp.import_runs(shares, results, label="topic")
+    choose = functools.partial(select, artifact, "25%", "sciq", protocol=PROTOCOL)
+    alone, plain, careful = choose(), choose(runs=runs), choose(runs=runs, cautious=True)
+
+    def share(selection):
+        return np.mean(column.codes_N[selection.row_index] == column.values.index(worst))
+
+    assert share(plain) > 0.7 > 0.3 > share(alone)
+    assert len(plain) == len(alone) == len(careful)
+    best, low = ([one.targets[name][0].as_py() for one in (plain, careful)] for name in ("acc", "acc_low"))
+    assert best[0] >= best[1]
+    assert low[1] > low[0]
+    text = re.search(r"expect, (\S+) acc; the best by relevance alone have (\S+)", str(plain))
+    assert text[1] == f"{best[0]:+.4f}"
+    assert float(text[2]) < 0
+    with pytest.raises(SettingsError, match="cautious: is of what runs lead to expect; give runs"):
+        choose(cautious=True)
+    with pytest.raises(SettingsError, match=r"diversity 0\.25 has geometry, or counts rows"):
+        choose(runs=runs, cautious=True, diversity=0.25)
+
+
+def test_with_runs_that_agree_with_relevance_its_rows_are_kept(artifact, environment):
+    plain = select(artifact, "25%", "sciq", protocol=PROTOCOL, runs=environment)
+    alone = select(artifact, "25%", "sciq", protocol=PROTOCOL)
+    kept = len(set(plain.row_ids) & set(alone.row_ids)) / len(alone)
+    assert kept > 0.8

@@ -180,3 +180,11 @@ def test_a_recipe_survives_json_and_checks_itself():
     assert TrainingRecipe.model_validate_json(RECIPE.model_dump_json()) == RECIPE
     with pytest.raises(ValueError, match="warmup_steps: got 12, expected fewer than the 12 steps"):
         TrainingRecipe.model_validate(RECIPE.model_dump() | {"warmup_steps": 12})
+
+
+def test_half_precision_on_a_cpu_learns_the_same_within_its_rounding():
+    exact = train(RECIPE, ROWS, seed=1)
+    half = train(RECIPE.model_copy(update={"cpu_autocast": True}), ROWS, seed=1)
+    np.testing.assert_allclose(half.losses, exact.losses, atol=0.02)
+    assert not np.array_equal(half.losses, exact.losses)
+    assert "cpu_autocast" not in RECIPE.model_dump()  # what was begun before there was this setting goes on

@@ -6,7 +6,7 @@ Shape letters: N rows, T targets, B subsets.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,8 @@ from grasp.runs.environment import Environment
 from grasp.runs.learning import learning_from
 from grasp.runs.table import RunTable
 from grasp.text import text_table
+
+Asked = TypeVar("Asked")  # what subsets are given by
 
 # Changes have a sign; shares, weights and factors have none.
 FORMATS = {
@@ -121,7 +123,9 @@ class Aim:
         """Weighted change of subsets with so many tokens, what repetition leaves of it, (B,)."""
         return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * self.training.share(tokens_B))
 
-    def learned(self, weights_of: Callable[[F64], Weights], *, cautious: bool = False) -> Callable[[F64], F64] | None:
+    def learned(
+        self, weights_of: Callable[[Asked], Weights], *, cautious: bool = False
+    ) -> Callable[[Asked], F64] | None:
         """The weighted change that runs lead to expect, (B,), by what `weights_of` takes; None: without runs.
 
         Args:
@@ -131,11 +135,18 @@ class Aim:
         if intervals is None:
             return None
 
-        def value(asked: F64) -> F64:
+        def value(asked: Asked) -> F64:
             nats = intervals.of(weights_of(asked))
             return np.asarray(np.nan_to_num(nats.low_BT if cautious else nats.nats_BT) @ self.weights_T)
 
         return value
+
+    @property
+    def ranks_by_runs(self) -> bool:
+        """Whether rows can be ranked by what runs lead to expect, which is of means over the retained rows."""
+        protocol = self.predictor.protocol
+        means = (protocol.side, protocol.weighting) == ("retained", "mean") and self.predictor.additive
+        return means and self.intervals is not None and self.training.tokens is None
 
     def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
@@ -147,6 +158,17 @@ class Aim:
             outside.add([name], nats)
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
         return pa.table(columns), (*outside.notes, *notes(self.predictor, self.intervals))
+
+
+def cautiously(cautious: bool, runs: Environment | RunTable | Path | str | None, training: Training) -> dict[str, Any]:
+    """What is noted of the question whether lower ends are maximised.
+
+    Raises:
+        SettingsError: there are none.
+    """
+    if cautious and (runs is None or training.tokens is not None):
+        raise SettingsError("cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out")
+    return {"cautious": True} if cautious else {}
 
 
 def protocol_of(

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Bound, parse_bounds, parse_share, weighted_targets
-from grasp.choose.choice import Aim, Choice, protocol_of, text_of
+from grasp.choose.choice import Aim, Choice, cautiously, protocol_of, text_of
 from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, Solution, solve
@@ -144,9 +144,7 @@ def mix(
         "cap": list(several(cap)),
         "distance": distance,
     }
-    if cautious and (runs is None or training.tokens is not None):
-        raise SettingsError("cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out")
-    asked |= {"cautious": True} if cautious else {}
+    asked |= cautiously(cautious, runs, training)
     return _mixture(Aim.of(artifact, chosen, targets, training, runs), slices, bounds, far, asked)
 
 

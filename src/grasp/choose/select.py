@@ -13,11 +13,13 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.additive import F64, within
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
-from grasp.choose.choice import Aim, Choice, protocol_of, text_of
+from grasp.choose.choice import Aim, Choice, cautiously, protocol_of, text_of
+from grasp.choose.climb import climb_rows
 from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
 from grasp.choose.curve import Curve, best_length, curve_of, even_places, searched
 from grasp.choose.export import Export, Format, checked_format, write_documents, write_rows
@@ -199,6 +201,7 @@ def select(
     diversity: float | None = None,
     repeat_worth: float = REPEAT_WORTH,
     runs: Environment | RunTable | Path | str | None = None,
+    cautious: bool = False,
     progress: Progress | None = None,
 ) -> Selection:
     """Choose the rows that help the targets most; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
@@ -217,7 +220,9 @@ def select(
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
         repeat_worth: R* of `repetition`.
-        runs: retrained or imported runs: the change in their unit, with an interval.
+        runs: retrained or imported runs: rows are chosen by the change that they lead to expect, in their unit, with
+            an interval; by relevance under a protocol with geometry, or with `train_tokens`.
+        cautious: by the lower end of that interval, so that what the runs know little of counts as worse.
         progress: told of the rows taken, where that takes long.
     Raises:
         SettingsError: a budget, floor or cap that cannot be met; neither budget nor train_tokens.
@@ -230,11 +235,17 @@ def select(
     allowed_N, said = _allowed(artifact, table, exclude, exclude_where)
     labels = None if by is None else table.column(by, "by")
     training = Training.parsed(train_tokens, repeat_worth)
+    careful = cautiously(cautious, runs, training)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
     if amount is None:
         _check_proposable(training, chosen, allowed_N)
     aim = Aim.of(artifact, chosen, targets, training, runs)
+    if cautious and not aim.ranks_by_runs:
+        raise SettingsError(
+            f"cautious: protocol {chosen.name} has geometry, or counts rows, and then rows are chosen by relevance; "
+            "take another protocol, or leave it out"
+        )
     whole = amount is not None and amount.unit == "documents"
     pool = _Pool.of_documents(aim, allowed_N, labels) if whole else _Pool(aim.effect_N, allowed_N, labels)
 
@@ -245,7 +256,7 @@ def select(
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
         said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
     limits = limits_of(amount)
-    found, picked_P, curve = _chosen(aim, pool, limits, progress)
+    found, picked_P, curve = _chosen(aim, pool, limits, progress, cautious=cautious)
     asked: dict[str, Any] = {"budget": budget, "targets": dict(targets), "train_tokens": training.tokens, "by": by}
     asked |= {
         "unit": limits.unit,
@@ -253,7 +264,7 @@ def select(
         "cap": list(several(cap)),
         "exclude_where": exclude_where,
     }
-    asked["excluded_rows"] = int((~allowed_N).sum())
+    asked |= {"excluded_rows": int((~allowed_N).sum())} | careful
     taken = None if limits.codes_N is None else _shares(limits, picked_P)
     more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, found.row_index, by)]
     return _selection(aim, found, curve, taken, asked, more)
@@ -274,10 +285,18 @@ class _Pool:
         if not aim.predictor.additive:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
         document_N = row_documents(aim.artifact)
-        _, first_M, rows_M = np.unique(document_N, return_index=True, return_counts=True)
+        _, first_M = np.unique(document_N, return_index=True)
         own = None if labels is None else replace(labels, codes_N=labels.codes_N[first_M])
-        effect_M = np.bincount(document_N, aim.effect_N) / rows_M
+        effect_M = _mean_by(document_N, aim.effect_N)
         return cls(effect_M, np.bincount(document_N, ~allowed_N) == 0, own, document_N)
+
+    def spread(self, mask_BM: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The rows of what masks pick."""
+        return mask_BM if self.document_N is None else mask_BM[:, self.document_N]
+
+    def mean(self, value_N: F64) -> F64:
+        """From rows to what is picked."""
+        return value_N if self.document_N is None else _mean_by(self.document_N, value_N)
 
     def rows(self, picked_P: I64) -> I64:
         """The rows of what was picked, in its order."""
@@ -289,7 +308,13 @@ class _Pool:
         return np.argsort(place_N, kind="stable")[: int((place_N < len(picked_P)).sum())]
 
 
-def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) -> tuple[Chosen, I64, Curve]:
+def _mean_by(document_N: I64, value_N: F64) -> F64:
+    return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)
+
+
+def _chosen(
+    aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None, *, cautious: bool
+) -> tuple[Chosen, I64, Curve]:
     """The best rows within the limits, what of the pool was picked, and what other budgets are worth.
 
     The curve goes on with the rows that come next, where no more is asked of them than to be good.
@@ -300,10 +325,14 @@ def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) ->
         found = choose_rows(aim.predictor, aim.weights_T, limits, progress)
         order_P = picked_P = found.row_index
     else:
-        every_P = ranked(_worth(aim, pool, limits), among_N=limits.allowed_N)
+        worth_M, guarantee = _worth(aim, pool, limits), OPTIMAL
+        if pool.document_N is not None:
+            guarantee = "whole documents, by the mean effect of their rows"
+        if aim.ranks_by_runs:
+            worth_M, guarantee = _worth_by_runs(aim, pool, limits, worth_M, cautious=cautious)
+        every_P = ranked(worth_M, among_N=limits.allowed_N)
         picked_P = within(every_P, limits)
-        proven = OPTIMAL if pool.document_N is None else "whole documents, by the mean effect of their rows"
-        found = Chosen(pool.rows(picked_P), None, None, proven, ())
+        found = Chosen(pool.rows(picked_P), None, None, guarantee, ())
         order_P = found.row_index
         if not limits.has_label_limits:
             next_P = every_P[~_mask(picked_P, len(pool.effect_M))[every_P]]
@@ -317,6 +346,29 @@ def _worth(aim: Aim, pool: _Pool, limits: Limits) -> F64:
     if aim.predictor.protocol.weighting == "count" and limits.cost_N is not None:
         return (aim.effect_N + float(aim.predictor.task.offset_C @ aim.weights_T)) / aim.tokens_N
     return pool.effect_M
+
+
+def _worth_by_runs(aim: Aim, pool: _Pool, limits: Limits, worth_M: F64, *, cautious: bool) -> tuple[F64, str]:
+    """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains."""
+    assert aim.intervals is not None
+    intervals, end = aim.intervals, "lower end of the change" if cautious else "change"
+    value = aim.learned(lambda mask_BM: csr_array(pool.spread(mask_BM), dtype=np.float64), cautious=cautious)
+    assert value is not None
+
+    def masks(by_BM: F64) -> NDArray[np.bool_]:
+        return np.stack([_mask(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
+
+    def rise(mask_1M: NDArray[np.bool_]) -> F64:
+        return pool.mean(
+            intervals.rise(csr_array(pool.spread(mask_1M), dtype=np.float64), aim.weights_T, cautious=cautious)
+        )
+
+    best_M = climb_rows(worth_M, masks, value, rise)
+    by_runs, by_relevance = value(masks(np.stack([best_M, worth_M]))).tolist()
+    return best_M, (
+        f"rows are ranked by the {end} that the runs lead to expect, {by_runs:+.4f} {intervals.unit}; the best by "
+        f"relevance alone have {by_relevance:+.4f}"
+    )
 
 
 def _check_proposable(training: Training, protocol: ScoringProtocol, allowed_N: NDArray[np.bool_]) -> None:

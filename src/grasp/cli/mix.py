@@ -8,6 +8,7 @@ import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import (
     Art,
+    Cautious,
     Diversity,
     EnvironmentPath,
     ProtocolFile,
@@ -62,12 +63,7 @@ def mix(
     protocol: ProtocolFile = None,
     diversity: Diversity = None,
     repeat_worth: RepeatWorth = 15.4,
-    cautious: bool = typer.Option(
-        False,
-        "--cautious",
-        help="Maximise the lower end of what the runs of --environment lead to expect.",
-        rich_help_panel=MORE,
-    ),
+    cautious: Cautious = False,
 ) -> None:
     """Find the shares of a label's values that help the targets most.
 

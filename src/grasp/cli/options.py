@@ -77,6 +77,14 @@ RepeatWorth = Annotated[
         rich_help_panel=MORE,
     ),
 ]
+Cautious = Annotated[
+    bool,
+    typer.Option(
+        "--cautious",
+        help="Maximise the lower end of what the runs of --environment lead to expect.",
+        rich_help_panel=MORE,
+    ),
+]
 TextColumn = Annotated[
     str | None,
     typer.Option("--text-column", metavar="COLUMN", help="Column of the text, or of turns. Default: text or messages."),

@@ -9,6 +9,7 @@ import grasp
 from grasp.cli.app import MORE, command
 from grasp.cli.options import (
     Art,
+    Cautious,
     Diversity,
     EnvironmentPath,
     ProtocolFile,
@@ -92,6 +93,7 @@ def select(
     protocol: ProtocolFile = None,
     diversity: Diversity = None,
     repeat_worth: RepeatWorth = 15.4,
+    cautious: Cautious = False,
     quiet: Quiet = False,
 ) -> None:
     """Choose the rows that help the targets most.
@@ -123,6 +125,7 @@ def select(
             diversity=diversity,
             repeat_worth=repeat_worth,
             runs=environment,
+            cautious=cautious,
             progress=watch,
         )
     print(selection)

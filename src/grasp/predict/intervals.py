@@ -71,6 +71,9 @@ class Expectation(Protocol):
     def of(self, weights: Weights) -> NatsTable:
         """Of one block of subsets."""
 
+    def rise(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
+        """How fast the weighted change, or its lower end, rises as one subset takes in a row, (N,)."""
+
 
 FitIntervals = Callable[[Predictor], Expectation]
 

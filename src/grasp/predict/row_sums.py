@@ -66,6 +66,11 @@ class RowSums:
         """Sums over values that are in memory already."""
         return cls(lambda: iter([(0, values_NC)]), *values_NC.shape, held_NC=values_NC)
 
+    @property
+    def width(self) -> int:
+        """Columns of the values."""
+        return self._shape[1]
+
     def blocks(self) -> Blocks:
         """The values that are summed, by blocks of rows from first to last."""
         if self.held_NC is None:

@@ -55,6 +55,17 @@ class Features:
     def __len__(self) -> int:
         return len(self.share_BG)
 
+    def flat(self) -> F64:
+        """All features of a subset side by side, (B, P)."""
+        kernel_BK = self.kernel_BTM.reshape(len(self), -1)
+        return np.concatenate([self.share_BG, self.relevance_BT, kernel_BK, self.sketch_BD], axis=1)
+
+    def of_flat(self, flat_BP: F64) -> "Features":
+        """The opposite, for features of the same shapes as these."""
+        widths = [self.share_BG.shape[1], self.relevance_BT.shape[1], int(np.prod(self.kernel_BTM.shape[1:]))]
+        share_BG, relevance_BT, kernel_BK, sketch_BD = np.split(flat_BP, np.cumsum(widths), axis=1)
+        return Features(share_BG, relevance_BT, kernel_BK.reshape(-1, *self.kernel_BTM.shape[1:]), sketch_BD)
+
     def take(self, index: NDArray[np.integer] | slice) -> "Features":
         """Some of the subsets."""
         return Features(self.share_BG[index], self.relevance_BT[index], self.kernel_BTM[index], self.sketch_BD[index])
@@ -75,6 +86,16 @@ class Ruler:
             (runs.relevance_BT.mean(axis=0), inverse_of(runs.relevance_BT.std(axis=0))),
             (runs.kernel_BTM.mean(axis=0), inverse_of(runs.kernel_BTM.std(axis=0))),
             (runs.sketch_BD.mean(axis=0), float(inverse_of(np.array([spread]))[0])),
+        )
+
+    def step(self, at: Features, part: float) -> Features:
+        """A small part of what each feature varies by over the runs; 0 where it does not vary."""
+        (_, inverse_T), (_, inverse_TM), (_, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
+        return Features(
+            part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1)),
+            part * inverse_of(inverse_T)[None],
+            part * inverse_of(inverse_TM)[None],
+            np.full_like(at.sketch_BD, part * inverse_of(np.array([inverse]))[0]),
         )
 
     def measure(self, features: Features) -> Features:

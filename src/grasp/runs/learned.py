@@ -27,7 +27,7 @@ several seeds tell apart: their squares within a subset enter the likelihood, an
 Shape letters: B subsets (n of them runs), G slices of all labels, T tasks, M relevance kernels, D sketch width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -59,7 +59,7 @@ JITTER = 1e-6
 TUNED_ON = 256  # runs at most that the hyperparameters are fitted to; all of them are learned from
 BLOCK = 4_096  # subsets predicted at once
 FARTHEST = 4.0  # standard deviations of its prior that a hyperparameter may go; K stays well conditioned
-STEP = 1e-4  # of the difference quotients of lengths and c
+STEP = 1e-4  # of the difference quotients: of lengths and c, and of features against their spread
 # Mean and standard deviation of the logarithm. Variances are against that of r (1); lengths against the spread of
 # f(share) over the runs; c against an even share.
 PRIORS = {
@@ -192,6 +192,12 @@ class Learned:
             means.append(self.scale_T * mean_bT)
             spreads.append(self.scale_T * np.sqrt(variance_bG))
         return np.concatenate(means), np.concatenate(spreads)
+
+    def slope(self, at: Features, value: Callable[[Features], F64]) -> Features:
+        """How fast a function of subsets rises with each feature of one subset, by difference quotients."""
+        step_1P = self._ruler.step(at, STEP).flat()
+        rise_P = value(at.of_flat(at.flat() + np.diag(step_1P[0]))) - value(at)
+        return at.of_flat(np.divide(rise_P, step_1P, out=np.zeros_like(step_1P), where=step_1P > 0))
 
     def reach(self, features: Features, corpus: Features) -> F64:
         """How far subsets are from the corpus, (B,): 1 is the run that is farthest, by the parts that were learned."""

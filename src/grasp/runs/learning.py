@@ -69,6 +69,27 @@ class Known:
             np.concatenate([nothing_B0, *sketch], axis=1),
         )
 
+    def of_rows(self, slope: Features, tasks: Sequence[int]) -> F64:
+        """What every row adds to a linear function of the features, (N,), under the weighting `mean`.
+
+        Args:
+            slope: of that function, for some of the predictor's tasks.
+        """
+        gain_T = self.predictor.task.gain_C[list(tasks)]
+        out_N = np.asarray(self.predictor.effect_NT[:, list(tasks)] @ (slope.relevance_BT[0] * gain_T), np.float64)
+        widths = np.cumsum([one.width for one in self.indicators])
+        for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
+            out_N += _dot(one, slope_G)
+        for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
+            every_T = np.zeros(one.width)
+            every_T[list(tasks)] = slope_T
+            out_N += _dot(one, every_T)
+        halves = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
+        widths = np.cumsum([len(sketch.totals.mean_D) for sketch in halves])
+        for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
+            out_N += sketch.dot(slope_D)
+        return out_N
+
     def corpus(self) -> Features:
         """Of the corpus itself."""
         return self.features(SliceShares(np.ones((1, 1)), np.zeros(self.predictor.n_rows, dtype=np.int32)))
@@ -92,8 +113,7 @@ class Expected:
         """Change of subsets against the corpus; nan where a target has no runs."""
         features = _pick(self.known.features(weights), self._chosen)
         corpus = _pick(self.known.corpus(), self._chosen)
-        mean_Bt, spread_Bt = self.learned.change(features, corpus)
-        half_Bt = self.learned.quantile(self.coverage) * spread_Bt
+        mean_Bt, half_Bt = self._change(features, corpus)
         shape = (len(mean_Bt), len(self.known.predictor.targets))
         expected, half = np.full(shape, np.nan), np.full(shape, np.nan)
         for t, target in enumerate(self.known.predictor.targets):
@@ -102,6 +122,21 @@ class Expected:
         far_B = self.learned.reach(features, corpus)
         outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
         return NatsTable(expected, expected - half, expected + half, tuple(outside), self.unit)
+
+    def rise(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
+        """How fast the weighted change rises as one subset takes in a row, (N,), but for what all rows share."""
+        chosen, corpus = self._chosen, _pick(self.known.corpus(), self._chosen)
+
+        def value(features: Features) -> F64:
+            mean_Bt, half_Bt = self._change(features, corpus)
+            return np.asarray((mean_Bt - half_Bt if cautious else mean_Bt) @ weights_T[chosen])
+
+        return self.known.of_rows(self.learned.slope(_pick(self.known.features(weights), chosen), value), chosen)
+
+    def _change(self, features: Features, corpus: Features) -> tuple[F64, F64]:
+        """Of the tasks learned: change against the corpus, and half of the interval."""
+        mean_Bt, spread_Bt = self.learned.change(features, corpus)
+        return mean_Bt, self.learned.quantile(self.coverage) * spread_Bt
 
     def formula(self) -> dict[str, Any]:
         """What a page needs to compute the same by itself: see `Learned.formula`; `tasks` are those of the targets."""
@@ -265,6 +300,11 @@ def _indicators(codes_N: NDArray[np.int32], n_slices: int) -> RowSums:
     return RowSums(
         lambda: ((at, one_GG[codes_N[at : at + step]]) for at in range(0, len(codes_N), step)), len(codes_N), n_slices
     )
+
+
+def _dot(rows: RowSums, vector_C: F64) -> F64:
+    """<x_i, vector> of every row, (N,)."""
+    return np.concatenate([block @ vector_C for _, block in rows.blocks()])
 
 
 def _pick(features: Features, tasks: Sequence[int]) -> Features:

@@ -34,6 +34,11 @@ class TrainingRecipe(BaseModel):
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of matrices; gains have none.")
     clip_norm: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
     cuda_autocast: bool = Field(True, description="bfloat16 products on a GPU; weights, softmax float32.")
+    cpu_autocast: bool = Field(
+        False,
+        description="The same on a CPU: faster where it has them (AMX), from about 1 M parameters on.",
+        exclude_if=lambda wanted: not wanted,  # environments that came before it have no such setting
+    )
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> Self:

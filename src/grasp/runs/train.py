@@ -140,9 +140,8 @@ class Trainer:
         return loss_K.detach()
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.device.type == "cuda" and self.recipe.cuda_autocast:
-            return torch.autocast("cuda", dtype=torch.bfloat16)
-        return nullcontext()
+        wanted = {"cuda": self.recipe.cuda_autocast, "cpu": self.recipe.cpu_autocast}
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if wanted.get(self.device.type) else nullcontext()
 
     def _clip(self) -> None:
         """Scale the gradient of every model to a norm of at most `clip_norm`."""
