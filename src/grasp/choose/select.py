@@ -40,6 +40,7 @@ from grasp.predict.ranking import SHORT, ranked, short_rows, write_ranked
 from grasp.predict.row_arrays import label_column, row_documents
 from grasp.predict.slices import LabelTable
 from grasp.predict.verb import share
+from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.settings import CorpusSettings
@@ -352,16 +353,20 @@ def _worth_by_runs(aim: Aim, pool: _Pool, limits: Limits, worth_M: F64, *, cauti
     """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains."""
     assert aim.intervals is not None
     intervals, end = aim.intervals, "lower end of the change" if cautious else "change"
-    value = aim.learned(lambda mask_BM: csr_array(pool.spread(mask_BM), dtype=np.float64), cautious=cautious)
+
+    def kept(mask_BM: NDArray[np.bool_]) -> Weights:
+        mask_BN = pool.spread(mask_BM)
+        at = np.nonzero(mask_BN)
+        return csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows))
+
+    value = aim.learned(kept, cautious=cautious)
     assert value is not None
 
     def masks(by_BM: F64) -> NDArray[np.bool_]:
         return np.stack([_mask(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
 
     def rise(mask_1M: NDArray[np.bool_]) -> F64:
-        return pool.mean(
-            intervals.rise(csr_array(pool.spread(mask_1M), dtype=np.float64), aim.weights_T, cautious=cautious)
-        )
+        return pool.mean(intervals.rise(kept(mask_1M), aim.weights_T, cautious=cautious))
 
     best_M = climb_rows(worth_M, masks, value, rise)
     by_runs, by_relevance = value(masks(np.stack([best_M, worth_M]))).tolist()
