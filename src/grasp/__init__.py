@@ -6,7 +6,6 @@
 `grasp.build` and `grasp.open` give an Artifact, whose methods answer questions; `help(grasp.Artifact)` lists them.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from grasp.runs.verbs import calibrate, evaluate, open_runs, retrain
 
 __version__ = "0.1.0"
-
-# Threads of torch that wait for each other would otherwise spin: where others use the cores as well, that takes five
-# times the CPU time of one thread, and longer. It is read when torch is loaded; who has set it is obeyed.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOMES = {
     "Artifact": "grasp.handle",

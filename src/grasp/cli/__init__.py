@@ -1,6 +1,7 @@
 """The command line: parse, call one function, print, exit code. Nothing here computes."""
 
 import errno
+import os
 import sys
 from contextlib import redirect_stdout
 from typing import NoReturn, TextIO, cast
@@ -39,6 +40,9 @@ REFUSALS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EN
 
 def main() -> None:
     """Entry point: a mistake of the user is one line and exit code 2; a bug keeps its traceback."""
+    # Threads of torch that wait for each other would otherwise spin: where others use the cores as well, that takes
+    # five times the CPU time of one thread, and longer. It is read when torch is loaded; who has set it is obeyed.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with redirect_stdout(cast(TextIO, PlainStream(sys.stdout))):
             app(prog_name="grasp")
