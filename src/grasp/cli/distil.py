@@ -22,7 +22,7 @@ def distil(
         None,
         "--rows",
         metavar="N",
-        help="Learn from so many rows, drawn at random: 10,000 take minutes. Default: all, up to 12 MB of text.",
+        help="Learn from so many rows, drawn at random: 10,000 take a minute. Default: all, up to 12 MB of text.",
     ),
     protocol: ProtocolFile = None,
     seed: int = typer.Option(0, "--seed", help="Of the draw and of the folds.", rich_help_panel=MORE),
