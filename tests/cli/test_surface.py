@@ -215,6 +215,7 @@ SURFACE = {
         "--set",
         "--workers",
         "--train-command",
+        "--print-jobs",
         "--stack",
         "--engine",
         "--address",

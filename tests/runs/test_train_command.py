@@ -1,7 +1,9 @@
 """Laws: a command of the user's trains each subset once; what it fails at is named, and the rest goes on."""
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -158,6 +160,54 @@ def test_a_run_that_fails_is_named_the_others_go_on_and_it_is_tried_again(world,
     assert again.pending() == ()
     assert "failed" not in str(again.summary())
     assert (seen / "calls").read_text().split().count("10-0") == 1
+
+
+def test_jobs_of_a_scheduler_give_what_training_here_gives(world, tmp_path):
+    """Lines run in any order, one of them failing at first; what they left is scored by the same call."""
+    words = [sys.executable, EXAMPLE, "--model", world / "base", "--steps", 3, "--learning-rate", 0.01]
+    trained = f"{shlex.join(map(str, words))} --data {{corpus}} --seed {{seed}} --out {{checkpoint}}"
+    here = retrain(world, tmp_path / "here", trained)
+    out, lines = tmp_path / "a place" / "env", []
+    out.parent.mkdir()
+    assert len(retrain(world, out, trained, jobs=lines.append).pending()) == len(lines) == 4
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    for line in lines[:0:-1]:
+        subprocess.run(["sh", "-c", line], check=True, cwd=tmp_path, env=environ)
+    left = []
+    assert [run.subset_id for run in retrain(world, out, trained, jobs=left.append).pending()] == ["full"]
+    assert left == lines[:1]
+    half_done = out / "jobs/full-0/checkpoint.part"
+    half_done.mkdir()
+    (half_done / "junk").touch()
+    subprocess.run(["sh", "-c", left[0]], check=True, cwd=tmp_path, env=environ)
+    env = retrain(world, out, trained)
+    assert env.pending() == ()
+    np.testing.assert_allclose(env.utilities().values_BSE, here.utilities().values_BSE, atol=1e-5)
+    assert (out / "reference/seed-0/config.json").exists()
+    assert not list((out / "jobs").iterdir())
+
+
+def test_a_job_that_left_something_else_is_named_and_given_again(world, tmp_path):
+    seen, out, lines, again = tmp_path / "seen", tmp_path / "env", [], []
+    trained = command(world, seen)
+    retrain(world, out, trained, jobs=lines.append)
+    (out / "jobs/ten-0/checkpoint").mkdir()
+    env = retrain(world, out, trained, jobs=again.append)
+    assert again == lines
+    assert "1 of 4 runs failed, e.g. ten-0: the command left no checkpoint" in str(env.summary())
+    assert not (seen / "calls").exists()
+    with pytest.raises(SettingsError, match=r"print_jobs: only a train command has jobs; give one"):
+        retrain(world, tmp_path / "other", None, jobs=again.append)
+
+
+def test_a_trainer_may_say_as_much_as_it_likes(world, tmp_path):
+    words = [
+        sys.executable,
+        "-c",
+        "import sys; sys.stderr.write('x' * 100_000 + chr(10) + 'out of memory'); sys.exit(3)",
+    ]
+    with pytest.raises(ModelError, match="exit status 3: out of memory"):
+        retrain(world, tmp_path / "env", f"{shlex.join(words)} {{corpus}} {{checkpoint}}")
 
 
 def test_where_every_run_fails_that_is_an_error(world, tmp_path):

@@ -70,6 +70,12 @@ def retrain(
         help="Your own trainer: reads {corpus} (JSON lines), draws by {seed}, leaves {checkpoint}.",
         rich_help_panel=MORE,
     ),
+    print_jobs: bool = typer.Option(
+        False,
+        "--print-jobs",
+        help="Score what earlier jobs left; print a shell line for each run of --train-command that is left.",
+        rich_help_panel=MORE,
+    ),
     stack: int | None = typer.Option(
         None, "--stack", min=1, metavar="N", help="Models that a worker trains as one program.", rich_help_panel=MORE
     ),
@@ -103,6 +109,7 @@ def retrain(
             seeds=seeds,
             recipe=recipe,
             train_command=train_command,
+            jobs=print if print_jobs else None,
             role=role,
             workers=workers,
             stack=stack,
@@ -111,4 +118,5 @@ def retrain(
             cluster=spec,
             progress=watch.runs,
         )
-    tell(environment.summary())
+    if not (print_jobs and environment.pending()):  # lines are for a scheduler: nothing else on standard output
+        tell(environment.summary())

@@ -1,6 +1,6 @@
 """Methods side by side in one environment: additive cores, protocols, controls, published methods, and files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,10 +89,7 @@ def compare(
         retrained=Retrained.of(scored, utilities),
         progress=progress or Silent(),
     )
-    for one in methods:
-        if one.label in {*ADDITIVE, *protocols, *(controls or {})}:
-            raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
-        one.method.check(material)
+    _check_methods(methods, material, {*ADDITIVE, *protocols, *(controls or {})})
     renamed = {own: name for own, name in scored.renamed.items() if name in chosen}
     published = [predict(one, material, scored.blocks, cache, renamed=renamed) for one in methods]
     predictions = [
@@ -101,11 +98,8 @@ def compare(
         for prediction in scored.predictions(candidates, chosen)
     ] + published
     for path in files:
-        taken = {known.method for known in predictions}
-        rows = RowIndex.from_parquet(artifact.rows_path)
-        predictions.append(
-            read_predictions(path, rows, scored.blocks, "/".join(path.parts[-2:]) if path.stem in taken else None)
-        )
+        name = "/".join(path.parts[-2:]) if path.stem in {known.method for known in predictions} else None
+        predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), scored.blocks, name))
     common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
     left_out = [name for name in environment.targets if name not in common] if targets is None else []
     whole = f"not evaluated, since not every method predicts them: {', '.join(left_out)}"
@@ -120,6 +114,14 @@ def compare(
         chosen_on={name: one.chosen_on(scored.runs_fingerprint) for name, one in protocols.items()}
         | dict.fromkeys(controls or {}, chosen_on(controls_on or {}, scored.runs_fingerprint)),
     )
+
+
+def _check_methods(methods: Sequence[ConfiguredMethod], material: Material, ours: Collection[str]) -> None:
+    """See that published methods have what they need, and names of their own."""
+    for one in methods:
+        if one.label in ours:
+            raise SettingsError(f"methods: {one.label!r} is a predictor of ours; choose another label")
+        one.method.check(material)
 
 
 def cost_of(candidate: Candidate, artifact: ArtifactReader) -> Cost:

@@ -25,7 +25,7 @@ from scipy.sparse import csr_array
 from transformers.utils import logging as hf_logging
 
 from grasp.corpus import RowStore
-from grasp.errors import GraspError, ModelError
+from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.locks import held
 from grasp.models.unit_loss import evaluate_units
@@ -45,7 +45,7 @@ from grasp.runs.retrain_plan import (
 )
 from grasp.runs.run_tables import FULL, Run
 from grasp.runs.train import train, train_stacked
-from grasp.runs.train_command import command_words, utility_by_command
+from grasp.runs.train_command import command_words, job_line, job_of, utility_by_command
 from grasp.settings import RetrainSettings
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
@@ -100,7 +100,12 @@ Progress = Callable[[RetrainStatus], None]
 
 
 def retrain(
-    settings: RetrainSettings, out: Path, progress: Progress | None = None, *, cluster: ClusterSpec | None = None
+    settings: RetrainSettings,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    cluster: ClusterSpec | None = None,
+    jobs: Callable[[str], None] | None = None,
 ) -> Environment:
     """Make an environment, or go on with one, until all of its runs are there.
 
@@ -110,17 +115,23 @@ def retrain(
     Args:
         progress: told of every stage, and of every step of the runs of this process.
         cluster: spread the runs over a Ray cluster, whose nodes must all reach `out`; none: over processes here.
+        jobs: told a shell line for each run of the train command instead, once the checkpoints that such lines have
+            left are scored.
     Raises:
         GraspError: bad input, named, before anything is trained; a run that diverged; another environment in `out`;
             a train command of which every run failed. No finished run is lost.
     """
     report = progress or _silent
+    if jobs is not None and settings.train_command is None:
+        raise SettingsError("print_jobs: only a train command has jobs; give one (--train-command), or leave it out")
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
     forget_failures(out)
     if progress is not None and cluster is None and not settings.train_command and environment.pending():
         progress(RetrainStatus("cost", cost=cost_of(settings, environment)))
-    if cluster is not None:
+    if jobs is not None:
+        hand_out(settings, environment, jobs)
+    elif cluster is not None:
         _fill_on_cluster(settings, environment, cluster, report)
     elif settings.workers in (None, 1):
         fill(settings, out, report)
@@ -163,7 +174,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
 
         def step_done(step: int, runs: tuple[Run, ...] = runs, left: int = len(pending)) -> None:
             stems = tuple(run.stem for run in runs)
-            progress(clock.status(left, stems, step, worker.recipe.steps))
+            progress(clock.status(left, stems, step, 0 if settings.train_command else worker.recipe.steps))
 
         with held(list(claims.values()), ttl=settings.lease_seconds):
             if settings.train_command is None:
@@ -176,6 +187,19 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     if not left:
         worker.environment.compact()
     progress(clock.status(left, (), 0, 0))
+
+
+def hand_out(settings: RetrainSettings, environment: Environment, jobs: Callable[[str], None]) -> None:
+    """Score what earlier jobs have left, and tell the shell lines of the runs without a result."""
+    assert settings.train_command is not None
+    worker, words = Worker(settings, environment), command_words(settings.train_command)
+    for run in environment.pending():
+        if (job_of(run, environment.path) / "checkpoint").exists():
+            worker.by_command(run, settings.train_command)
+    for run in environment.pending():
+        jobs(job_line(words, run, worker.weights(run), environment.path))
+    if not environment.pending():
+        environment.compact()
 
 
 class Worker:
@@ -208,6 +232,10 @@ class Worker:
             for b, name in enumerate(block.subset_ids)
         }
 
+    def weights(self, run: Run) -> NDArray[np.float64]:
+        """How often each row is trained on, (N,)."""
+        return np.ones(self.store.n_rows) if run.subset_id == FULL else self.subsets[run.subset_id].toarray()[0]
+
     def utilities(self, runs: Sequence[Run], progress: Callable[[int], None]) -> list[NDArray[np.float64]]:
         """Train the models of `runs` and score them: -loss of every unit, (E,) each.
 
@@ -221,7 +249,7 @@ class Worker:
                 self.recipe,
                 self.store,
                 seeds=[run.seed for run in runs],
-                retained=[self.subsets[run.subset_id].toarray()[0] for run in runs],
+                retained=[self.weights(run) for run in runs],
                 device=self.device,
                 progress=progress,
             )
@@ -231,12 +259,11 @@ class Worker:
 
     def by_command(self, run: Run, command: str) -> None:
         """Train one run by the user's command and keep its result, or why there is none."""
-        weight_N = np.ones(self.store.n_rows) if run.subset_id == FULL else self.subsets[run.subset_id].toarray()[0]
         try:
             utility_E = utility_by_command(
                 command_words(command),
                 run,
-                weight_N,
+                self.weights(run),
                 self.environment.path,
                 self.tokenizer,
                 self.tokens,

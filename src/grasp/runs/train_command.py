@@ -2,6 +2,7 @@
 
 <out>/rows.jsonl          every row of the corpus: text, row_id and labels
 <out>/work/<run>/<pid>/   corpus.jsonl and checkpoint of a run in flight
+<out>/jobs/<run>/         the same of a run that a scheduler was given; its checkpoint appears when it is whole
 <out>/logs/<run>.*        what the command said
 """
 
@@ -9,7 +10,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ ROWS = "rows.jsonl"
 PLACEHOLDERS = ("corpus", "checkpoint", "seed")
 REQUIRED = ("corpus", "checkpoint")
 OWN = ("row_id", "text")
+JOBS = "jobs"
 LAST_BYTES = 8192  # of stderr, in which its last line is looked for
 SHOWN = 300
 
@@ -92,20 +94,23 @@ def utility_by_command(
     The corpus and the checkpoint are removed afterwards; the checkpoint of the whole corpus is kept as the reference.
 
     Args:
-        words: the command as `command_words` gives it.
+        words: the command as `command_words` gives it; not called where a job has left a checkpoint.
         tokenizer: of the environment; the checkpoint must have the same.
     Raises:
         ModelError: the command failed, or left no checkpoint, or one that cannot be read or has another tokenizer.
     """
-    attempts = environment.resolve() / "work" / run.stem
-    discard(attempts)  # of a run that was killed
-    work = attempts / str(os.getpid())
-    work.mkdir(parents=True)
+    attempts = job_of(run, environment)
+    by_job = (attempts / "checkpoint").exists()
+    if not by_job:
+        attempts = environment.resolve() / "work" / run.stem
+        discard(attempts)  # of a run that was killed
+    work = attempts if by_job else attempts / str(os.getpid())
+    work.mkdir(parents=True, exist_ok=by_job)
     corpus, checkpoint = work / "corpus.jsonl", work / "checkpoint"
     try:
-        write_subset(environment / ROWS, weight_N, run.seed, corpus)
-        values = {"corpus": str(corpus), "checkpoint": str(checkpoint), "seed": str(run.seed)}
-        _call([_filled(word, values) for word in words], environment / "logs" / run.stem)
+        if not by_job:
+            write_subset(environment / ROWS, weight_N, run.seed, corpus)
+            _call(_filled(words, run, corpus, checkpoint), environment / "logs" / run.stem)
         utility_E = -_losses(checkpoint, tokenizer, tokens, device)
         if run.subset_id == FULL:
             reference = environment / "reference" / f"seed-{run.seed}"
@@ -117,8 +122,26 @@ def utility_by_command(
     return utility_E
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda match: values[match[1]], word)
+def job_of(run: Run, environment: Path) -> Path:
+    """Where the job of a run has its corpus and leaves its checkpoint."""
+    return environment.resolve() / JOBS / run.stem
+
+
+def job_line(words: Sequence[str], run: Run, weight_N: NDArray[np.float64], environment: Path) -> str:
+    """Write the corpus of a run, and give the shell line that trains on it; the line may be run again."""
+    work = job_of(run, environment)
+    work.mkdir(parents=True, exist_ok=True)
+    corpus, part, whole = work / "corpus.jsonl", work / "checkpoint.part", work / "checkpoint"
+    if not corpus.exists():
+        with written_aside(corpus) as aside:
+            write_subset(environment / ROWS, weight_N, run.seed, aside)
+    steps = [["rm", "-rf", str(part), str(whole)], _filled(words, run, corpus, part), ["mv", str(part), str(whole)]]
+    return " && ".join(shlex.join(step) for step in steps)
+
+
+def _filled(words: Sequence[str], run: Run, corpus: Path, checkpoint: Path) -> list[str]:
+    values = {"corpus": str(corpus), "checkpoint": str(checkpoint), "seed": str(run.seed)}
+    return [re.sub(r"\{(\w+)\}", lambda match: values[match[1]], word) for word in words]
 
 
 def _call(words: Sequence[str], log: Path) -> None:
@@ -134,7 +157,9 @@ def _call(words: Sequence[str], log: Path) -> None:
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_bytes()[-LAST_BYTES:].decode("utf-8", errors="replace").split("\n")
+    with path.open("rb") as file:  # it may be as long as it likes
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        lines = file.read(LAST_BYTES).decode("utf-8", errors="replace").split("\n")
     written = [line.strip() for line in lines if line.strip()]
     return plain(written[-1], SHOWN) if written else "nothing on stderr"
 

@@ -74,6 +74,7 @@ def retrain(
     seeds: int | None = None,
     recipe: str | None = None,
     train_command: str | None = None,
+    jobs: "Callable[[str], None] | None" = None,
     role: str | None = None,
     workers: int | None = None,
     stack: int | None = None,
@@ -93,6 +94,8 @@ def retrain(
         recipe: model and training: tiny, small or paper-50m.
         train_command: your own trainer instead, with {corpus}, {checkpoint} and {seed} to be filled in; a run of which
             it fails is marked, and tried again by the next call.
+        jobs: told a shell line for each run instead of training it, for a scheduler; the next call scores what the
+            lines have left.
         role: dev: protocols may be chosen on it; held-out: only judged.
         workers: processes that train; `stack` models of each as one program.
         settings: any other settings, nested, or the YAML file of them; arguments win.
@@ -127,7 +130,7 @@ def retrain(
         data = over(without_foreign_code(read_yaml(begun), str(begun), data), data)
     fresh = not resume or begun.exists()
     require(data, REQUIRED, "retrain" if fresh else f"retrain --resume: there is no {begun}")
-    return retrain(retrain_settings(data), Path(out), progress, cluster=cluster)
+    return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
 
 
 def _like(art: Opened | Place) -> dict[str, Any]:
