@@ -19,6 +19,7 @@ SHOTS = {  # name -> section, what is done first
     "report-whatif": ("whatif", "document.querySelector('#whatif-presets button')?.click()"),
     "report-slices": ("slices", ""),
     "report-rows": ("rows", ""),
+    "report-trust": ("trust", ""),
     "report-dark": ("answer", "dark"),
 }
 

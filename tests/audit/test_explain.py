@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.explain import Explainer, explain
-from grasp.audit.explanation import coloured, words
+from grasp.audit.explanation import words
 from grasp.audit.parts import row_index
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.extract.local import build
@@ -27,6 +27,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import score
 from tests.cli.grasp_command import refused, run, succeed
 from tests.extract.world import world, write_checkpoint
+from tests.says import says
 
 EVERY = {"shift_match": True, "neighbour_match": True}
 UNIT = "facts-2"  # its answer has several tokens
@@ -157,11 +158,9 @@ def test_words_are_tokens_joined():
 
 def test_it_reads_as_text_in_colour_and_as_html(explainer):
     found = explainer.explain("facts", "row-5", unit=UNIT)
-    text, colour, html = repr(found), found.as_text(coloured), found._repr_html_()
+    text, colour, html = repr(found), found.as_text(colour=True), found._repr_html_()
     assert text.startswith("row row-5: effect ")
-    assert "its answer, by what each word received:" in text
-    assert "strongest pairs" in text
-    assert "above 0 it helps" in text
+    says(text, "its answer, by what each word received:", "strongest pairs", "above 0 it helps")
     assert "blue: the row teaches" in colour
     assert "\x1b[30;48;5;" in colour
     assert "<span style=" in html
@@ -191,7 +190,7 @@ def test_no_text_steers_a_terminal_or_a_page(hostile):
     assert "\u05e9\u05dc\u05d5\u05dd" in "".join(found.tokens)
     for text in (repr(found), found._repr_html_()):
         assert not [ch for ch in text if ch not in "\n\u200d" and unicodedata.category(ch) in ("Cc", "Cf")]
-    assert "\x1b[31m" not in found.as_text(coloured)
+    assert "\x1b[31m" not in found.as_text(colour=True)
     assert "<script>" not in found._repr_html_()
     with redirect_stdout(io.StringIO()) as out:
         print(found)

@@ -73,10 +73,11 @@ def test_the_command_and_what_is_not_there(art, tmp_path):
 
 
 def test_a_report_and_a_server_show_them(art, tmp_path):
-    succeed("report", art.path, "--explain", 2, "--out", tmp_path / "r.html")
-    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "r.html").read_text())[1]
-    with_pictures = [row["pictures"]["t0"] for row in json.loads(data)["rows"]["rows"] if "pictures" in row]
-    assert len(with_pictures) == 3  # the two best, and the worst
+    for count, shown in ((1, 1), (2, 3)):  # so many of the best, and half as many of the worst
+        succeed("report", art.path, "--explain", count, "--out", tmp_path / "r.html")
+        data = re.search(r'id="data">(.*?)</script>', (tmp_path / "r.html").read_text())[1]
+        with_pictures = [row["pictures"]["t0"] for row in json.loads(data)["rows"]["rows"] if "pictures" in row]
+        assert len(with_pictures) == shown
     assert all(len(one) == 5 for one in with_pictures)
     caption, url = with_pictures[0][1]
     assert re.match(r"[+-]\S+ trusted:", caption)

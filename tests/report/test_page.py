@@ -31,6 +31,7 @@ from grasp.settings import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.extract import world as extract_world
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
+from tests.says import says
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
 
@@ -199,24 +200,23 @@ def test_everything_that_was_given_is_shown(parsed):
     text = " ".join(parsed.text.split())
     assert "Environment env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
     assert "first" in parsed.section("over checkpoints")
-    assert "grasp report " in text
-    assert "--by topic,format" in text
-    assert "run.yaml of the artifact" in text
-    assert "top_k: 64" in text
-    assert f"rows of {MIN_TOKENS} tokens and more" in text
-    assert "with <geometry>" in text
+    says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <geometry>")
+    says(text, f"rows of {MIN_TOKENS} tokens and more")
 
 
 def test_a_poor_artifact_says_what_is_missing_and_how_to_get_it(tmp_path):
     artifact = write_artifact(tmp_path / "art", labels=False, sketches=False, text=[""])
     text = said(artifact)
-    assert "The corpus has no label column with 2 to 100 values. Name one with --by LABEL" in text
-    assert "keeps no text of its rows (corpus.snippet_chars is 0). Build it with --set corpus.snippet_chars=240" in text
-    assert "No environment was given" in text
-    assert "grasp retrain, and name the directory with --environment" in text
-    assert "One checkpoint was built." in text
-    assert "No selection was given." in text
-    assert "No mixture was given." in text
+    says(
+        text,
+        "The corpus has no label column with 2 to 100 values. Name one with --by LABEL",
+        "keeps no text of its rows (corpus.snippet_chars is 0). Build it with --set corpus.snippet_chars=240",
+        "No environment was given",
+        "grasp retrain, and name the directory with --environment",
+        "One checkpoint was built.",
+        "No selection was given.",
+        "No mixture was given.",
+    )
 
 
 def test_without_sketches_the_slices_are_there_and_their_cosines_are_not(tmp_path):

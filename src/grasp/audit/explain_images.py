@@ -32,7 +32,7 @@ from grasp.text import plain, signed
 
 NEAREST = 8  # trusted images that are shown
 LARGEST = 96  # pixels of a picture's longer side
-READING = "adds: what the trusted image adds to the row's effect; below 0 they look alike and are labelled otherwise"
+READING = "adds: what the trusted image adds to the row's effect; below 0: mostly alike, and labelled otherwise"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

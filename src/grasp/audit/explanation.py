@@ -14,18 +14,16 @@ from grasp.results import Result
 from grasp.text import ending, plain, printable, signed, text_table
 
 F64 = NDArray[np.float64]
-Mark = Callable[[str, float, float], str]  # a word, what it adds, and that by the most that any adds -> as it is shown
 
 SHOWN_WORDS = 400  # of a row, on a terminal
 SHOWN_PAIRS = 10
 SHOWN_QUESTIONS = 5  # that are helped most, and hurt most
 STRONG = 0.2  # of the strongest word: weaker ones get no number
 ROOM = 7  # columns of a number
+DEEPEST = 0.5  # shade of HTML: text stays readable on it, light or dark
 CONTEXT = 4  # tokens before the one of a pair
-READING = (
-    "a word's number: what the row teaches by saying it there; above 0 it helps",
-    "blue: the row teaches by saying it there; orange: it harms",
-)
+READING_NUMBERS = "a word's number: what the row teaches by saying it there; above 0 it helps"
+READING_COLOURS = "blue: the row teaches by saying it there; orange: it harms"
 COLUMNS, LEEWAY = 100, 20  # of a line, and what a text without spaces may have more
 UNPARTED = "\u2e80"  # where scripts begin that part no words
 HELPS, HURTS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)  # of 256 terminal colours: blues and oranges
@@ -98,10 +96,11 @@ class Explanation(Result):
         return list(zip(joined, _shares(adds).tolist(), strict=True))
 
     def __repr__(self) -> str:
-        return self.as_text(numbered)
+        return self.as_text()
 
-    def as_text(self, mark: Mark) -> str:
-        """The explanation on a terminal; `mark` writes the words, `numbered` or `coloured`."""
+    def as_text(self, *, colour: bool = False) -> str:
+        """The explanation on a terminal: strong words with their numbers, or all on shades of blue and orange."""
+        mark = _coloured if colour else _numbered
         parts = [plain(self.headline), "", *_paragraph(self.tokens, self.contributions, mark)]
         if self.answer is not None:
             parts += ["", "question: " + ending(self.prompt), "", "its answer, by what each word received:"]
@@ -110,7 +109,7 @@ class Explanation(Result):
             parts += _paragraph(answer, self.received[said], mark)
         for title, names, lines in self._tables():
             parts += ["", text_table(title, names, lines, left=0)]
-        return "\n".join([*parts, "", READING[mark is coloured], *map(plain, self.notes)])
+        return "\n".join([*parts, "", READING_COLOURS if colour else READING_NUMBERS, *map(plain, self.notes)])
 
     def _tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         """The strongest pairs, or the questions that are helped and hurt most: title, headings, lines."""
@@ -165,12 +164,12 @@ class Explanation(Result):
         }
 
 
-def numbered(word: str, adds: float, share: float) -> str:
+def _numbered(word: str, adds: float, share: float) -> str:
     """A word, with its number where it is strong."""
     return f"{word}[{adds:+z.2g}]" if word.strip() and abs(share) >= STRONG else word
 
 
-def coloured(word: str, _: float, share: float) -> str:
+def _coloured(word: str, _: float, share: float) -> str:
     """A word on a shade of blue where it helps, of orange where it hurts."""
     level = min(int(abs(share) * (len(HELPS) + 1)), len(HELPS))
     if not level:
@@ -206,7 +205,7 @@ def shaded_html(shades: Sequence[tuple[str, float]]) -> str:
     spans = []
     for word, share in shades:
         colour = "31,119,180" if share > 0 else "255,127,14"
-        style = f' style="background:rgba({colour},{abs(share):.2f})"' if abs(share) >= 0.01 else ""
+        style = f' style="background:rgba({colour},{DEEPEST * abs(share):.2f})"' if abs(share) >= 0.02 else ""
         spans.append(f"<span{style}>{escape(printable(word))}</span>")
     return f'<p dir="auto" style="white-space:pre-wrap">{"".join(spans)}</p>'
 
@@ -221,8 +220,12 @@ def _shares(adds: F64) -> F64:
     return np.asarray(known / (np.abs(known).max(initial=0.0) or 1.0))
 
 
-def _paragraph(tokens: Sequence[str], adds: F64, mark: Mark) -> list[str]:
-    """Lines of text with marked words; of a long one the part that adds most, either way."""
+def _paragraph(tokens: Sequence[str], adds: F64, mark: Callable[[str, float, float], str]) -> list[str]:
+    """Lines of text with marked words; of a long one the part that adds most, either way.
+
+    Args:
+        mark: how a word is shown, by what it adds, and by that over the most that any adds.
+    """
     joined, adds = _by_word(tokens, adds)
     start, stop = _window(np.abs(np.nan_to_num(adds)), SHOWN_WORDS)
     lines, line, used = [], "", 0

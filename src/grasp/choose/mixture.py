@@ -325,7 +325,8 @@ def _notes(
     slices: LabelSlices, predictor: Predictor, solution: Solution, asked: Mapping[str, Any], *, learned: bool
 ) -> list[str]:
     said = [
-        f"no row is seen more than {asked['max_repeat']:g} times (as often as now, if the corpus is repeated anyway); "
+        f"no row is seen more than {asked['max_repeat']:g} times unless a floor wants it (as often as now, if the "
+        "corpus is repeated anyway); "
         f"values keep a {_nth(asked['max_repeat'])} of their share at least, unless their floor is 0% (max-repeat)"
     ]
     if slices.n_grouped:

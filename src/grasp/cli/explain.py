@@ -43,7 +43,7 @@ def explain(
     questions that the row helps and hurts most. The model is run again on the row and on the questions. For an image:
     the trusted images that it bears on most.
     """
-    from grasp.audit.explanation import Explanation, coloured
+    from grasp.audit.explanation import Explanation
 
     artifact = grasp.open(art)
     check_outputs({"--out": out, "--json": json_file}, artifact.files.reads | {"--protocol reads": protocol})
@@ -64,6 +64,6 @@ def explain(
     elif out is not None:
         found.write(out)
     if isinstance(found, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
-        sys.stdout.styled(found.as_text(coloured) + "\n")
+        sys.stdout.styled(found.as_text(colour=True) + "\n")
     else:
         print(found)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.predict.intervals import OUTSIDE
+from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report import views
 from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
 from grasp.report.texts import interval, number, signed
@@ -90,7 +91,8 @@ def _best(found: Findings, t: int) -> View:
                 outside = said.partition(" (")[2].removesuffix(")")
                 known = one.nats is not None
                 runs_unit = found.selection.runs_unit or "nats"
-                unit = NATS.get(runs_unit, plain(runs_unit)) if known else plain(found.selection.scale)
+                scale = "effect sizes" if found.selection.scale == EFFECT_SIZE else plain(found.selection.scale)
+                unit = NATS.get(runs_unit, plain(runs_unit)) if known else scale
                 ends = (one.nats, one.nats_low, one.nats_high) if known else (one.change, None, None)
                 value, low, high = (float("nan") if end is None else end for end in ends)
     return {

@@ -181,11 +181,6 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
     pictures = pictured(artifact, protocol, targets, rows, question.explain) if question.explain else {}
     trends = label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS
     suspects = NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names)
-    no_labels = [] if labels else [NO_LABELS]
-    no_text = [] if any(row["snippet"] for row in rows.rows) else [NO_TEXT]
-    no_sketches = [] if not labels or labels[0].formula.gram_GG else [NO_SKETCHES]
-    no_shades = [Missing(unshaded, "")] if unshaded else []
-    maybe = [*no_shades, *no_labels, *no_text, *no_sketches, trends, retraining, selection, mixture, suspects]
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
         question=question,
@@ -201,7 +196,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         rows=rows,
         shades=shades,
         pictures=pictures,
-        lacking=tuple(part for part in maybe if isinstance(part, Missing)),
+        lacking=_lacking(unshaded, labels, rows, [trends, retraining, selection, mixture, suspects]),
         trends=trends,
         retraining=retraining,
         curve=learning_curve(nats) if isinstance(nats, Expected) else None,
@@ -209,6 +204,20 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Ques
         mixture=mixture,
         suspects=suspects,
     )
+
+
+def _lacking(
+    unshaded: str, labels: Sequence[LabelFindings], rows: HeldRows, parts: Sequence[object]
+) -> tuple[Missing, ...]:
+    """What is not there, and how to get it."""
+    found = [Missing(unshaded, "")] if unshaded else []
+    if not labels:
+        found.append(NO_LABELS)
+    if not any(row["snippet"] for row in rows.rows):
+        found.append(NO_TEXT)
+    if labels and not labels[0].formula.gram_GG:
+        found.append(NO_SKETCHES)
+    return (*found, *(part for part in parts if isinstance(part, Missing)))
 
 
 NO_LABELS = Missing(

@@ -286,6 +286,6 @@ def _rows(found: Findings, targets: Sequence[str]) -> View:
         "has_text": any(row["snippet"] for row in held.rows),
         "n_rows": f"{held.n_ranked:,}",
         "held": f"{len(held.rows):,}",
-        "min_tokens": MIN_TOKENS,
+        "min_tokens": MIN_TOKENS if any(row["n_tokens"] >= MIN_TOKENS for row in held.rows) else 0,
         "plain": [{"target": target, "rows": shown(t)} for t, target in enumerate(targets)],
     }

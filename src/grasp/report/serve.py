@@ -56,6 +56,7 @@ FORMS = {
     "explain": ("row", "target", "unit"),
     "select": ("budget", "target", "by", "cap", "exclude_where", "train_tokens"),
 }
+ABOUT = {verb: (inspect.getdoc(getattr(Ask, verb)) or "").partition("\n")[0] for verb in FORMS}
 EXAMPLES = {"drop": "topic = 'Games'", "weight": "topic = 'Games': 0.3", "budget": "20%", "cap": "Games:5%"}
 EXTRA = "serve"
 INSTRUCTIONS = (
@@ -170,7 +171,7 @@ def web(
             name=artifact.where,
             style=style(),
             forms=FORMS,
-            about={one: (inspect.getdoc(getattr(Ask, one)) or "").partition("\n")[0] for one in FORMS},
+            about=ABOUT,
             examples=EXAMPLES,
             lists=LISTS,
             verb=verb,

@@ -45,7 +45,7 @@
   function line([row, effect, rank]) {
     const tags = row.at.map((g, place) => element("span", { className: "tag" }, DATA.labels[place].slices[g].name));
     const meta = element("span", { className: "meta" }, element("b", {}, signed(effect, 2)),
-      ` \u00b7 ${[rank, `${grouped(row.tokens)} tokens`].filter(Boolean).join(" \u00b7 ")} `, ...tags, ` \u00b7 ${row.id}`);
+      ` \u00b7 ${[rank, row.tokens > 1 && `${grouped(row.tokens)} tokens`].filter(Boolean).join(" \u00b7 ")} `, ...tags, ` \u00b7 ${row.id}`);
     const shades = row.shades?.[questionPick.value === "" ? `t${targetPick.value}` : `q${questionPick.value}`];
     const text = element("blockquote", { dir: "auto" });
     text.append(...(shades ? shaded(shades) : [row.text || "no text kept"]));
