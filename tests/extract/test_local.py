@@ -22,6 +22,7 @@ from grasp.artifact.layout import MARKER, RUN
 from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
+from grasp.choose.corpus_rows import corpus_settings
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.extract import forward
 from grasp.extract.engine import InProcess
@@ -31,6 +32,7 @@ from grasp.extract.inputs import prepare
 from grasp.extract.local import build, build_token_kernel, regime, relevance_scale
 from grasp.extract.moments import sample_rows
 from grasp.extract.progress import Silent
+from grasp.extract.reopen import Origin
 from grasp.features import extract
 from grasp.files import discard
 from grasp.models.causal_lm import ReferenceModel
@@ -567,3 +569,25 @@ def _with_loss(real, loss):
 def test_the_shift_kernel_is_whitened_as_the_input_kernel(root):
     with pytest.raises(SettingsError, match=r"shift_match: got true without the input kernel; set input_match: true"):
         world(root, features={"shift_match": True, "input_match": False})
+
+
+def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):
+    """The whole folder may move as well: paths are meant from where the build was run."""
+    world(tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "project")
+    settings = world(tmp_path / "project")
+    model, corpus = (
+        one.model_copy(update={"path": name})
+        for one, name in ((settings.model, "model"), (settings.corpus, "corpus.jsonl"))
+    )
+    build(settings.model_copy(update={"model": model, "corpus": corpus}), tmp_path / "project/out/art")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for place in ("project", "moved"):
+        if place == "moved":
+            (tmp_path / "project").rename(tmp_path / "moved")
+        origin = Origin(ArtifactReader.open(tmp_path / place / "out/art"))
+        assert origin.model.fingerprint() == origin.artifact.manifest.fingerprints["model"]
+        assert origin.tokenizer.fingerprint == origin.artifact.manifest.fingerprints["tokenizer"]
+        assert Path(corpus_settings(origin.artifact).path).samefile(tmp_path / place / "corpus.jsonl")
+        assert corpus_settings(origin.artifact, "mine.jsonl").path == "mine.jsonl"

@@ -102,9 +102,15 @@ class ArtifactReader:
             for step in steps:
                 value = value.get(step) if isinstance(value, dict) else None
             found[f"is {phrase} of the artifact"] = [
-                place for place in (value if isinstance(value, list) else [value]) if isinstance(place, str)
+                self.place(one) for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)
             ]
         return dict(found)
+
+    def place(self, path: str) -> str:
+        """Where a path of the build's settings is now: a relative one is meant from the directory of the build."""
+        base = self.manifest.details.get("built_in")
+        meant = self.path / str(base) / path
+        return str(meant) if base is not None and "://" not in path and meant.exists() else path
 
     def require_one_corpus(self) -> None:
         """See that the rows come from one corpus, which can be read again.

@@ -66,7 +66,7 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
         settings = CorpusSettings.model_validate(recorded)
     except ValidationError as err:
         raise SettingsError(describe(err, f"{artifact.where}: settings.corpus", CorpusSettings)) from err
-    return settings if path is None else settings.model_copy(update={"path": path})
+    return settings.model_copy(update={"path": artifact.place(settings.path) if path is None else path})
 
 
 def are_records(artifact: ArtifactReader) -> bool:

@@ -6,6 +6,7 @@ elsewhere. So a worker that dies takes nothing with it but the shard that it had
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -351,8 +352,11 @@ def close(
         for name in ("hidden_sketch", "residual_sketch", "product_sketch")
         if f"{name}.square" in sums
     }
+    given = manifest(inputs, began)
+    # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved
+    given["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.path))
     writer.finish(
-        manifest=manifest(inputs, began),
+        manifest=given,
         moments=moments,
         units=unit_table(inputs),
         gains=gains,

@@ -40,11 +40,17 @@ class Origin:
         self.artifact.require_one_corpus()
         manifest = self.artifact.manifest
         settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"), self.own)
-        path = leaf(self.own or {}, "model.path") or settings.model.path
+        place, tokenizer = self.artifact.place, settings.model.tokenizer
         model = settings.model.model_copy(
-            update={"path": str(path), "dtype": manifest.made_by.get("dtype", "auto"), "check": False}
+            update={
+                "path": str(leaf(self.own or {}, "model.path") or place(settings.model.path)),
+                "tokenizer": None if tokenizer is None else place(tokenizer),
+                "dtype": manifest.made_by.get("dtype", "auto"),
+                "check": False,
+            }
         )
-        return settings.model_copy(update={"model": model})
+        corpus = settings.corpus.model_copy(update={"path": place(settings.corpus.path)})
+        return settings.model_copy(update={"model": model, "corpus": corpus})
 
     @property
     def has_images(self) -> bool:
