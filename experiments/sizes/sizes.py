@@ -1,0 +1,147 @@
+"""Do small models rank subsets as larger ones do? Every pair of retrained sizes, every reference with every size.
+
+    experiments/sizes/run.sh
+
+Compares the subsets that all runs have; of an unfinished environment those that are there.
+Shape letters: B subsets, S seeds, T tasks, E units, R resamples.
+"""
+
+import argparse
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.predict.predictor import Predictor
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.covariance import Features
+from grasp.runs.environment import Environment
+from grasp.runs.learning import Known, learn_features
+from grasp.runs.metrics import interval, mean_defined, rank_correlations
+from grasp.seeds import stream
+
+F64 = NDArray[np.float64]
+RESAMPLES = 1_000
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Something that ranks subsets, for every task and unit."""
+
+    name: str
+    subset_ids: tuple[str, ...]
+    task_BT: F64
+    unit_BE: F64
+
+    def of(self, subset_ids: list[str]) -> "Ranked":
+        at = [self.subset_ids.index(name) for name in subset_ids]
+        return Ranked(self.name, tuple(subset_ids), self.task_BT[at], self.unit_BE[at])
+
+
+def realized(name: str, path: Path) -> tuple[Ranked, ...]:
+    """What came out: the mean over the seeds, then each seed by itself where there are two."""
+    environment = Environment.open(path)
+    seeds = [
+        seed for seed in environment.info.seeds if len(environment.utilities(seeds=[seed], partial=True).subset_ids)
+    ]
+    choices = [seeds, *([seed] for seed in seeds if len(seeds) > 1)]
+    return tuple(_realized(environment, chosen, name, len(seeds)) for chosen in choices)
+
+
+def _realized(environment: Environment, seeds: list[int], name: str, of: int) -> Ranked:
+    targets = [target for target in dict.fromkeys(environment.targets) if "@" not in target]
+    all_units = environment.utilities(seeds=seeds, partial=True)
+    unit_BE = all_units.of(*targets).values_BSE.mean(axis=1)
+    task_BT = np.stack([all_units.of(target).values_BSE.mean(axis=(1, 2)) for target in targets], axis=1)
+    said = name if len(seeds) == of else f"{name}, seed {seeds[0]}"
+    return Ranked(said, all_units.subset_ids, task_BT, unit_BE)
+
+
+def predicted(name: str, artifact: ArtifactReader, environment: Environment) -> Ranked:
+    """The change that the shipped protocol predicts, units in the order of the environment."""
+    predictor = Predictor.of(artifact, per_unit=True)
+    blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path)))
+    lines = artifact.units.take(predictor.units.columns_E).select(["target", "unit_id"]).to_pylist()
+    column = {(line["target"], line["unit_id"]): e for e, line in enumerate(lines)}
+    units = [unit for unit in environment.units if "@" not in unit[0]]
+    targets = list(dict.fromkeys(target for target, _ in units))
+    task_BT = np.concatenate([predictor.change(block.weights) for block in blocks])
+    unit_BE = np.concatenate([predictor.unit_change(block.weights, predictor.sums(block.weights)) for block in blocks])
+    ids = tuple(one for block in blocks for one in block.subset_ids)
+    order_T = [predictor.targets.index(target) for target in targets]
+    return Ranked(name, ids, task_BT[:, order_T], unit_BE[:, [column[unit] for unit in units]])
+
+
+def agreement(one: Ranked, other: Ranked, subset_ids: list[str], *, units: bool = True) -> dict[str, Any]:
+    """Spearman's rho over subsets: mean over the tasks, and mean over the units; 95 % intervals over subsets."""
+    one, other, n = one.of(subset_ids), other.of(subset_ids), len(subset_ids)
+    rng = stream(0, "sizes", "resamples")
+    weights_RB = np.concatenate([np.ones((1, n)), rng.multinomial(n, np.full(n, 1 / n), RESAMPLES)])
+    found: dict[str, Any] = {"one": one.name, "other": other.name, "subsets": n}
+    levels = {"task": (one.task_BT, other.task_BT)} | ({"unit": (one.unit_BE, other.unit_BE)} if units else {})
+    for level, (left, right) in levels.items():
+        rho_R = mean_defined(rank_correlations([left, right], [(0, 1)], weights_RB)[0], axis=0)
+        got = interval(float(rho_R[0]), rho_R[1:], lowest=-1.0, highest=1.0, reason="")
+        found[level] = [got.value, got.low, got.high]
+    return found
+
+
+def carried_over(
+    name: str, artifact: ArtifactReader, small: Path, targets_of: list[Ranked], subset_ids: list[str]
+) -> Any:
+    """Learn from the small runs on all other subsets; rank these subsets by relevance and by what was learned."""
+    environment = Environment.open(small)
+    predictor = Predictor.of(artifact, sketches=("hidden", "residual"))
+    assert environment.label is not None
+    known = Known.of(predictor, artifact, (environment.label,))
+    blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path))
+    features = Features.joined([known.features(block.weights) for block in blocks])
+    tasks = [environment.utilities(target).values_BSE.mean(axis=2) for target in predictor.targets]
+    utility_BST = np.stack(tasks, axis=2)
+    held = np.isin(environment.subset_ids, subset_ids)
+    learned = learn_features(features.take(np.flatnonzero(~held)), utility_BST[~held])
+    order = [environment.subset_ids.index(one) for one in subset_ids]
+    asked = features.take(np.array(order))
+    targets = [target for target in dict.fromkeys(environment.targets) if "@" not in target]
+    order_T = [predictor.targets.index(target) for target in targets]
+    ways = {"relevance": asked.relevance_BT, "learned": learned.predict(asked)[0]}
+    ranked = [
+        Ranked(f"{way} ({name})", tuple(subset_ids), value_BT[:, order_T], value_BT[:, order_T])
+        for way, value_BT in ways.items()
+    ]
+    lines = [agreement(way, target, subset_ids, units=False) for target in targets_of for way in ranked]
+    return {"learned from": int((~held).sum()), "lines": lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", action="append", required=True, metavar="SIZE=ENVIRONMENT")
+    parser.add_argument("--art", action="append", required=True, metavar="SIZE=ARTIFACT")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    runs = {name: Path(place) for name, _, place in (one.partition("=") for one in asked.runs)}
+    arts = {name: ArtifactReader.open(place) for name, _, place in (one.partition("=") for one in asked.art)}
+    came_out = [one for name, path in runs.items() for one in realized(name, path)]
+    subset_ids = [one for one in came_out[0].subset_ids if all(one in each.subset_ids for each in came_out)]
+    whole = [one for one in came_out if "seed" not in one.name]
+    small = Environment.open(next(iter(runs.values())))
+    references = [predicted(f"predicted by {name}", art, small) for name, art in arts.items()]
+    found = {
+        "subsets": len(subset_ids),
+        "retrained": [agreement(a, b, subset_ids) for a, b in itertools.combinations(came_out, 2)],
+        "references": [agreement(a, b, subset_ids) for a, b in itertools.combinations(references, 2)],
+        "predicted": [agreement(reference, one, subset_ids) for reference in references for one in came_out],
+        "learned": {name: carried_over(name, art, small.path, whole, subset_ids) for name, art in arts.items()},
+        "utility": {one.name: float(one.of(subset_ids).task_BT.mean()) for one in whole},
+        "spread": {one.name: one.of(subset_ids).task_BT.std(axis=0).tolist() for one in whole},
+    }
+    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
