@@ -9,7 +9,7 @@ on. These 96 are the subset: `subsets.parquet` names no row that a run has not s
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,12 +67,13 @@ class Corpus:
 def write_corpora(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Both corpora as Parquet, and the held-out instructions as targets, once."""
     if not (work / "documents.parquet").exists():
-        _write(work / "documents.parquet", list(_documents(data / "pool.parquet")))
+        write_parquet(work / "documents.parquet", pa.Table.from_pylist(list(_documents(data / "pool.parquet"))))
     if not (work / "instructions.parquet").exists():
         groups = _instructions(data / "instructions.parquet", tokenizer)
         for k, name in enumerate(NAMES):
             _write_units(work / f"{name}-units.jsonl", groups, k)
-        _write(work / "instructions.parquet", [row for rows in groups.values() for row in rows[:ROWS_OF_GROUP]])
+        pool = [row for rows in groups.values() for row in rows[:ROWS_OF_GROUP]]
+        write_parquet(work / "instructions.parquet", pa.Table.from_pylist(pool))
 
 
 def corpus_settings(name: Name, work: Path) -> CorpusSettings:
@@ -180,7 +181,8 @@ def _write_units(path: Path, groups: dict[str, list[dict[str, Any]]], k: int) ->
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """It appears when it is whole."""
     part = path.with_suffix(".part")
-    pq.write_table(pa.Table.from_pylist(list(rows)), part)
+    pq.write_table(table, part)
     part.replace(path)
