@@ -1,42 +1,65 @@
-"""The comparisons of both environments as one table, in the order of the first: mean LDS, target by target, task rho.
+"""The comparisons of both environments as the table of the page: mean LDS, its difference to what ships, task rho.
 
-python -m experiments.finetune.table documents instructions > experiments/finetune/table.md
+python -m experiments.finetune.table
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"
+TITLES = {
+    "shift": "**shift (what ships)**",
+    "token + input": "token + input (shipped before)",
+    "pooled": "pooled (the paper)",
+    "neighbour": "neighbour (kernel LM)",
+    "repsim": "RepSim",
+    "betr": "BETR: nearest example of the target",
+    "bm25": "BM25",
+    "ngram": "n-gram language model",
+    "loss": "loss, low first",
+    "tracin": "TracIn, last block",
+    "trak": "TRAK, last block",
+    "less": "LESS, attention of all blocks",
+    "influence of the last layer": "last layer, K-FAC",
+    "ekfac": "EK-FAC, last block",
+}
+TARGETS = {"sciq": "SciQ", "arc_easy": "ARC", "hellaswag": "HellaSwag", "instructions": "instr."}
 
 
-def table(reports: list[dict[str, Any]]) -> str:
-    """Lines of Markdown, a part for each environment."""
-    return "\n".join(_part(report) for report in reports)
-
-
-def _part(report: dict[str, Any]) -> str:
-    targets, ceiling = report["targets"], report["noise"]["ceiling"]
-    seeds = "one seed" if len(report["seeds"]) == 1 else f"{len(report['seeds'])} seeds"
-    bound = "no second seeds yet" if ceiling is None else f"a perfect score would reach {ceiling:.2f}"
-    head = ["scores", *targets, "mean LDS", "to what ships", "task rho"]
+def table(report: dict[str, Any]) -> str:
+    """An environment's scores, best first, as Markdown."""
+    targets = report["targets"]
+    title = f"`{report['environment']}`, {report['subsets']} subsets"
+    head = [title, "mean LDS", "to what ships", *(TARGETS[target] for target in targets), "task rho"]
     lines = [head, ["---"] * len(head)]
     for method in sorted(report["methods"], key=lambda one: -one["mean_lds"][0]):
         if method["method"].endswith("(negative x .25)"):
             continue
-        of_targets = [f"{method['mean_lds_of_target'][target]:.2f}" for target in targets]
-        difference = _number(method["difference"]) if method["difference"] else ""
-        lines.append(
-            [method["method"], *of_targets, _number(method["mean_lds"]), difference, _number(method["task_rho"])]
-        )
-    title = f"`{report['environment']}` ({report['role']}): {report['subsets']} subsets, {seeds}; {bound}."
-    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+        difference = _interval(method["difference"]) if method["difference"] else ""
+        of_targets = [_number(method["mean_lds_of_target"][target]) for target in targets]
+        name = TITLES.get(method["method"], method["method"])
+        lines.append([name, _interval(method["mean_lds"]), difference, *of_targets, _interval(method["task_rho"])])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _number(values: list[float]) -> str:
-    return f"{values[0]:.2f} [{values[1]:.2f}, {values[2]:.2f}]"
+def _interval(values: list[float]) -> str:
+    return f"{_number(values[0])} [{_number(values[1])}, {_number(values[2])}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".replace("0.", ".")
+
+
+def main() -> None:
+    """Write it into the page."""
+    page = HERE / "README.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    reports = [json.loads((HERE / f"{name}.json").read_text()) for name in ("documents", "instructions")]
+    after = rest.partition(END)[2]
+    page.write_text(before + BEGIN + "\n".join(map(table, reports)) + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    print(table([json.loads((HERE / f"{name}.json").read_text()) for name in sys.argv[1:]]), end="")
+    main()

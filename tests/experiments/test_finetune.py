@@ -157,18 +157,19 @@ def test_an_input_kernel_sums_over_equal_input_tokens(sides):
     assert found == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)
 
 
-def test_the_table_has_every_target_and_what_could_be_reached():
+def test_the_table_has_every_target_and_the_best_score_first():
     methods = [
         {
             "method": label,
             "mean_lds": [value, 0.0, 1.0],
             "mean_lds_of_target": {"sciq": value},
-            "task_rho": [0.5, 0.0, 1.0],
+            "task_rho": [0.5, -0.25, 1.0],
             "difference": None,
         }
-        for label, value in {"x": 0.1, "y": 0.3, "y (negative x .25)": 0.4}.items()
+        for label, value in {"bm25": 0.1, "shift": 0.3, "shift (negative x .25)": 0.4}.items()
     ]
-    about = {"environment": "a", "role": "dev", "subsets": 9, "seeds": [0], "targets": ["sciq"]}
-    lines = table([{**about, "methods": methods, "noise": {"ceiling": 0.7}}]).split("\n")
-    assert lines[0] == "`a` (dev): 9 subsets, one seed; a perfect score would reach 0.70."
-    assert [line.split(" | ")[:2] for line in lines[4:6]] == [["| y", "0.30"], ["| x", "0.10"]]
+    lines = table({"environment": "a", "subsets": 9, "targets": ["sciq"], "methods": methods}).split("\n")
+    assert lines[0] == "| `a`, 9 subsets | mean LDS | to what ships | SciQ | task rho |"
+    assert lines[2] == "| **shift (what ships)** | .30 [.00, 1.00] |  | .30 | .50 [-.25, 1.00] |"
+    assert lines[3].startswith("| BM25 | .10 ")
+    assert lines[4] == ""
