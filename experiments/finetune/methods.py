@@ -5,8 +5,7 @@
 Scores (N, E) lie in `work/documents-scores`, one file a method. `compare` makes those without gradients itself, and
 reads the others if they are there. The artifact is built in bfloat16, which takes half of the time. Its model has an
 output layer of its own, equal to its embedding: K-FAC of the last layer has no meaning for a tied one. LESS looks at
-the end of a warm-up: 12 steps on 96 rows that are drawn from the corpus, with their Adam moments; and at the weights
-of attention in all blocks, which is where its own adapters sit.
+the end of a warm-up: 12 steps on 96 rows that are drawn from the corpus, with their Adam moments.
 """
 
 import argparse
@@ -62,7 +61,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "trak": {"method": "trak", "layers": LAST_BLOCK},
     "influence of the last layer": {"method": "influence", "layers": ["head"], "curvature": "kfac"},
     "ekfac": {"method": "influence", "layers": LAST_BLOCK, "curvature": "ekfac", "memory_mb": 4096},
-    "less": {"method": "less", "layers": ["*.self_attn.*"], "adam": "always", "betas": [0.9, 0.999]},
+    "less": {"method": "less", "layers": LAST_BLOCK, "adam": "always", "betas": [0.9, 0.999]},
 }
 METHODS = FORWARD | GRADIENTS
 AFTER_WARM_UP = ("less",)

@@ -21,7 +21,7 @@ TITLES = {
     "loss": "loss, low first",
     "tracin": "TracIn, last block",
     "trak": "TRAK, last block",
-    "less": "LESS, attention of all blocks",
+    "less": "LESS, last block",
     "influence of the last layer": "last layer, K-FAC",
     "ekfac": "EK-FAC, last block",
 }
