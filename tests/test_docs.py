@@ -21,9 +21,7 @@ def commands(page: Path) -> list[list[str]]:
     fenced = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^    (grasp .*)$", text, re.MULTILINE)
     lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
-    every = [
-        shlex.split(line.partition(" > ")[0], comments=True) for line in lines
-    ]  # where a shell writes it is not ours
+    every = [shlex.split(line.partition(" > ")[0], comments=True) for line in lines]  # the shell takes the rest
     return [argv for argv in every if argv and argv[0] == "grasp"]
 
 

@@ -323,6 +323,14 @@ def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path):
     assert "For sciq, keep a and d; c costs most." in said(ArtifactReader.open(tmp_path / "art"), by=("topic",))
 
 
+def test_a_selection_beyond_the_runs_says_so(place, tmp_path):
+    asked = ("--budget", "5%", "--target", "sciq", "--environment", place / "env", "--out", tmp_path / "kept.parquet")
+    succeed("select", place / "art", *asked)
+    environment = Environment.open(place / "env")
+    text = said(ArtifactReader.open(place / "art"), environment=environment, selection=tmp_path / "kept.json")
+    assert re.search(r"That is beyond the runs \([0-9.]+ times as far from the corpus as any run\)", text)
+
+
 def test_without_runs_no_clause_speaks_of_them(tmp_path):
     text = said(write_artifact(tmp_path / "art"))
     assert re.search(r"Keeping the best 30% of rows is worth \+[0-9.]+ effect sizes", text)
