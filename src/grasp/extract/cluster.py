@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -118,7 +118,7 @@ class Cluster:
         except (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError) as err:
             reason = " ".join(str(err).split())[:300]
             raise EngineError(
-                f"--engine ray: a worker died {RETRIES + 1} times on the same job: {reason}; if memory ran out, lower "
+                f"--engine ray: workers died again and again on the same job: {reason}; if memory ran out, lower "
                 "model.batch_tokens or shard_rows, then run again with --resume: what is finished is kept"
             ) from err
 
@@ -135,28 +135,49 @@ class Cluster:
             call: makes a reference of an actor and a job.
             wait: no job is begun while this is true and another is under way.
         """
-        queue = _Queue(deque(actor for _ in range(JOBS_A_WORKER) for actor in actors))
+        queue = _Queue(list(actors), deque(actor for _ in range(JOBS_A_WORKER) for actor in actors))
         for k, job in jobs:
             while not queue.free or (queue.running and wait is not None and wait()):
-                yield self._next(queue)
+                yield from self._ended(queue, call)
             actor = queue.free.popleft()
-            queue.running[call(actor, job)] = (k, actor)
+            queue.running[call(actor, job)] = _Run(k, job, actor)
         while queue.running:
-            yield self._next(queue)
+            yield from self._ended(queue, call)
 
-    def _next(self, queue: "_Queue") -> tuple[int, Any]:
+    def _ended(self, queue: "_Queue", call: Callable[[Any, Any], Any]) -> Iterator[tuple[int, Any]]:
+        """Wait until a job ends; what it gave, or nothing where its node was lost: another worker has it then."""
         (reference, *_), _ = self._ray.wait(list(queue.running), num_returns=1)
-        k, actor = queue.running.pop(reference)
-        queue.free.append(actor)
-        return k, self.result(reference)
+        run = queue.running.pop(reference)
+        try:
+            found = self.result(reference)
+        except EngineError:
+            if run.losses == RETRIES:
+                raise
+            others = [actor for actor in queue.actors if actor is not run.actor] or [run.actor]
+            again = call(others[run.losses % len(others)], run.job)
+            queue.running[again] = replace(run, losses=run.losses + 1)
+            return
+        queue.free.append(run.actor)
+        yield run.k, found
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A job under way."""
+
+    k: int
+    job: Any
+    actor: Any  # whose place it has, though after a loss another one does it
+    losses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Queue:
     """Places at actors that are free, and what the others are at."""
 
+    actors: list[Any]
     free: deque[Any]
-    running: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+    running: dict[Any, _Run] = field(default_factory=dict)
 
 
 @contextmanager
