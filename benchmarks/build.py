@@ -39,7 +39,7 @@ from grasp.extract.local import build
 from grasp.extract.progress import Silent
 from grasp.features.extract import extract
 from grasp.features.input_match import hidden_gradient, input_relevance
-from grasp.features.positions import position_mask
+from grasp.features.positions import position_mask, supervised_positions
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
@@ -148,10 +148,10 @@ def bare(model: ReferenceModel, store: RowStore, spec: str | None) -> float:
     for k in range(store.n_shards):
         rows = store.shard(k)
         for index in batches(np.diff(rows.offsets), model.batch_tokens):
-            ids, length = pad_rows([rows.ids(int(i)) for i in index])
+            ids, labelled = pad_rows([rows.ids(int(i)) for i in index])
             hidden = model.hidden(ids)
             if spec is not None:
-                used = hidden[position_mask(spec, torch.zeros_like(length), length, ids.shape[1]).to(model.device)]
+                used = hidden[position_mask(spec, supervised_positions(labelled)).to(model.device)]
                 for start in range(0, len(used), len(buffer)):
                     part = used[start : start + len(buffer)]
                     model.head.linear_logits(part, out=buffer[: len(part)])
@@ -205,13 +205,13 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     generator = np.random.default_rng(2)
     lines = [zipf(generator, args.length) for _ in range(model.batch_tokens // args.length)]
     units = [UnitTokens(zipf(generator, 20 + args.unit_tokens).astype(np.int32), 20) for _ in range(args.units)]
-    ids, length = pad_rows(lines)
+    ids, labelled = pad_rows(lines)
 
     def forward() -> Any:
-        return extract(model, ids, torch.zeros_like(length), length, ("tail:32", "all"), features.top_k)
+        return extract(model, ids, labelled, ("tail:32", "all"), features.top_k)
 
     batch = PositionBatch.of(forward(), len(lines))
-    sums = PositionSums.empty(model, features)
+    sums = PositionSums.empty(model, features, 1)
     sums.add(forward(), model.head)
     names = [str(e) for e in range(len(units))]
     unit_features = forward_units(model, units, names, features)

@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, help="Directory of the demo; none: a temporary one.")
     parser.add_argument("--skip-demo", action="store_true", help="Measure the builds of a demo that is there.")
+    parser.add_argument("--limit", type=int, help="Build of the first passages alone.")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers.")
     given = parser.parse_args()
     found: dict[str, Any] = {"load_before": os.getloadavg()[0], "cores": os.cpu_count()}
@@ -49,6 +50,7 @@ def main() -> None:
         for name, threads in (("build, one thread", 1), ("build, default threads", None)):
             out = Path(place) / "artifact"
             build = ["build", "--config", str(demo / "artifact" / "run.yaml"), "--out", str(out), "--quiet"]
+            build += [] if given.limit is None else ["--limit", str(given.limit)]
             found[name] = measured(build, threads)
             shutil.rmtree(out)
             print(name, found[name], flush=True)

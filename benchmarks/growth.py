@@ -1,4 +1,4 @@
-"""Time and memory of predict, slices, select and score as the corpus, the units and the subsets grow.
+"""Time and memory of predict, slices, select, score, mix and report as the corpus, the units and the subsets grow.
 
     python benchmarks/growth.py --out bench-out/growth.json
 
@@ -29,6 +29,7 @@ from memory import peak_bytes  # the file beside this one
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
+from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import label_slices
@@ -39,6 +40,7 @@ from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slice_effects import slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.predict.tables import prediction_table
+from grasp.report.verb import report
 
 SHARD_ROWS, LABELS = 16_384, 24
 SUBSET_ROWS = 1_000
@@ -63,6 +65,8 @@ def write_artifact(path: Path, n_rows: int, n_units: int, n_targets: int = 5) ->
             {
                 "unit_id": [str(e) for e in range(n_units)],
                 "target": [f"task{e * n_targets // n_units}" for e in range(n_units)],
+                "prompt": ["A question?"] * n_units,
+                "completion": [" An answer."] * n_units,
             }
         )
         settings = {"features": {"match": "token"}}
@@ -124,6 +128,14 @@ def ask_score(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtoco
     score(artifact, "task0", protocol=protocol, out=artifact.path.with_name("rows.parquet"))
 
 
+def ask_mix(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
+    mix(artifact, "topic", list(artifact.targets), protocol=protocol)
+
+
+def ask_report(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:
+    report(artifact, artifact.path.with_name("report.html"), by="topic", protocol=protocol, explain=0)
+
+
 QUESTIONS: dict[str, Callable[[ArtifactReader, int, ScoringProtocol], None]] = {
     "predict": ask_predict,
     "predict halves": ask_halves,
@@ -131,6 +143,8 @@ QUESTIONS: dict[str, Callable[[ArtifactReader, int, ScoringProtocol], None]] = {
     "select": ask_select,
     "select for all targets": ask_select_all,
     "score": ask_score,
+    "mix": ask_mix,
+    "report": ask_report,
 }
 
 
