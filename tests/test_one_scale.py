@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.audit.explain import explain
+from grasp.choose.select import select
 from grasp.predict.label_slices import label_slices
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol, save_protocol
@@ -17,6 +19,8 @@ from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
 from grasp.predict.verb import predict
 from grasp.predict.weights import SliceShares
+from grasp.report.ask import Ask
+from grasp.report.serve import answered
 from grasp.settings import write_yaml
 from tests.cli.grasp_command import succeed
 from tests.extract.world import world
@@ -69,6 +73,7 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
     answers["by"] = by["if_dropped"]["life"]
     answers |= from_coefficients(artifact, protocol)
     if not protocol.components:
+        answers |= {f"served {name}": value for name, value in served(artifact).items()}
         ranked = score(artifact, "facts", protocol=protocol).to_pandas().set_index("row_id")["effect"]
         answers["mean of what score shows"] = ranked[kept_ids].mean()
         share = (~kept_N).mean()
@@ -76,6 +81,19 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
     reference = answers["--drop"]
     assert abs(reference) > 0.01
     assert answers == pytest.approx(dict.fromkeys(answers, reference), abs=2e-6)
+
+
+def served(artifact) -> dict[str, float]:
+    """As a browser gets it, and an agent: plain arguments, JSON back."""
+    ask = Ask(artifact)
+    questions = {"drop": "topic = 'life'", "keep": "topic != 'life'", "weight": ["topic = 'life': 0"], "by": "topic"}
+    found = {}
+    for name, value in questions.items():
+        answer, status = answered(ask, "predict", {name: value})
+        assert status == 200, answer
+        lines = [dict(zip(answer["columns"], line, strict=True)) for line in answer["rows"]]
+        found[name] = lines[0]["change"] if name != "by" else {one["value"]: one for one in lines}["life"]["if_dropped"]
+    return found
 
 
 def from_coefficients(artifact, protocol) -> dict[str, float]:
@@ -103,3 +121,37 @@ def test_many_subsets_are_asked_at_once(art):
     for name, row_ids in subsets.items():
         assert predict(artifact, subsets={name: row_ids}).to_pandas()["change"][0] == pytest.approx(together[name])
     assert 10 * together["first"] + (len(ids) - 10) * together["rest"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_row_has_one_effect_wherever_it_is_shown(art):
+    artifact = ArtifactReader.open(art)
+    effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
+    answer, _ = answered(Ask(artifact), "score", {"top": len(effect_N)})
+    lines = [dict(zip(answer["columns"], line, strict=True)) for line in answer["rows"]]
+    shown = {line["row_id"]: line["effect"] for line in lines}
+    for row in effect_N.index[[0, len(effect_N) // 2, -1]]:
+        explained = explain(artifact, "facts", row)
+        without = predict(artifact, drop=f"row_id = '{row}'").to_pandas()["change"][0]
+        effects = {
+            "explain": explained.effect,
+            "served score": shown[row],
+            "what leaving it out costs": -(len(effect_N) - 1) * without,
+        }
+        assert effects == pytest.approx(dict.fromkeys(effects, effect_N[row]), abs=1e-4)
+        # words are of the model run again, in full precision; what the artifact holds is rounded to float16
+        words = np.nansum(explained.table["contribution"].to_numpy()) + explained.average
+        assert words == pytest.approx(effect_N[row], rel=1e-2, abs=1e-2)
+
+
+def test_what_select_promises_is_what_predict_and_score_say_of_its_rows(art):
+    artifact = ArtifactReader.open(art)
+    effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
+    found = select(artifact, "25%")
+    rows = found.table["row_id"].to_pylist()
+    promised = {
+        "select": found.targets["change"][0].as_py(),
+        "predict": predict(artifact, subsets={"chosen": rows}).to_pandas()["change"][0],
+        "score": effect_N[rows].mean(),
+        "effects it writes": found.table["effect"].to_numpy().mean(),
+    }
+    assert promised == pytest.approx(dict.fromkeys(promised, promised["select"]), abs=2e-6)

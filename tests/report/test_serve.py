@@ -286,7 +286,9 @@ def test_an_agent_asks_by_mcp(art):
     here = grasp.open(art)
     told = {name: json.loads(answer.content[0].text) for name, answer in answers.items()}
     assert not any(answer.is_error for answer in answers.values())
-    assert told["predict"]["headline"] == here.predict(drop="topic = 'life'").headline
+    dropped = here.predict(drop="topic = 'life'")
+    assert told["predict"]["headline"] == dropped.headline
+    assert told["predict"]["rows"][0][-1] == pytest.approx(dropped.to_pandas()["change"][0])
     assert len(told["score"]["rows"]) == 2
     assert told["explain"]["headline"] == here.explain("facts", "r3", unit="facts-2").headline
     assert len(told["select"]["rows"]) == 6
