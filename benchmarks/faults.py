@@ -64,7 +64,8 @@ from grasp.extract.local import build
 from grasp.files import checksum, write_whole
 from grasp.runs.environment import Environment
 from grasp.runs.retrain import retrain
-from grasp.settings import build_settings, read_yaml, retrain_settings, write_yaml
+from grasp.settings import build_settings, retrain_settings
+from grasp.yaml_files import read_yaml, write_yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.cli.grasp_command import run as grasp_command

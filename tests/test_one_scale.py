@@ -21,7 +21,7 @@ from grasp.predict.verb import predict
 from grasp.predict.weights import SliceShares
 from grasp.report.ask import Ask
 from grasp.report.serve import answered
-from grasp.settings import write_yaml
+from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import succeed
 from tests.extract.world import world
 

@@ -23,7 +23,7 @@ from grasp.locks import one_at_a_time
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.material import Material
 from grasp.seeds import stream
-from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings, target_settings
+from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.targets import Unit, load_units
 
 HELD_OUT = "held_out"  # the target that measures corpus loss
@@ -135,7 +135,7 @@ class World:
 
     @cached_property
     def targets(self) -> TargetSettings:
-        return target_settings(dict(self.artifact.manifest.settings["targets"]))
+        return TargetSettings.model_validate(self.artifact.manifest.settings["targets"])
 
     @property
     def tokenizer_path(self) -> str:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from grasp.errors import ArtifactError
 from grasp.models.classifier import ImageClassifier
-from grasp.settings import ModelSettings, read_yaml
+from grasp.settings import ModelSettings
+from grasp.yaml_files import read_yaml
 
 SPLITS = {"train": ("train_1k", 1000), "trusted": ("train_pool_5k", 500), "test": ("test_2k", 1000)}
 PIECE = 100  # images between two files: what a kill costs

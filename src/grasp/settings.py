@@ -1,36 +1,24 @@
 """Every setting, frozen; one string a field is its help, its unit and the paper's default.
 
-The only place that reads or writes YAML. `run.yaml`, which every long command leaves behind, is one of these.
+`run.yaml`, which every long command leaves behind, is one of these.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from grasp.dotted import leaf, put
 from grasp.errors import SettingsError
-from grasp.files import write_whole
-from grasp.text import plain
-
-DEEPEST = 50  # levels of a YAML file
-MOST_BYTES = 4 << 20  # of a YAML file
-MOST_VALUES = 100_000  # of a YAML file: alias bombs have billions
-SHOWN = 200  # characters of a wrong value in a message
+from grasp.yaml_files import validated
 
 
 class Settings(BaseModel):
     """Base of all settings: immutable, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-S = TypeVar("S", bound=Settings)
 
 
 def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
@@ -439,41 +427,9 @@ class RetrainSettings(Settings):
         return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
 
 
-def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = None) -> str:
-    """All mismatches at once, one line; with the settings' class also what a misspelt field may have meant."""
-    parts = []
-    for item in err.errors():
-        field = ".".join(str(step) for step in item["loc"])
-        got = "" if item["type"] in ("missing", "value_error") else f", got {plain(repr(item['input']), SHOWN)}"
-        what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
-        parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
-    return f"{where}: " + "; ".join(parts)
-
-
-_WORDS = {
-    "missing": "missing",
-    "extra_forbidden": "no such field",
-    "model_type": "expected fields with names",
-    "tuple_type": "expected a list",
-}
-
-
-def _meant(kind: type[BaseModel] | None, item: Mapping[str, Any]) -> str:
-    if kind is None or item["type"] != "extra_forbidden":
-        return ""
-    *groups, leaf = (str(step) for step in item["loc"])
-    for group in groups:
-        inner = kind.model_fields[group].annotation if group in kind.model_fields else None
-        if not isinstance(inner, type) or not issubclass(inner, BaseModel):
-            return ""
-        kind = inner
-    close = get_close_matches(leaf, kind.model_fields, n=1)
-    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(kind.model_fields)})"
-
-
 def build_settings(data: dict[str, Any], where: str = "settings") -> BuildSettings:
     """Check `data` and freeze it; every mismatch is in the message."""
-    return _frozen(BuildSettings, data, where)
+    return validated(BuildSettings, data, where)
 
 
 def found_settings(found: Mapping[str, Any], where: str, own: Mapping[str, Any] | None = None) -> BuildSettings:
@@ -505,111 +461,6 @@ def without_foreign_code(found: Mapping[str, Any], where: str, own: Mapping[str,
 CODE = ("model.classifier.factory", "model.trust_remote_code", "train_command")
 
 
-def fit_settings(data: dict[str, Any], where: str = "settings") -> FitSettings:
-    """Check `data` and freeze it; every mismatch is in the message."""
-    return _frozen(FitSettings, data, where)
-
-
-def target_settings(data: dict[str, Any], where: str = "targets") -> TargetSettings:
-    """Check `data` and freeze it; every mismatch is in the message."""
-    return _frozen(TargetSettings, data, where)
-
-
 def retrain_settings(data: dict[str, Any], where: str = "settings") -> RetrainSettings:
     """Check `data` and freeze it; every mismatch is in the message."""
-    return _frozen(RetrainSettings, data, where)
-
-
-def _frozen(kind: type[S], data: dict[str, Any], where: str) -> S:
-    try:
-        return kind.model_validate(data)
-    except ValidationError as err:
-        raise SettingsError(describe(err, where, kind)) from err
-
-
-class _Refused(yaml.YAMLError):
-    """What is YAML, and not what a person writes: the message says where."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain YAML in which no mapping has a key twice, and which no alias or nesting blows up."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._values = 0  # values as they are once every alias is written out
-        self._size: dict[Any, int] = {}  # by node
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        is_alias, line, before = self.check_event(yaml.AliasEvent), self.line + 1, self._values
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise _Refused(f"line {line}: nested deeper than {DEEPEST}")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if is_alias and node not in self._size:
-            raise _Refused(f"line {line}: a value that holds itself")
-        self._values += self._size[node] if is_alias else 1
-        if self._values > MOST_VALUES:
-            raise _Refused(f"line {line}: more than {MOST_VALUES:,} values, aliases written out")
-        self._size.setdefault(node, self._values - before)
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        first: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            line = key.start_mark.line + 1
-            if (key.tag, key.value) in first:
-                raise _Refused(
-                    f"line {line}: {key.value!r} is there already, in line {first[key.tag, key.value]}; leave one out"
-                )
-            first[key.tag, key.value] = line
-        return node
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """A YAML value of a person's size; `where` begins the message that refuses anything else."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except _Refused as err:
-        raise SettingsError(f"{where}: {err}") from err
-    except (yaml.YAMLError, ValueError) as err:  # ValueError: a date that there is not, a number of 5,000 digits
-        raise SettingsError(f"{where}: not YAML: {plain(err, SHOWN)}") from err
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping; anything else is refused, and so is a key that stands twice."""
-    try:
-        with path.open("rb") as file:  # /dev/zero has no end
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise SettingsError(f"{path}: more than {MOST_BYTES:,} bytes; expected a YAML file of settings")
-        data = parse_yaml(content.decode(), str(path))
-    except FileNotFoundError as err:
-        raise SettingsError(f"{path}: no such settings file") from err
-    except OSError as err:
-        raise SettingsError(f"{path}: cannot be read: {err.strerror}; expected a YAML file of settings") from err
-    except UnicodeDecodeError as err:
-        raise SettingsError(f"{path}: not YAML: {err}") from err
-    if not isinstance(data, dict):
-        raise SettingsError(f"{path}: got {type(data).__name__}, expected a mapping of settings")
-    return data
-
-
-def plain_settings(given: Mapping[str, Any] | Path | str | None) -> dict[str, Any]:
-    """Nested settings that may be changed: those given, those of a YAML file, or none."""
-    if isinstance(given, Mapping):
-        return deepcopy(dict(given))
-    return read_yaml(Path(given)) if given else {}
-
-
-def write_yaml(data: dict[str, Any], path: Path) -> None:
-    """A reader never sees half a file."""
-    write_whole(path, yaml_text(data).encode())
-
-
-def yaml_text(data: Mapping[str, Any]) -> str:
-    """A mapping as YAML, in the order that it has."""
-    return yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)
+    return validated(RetrainSettings, data, where)

@@ -12,14 +12,14 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, ArtifactWriter
-from grasp.choose.corpus_rows import Kept, corpus_settings, kept_documents, proven_rows
+from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
 from grasp.choose.export import checked_format, write_documents, write_rows
 from grasp.choose.records import read_exclusion
 from grasp.choose.select import write_ids
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import entry_of
-from grasp.settings import read_yaml
+from grasp.yaml_files import read_yaml
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl, write_parquet
 
 
@@ -215,7 +215,7 @@ def test_records_are_copied_as_they_are(suffix, kind, tmp_path, monkeypatch):
     path = write_chunked(tmp_path / "corpus", rows, [7, 15], suffix)
     artifact = build(tmp_path, path)
     kept = kept_documents(rows_of(artifact), choose(artifact), "half")
-    n = write_documents(settings_for(path), kept, tmp_path / "out", kind, {}).records
+    n = copy(path, kept.mask_M, tmp_path / "out", kind).records
     want = [row for row, keep in zip(rows, kept.mask_M, strict=False) if keep]
     files = parts(tmp_path / "out")
     assert n == len(want) > 4
@@ -231,7 +231,7 @@ def parts(directory):
 
 def copy(path, kept_M, out, kind):
     """Whole documents by position."""
-    return write_documents(settings_for(path), Kept(kept_M, (), 0, 0, 0), out, kind, {})
+    return write_documents(settings_for(path), lambda start, stop: kept_M[start:stop], 0, out, kind, {})
 
 
 def read(files):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grasp.settings import write_yaml
+from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import succeed
 from tests.extract.world import world
 

@@ -526,8 +526,8 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
         "subset 'all': names no rows; a subset retains at least one"
     )
     path.write_bytes(path.read_bytes()[:-10])
-    assert re.match(f"{path}: cannot be read as Parquet: ", refused("predict", art, "--subsets", path))
-    assert re.match(f"{tmp_path}: cannot be read as Parquet: ", refused("predict", art, "--subsets", tmp_path))
+    assert re.match(f"{path}: cannot be read: ", refused("predict", art, "--subsets", path))
+    assert re.match(f"{tmp_path}: cannot be read: ", refused("predict", art, "--subsets", tmp_path))
     assert refused("predict", art, "--subsets", tmp_path / "no.parquet") == (
         f"{tmp_path / 'no.parquet'}: no such file; expected Parquet with columns row_id[, subset_id, weight]"
     )

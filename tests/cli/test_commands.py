@@ -21,7 +21,7 @@ from grasp.predict.protocol import Calibration, load_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.tables import prediction_table
-from grasp.settings import write_yaml
+from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.extract.world import write_targets
 

@@ -19,8 +19,8 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
-from grasp.settings import read_yaml
 from grasp.targets import Unit
+from grasp.yaml_files import read_yaml
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.resigned import resign
 

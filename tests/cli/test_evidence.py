@@ -28,7 +28,7 @@ from grasp.runs.candidates import candidate_of, default_family, load_family
 from grasp.runs.environment import Environment
 from grasp.runs.retrain import RetrainStatus
 from grasp.runs.scored import Scored
-from grasp.settings import read_yaml, write_yaml
+from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import write_targets
 

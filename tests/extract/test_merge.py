@@ -17,7 +17,7 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.build import add_targets
 from grasp.extract.local import build
 from grasp.extract.merge import merge
-from grasp.settings import write_yaml
+from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import texts, world, write_targets
 

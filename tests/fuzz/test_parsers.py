@@ -34,8 +34,9 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.predictions import read_predictions
-from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, read_yaml, retrain_settings
+from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
 from grasp.targets import load_units
+from grasp.yaml_files import read_yaml
 from tests.runs.environments import write_artifact, write_environment
 
 # a stranger's numbers may be too large to scale: they are theirs, and numpy says so

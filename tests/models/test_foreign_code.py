@@ -10,7 +10,7 @@ from grasp.errors import ModelError, SettingsError
 from grasp.extract.extend import add_target
 from grasp.extract.local import build
 from grasp.models.causal_lm import ReferenceModel
-from grasp.settings import ModelSettings, build_settings, found_settings, target_settings
+from grasp.settings import ModelSettings, TargetSettings, build_settings, found_settings
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world
 from tests.models.images_world import settings as images_settings
@@ -62,7 +62,7 @@ def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
     asked = ("build", "--out", art, "--add-target", images / "more.parquet", "--quiet")
     with pytest.raises(SettingsError, match=r"factory is .*repeat it with --set model.classifier.factory=\.\.\."):
-        add_target(art, target_settings({"names": [str(images / "more.parquet")]}))
+        add_target(art, TargetSettings(names=(str(images / "more.parquet"),)))
     assert "art/manifest.json: model.classifier.factory is" in refused(*asked)
     assert "got corpus as well" in refused(*asked, "--set", "corpus.limit=3")
     succeed(*asked, "--set", "model.classifier.factory=tests.models.images_world:TinyNet")

@@ -164,5 +164,5 @@ def test_values_group_the_rows_and_keep_the_unlabelled_apart(table):
 def test_unknown_label_and_missing_file(table, tmp_path):
     with pytest.raises(SubsetError, match=r"unknown column 'formt'.*the columns are"):
         table.column("formt")
-    with pytest.raises(SubsetError, match="cannot be read as a table of rows"):
+    with pytest.raises(SubsetError, match="no such file; expected a table of rows"):
         LabelTable(tmp_path / "nowhere.parquet")

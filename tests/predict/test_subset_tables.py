@@ -112,7 +112,7 @@ def test_weights_are_written_when_asked(tmp_path):
         ({"subset": ["a"], "row_id": [IDS[0]]}, "column 'subset' looks like names of subsets"),
         ({"subset_id": ["a"], "name": [IDS[0]]}, r"has columns \['subset_id', 'name'\], lacks \['row_id'\]"),
         ({"subset_id": ["a"], "row_id": [IDS[0]], "weights": [2.0]}, "column 'weights' looks like weights"),
-        ({"subset_id": ["a"], "row_id": [[1, 2]]}, "cannot be read as subsets"),
+        ({"subset_id": ["a"], "row_id": [[1, 2]]}, "cannot be read: .*; expected Parquet with columns"),
     ],
 )
 def test_mistakes_name_subset_and_rows(tmp_path, columns, message):
@@ -142,7 +142,7 @@ def test_files_that_are_not_tables(tmp_path):
     with pytest.raises(SubsetError, match="no such file"):
         list(read_subsets(tmp_path / "none.parquet", INDEX))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 half a file")
-    with pytest.raises(SubsetError, match="cannot be read as Parquet"):
+    with pytest.raises(SubsetError, match="cannot be read: .*; expected Parquet"):
         list(read_subsets(tmp_path / "broken.parquet", INDEX))
     path = save(tmp_path / "s.parquet", subset_id=["a"], row_id=[IDS[0]], weight=[1.0])
     with pytest.raises(SubsetError, match="names omitted rows with a column 'weight'"):

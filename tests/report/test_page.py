@@ -27,7 +27,7 @@ from grasp.report.findings import MIN_TOKENS, Question, findings
 from grasp.report.page import render
 from grasp.runs.environment import Environment
 from grasp.runs.learning import learn
-from grasp.settings import write_yaml
+from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.extract import world as extract_world
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment

@@ -64,7 +64,7 @@ def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):
     pq.write_table(renamed, tmp_path / "renamed.parquet")
     for path, said in (
         (tmp_path / "gone.parquet", "gone.parquet: no such file; expected the .parquet that grasp detect --out writes"),
-        (tmp_path / "text.parquet", "text.parquet is not Parquet"),
+        (tmp_path / "text.parquet", "text.parquet: cannot be read: "),
         (tmp_path / "plain.parquet", "plain.parquet does not say what was detected"),
         (tmp_path / "unranked.parquet", "unranked.parquet does not say what was detected"),
         (tmp_path / "renamed.parquet", "renamed.parquet: 'evil' is no row of the artifact"),

@@ -24,7 +24,8 @@ from grasp.runs.environment import Environment, Run
 from grasp.runs.retrain import Worker, retrain
 from grasp.runs.retrain_plan import resolved_recipe, row_index
 from grasp.runs.train import train
-from grasp.settings import read_yaml, retrain_settings
+from grasp.settings import retrain_settings
+from grasp.yaml_files import read_yaml
 from tests.extract.test_chat_build import chat_settings
 
 TOPICS = {
@@ -36,7 +37,8 @@ CHILD = """
 import sys
 from pathlib import Path
 from grasp.runs.retrain import retrain
-from grasp.settings import read_yaml, retrain_settings
+from grasp.settings import retrain_settings
+from grasp.yaml_files import read_yaml
 if __name__ == "__main__":
     retrain(retrain_settings(read_yaml(Path(sys.argv[1]))), Path(sys.argv[2]))
 """
@@ -171,7 +173,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(inputs, whole, tmp_path):
 
 
 def test_killed_in_the_middle_another_worker_takes_over(inputs, whole, tmp_path):
-    from grasp.settings import write_yaml  # noqa: PLC0415
+    from grasp.yaml_files import write_yaml  # noqa: PLC0415
 
     out, slow = tmp_path / "env", settings(inputs, lease_seconds=1.0, n_subsets=3)
     write_yaml(slow.model_dump(mode="json"), tmp_path / "settings.yaml")

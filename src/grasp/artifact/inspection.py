@@ -22,7 +22,7 @@ from grasp.artifact.reader import why_not_open
 from grasp.artifact.remote import RemoteFiles, local_path, remote_url
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import FileEntry, differences, fault, is_signed, kind_of
-from grasp.settings import read_yaml
+from grasp.yaml_files import read_yaml
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""The Parquet tables of an artifact: rows, shard by shard and then in one file, and units."""
+"""Parquet tables: those of an artifact, which are rows and units, and what is wrong in one that a user gives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grasp.errors import ArtifactError, ShapeError
+from grasp.errors import ArtifactError, GraspError, ShapeError
 from grasp.files import written_aside
 
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")
 UNIT_COLUMNS = ("unit_id", "target")
 _GROUP_ROWS = 65_536  # rows of one Parquet row group: enough to scan fast, little to hold
+
+
+@contextmanager
+def readable(place: Path | str, mistake: type[GraspError], expected: str) -> Iterator[None]:
+    """Say in one line why a table of the user's is none; `place`, with the flag or setting before it, begins it."""
+    try:
+        yield
+    except FileNotFoundError as err:
+        raise mistake(f"{place}: no such file; expected {expected}") from err
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
+        raise mistake(f"{place}: cannot be read: {' '.join(str(err).split())}; expected {expected}") from err
 
 
 def shard_table(rows: pa.Table, start: int, stop: int) -> pa.Table:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.tables import readable
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.predict.predictor import Predictor
@@ -31,8 +32,8 @@ from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.runs.method_scores import MethodRows, method_rows
 from grasp.runs.metrics import Estimate, interval
 from grasp.seeds import bootstrap_weights
-from grasp.settings import read_yaml
 from grasp.text import several
+from grasp.yaml_files import read_yaml
 
 Fusion = Literal["rrf", "z"]
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
@@ -355,14 +356,8 @@ def _domain_by_expression(artifact: ArtifactReader, target: str, expression: str
 
 
 def _read_queries(path: Path, labels: Sequence[str]) -> pa.Table:
-    try:
+    with readable(f"queries: {path}", SettingsError, f"unit_id and {', '.join(labels)} in Parquet, or JSON by line"):
         table = pq.read_table(path) if path.suffix == ".parquet" else pj.read_json(path)
-    except FileNotFoundError as err:
-        raise SettingsError(f"queries: {path}: no such file; expected unit_id and {', '.join(labels)}") from err
-    except (pa.ArrowException, OSError) as err:
-        raise SettingsError(
-            f"queries: {path}: cannot be read: {' '.join(str(err).split())}; expected Parquet, or JSON by line"
-        ) from err
     missing = [name for name in ("unit_id", *labels) if name not in table.column_names]
     if missing:
         raise SettingsError(f"queries: {path}: has columns {table.column_names}, lacks {missing}")

@@ -28,7 +28,8 @@ from grasp.runs.material import Material
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain_plan import resolved_device
 from grasp.runs.train import Trainer, train_stacked
-from grasp.settings import Settings, describe, refuse_idle
+from grasp.settings import Settings, refuse_idle
+from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]
 Masks = NDArray[np.bool_]

@@ -11,14 +11,14 @@ from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.documents import Tokenizer
 from grasp.corpus.packing import Row
 from grasp.corpus.store import Fingerprint, rows_with_texts
 from grasp.errors import CorpusError, SettingsError
-from grasp.settings import CorpusSettings, describe
+from grasp.settings import CorpusSettings
+from grasp.yaml_files import validated
 
 Rule = Literal["any", "half", "all"]
 
@@ -62,10 +62,7 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
         raise SettingsError(f"{artifact.where}: does not record the corpus that it was built from; build it again")
     if (artifact.manifest.settings.get("model") or {}).get("classifier") is not None:
         raise SettingsError(f"{artifact.where}: its rows are images, which are not exported; take the list of row_ids")
-    try:
-        settings = CorpusSettings.model_validate(recorded)
-    except ValidationError as err:
-        raise SettingsError(describe(err, f"{artifact.where}: settings.corpus", CorpusSettings)) from err
+    settings = validated(CorpusSettings, recorded, f"{artifact.where}: settings.corpus")
     return settings.model_copy(update={"path": artifact.place(settings.path) if path is None else path})
 
 

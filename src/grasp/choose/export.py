@@ -25,8 +25,9 @@ from grasp.corpus.sources import JsonRecord, open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import check_place, discard, entry_of, written_aside
-from grasp.settings import CorpusSettings, write_yaml
+from grasp.settings import CorpusSettings
 from grasp.text import json_text
+from grasp.yaml_files import write_yaml
 
 Format = Literal["parquet", "jsonl", "datasets"]
 MANIFEST = "_manifest.yaml"  # datasets takes a .json for data, Arrow what begins with no underscore

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.tables import readable
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, signed, write_whole, written_aside
 from grasp.predict.protocol import ScoringProtocol, save_protocol
@@ -20,6 +21,7 @@ from grasp.predict.subset_tables import CORPUS
 from grasp.text import json_text
 
 NAMES = ("row_id", "doc_id")
+EXPECTED = "a list of row_ids or doc_ids: Parquet with a column of that name, or text with one name a line"
 GROUP_ROWS = 65_536
 
 
@@ -94,28 +96,22 @@ def rows_in_order(artifact: RowArrays, row_index: NDArray[np.int64], columns: li
 
 
 def _file_names(path: Path) -> list[str]:
-    if not path.is_file():
-        raise SettingsError(f"exclude: {path}: no such file; expected a list of row_ids or doc_ids")
-    return _parquet_names(path) if path.suffix == ".parquet" else _text_names(path)
+    if path.exists() and not path.is_file():
+        raise SettingsError(f"exclude: {path}: is no file; expected {EXPECTED}")
+    with readable(f"exclude: {path}", SettingsError, EXPECTED):
+        return _parquet_names(path) if path.suffix == ".parquet" else _text_names(path)
 
 
 def _parquet_names(path: Path) -> list[str]:
-    expected = f"expected Parquet with a column {' or '.join(NAMES)}, or text with one name a line"
-    try:
-        found = [name for name in NAMES if name in pq.read_schema(path).names]
-        if not found:
-            raise SettingsError(f"exclude {path}: has columns {pq.read_schema(path).names}; {expected}")
-        return _without_none(pq.read_table(path, columns=found[:1]).column(0).cast(pa.string()).to_pylist())
-    except (pa.ArrowException, OSError) as err:
-        raise SettingsError(f"exclude {path}: cannot be read: {' '.join(str(err).split())}; {expected}") from err
+    found = [name for name in NAMES if name in pq.read_schema(path).names]
+    if not found:
+        raise SettingsError(f"exclude: {path}: has columns {pq.read_schema(path).names}; expected {EXPECTED}")
+    return _without_none(pq.read_table(path, columns=found[:1]).column(0).cast(pa.string()).to_pylist())
 
 
 def _text_names(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-        return [line.rstrip("\r") for line in lines if line.strip()]
-    except (OSError, UnicodeDecodeError) as err:
-        raise SettingsError(f"exclude {path}: cannot be read: {' '.join(str(err).split())}") from err
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    return [line.rstrip("\r") for line in lines if line.strip()]
 
 
 def _without_none(values: list[str | None]) -> list[str]:

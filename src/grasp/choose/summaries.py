@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import is_signed
-from grasp.settings import describe
 from grasp.text import parse_json
+from grasp.yaml_files import describe
 
 
 class Summary(BaseModel):

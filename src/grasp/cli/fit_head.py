@@ -11,8 +11,9 @@ from grasp.cli.progress import Watch
 from grasp.dotted import require
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
-from grasp.settings import fit_settings
+from grasp.settings import FitSettings
 from grasp.text import plain, skipped_text
+from grasp.yaml_files import validated
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -57,7 +58,7 @@ def fit_head(
     }
     data = merged(config, assign, flags)
     require(data, REQUIRED, "fit-head")
-    settings = fit_settings(data)
+    settings = validated(FitSettings, data, "settings")
     read = {"is the corpus": settings.corpus.path, "is the model": settings.model.path, "--config reads": config}
     check_outputs({"--out": out}, read)
     from grasp.extract.fit_head import fit_head as fit

@@ -9,7 +9,7 @@ import typer
 from grasp.cli.app import MORE
 from grasp.dotted import put, put_all
 from grasp.errors import SettingsError
-from grasp.settings import parse_yaml, read_yaml
+from grasp.yaml_files import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from grasp.extract.cluster import ClusterSpec

@@ -25,17 +25,10 @@ from grasp.extract.inputs import InMemory
 from grasp.extract.local import build as build_local
 from grasp.extract.progress import Progress, Silent
 from grasp.models.causal_lm import ReferenceModel, dtype_name
-from grasp.settings import (
-    CODE,
-    ModelSettings,
-    build_settings,
-    plain_settings,
-    read_yaml,
-    target_settings,
-    without_foreign_code,
-)
+from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
 from grasp.targets.records import records_of, units_of
 from grasp.targets.units import Unit
+from grasp.yaml_files import plain_settings, read_yaml, validated
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -168,9 +161,8 @@ def add_targets(
         raise SettingsError(f"--out: got {out} with --add-target, which changes an artifact on this machine only")
     old = ArtifactReader.open(place).manifest.settings["targets"]
     names, _ = _targets(targets, "completion")
-    return add_target(
-        place, target_settings({**old, "datasets": [], **given, "names": names}), own=own, progress=progress
-    )
+    asked = validated(TargetSettings, {**old, "datasets": [], **given, "names": names}, "targets")
+    return add_target(place, asked, own=own, progress=progress)
 
 
 def _with_inputs(

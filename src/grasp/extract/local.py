@@ -55,8 +55,9 @@ from grasp.extract.ray_engine import ray_workers
 from grasp.features.moments import Moments, PositionMoments
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
-from grasp.settings import BuildSettings, FeatureSettings, read_yaml, write_yaml
+from grasp.settings import BuildSettings, FeatureSettings
 from grasp.text import duration_text
+from grasp.yaml_files import read_yaml, write_yaml
 
 Given = dict[str, NDArray[Any]]  # moments by name, as another artifact has them
 GRADIENTS = "inner product of preconditioned gradients; unitless"

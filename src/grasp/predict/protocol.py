@@ -7,14 +7,15 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from grasp.errors import ProtocolError, SettingsError, SubsetError
+from grasp.errors import ProtocolError, SubsetError
 from grasp.files import written_aside
 from grasp.predict.blocks import Side
 from grasp.predict.families import Family, parse_family
 from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
-from grasp.settings import Positions, Settings, describe, read_yaml, write_yaml
+from grasp.settings import Positions, Settings
+from grasp.yaml_files import validated_yaml, write_yaml
 
 Match = Literal["token", "input", "neighbour", "shift", "pooled"]
 COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
@@ -185,14 +186,7 @@ def as_protocol(protocol: "ScoringProtocol | Path | str | None") -> ScoringProto
 
 def load_protocol(path: Path | str) -> ScoringProtocol:
     """Read a protocol from YAML (JSON is YAML too); every mismatch is in the message."""
-    try:
-        data = read_yaml(Path(path))
-    except SettingsError as err:
-        raise ProtocolError(str(err)) from err
-    try:
-        return ScoringProtocol.model_validate(data)
-    except ValidationError as err:
-        raise ProtocolError(describe(err, f"protocol {path}", ScoringProtocol)) from err
+    return validated_yaml(ScoringProtocol, path, "protocol", ProtocolError)
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.artifact.tables import readable
 from grasp.errors import SubsetError
 from grasp.predict.conditions import identifier
 from grasp.predict.labels import Label, LabelColumn
@@ -65,12 +66,9 @@ class LabelTable:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        try:
-            with pq.ParquetFile(self.path) as file:
-                self._schema: pa.Schema = file.schema_arrow
-                self.n_rows = int(file.metadata.num_rows)
-        except (FileNotFoundError, pa.ArrowException) as err:
-            raise SubsetError(f"{self.path}: cannot be read as a table of rows: {' '.join(str(err).split())}") from err
+        with readable(self.path, SubsetError, "a table of rows"), pq.ParquetFile(self.path) as file:
+            self._schema: pa.Schema = file.schema_arrow
+            self.n_rows = int(file.metadata.num_rows)
 
     @property
     def columns(self) -> tuple[str, ...]:

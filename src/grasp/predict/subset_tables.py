@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.artifact.tables import readable
 from grasp.errors import SubsetError
 from grasp.files import written_aside
 from grasp.predict.blocks import (
@@ -31,6 +32,7 @@ from grasp.predict.blocks import (
 
 ONE_SUBSET = "subset"  # name of the only subset of a table that names none
 CORPUS = "corpus"  # key of the corpus' fingerprint in the metadata of what we write
+EXPECTED = "Parquet with columns row_id[, subset_id, weight]"
 MEMORY_LIMIT = "512MB"
 BATCH = 1 << 16
 EXAMPLES = 5
@@ -158,12 +160,8 @@ def _check_schema(source: Path | pa.Table, corpus: str | None) -> bool:
 def _schema(source: Path | pa.Table) -> pa.Schema:
     if isinstance(source, pa.Table):
         return source.schema
-    try:
+    with readable(source, SubsetError, EXPECTED):
         return pq.read_schema(source)
-    except FileNotFoundError as err:
-        raise SubsetError(f"{source}: no such file; expected Parquet with columns row_id[, subset_id, weight]") from err
-    except (pa.ArrowException, OSError) as err:
-        raise SubsetError(f"{source}: cannot be read as Parquet: {' '.join(str(err).split())}") from err
 
 
 def _batches(source: Path | pa.Table, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -178,7 +176,7 @@ def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBat
     has_id = "subset_id" in _schema(source).names
     columns = [*(["subset_id"] if has_id else []), "row_id", *(["weight"] if has_weight else [])]
     start = 0
-    try:
+    with readable(_where(source), SubsetError, EXPECTED):
         for batch in _batches(source, columns):
             n = batch.num_rows
             batch.validate(full=True)  # names that are no text would stop DuckDB
@@ -188,8 +186,6 @@ def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBat
             entry = pa.array(np.arange(start, start + n), pa.int64())
             yield pa.record_batch([subset_ids, row_ids, weight, entry], schema=ENTRY_SCHEMA)
             start += n
-    except (pa.ArrowException, OSError) as err:
-        raise SubsetError(f"{_where(source)}: cannot be read as subsets: {' '.join(str(err).split())}") from err
 
 
 def _subsets(

@@ -34,7 +34,7 @@ from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.compare import Agreement, agreement
 from grasp.runs.environment import Environment
 from grasp.runs.learning import Expected, LearningCurve, learn, learning_curve
-from grasp.settings import read_yaml, yaml_text
+from grasp.yaml_files import read_yaml, yaml_text
 
 BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth
 NATS = {"nats": "nats a token"}  # what the unit of runs is called on the page, if not by itself

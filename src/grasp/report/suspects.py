@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.tables import readable
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
 from grasp.audit.explain_images import picture_url, row_pictures
 from grasp.corpus.image_store import HASH_LABEL
 from grasp.errors import SettingsError
 from grasp.report.texts import number, signed
-from grasp.settings import describe
 from grasp.text import name, plain
+from grasp.yaml_files import describe
 
 OWN_COLUMNS = ("rank", "row_id", "flagged", "unit_id", "exact_copy")  # of the table; the others are scores
 SHOWN = 12
@@ -58,15 +59,11 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str], f
 
 
 def _table(path: Path, artifact: ArtifactReader, flag: str) -> tuple[DetectionRecord, list[dict[str, Any]]]:
-    expected = "expected the .parquet that grasp detect --out writes"
-    try:
-        with pq.ParquetFile(path) as file:
-            metadata = (file.schema_arrow.metadata or {}).get(RECORD)
-            batch = next(file.iter_batches(batch_size=SHOWN), None)
-    except FileNotFoundError as err:
-        raise SettingsError(f"{flag}: {path}: no such file; {expected}") from err
-    except (OSError, pa.ArrowException) as err:
-        raise SettingsError(f"{flag}: {path} is not Parquet; {expected}") from err
+    written = "the .parquet that grasp detect --out writes"
+    expected = f"expected {written}"
+    with readable(f"{flag}: {path}", SettingsError, written), pq.ParquetFile(path) as file:
+        metadata = (file.schema_arrow.metadata or {}).get(RECORD)
+        batch = next(file.iter_batches(batch_size=SHOWN), None)
     if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
         raise SettingsError(f"{flag}: {path} does not say what was detected; {expected}")
     try:

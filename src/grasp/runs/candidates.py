@@ -11,17 +11,18 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from scipy.stats import norm
 
-from grasp.errors import ProtocolError, SettingsError
+from grasp.errors import ProtocolError
 from grasp.files import written_aside
 from grasp.predict.blocks import Side
 from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.predict.protocol import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
 from grasp.predict.row_arrays import RowArrays
 from grasp.runs.controls import Control
-from grasp.settings import Settings, describe, read_yaml
+from grasp.settings import Settings
+from grasp.yaml_files import validated_yaml
 
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
@@ -216,14 +217,7 @@ def write_default_family(path: Path) -> None:
 
 def load_family(path: Path | str) -> ProtocolFamily:
     """Read a family from YAML; every mismatch is in the message."""
-    try:
-        data = read_yaml(Path(path))
-    except SettingsError as err:
-        raise ProtocolError(str(err)) from err
-    try:
-        return ProtocolFamily.model_validate(data)
-    except ValidationError as err:
-        raise ProtocolError(describe(err, f"family {path}")) from err
+    return validated_yaml(ProtocolFamily, path, "family", ProtocolError)
 
 
 # ------------------------------------------------------------------------- how many subsets choose among how many

@@ -24,8 +24,9 @@ from grasp.errors import MissingExtraError, SettingsError
 from grasp.extras import require
 from grasp.predict.geometry import Weighting
 from grasp.runs.contract import Method, SubsetMethod
-from grasp.settings import Settings, describe, read_yaml
+from grasp.settings import Settings
 from grasp.text import several
+from grasp.yaml_files import describe, read_yaml
 
 GROUP = "grasp.methods"
 GRASP = "grasp"  # may be named among the methods; its own predictions are always there

@@ -10,8 +10,9 @@ from pydantic_core import to_jsonable_python
 
 from grasp.errors import EnvironmentDataError
 from grasp.files import differences, is_signed
-from grasp.settings import CorpusSettings, Settings, TargetSettings, describe
+from grasp.settings import CorpusSettings, Settings, TargetSettings
 from grasp.targets.units import LossOn
+from grasp.yaml_files import describe
 
 Role = Literal["dev", "held-out"]
 

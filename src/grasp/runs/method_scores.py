@@ -25,7 +25,7 @@ from grasp.runs.material import Material, Retrained
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
 from grasp.runs.scored import Scored
 from grasp.runs.table import RunTable
-from grasp.settings import read_yaml
+from grasp.yaml_files import read_yaml
 
 CACHE = "baselines"  # inside the artifact
 ANY = ("", "any")  # the one column of scores that do not depend on the unit

@@ -22,13 +22,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
+from grasp.artifact.tables import readable
 from grasp.errors import EnvironmentDataError
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import SubsetMass, Weighting, subset_relevance
 from grasp.predict.relevance import counted
 from grasp.predict.row_sums import BlockSums
 from grasp.predict.subset_tables import RowIndex
-from grasp.settings import describe
+from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]
 Unit = tuple[str, str]
@@ -311,9 +312,5 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
 
 
 def _open(path: Path) -> pa.Table:
-    try:
+    with readable(path, EnvironmentDataError, "Parquet"):
         return pq.read_table(path)
-    except FileNotFoundError as err:
-        raise EnvironmentDataError(f"{path}: no such file") from err
-    except (pa.ArrowException, OSError) as err:
-        raise EnvironmentDataError(f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}") from err

@@ -6,7 +6,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 import grasp
@@ -25,10 +24,11 @@ from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.recipe import TrainingRecipe, named_recipe, recipe_of_command
 from grasp.runs.train_command import ROWS, command_words, write_rows
-from grasp.settings import RetrainSettings, describe, write_yaml
+from grasp.settings import RetrainSettings
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
 from grasp.text import json_text
+from grasp.yaml_files import validated, write_yaml
 
 PURPOSE = "evaluation"  # the stream of the evaluation family; calibration families have another
 SHARD_ROWS = 4096
@@ -108,10 +108,7 @@ def _overridden_recipe(settings: RetrainSettings) -> TrainingRecipe:
     shape = settings.overrides.get("shape", {})
     if not isinstance(shape, dict):
         raise SettingsError(f"overrides.shape: got {shape!r}, expected a group of settings, e.g. {{layers: 2}}")
-    try:
-        return TrainingRecipe.model_validate(named | settings.overrides | {"shape": named["shape"] | shape})
-    except ValidationError as err:
-        raise SettingsError(describe(err, "overrides")) from err
+    return validated(TrainingRecipe, named | settings.overrides | {"shape": named["shape"] | shape}, "overrides")
 
 
 def resolved_device(name: str) -> str:

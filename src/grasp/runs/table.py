@@ -38,8 +38,8 @@ from grasp.files import (
 from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.environment import Environment
 from grasp.runs.run_tables import LARGEST
-from grasp.settings import describe
 from grasp.text import text_table
+from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]
 

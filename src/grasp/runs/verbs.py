@@ -30,8 +30,9 @@ from grasp.runs.imported import runs_beside
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import Selection, freeze, provenance, provenance_path, select, write_provenance
 from grasp.runs.table import RunTable, any_runs
-from grasp.settings import plain_settings, read_yaml, retrain_settings, without_foreign_code
+from grasp.settings import retrain_settings, without_foreign_code
 from grasp.text import several
+from grasp.yaml_files import plain_settings, read_yaml
 
 if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus

@@ -16,8 +16,9 @@ from grasp.corpus.conversations import FAULTS, Conversation, conversation_in
 from grasp.corpus.sources import IN_MEMORY, ArrowChunk, Source, open_source
 from grasp.corpus.templates import Template
 from grasp.errors import CorpusError, TargetError
-from grasp.settings import DatasetTarget, describe
+from grasp.settings import DatasetTarget
 from grasp.targets.units import LossOn, Unit
+from grasp.yaml_files import describe
 
 LOOKED_FOR = (
     "expected `prompt` and `completion`, `question` and `answer`, `messages`, `instruction` and `output`, or a sample "
