@@ -142,7 +142,7 @@ def test_files_that_are_not_tables(tmp_path):
     with pytest.raises(SubsetError, match="no such file"):
         list(read_subsets(tmp_path / "none.parquet", INDEX))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 half a file")
-    with pytest.raises(SubsetError, match="cannot be read: .*; expected Parquet"):
+    with pytest.raises(SubsetError, match=r"cannot be read: .*; expected Parquet"):
         list(read_subsets(tmp_path / "broken.parquet", INDEX))
     path = save(tmp_path / "s.parquet", subset_id=["a"], row_id=[IDS[0]], weight=[1.0])
     with pytest.raises(SubsetError, match="names omitted rows with a column 'weight'"):

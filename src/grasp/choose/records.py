@@ -21,7 +21,7 @@ from grasp.predict.subset_tables import CORPUS
 from grasp.text import json_text
 
 NAMES = ("row_id", "doc_id")
-EXPECTED = "a list of row_ids or doc_ids: Parquet with a column of that name, or text with one name a line"
+EXPECTED = "Parquet with a column row_id or doc_id, or text with one name a line"
 GROUP_ROWS = 65_536
 
 
