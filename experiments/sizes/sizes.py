@@ -78,17 +78,27 @@ def predicted(name: str, artifact: ArtifactReader, environment: Environment) -> 
 
 
 def agreement(one: Ranked, other: Ranked, subset_ids: list[str], *, units: bool = True) -> dict[str, Any]:
-    """Spearman's rho over subsets: mean over the tasks, and mean over the units; 95 % intervals over subsets."""
+    """Spearman's rho over subsets: mean over tasks, over units, over units less the mean of all; 95 % intervals.
+
+    What a run adds to all units alike, a lucky order of rows say, is not in the last of them.
+    """
     one, other, n = one.of(subset_ids), other.of(subset_ids), len(subset_ids)
     rng = stream(0, "sizes", "resamples")
     weights_RB = np.concatenate([np.ones((1, n)), rng.multinomial(n, np.full(n, 1 / n), RESAMPLES)])
     found: dict[str, Any] = {"one": one.name, "other": other.name, "subsets": n}
-    levels = {"task": (one.task_BT, other.task_BT)} | ({"unit": (one.unit_BE, other.unit_BE)} if units else {})
+    levels = {"task": (one.task_BT, other.task_BT)}
+    if units:
+        levels["unit"] = (one.unit_BE, other.unit_BE)
+        levels["unit, centred"] = (_centred(one.unit_BE), _centred(other.unit_BE))
     for level, (left, right) in levels.items():
         rho_R = mean_defined(rank_correlations([left, right], [(0, 1)], weights_RB)[0], axis=0)
         got = interval(float(rho_R[0]), rho_R[1:], lowest=-1.0, highest=1.0, reason="")
         found[level] = [got.value, got.low, got.high]
     return found
+
+
+def _centred(unit_BE: F64) -> F64:
+    return unit_BE - unit_BE.mean(axis=1, keepdims=True)
 
 
 def carried_over(
