@@ -16,7 +16,7 @@ from grasp.extract.cluster import ClusterSpec
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
 from grasp.files import FileEntry
-from grasp.settings import write_yaml
+from grasp.yaml_files import write_yaml
 from tests.corpus.world import write_parquet
 from tests.extract.test_local import arrays, assert_same
 from tests.extract.world import texts, world
@@ -76,7 +76,8 @@ from pathlib import Path
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
-from grasp.settings import BuildSettings, read_yaml
+from grasp.settings import BuildSettings
+from grasp.yaml_files import read_yaml
 
 class Stops(Silent):
     forward = False
