@@ -1,7 +1,7 @@
 #!/bin/bash
 # From the root of a checkout, with the corpora beside it in ../shared/data and experiments/lds_main/run.sh done, which
-# trains the small runs and builds bench-out/cc-completion. The larger runs take an hour of one core, a kill costs the
-# run in flight.
+# trains the small runs and builds bench-out/cc-completion. The larger runs took an hour of a core that was shared; a
+# kill costs the run in flight.
 set -e
 grasp retrain --config experiments/environments/cc-topic-2m.yaml --out bench-out/environments/cc-topic-2m --quiet
 python experiments/keep.py bench-out/environments/cc-topic-2m experiments/environments/cc-topic-2m
