@@ -174,9 +174,17 @@ def _placed(path: Path) -> Iterator[Path]:
         _flush(part)
         _replace(part, path)
         _flush(path.parent)
-    except BaseException:
+    except BaseException as err:
         discard(part)
+        if (number := _os_error(err)) is not None:
+            raise OSError(number, os.strerror(number), str(path)) from err
         raise
+
+
+def _os_error(err: BaseException) -> int | None:
+    """What the disk said to a library in Rust, which wraps it in an exception of its own without a number."""
+    found = None if isinstance(err, OSError) else re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
+    return None if found is None else int(found[1] or found[2])
 
 
 def _replace(part: Path, path: Path) -> None:

@@ -199,6 +199,9 @@ def test_every_document_is_scored_by_its_text(place, corpus, tmp_path, workers, 
     best = np.sort(np.argsort(-expected, kind="stable")[:10])
     assert kept["doc_id"].to_pylist() == [f"d{i}" for i in best]
     assert kept.column_names == ["doc_id", "text", "n"]
+    assert grasp.apply(place, corpus, tmp_path / "out", keep="25%").documents == len(DOCUMENTS)  # all is there
+    with pytest.raises(SettingsError, match="kept: is there already"):
+        grasp.apply(place, corpus, tmp_path / "out", keep="50%")
 
 
 def test_json_lines_and_conversations_are_read_as_the_build_reads_them(place, tmp_path):

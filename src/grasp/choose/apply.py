@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.choose.amounts import parse_budget
-from grasp.choose.export import write_documents
+from grasp.choose.export import MANIFEST, write_documents
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.corpus.conversations import Form, form_of
@@ -45,7 +45,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.files import check_place, differences, own_directory, remove_parts, write_whole, written_aside
 from grasp.locks import DirectoryLock
 from grasp.results import Result
-from grasp.settings import CorpusSettings
+from grasp.settings import CorpusSettings, read_yaml
 from grasp.text import parse_json
 
 MARKER = ".grasp-scores"
@@ -124,8 +124,7 @@ def apply(
     lanes = _lanes(source)
     own_directory(out, MARKER, lambda _: False, reads)
     with DirectoryLock.acquire(out, MARKER):
-        if budget is not None:
-            check_place(out / KEPT)
+        copies = budget is not None and not _kept_already(out / KEPT, str(keep))
         _same_as_before(out, scorer, source, settings)
         remove_parts(out)
         _score_all(lanes, scorer, settings, out, workers, progress)
@@ -134,11 +133,10 @@ def apply(
         kept = 0 if budget is None else budget.of(documents, up=True)
         ranks = [math.ceil(share * documents) for share in CUTS]
         *least, edge = _of_rank(out, documents, [*ranks, kept])
-        if budget is not None:
+        if copies:
             progress.stage("copying the best", rows=None, tokens=None)
-            export = write_documents(
-                settings, _Best(out, edge, kept), 0, out / KEPT, "parquet", {"chosen by": "grasp apply"}
-            )
+            asked = {"chosen by": "grasp apply", "keep": str(keep)}
+            export = write_documents(settings, _Best(out, edge, kept), 0, out / KEPT, "parquet", asked)
             notes.insert(0, f"{out / KEPT}: the best {export.records:,} documents, whole and as they were")
     table = pa.table({"best": [f"{share:.0%}" for share in CUTS], "score at least": pa.array(least, pa.float64())})
     headline = f"{out}: {documents:,} documents scored for {scorer.card.target}"
@@ -176,6 +174,14 @@ def _lanes(source: Source) -> list[_Lane]:
 def _ranges(rows: int) -> Iterator[tuple[int, int]]:
     for start in range(0, rows, PART_DOCUMENTS):
         yield start, min(rows, start + PART_DOCUMENTS)
+
+
+def _kept_already(place: Path, keep: str) -> bool:
+    """Whether the best were copied before; any other directory is in the way."""
+    if (place / MANIFEST).exists() and read_yaml(place / MANIFEST).get("keep") == keep:
+        return True
+    check_place(place)
+    return False
 
 
 def _same_as_before(out: Path, scorer: Scorer, source: Source, settings: CorpusSettings) -> None:

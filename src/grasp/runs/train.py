@@ -32,7 +32,7 @@ from transformers.utils import logging as hf_logging
 
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError, ShapeError
-from grasp.files import aside, remove_parts, written_aside
+from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
 from grasp.runs.fused import head_loss
@@ -299,12 +299,14 @@ class _Run:
     def finish(self, trainer: Trainer, model: LlamaForCausalLM) -> None:
         if (self._out / RECORD).exists():
             return
-        part = aside(self._out / "final")
-        self._write(trainer, model, part)
+        final = self._out / "final"
+        discard(final)
+        with written_aside(final) as part:
+            self._write(trainer, model, part)
         # the record goes last: a kill in between leaves files that the next run writes again
-        for path in sorted(part.iterdir(), key=lambda path: path.name == RECORD):
+        for path in sorted(final.iterdir(), key=lambda path: path.name == RECORD):
             path.replace(self._out / path.name)
-        part.rmdir()
+        final.rmdir()
 
     @property
     def _eos_id(self) -> int | None:
