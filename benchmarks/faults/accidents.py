@@ -45,7 +45,8 @@ from grasp.errors import ArtifactError, GraspError
 from grasp.extract.local import build
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
-from grasp.settings import build_settings, read_yaml
+from grasp.settings import build_settings
+from grasp.yaml_files import read_yaml
 
 TEXTS = ["water and salt", "a star over the ocean", ""]
 

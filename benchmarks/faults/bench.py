@@ -32,7 +32,8 @@ from grasp.report.atlas import write_atlas
 from grasp.runs.environment import Environment
 from grasp.runs.readers import import_runs
 from grasp.runs.retrain import retrain
-from grasp.settings import build_settings, read_yaml, retrain_settings, write_yaml
+from grasp.settings import build_settings, retrain_settings
+from grasp.yaml_files import read_yaml, write_yaml
 from tests.extract.world import world, write_corpus
 
 STEPS = {"steps": 4, "warmup_steps": 1, "batch_rows": 8}

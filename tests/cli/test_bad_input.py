@@ -254,7 +254,15 @@ def test_a_model_that_cannot_be_used(build, changes, message):
 
 @pytest.mark.parametrize(
     "change",
-    [{"max_position_embeddings": "x"}, {"num_attention_heads": 0}, {"model_type": ["a"]}, {"vocab_size": -1}],
+    [
+        {"max_position_embeddings": "x"},
+        {"num_attention_heads": 0},
+        {"model_type": ["a"]},
+        {"vocab_size": -1},
+        {"num_hidden_layers": 10**7},
+        {"hidden_size": 10**7},
+        {"intermediate_size": 10**15},
+    ],
     ids=str,
 )
 def test_a_checkpoint_whose_config_cannot_be_meant(build, broken_model, change):

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from urllib.parse import quote, urlencode
 
 import anyio
@@ -196,6 +196,14 @@ def test_a_long_question_is_answered_alike_however_it_arrives(port):
     assert first_line(port, start).endswith(" 400 Bad Request")
 
 
+def test_connections_that_never_end_keep_nobody_waiting(port):
+    with ExitStack() as stack:
+        for _ in range(60):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            slow.sendall(b"GET /api/score?top=1 HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+        assert api(port, "score", top=1)[0] == 200
+
+
 def test_a_page_of_another_site_asks_nothing(port):
     assert ask(port, "/", headers={"Host": "evil.example"})[0] == 400
     assert ask(port, "/api/score", headers={"Host": "127.0.0.1.evil.example"})[0] == 400
@@ -275,6 +283,8 @@ def test_an_agent_asks_by_mcp(art):
             wrong = [
                 await session.call_tool("predict", {"drop": "getenv('HOME') = 'x'"}),
                 await session.call_tool("explain", {"row": "nope"}),
+                await session.call_tool("predict", {"drop": "topic = 'life' OR " * 60_000 + "true"}),
+                await session.call_tool("score", {"top": 10**9}),
             ]
             return hello, tools, answers, wrong
 

@@ -45,8 +45,9 @@ from grasp.extract.progress import Progress, Silent
 from grasp.files import check_place, differences, own_directory, remove_parts, write_whole, written_aside
 from grasp.locks import DirectoryLock
 from grasp.results import Result
-from grasp.settings import CorpusSettings, read_yaml
+from grasp.settings import CorpusSettings
 from grasp.text import parse_json
+from grasp.yaml_files import read_yaml
 
 MARKER = ".grasp-scores"
 PARTS = "scores-*.parquet"

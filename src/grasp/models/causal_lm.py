@@ -344,11 +344,28 @@ def _checkpoint_at(field: str, name: str, settings: ModelSettings) -> dict[str, 
         "trust_remote_code": settings.trust_remote_code,  # said either way, so that nobody is asked
     }
     path = Path(name)
+    _refuse_endless(field, path)
     if path.suffix == ".gguf":
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", feature="a GGUF checkpoint")
         where |= {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return where
+
+
+def _refuse_endless(field: str, path: Path) -> None:
+    """Refuse a config of sizes for which the weights beside it have no room: making such a model would not end."""
+    config = _json_of(path / "config.json")
+    # a weight has 4 bits or more
+    room = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHTS, ".gguf"))
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        width = part.get("hidden_size")
+        for name, value in part.items():
+            sized = name in ("vocab_size", "intermediate_size") or re.search(r"layers?$", name)
+            if sized and isinstance(value, int) and isinstance(width, int) and value * width > room > 0:
+                raise ModelError(
+                    f"{field}: `{path}` has a config.json with {name} {value:,} and hidden_size {width:,}, for which "
+                    "its weights are too few; mend the config, or save the whole checkpoint again"
+                )
 
 
 def _hf_tokenizer(settings: ModelSettings) -> Any:
