@@ -10,7 +10,7 @@ import pytest
 import grasp
 from grasp.choose.corpus_rows import kept_documents
 from grasp.choose.scorer import Scorer
-from grasp.choose.select import write_ids
+from grasp.choose.selection import write_ids
 from grasp.errors import CorpusError
 from grasp.extract.local import build as build_local
 from tests.choose.test_export import build, choose, records, rows_of

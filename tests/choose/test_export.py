@@ -15,7 +15,7 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter
 from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
 from grasp.choose.export import checked_format, write_documents, write_rows
 from grasp.choose.records import read_exclusion
-from grasp.choose.select import write_ids
+from grasp.choose.selection import write_ids
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import entry_of

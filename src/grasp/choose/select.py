@@ -6,7 +6,7 @@ Shape letters: N rows, T targets, G values of a label.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,173 +18,32 @@ from scipy.sparse import csr_array
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.additive import F64, within
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
-from grasp.choose.choice import Aim, Choice, cautiously, protocol_of, text_of
+from grasp.choose.choice import Aim, cautiously, protocol_of
 from grasp.choose.climb import climb_rows
-from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
 from grasp.choose.curve import Curve, best_length, curve_of, even_places, searched
-from grasp.choose.export import Export, Format, checked_format, write_documents, write_rows
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
 from grasp.choose.limits import I64, Limits
 from grasp.choose.records import read_exclusion, rows_in_order
 from grasp.choose.repetition import REPEAT_WORTH, Training
-from grasp.corpus.sources import open_source
-from grasp.errors import CorpusError, SettingsError
+from grasp.choose.selection import Selection, mask_of
+from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
-from grasp.extract.reopen import Origin
-from grasp.files import check_place, write_whole
 from grasp.predict.blocks import one_subset
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import SHORT, ranked, short_rows, write_ranked
+from grasp.predict.ranking import SHORT, ranked, short_rows
 from grasp.predict.row_arrays import label_column, row_documents
 from grasp.predict.slices import LabelTable
 from grasp.predict.verb import share
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
-from grasp.settings import CorpusSettings
-from grasp.text import several, text_table
+from grasp.text import several
 
 SUBSET = "selection"
-CURVE_SHOWN = 8
 SHORT_SHARE = 0.01  # of short rows: worth a word
-VALUES_SHOWN = 30
 VALUES_NAMED, LARGE_SHARE = 3, 0.01  # of what is left out, among values with such a share of the rows
-NO_CURVE = Curve((), (), (), ())
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Selection(Choice):
-    """Chosen rows, best first; `table` names them: subset_id, row_id, doc_id, order, effect, n_tokens[, label].
-
-    Attributes:
-        curve: what the first so many rows are worth.
-        labels: of each value of the label: pool, taken, floor and cap, in the unit of the budget.
-    """
-
-    kind = "selection"
-
-    curve: Curve = NO_CURVE
-    labels: pa.Table | None = None
-    bound: float | None = None
-    guarantee: str = ""
-    row_index: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    effect_N: F64 = field(default_factory=lambda: np.empty(0))  # of all rows
-
-    @property
-    def row_ids(self) -> list[str]:
-        """Names of the chosen rows, best first."""
-        names: list[str] = self.table["row_id"].to_pylist()
-        return names
-
-    @property
-    def n_tokens(self) -> int:
-        return int(np.sum(self.table["n_tokens"].to_numpy()))
-
-    def export(
-        self,
-        out: Path | str,
-        *,
-        documents: str | None = None,
-        format: str = "parquet",  # noqa: A002 - what it is called everywhere
-        corpus: str | None = None,
-        ids: Path | str | None = None,
-        say: Callable[[str], None] | None = None,
-    ) -> Export:
-        """Write a corpus to train on: exactly the chosen rows, or whole documents.
-
-        Conversations, pairs and instructions are written as the user's own records, all columns as they are.
-
-        Args:
-            out: new directory; it appears when it is whole.
-            documents: whole documents of which any, half or all tokens were chosen; None: exactly the rows.
-            format: parquet, jsonl or datasets.
-            corpus: where the corpus lies now; None: where it was built from.
-            ids: file for the names of the whole documents, one a line.
-            say: told, before anything is written, what whole documents add and drop.
-        Raises:
-            SettingsError: `out` is there already, or no such rule or format.
-            CorpusError: the corpus, or its tokenizer, is not the one that the artifact was built from.
-        """
-        assert self.artifact is not None
-        artifact, place = self.artifact, Path(out)
-        kind, rule, settings = check_export(artifact, place, documents=documents, form=format, corpus=corpus, ids=ids)
-        tokenizer = Origin(artifact).tokenizer
-        rows = proven_rows(artifact, settings, tokenizer)
-        asked: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
-        asked |= {"asked": dict(self.asked)}
-        if rule is None and not are_records(artifact):
-            effect = self.table["effect"].to_numpy()
-            return write_rows(artifact, rows, self.row_index, effect, place, kind, asked, tokenizer.decode)
-        kept = kept_documents(rows, _mask(self.row_index, artifact.n_rows), rule or "all")
-        if say is not None and rule is not None:
-            say(
-                f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens; {kept.added:,} of these "
-                f"were not chosen, {kept.lost:,} chosen ones are dropped"
-            )
-        if ids is not None:
-            write_ids(kept.names, Path(ids))
-        asked |= {} if rule is None else {"documents": rule}
-        return write_documents(settings, lambda a, b: kept.mask_M[a:b], kept.tokens, place, kind, asked)
-
-    def write_left_out(self, path: Path | str) -> int:
-        """Write the rows that were not chosen, worst first, with labels and text; returns how many."""
-        assert self.artifact is not None
-        order = ranked(-self.effect_N, among_N=~_mask(self.row_index, self.artifact.n_rows))
-        write_ranked(self.artifact, self.effect_N, order, Path(path), "effect")
-        return len(order)
-
-    def summary(self) -> dict[str, Any]:
-        """All but the rows, as plain JSON."""
-        assert self.artifact is not None
-        return super().summary() | {
-            "rows": len(self),
-            "tokens": self.n_tokens,
-            "corpus_rows": self.artifact.n_rows,
-            "bound": self.bound,
-            "guarantee": self.guarantee,
-            "curve": {name: list(getattr(self.curve, name)) for name in ("rows", "tokens", "effect", "value")},
-            "labels": [] if self.labels is None else self.labels.to_pylist(),
-        }
-
-    def __repr__(self) -> str:
-        parts = [self.headline, self._change_text(), self._curve_text(), self._labels_text(), self.guarantee]
-        return "\n".join(part for part in (*parts, *self.notes) if part)
-
-    def _curve_text(self) -> str:
-        rows = self.curve.rows
-        step = max(1, len(rows) // CURVE_SHOWN)
-        places = sorted(
-            {*range(step - 1, len(rows), step), len(rows) - 1} | {k for k, n in enumerate(rows) if n == len(self)}
-        )
-        assert self.artifact is not None
-        lines = [
-            (
-                f"{rows[k]:,}",
-                f"{100 * rows[k] / self.artifact.n_rows:.1f} %",
-                f"{self.curve.tokens[k]:,}",
-                f"{self.curve.effect[k]:+z.3f}",
-                f"{self.curve.value[k]:+z.3f}",
-            )
-            for k in places
-        ]
-        return text_table(
-            "other budgets: what the next row is worth (0 = the corpus average), and all rows together",
-            ("rows", "share", "tokens", "next row", "all rows" if self.asked["train_tokens"] is None else "value"),
-            lines,
-            left=0,
-        )
-
-    def _labels_text(self) -> str:
-        if self.labels is None:
-            return ""
-        shown = self.labels.sort_by([("taken", "descending")])
-        text = text_of(f"what is taken of each value, in {self.asked['unit']}", shown.slice(0, VALUES_SHOWN))
-        rest = shown.slice(VALUES_SHOWN)
-        if not len(rest):
-            return text
-        return f"{text}\n... and {len(rest):,} more values with {sum(rest['taken'].to_pylist()):,} in all"
 
 
 def select(
@@ -336,7 +195,7 @@ def _chosen(
         found = Chosen(pool.rows(picked_P), None, None, guarantee, ())
         order_P = found.row_index
         if not limits.has_label_limits:
-            next_P = every_P[~_mask(picked_P, len(pool.effect_M))[every_P]]
+            next_P = every_P[~mask_of(picked_P, len(pool.effect_M))[every_P]]
             order_P = np.concatenate([order_P, pool.rows(next_P)])
     places = even_places(len(order_P), also=len(found.row_index))
     return found, picked_P, curve_of(aim, order_P, places)
@@ -363,7 +222,7 @@ def _worth_by_runs(aim: Aim, pool: _Pool, limits: Limits, worth_M: F64, *, cauti
     assert value is not None
 
     def masks(by_BM: F64) -> NDArray[np.bool_]:
-        return np.stack([_mask(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
+        return np.stack([mask_of(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
 
     def rise(mask_1M: NDArray[np.bool_]) -> F64:
         return pool.mean(intervals.rise(kept(mask_1M), aim.weights_T, cautious=cautious))
@@ -406,52 +265,13 @@ def _best_budget(aim: Aim, allowed_N: NDArray[np.bool_], limits_of: Callable[[Am
         except SettingsError as err:
             refused.append(err)
             return -np.inf
-        weights = one_subset(SUBSET, _mask(rows, aim.artifact.n_rows)).weights
+        weights = one_subset(SUBSET, mask_of(rows, aim.artifact.n_rows)).weights
         return float(aim.value(aim.predictor.sums(weights), np.array([aim.tokens_N[rows].sum()]))[0])
 
     best = searched(len(order_P), lambda places: [value(size) for size in places.tolist()], at_once=16, near=0.005)
     if value(best) == -np.inf:
         raise refused[-1]
     return best
-
-
-def check_export(
-    artifact: ArtifactReader,
-    out: Path | None,
-    *,
-    documents: str | None = None,
-    form: str = "parquet",
-    corpus: str | None = None,
-    ids: Path | str | None = None,
-) -> tuple[Format, Rule | None, CorpusSettings]:
-    """See that an export can be made, before the work begins; arguments as in `Selection.export`."""
-    kind, rule = checked_format(form), None if documents is None else checked_rule(documents)
-    if out is None and (documents or corpus or ids):
-        raise SettingsError("export: documents, corpus and ids say how; name the directory that is written")
-    if ids is not None and rule is None:
-        raise SettingsError("ids: lists whole documents; say with `documents` which: any, half or all")
-    settings = corpus_settings(artifact, corpus)
-    if out is not None:
-        check_place(out)
-        try:
-            open_source(settings.path, settings.split)
-        except CorpusError as err:
-            raise SettingsError(f"{err}; say with `corpus` where it lies now") from err
-    return kind, rule, settings
-
-
-def write_ids(names: Sequence[str], path: Path) -> None:
-    """Names of documents, one a line; the file appears only when whole.
-
-    Raises:
-        SettingsError: a name with a line break.
-    """
-    for name in names:
-        if "\n" in name or "\r" in name:
-            raise SettingsError(
-                f"document {name!r}: a list with one name a line cannot hold it; give names without breaks"
-            )
-    write_whole(path, ("\n".join(names) + "\n").encode())
 
 
 def _allowed(
@@ -473,18 +293,12 @@ def _allowed(
     return allowed_N, said
 
 
-def _mask(row_index: I64, n_rows: int) -> NDArray[np.bool_]:
-    mask_N = np.zeros(n_rows, dtype=np.bool_)
-    mask_N[row_index] = True
-    return mask_N
-
-
 def _selection(
     aim: Aim, found: Chosen, curve: Curve, taken: pa.Table | None, asked: Mapping[str, Any], said: Sequence[str]
 ) -> Selection:
     """The result in words and tables."""
     training, artifact, rows = aim.training, aim.artifact, found.row_index
-    weights = one_subset(SUBSET, _mask(rows, artifact.n_rows)).weights
+    weights = one_subset(SUBSET, mask_of(rows, artifact.n_rows)).weights
     sums = aim.predictor.sums(weights)
     targets, notes = aim.judged(SUBSET, weights)
     n_tokens = int(aim.tokens_N[rows].sum())
@@ -540,7 +354,7 @@ def _more_notes(limits: Limits, picked_P: I64, pool: _Pool) -> list[str]:
 
 def _row_notes(aim: Aim, row_index: I64, by: str | None) -> list[str]:
     """What goes, and how far the rows that stay can be trusted."""
-    gone_N = ~_mask(row_index, aim.artifact.n_rows)
+    gone_N = ~mask_of(row_index, aim.artifact.n_rows)
     said = []
     if gone_N.any():
         mean = float(aim.effect_N[gone_N].mean())

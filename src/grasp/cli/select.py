@@ -100,7 +100,7 @@ def select(
 
     They can be written as a corpus to train on.
     """
-    from grasp.choose.select import check_export
+    from grasp.choose.selection import check_export
 
     opened = grasp.open(art)
     artifact = opened.files

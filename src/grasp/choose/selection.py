@@ -1,0 +1,210 @@
+"""Chosen rows: how they are shown, and how they are written to train on.
+
+Shape letters: N rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.choose.additive import F64
+from grasp.choose.choice import Choice, text_of
+from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
+from grasp.choose.curve import Curve
+from grasp.choose.export import Export, Format, checked_format, write_documents, write_rows
+from grasp.choose.limits import I64
+from grasp.corpus.sources import open_source
+from grasp.errors import CorpusError, SettingsError
+from grasp.extract.reopen import Origin
+from grasp.files import check_place, write_whole
+from grasp.predict.ranking import ranked, write_ranked
+from grasp.settings import CorpusSettings
+from grasp.text import text_table
+
+CURVE_SHOWN = 8
+NO_CURVE = Curve((), (), (), ())
+VALUES_SHOWN = 30
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Selection(Choice):
+    """Chosen rows, best first; `table` names them: subset_id, row_id, doc_id, order, effect, n_tokens[, label].
+
+    Attributes:
+        curve: what the first so many rows are worth.
+        labels: of each value of the label: pool, taken, floor and cap, in the unit of the budget.
+    """
+
+    kind = "selection"
+
+    curve: Curve = NO_CURVE
+    labels: pa.Table | None = None
+    bound: float | None = None
+    guarantee: str = ""
+    row_index: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    effect_N: F64 = field(default_factory=lambda: np.empty(0))  # of all rows
+
+    @property
+    def row_ids(self) -> list[str]:
+        """Names of the chosen rows, best first."""
+        names: list[str] = self.table["row_id"].to_pylist()
+        return names
+
+    @property
+    def n_tokens(self) -> int:
+        return int(np.sum(self.table["n_tokens"].to_numpy()))
+
+    def export(
+        self,
+        out: Path | str,
+        *,
+        documents: str | None = None,
+        format: str = "parquet",  # noqa: A002 - what it is called everywhere
+        corpus: str | None = None,
+        ids: Path | str | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> Export:
+        """Write a corpus to train on: exactly the chosen rows, or whole documents.
+
+        Conversations, pairs and instructions are written as the user's own records, all columns as they are.
+
+        Args:
+            out: new directory; it appears when it is whole.
+            documents: whole documents of which any, half or all tokens were chosen; None: exactly the rows.
+            format: parquet, jsonl or datasets.
+            corpus: where the corpus lies now; None: where it was built from.
+            ids: file for the names of the whole documents, one a line.
+            say: told, before anything is written, what whole documents add and drop.
+        Raises:
+            SettingsError: `out` is there already, or no such rule or format.
+            CorpusError: the corpus, or its tokenizer, is not the one that the artifact was built from.
+        """
+        assert self.artifact is not None
+        artifact, place = self.artifact, Path(out)
+        kind, rule, settings = check_export(artifact, place, documents=documents, form=format, corpus=corpus, ids=ids)
+        tokenizer = Origin(artifact).tokenizer
+        rows = proven_rows(artifact, settings, tokenizer)
+        asked: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
+        asked |= {"asked": dict(self.asked)}
+        if rule is None and not are_records(artifact):
+            effect = self.table["effect"].to_numpy()
+            return write_rows(artifact, rows, self.row_index, effect, place, kind, asked, tokenizer.decode)
+        kept = kept_documents(rows, mask_of(self.row_index, artifact.n_rows), rule or "all")
+        if say is not None and rule is not None:
+            say(
+                f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens; {kept.added:,} of these "
+                f"were not chosen, {kept.lost:,} chosen ones are dropped"
+            )
+        if ids is not None:
+            write_ids(kept.names, Path(ids))
+        asked |= {} if rule is None else {"documents": rule}
+        return write_documents(settings, lambda a, b: kept.mask_M[a:b], kept.tokens, place, kind, asked)
+
+    def write_left_out(self, path: Path | str) -> int:
+        """Write the rows that were not chosen, worst first, with labels and text; returns how many."""
+        assert self.artifact is not None
+        order = ranked(-self.effect_N, among_N=~mask_of(self.row_index, self.artifact.n_rows))
+        write_ranked(self.artifact, self.effect_N, order, Path(path), "effect")
+        return len(order)
+
+    def summary(self) -> dict[str, Any]:
+        """All but the rows, as plain JSON."""
+        assert self.artifact is not None
+        return super().summary() | {
+            "rows": len(self),
+            "tokens": self.n_tokens,
+            "corpus_rows": self.artifact.n_rows,
+            "bound": self.bound,
+            "guarantee": self.guarantee,
+            "curve": {name: list(getattr(self.curve, name)) for name in ("rows", "tokens", "effect", "value")},
+            "labels": [] if self.labels is None else self.labels.to_pylist(),
+        }
+
+    def __repr__(self) -> str:
+        parts = [self.headline, self._change_text(), self._curve_text(), self._labels_text(), self.guarantee]
+        return "\n".join(part for part in (*parts, *self.notes) if part)
+
+    def _curve_text(self) -> str:
+        rows = self.curve.rows
+        step = max(1, len(rows) // CURVE_SHOWN)
+        places = sorted(
+            {*range(step - 1, len(rows), step), len(rows) - 1} | {k for k, n in enumerate(rows) if n == len(self)}
+        )
+        assert self.artifact is not None
+        lines = [
+            (
+                f"{rows[k]:,}",
+                f"{100 * rows[k] / self.artifact.n_rows:.1f} %",
+                f"{self.curve.tokens[k]:,}",
+                f"{self.curve.effect[k]:+z.3f}",
+                f"{self.curve.value[k]:+z.3f}",
+            )
+            for k in places
+        ]
+        return text_table(
+            "other budgets: what the next row is worth (0 = the corpus average), and all rows together",
+            ("rows", "share", "tokens", "next row", "all rows" if self.asked["train_tokens"] is None else "value"),
+            lines,
+            left=0,
+        )
+
+    def _labels_text(self) -> str:
+        if self.labels is None:
+            return ""
+        shown = self.labels.sort_by([("taken", "descending")])
+        text = text_of(f"what is taken of each value, in {self.asked['unit']}", shown.slice(0, VALUES_SHOWN))
+        rest = shown.slice(VALUES_SHOWN)
+        if not len(rest):
+            return text
+        return f"{text}\n... and {len(rest):,} more values with {sum(rest['taken'].to_pylist()):,} in all"
+
+
+def check_export(
+    artifact: ArtifactReader,
+    out: Path | None,
+    *,
+    documents: str | None = None,
+    form: str = "parquet",
+    corpus: str | None = None,
+    ids: Path | str | None = None,
+) -> tuple[Format, Rule | None, CorpusSettings]:
+    """See that an export can be made, before the work begins; arguments as in `Selection.export`."""
+    kind, rule = checked_format(form), None if documents is None else checked_rule(documents)
+    if out is None and (documents or corpus or ids):
+        raise SettingsError("export: documents, corpus and ids say how; name the directory that is written")
+    if ids is not None and rule is None:
+        raise SettingsError("ids: lists whole documents; say with `documents` which: any, half or all")
+    settings = corpus_settings(artifact, corpus)
+    if out is not None:
+        check_place(out)
+        try:
+            open_source(settings.path, settings.split)
+        except CorpusError as err:
+            raise SettingsError(f"{err}; say with `corpus` where it lies now") from err
+    return kind, rule, settings
+
+
+def write_ids(names: Sequence[str], path: Path) -> None:
+    """Names of documents, one a line; the file appears only when whole.
+
+    Raises:
+        SettingsError: a name with a line break.
+    """
+    for name in names:
+        if "\n" in name or "\r" in name:
+            raise SettingsError(
+                f"document {name!r}: a list with one name a line cannot hold it; give names without breaks"
+            )
+    write_whole(path, ("\n".join(names) + "\n").encode())
+
+
+def mask_of(row_index: I64, n_rows: int) -> NDArray[np.bool_]:
+    mask_N = np.zeros(n_rows, dtype=np.bool_)
+    mask_N[row_index] = True
+    return mask_N
