@@ -183,7 +183,7 @@ def test_numbers_and_names_that_no_run_has_are_refused(tmp_path, shares, losses,
         {"run": ["a"], "row_id": ["x"], "weight": ["much"]},
         {"run": ["a"], "row_id": ["x"], "weight": [[1.0]]},
     ],
-    ids=str,
+    ids=["run: list", "run: bytes", "run: null", "row_id: list", "weight: text", "weight: list"],
 )
 def test_columns_of_another_type_are_refused(tmp_path, columns):
     pq.write_table(pa.table(columns), tmp_path / "trained.parquet")
