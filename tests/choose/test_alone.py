@@ -135,3 +135,5 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
         grasp.mix_runs(rows)
     with pytest.raises(SettingsError, match="got decide 'all' and 4 runs, expected best or values"):
         grasp.propose_runs(runs, decide="all")
+    with pytest.raises(SettingsError, match="and 100000000 runs, expected best or values, and 1 to 125 runs"):
+        grasp.propose_runs(runs, count=100_000_000)

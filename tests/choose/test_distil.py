@@ -344,6 +344,18 @@ def test_the_commands_say_how_good_the_scorer_is(art, corpus, tmp_path):
     assert "is no scorer" in failed.err
 
 
+def test_verify_compares_the_files_of_a_scorer(own):
+    assert succeed("verify", own).out == f"{own}: scorer, all whole\n"
+    data = bytearray((own / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (own / WEIGHTS).write_bytes(data)
+    failed = run("verify", own)
+    assert failed.code == 1
+    assert failed.out.startswith(f"broken: {own / WEIGHTS}: ")
+    (own / WEIGHTS).unlink()
+    assert run("verify", own).code == 1
+
+
 def test_a_batch_of_ray_data_gets_two_columns(place):
     table = Scorer.open(place).add_scores(pa.table({"text": DOCUMENTS}))
     assert table.column_names == ["text", "score", "unfamiliar"]

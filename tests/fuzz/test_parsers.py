@@ -16,28 +16,33 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import grasp
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import ArtifactReader
+from grasp.choose.ngrams import LENGTHS, SLOTS
+from grasp.choose.scorer import CARD, WEIGHTS, Card, Quality, Scorer
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.corpus import read_documents
 from grasp.errors import GraspError
-from grasp.files import UNSIGNED, entry_of, signed
+from grasp.files import UNSIGNED, FileEntry, entry_of, signed
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.predictions import read_predictions
+from grasp.runs.table import INFO, RESULTS, TRAINED, RunTable
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
 from grasp.targets import load_units
 from grasp.yaml_files import read_yaml
-from tests.runs.environments import write_artifact, write_environment
+from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 # a stranger's numbers may be too large to scale: they are theirs, and numpy says so
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -159,7 +164,33 @@ def whole(tmp_path_factory) -> Path:
     (place / "victim").write_text("mine")
     artifact = write_artifact(place / "in" / "art")
     write_environment(place / "in" / "env", artifact, lambda b, seed, target: float(b), n_subsets=6)
+    share_RG = np.random.default_rng(0).dirichlet(np.ones(3), 6)
+    run = pa.table({"run": [f"run-{r}" for r in range(6)]})
+    mixtures = pa.table(run.columns + [pa.array(column) for column in share_RG.T], ["run", *TOPICS])
+    metrics = run.append_column("sciq/loss", pa.array(3 + share_RG[:, 0]))
+    pacsv.write_csv(mixtures, place / "in" / "mixtures.csv")
+    pacsv.write_csv(metrics, place / "in" / "metrics.csv")
+    grasp.import_runs(mixtures, metrics, label="topic").save(place / "in" / "runs")
+    a_scorer().save(place / "in" / "scorer")
     return place
+
+
+def a_scorer() -> Scorer:
+    """It says nothing of any text."""
+    third = (0.5, 0.4, 0.6)
+    card = Card(
+        target="sciq",
+        scored_by="nothing",
+        made_by={"grasp": "1"},
+        fingerprints={"corpus": "c0ffee"},
+        rows=9,
+        penalty=1.0,
+        intercept=0.0,
+        rarest=9.0,
+        quality=Quality(rows=9, spearman=third, recall=third, gain=third),
+        weights=FileEntry(bytes=0, checksum="0" * 32),
+    )
+    return Scorer(card, np.zeros((len(LENGTHS), SLOTS), np.float32), np.zeros(SLOTS, np.float32))
 
 
 @pytest.fixture
@@ -196,6 +227,25 @@ def test_a_manifest(data, whole, place):
     text = (whole / "in" / "art" / MANIFEST).read_bytes()
     (place / "in" / "art" / MANIFEST).write_bytes(changed_json(data.draw, text))
     survives(lambda: everything(place / "in" / "art"), place)
+
+
+def ask(path: Path) -> None:
+    """What users ask of an artifact; whatever one verb refuses the other is asked all the same."""
+    artifact = grasp.open(path)
+    for verb in (lambda: artifact.score("sciq"), lambda: artifact.predict(by="topic")):
+        try:
+            assert len(verb().to_arrow())
+        except GraspError:
+            continue
+
+
+@given(data=st.data())
+@fuzz
+def test_verbs_on_a_manifest(data, whole, place):
+    raw = changed_value(data.draw, json.loads((whole / "in" / "art" / MANIFEST).read_text()))
+    text = json.dumps(raw | {"checksum": UNSIGNED} if isinstance(raw, dict) else raw, indent=1) + "\n"
+    (place / "in" / "art" / MANIFEST).write_bytes(signed(text.encode()))
+    survives(lambda: ask(place / "in" / "art"), place)
 
 
 TABLES = (
@@ -347,3 +397,51 @@ def test_summaries(data, kind, place):
     value = {"checksum": UNSIGNED, "kind": "selection", "corpus": "c0ffee", "headline": "h", "rows": 1, "targets": []}
     path.write_bytes(changed_json(data.draw, signed((json.dumps(value, indent=1) + "\n").encode())))
     survives(lambda: read_summary(kind, path, art), place)
+
+
+@pytest.mark.parametrize("name", [CARD, WEIGHTS])
+@given(data=st.data())
+@fuzz
+def test_a_scorer(data, name, whole, place):
+    scorer = place / "in" / "scorer"
+    shutil.copy(whole / "in" / "scorer" / CARD, scorer / CARD)
+    original = (whole / "in" / "scorer" / name).read_bytes()
+    if name == CARD:
+        (scorer / CARD).write_bytes(changed_json(data.draw, original))
+    else:
+        (scorer / WEIGHTS).write_bytes(changed_bytes(data.draw, original[:200]) + original[200:])
+        raw = json.loads((scorer / CARD).read_text())
+        raw |= {"checksum": UNSIGNED, "weights": entry_of(scorer / WEIGHTS).model_dump()}
+        (scorer / CARD).write_bytes(signed((json.dumps(raw, indent=1) + "\n").encode()))
+    survives(lambda: str(Scorer.open(scorer).score(["one two", ""])), place)
+
+
+@pytest.mark.parametrize("name", [INFO, TRAINED, RESULTS])
+@given(data=st.data())
+@fuzz
+def test_imported_runs(data, name, whole, place):
+    runs, original = place / "in" / "runs", whole / "in" / "runs"
+    for file in (INFO, TRAINED, RESULTS):
+        shutil.copy(original / file, runs / file)
+    if name == INFO:
+        (runs / INFO).write_bytes(changed_json(data.draw, (original / INFO).read_bytes()))
+    else:
+        table = pq.read_table(original / name)
+        if data.draw(st.booleans()):
+            at, value = data.draw(st.integers(0, table.num_columns - 1)), data.draw(CELLS)
+            pq.write_table(table.set_column(at, table.column_names[at], pa.array([value] * len(table))), runs / name)
+        else:
+            (runs / name).write_bytes(changed_bytes(data.draw, (original / name).read_bytes()))
+        raw = json.loads((runs / INFO).read_text())
+        raw |= {"checksum": UNSIGNED, "files": raw["files"] | {name: entry_of(runs / name).model_dump()}}
+        (runs / INFO).write_bytes(signed((json.dumps(raw, indent=1) + "\n").encode()))
+    survives(lambda: grasp.mix_runs(RunTable.open(runs)), place)
+
+
+@pytest.mark.parametrize("name", ["mixtures.csv", "metrics.csv"])
+@given(data=st.data())
+@fuzz
+def test_tables_of_runs(data, name, whole, place):
+    (place / "in" / name).write_bytes(changed_bytes(data.draw, (whole / "in" / name).read_bytes()))
+    given_tables = place / "in" / "mixtures.csv", place / "in" / "metrics.csv"
+    survives(lambda: grasp.mix_runs(grasp.import_runs(*given_tables, label="topic")), place)

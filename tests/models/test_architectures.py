@@ -146,3 +146,30 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(checkpoint, tmp_pat
     (place / file).write_text(json.dumps(known | changes))
     with pytest.raises(ModelError, match=message):
         ReferenceModel.load(ModelSettings(path=str(place), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("gpt2", {"n_positions": 10**12}),
+        ("gpt2", {"n_layer": 10**9}),
+        ("opt", {"max_position_embeddings": 10**9}),
+    ],
+)
+def test_sizes_for_which_a_checkpoint_lacks_the_weights_are_refused_at_once(tmp_path, kind, change):
+    config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES.get(kind, {})})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(told | change))
+    (name,) = change
+    with pytest.raises(ModelError, match=f"has a config.json with {name} 1,000.* its weights are too few"):
+        ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))
+
+
+def test_sizes_that_do_not_go_together_are_refused(checkpoint, tmp_path):
+    config = AutoConfig.for_model("gptj", **{**SHAPE, "vocab_size": 300})  # rotates 64 dimensions of heads that have 8
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(ModelError, match=r"the model cannot read two rows of 6 tokens: .*size"):
+        ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))

@@ -46,6 +46,7 @@ Runs = RunTable | Path | str
 
 CANDIDATES = 1_000
 TRIED = 250  # of the candidates: those that may be best, and some of the others
+MOST = TRIED // 2  # so many different ones are among them for certain
 NODES = 21  # of the quadrature
 CLIMBS = 8  # of the best runs, that the best mixture is looked for from
 
@@ -194,8 +195,11 @@ def propose_runs(
         For `best`, settles is by how much the best mixture is expected to become better, in the unit of the metric; for
         `values` it is the part of the uncertainty of all values that the run takes away.
     """
-    if decide not in ("best", "values") or count < 1:
-        raise SettingsError(f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 or more")
+    if decide not in ("best", "values") or not 1 <= count <= MOST:
+        raise SettingsError(
+            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MOST} runs; train "
+            "some, import them, and ask again"
+        )
     found = any_runs(runs)
     if isinstance(found, Environment):
         if artifact is None:

@@ -58,13 +58,25 @@ def info(
 
 
 @command("grasp verify art")
-def verify(path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact.")) -> None:
-    """Compare every file of an artifact with its checksum.
+def verify(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact; or a scorer."),
+) -> None:
+    """Compare every file of an artifact with its checksum, or of a scorer.
 
     Exit code 1 if anything is broken; every broken file is named.
     """
     from grasp.artifact.inspection import verify as check
+    from grasp.choose.scorer import Scorer, is_scorer
+    from grasp.errors import ArtifactError
 
+    if is_scorer(path):
+        try:
+            Scorer.open(path)  # reads and compares all of it
+        except ArtifactError as err:
+            print(f"broken: {err}")
+            raise typer.Exit(code=1) from err
+        print(f"{path}: scorer, all whole")
+        return
     report = check(path)
     for problem in report.problems:
         print(f"broken: {problem}")

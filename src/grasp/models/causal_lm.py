@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Self
@@ -19,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from grasp.corpus.sources import IN_MEMORY
@@ -42,6 +43,9 @@ UNLOADABLE = (
     # fields of config.json that cannot be meant: of another type, zero, negative
     *(StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError),
 )
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+POSITIONS = ("max_position_embeddings", "n_positions")
+FREE_POSITIONS = 1 << 28  # positions x width that hurt nobody: some types only name the context
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 # Largest |head(hidden) - logits| the load check lets pass, in units of the logits' standard deviation.
@@ -89,8 +93,12 @@ class ReferenceModel:
         reference = cls(model, HfTokenizer(tokenizer, vocab_size=vocab_size), batch_tokens=settings.batch_tokens)
         reference._check_tokenizer(settings, len(tokenizer))
         if settings.check:
-            reference.check_head()
-            reference.check_causal()
+            try:
+                reference.check_head()
+                reference.check_causal()
+            except (RuntimeError, ValueError, LookupError) as err:  # sizes of a config that do not go together
+                reason = " ".join(str(err).split())[:300]
+                raise ModelError(f"{settings.path}: the model cannot read two rows of 6 tokens: {reason}") from err
         return reference
 
     @property
@@ -358,14 +366,24 @@ def _refuse_endless(field: str, path: Path) -> None:
     # a weight has 4 bits or more
     room = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHTS, ".gguf"))
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        width = part.get("hidden_size")
+        widths = [part[name] for name in WIDTHS if isinstance(part.get(name), int)]
         for name, value in part.items():
-            sized = name in ("vocab_size", "intermediate_size") or re.search(r"layers?$", name)
-            if sized and isinstance(value, int) and isinstance(width, int) and value * width > room > 0:
+            sized = name in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", name)
+            least = room
+            if name in POSITIONS and _learns_positions(part.get("model_type")):
+                sized, least = True, max(room, FREE_POSITIONS)
+            if sized and isinstance(value, int) and widths and value * max(widths) > least and room > 0:
                 raise ModelError(
-                    f"{field}: `{path}` has a config.json with {name} {value:,} and hidden_size {width:,}, for which "
-                    "its weights are too few; mend the config, or save the whole checkpoint again"
+                    f"{field}: `{path}` has a config.json with {name} {value:,} and a width of {max(widths):,}, for "
+                    "which its weights are too few; mend the config, or save the whole checkpoint again"
                 )
+
+
+def _learns_positions(kind: object) -> bool:
+    """Whether a model of this type has a row of numbers for every position, and does not compute them."""
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return False
+    return not any(name.startswith("rope") for name in signature(CONFIG_MAPPING[kind]).parameters)
 
 
 def _hf_tokenizer(settings: ModelSettings) -> Any:
