@@ -3,15 +3,19 @@
 import base64
 import json
 import re
+import shutil
 
+import fsspec
 import numpy as np
 import pytest
 
 import grasp
+from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.images import decode_image
 from grasp.errors import ProtocolError, SettingsError
 from grasp.extract.local import build
+from grasp.files import UNSIGNED, signed
 from grasp.predict.ranking import score
 from grasp.report.ask import Ask
 from grasp.settings import build_settings
@@ -55,6 +59,24 @@ def test_trusted_images_that_are_gone_are_named(tmp_path):
     assert "8 of these trusted images are not at hand: the build read them from " in repr(found)
     assert "trusted.parquet" in repr(found)
     assert found.to_pandas()["unit_id"][0] in repr(found)
+
+
+@pytest.mark.parametrize("change", ["device", "url", "column", "name", "kind"])
+def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path, change):
+    path = shutil.copytree(art.path, tmp_path / "art")
+    picture = pictures(9, seed=1)[0][0]
+    fsspec.filesystem("memory").pipe("/trusted.png", picture)  # stands for another machine
+    image = {"device": "/dev/zero", "url": "memory://trusted.png"}.get(change, "none")
+    given = tmp_path / "trusted.jsonl"
+    given.write_text(json.dumps({"image": image, "label": 0}) + "\n")
+    raw = json.loads((path / MANIFEST).read_text())
+    raw["settings"]["targets"]["names"] = [{"name": "x" * 5000 + "/trusted.parquet", "kind": 3}.get(change, str(given))]
+    if change == "column":
+        raw["settings"]["corpus"]["image_column"] = 3
+    (path / MANIFEST).write_bytes(signed((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
+    found = grasp.open(path).explain("trusted", "train-4")
+    assert list(found.pictures) == ["train-4"]
+    assert "8 of these trusted images are not at hand" in repr(found)
 
 
 def test_the_command_and_what_is_not_there(art, tmp_path):

@@ -6,6 +6,7 @@ Shape letter: E units.
 """
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.parts import EffectParts, row_index
@@ -163,19 +165,20 @@ def _trusted_pictures(
     prompts = dict(zip(units["unit_id"].to_pylist(), units["prompt"].to_pylist(), strict=True))
     hashes = {name: prompts[name].split()[1].rstrip(",") for name in names}  # "image HASH, SIZE"
     settings, wanted, found = artifact.manifest.settings, set(hashes.values()), dict[str, bytes]()
-    places = [name for name in settings.get("targets", {}).get("names", ()) if target_name(name) == target]
+    names_there = [str(name) for name in settings.get("targets", {}).get("names", ())]
+    places = [name for name in names_there if target_name(name) == target]
     for place in places:
-        if not Path(place).exists():  # nothing is fetched
+        if not os.path.exists(place):
             continue
-        corpus = CorpusSettings.model_validate(settings["corpus"] | {"path": place, "limit": None})
         try:
-            for record in read_images(corpus):
+            corpus = CorpusSettings.model_validate(settings["corpus"] | {"path": place, "limit": None})
+            for record in read_images(corpus, fetch=False):
                 image = None if record.encoded is None else decode_image(record.encoded)
                 if image is not None and (digest := pixel_hash(image)) in wanted:
                     found[digest] = png(image, LARGEST)
                 if len(found) == len(wanted):
                     break
-        except CorpusError:
+        except (CorpusError, ValidationError):  # settings of a stranger
             continue
     pictures = {name: found[digest] for name, digest in hashes.items() if digest in found}
     if len(pictures) == len(hashes):

@@ -6,6 +6,7 @@ JSONL with paths, or from a directory with one folder a class.
 
 import hashlib
 import io
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,17 +46,19 @@ class ImageRecord:
     ignored: tuple[str, ...] = field(default=(), repr=False)
 
 
-def read_images(settings: CorpusSettings, *, start: int = 0) -> Iterator[ImageRecord]:
+def read_images(settings: CorpusSettings, *, start: int = 0, fetch: bool = True) -> Iterator[ImageRecord]:
     """Stream the images of a corpus from position `start` on, files sorted by name.
 
+    Args:
+        fetch: images that are named by a URL are fetched; or there is nothing of them.
     Raises:
         CorpusError: at the call, when there is nothing to read; while streaming, when a file is damaged or lacks
             the column of images or of classes.
     """
-    return images_of(open_images(settings.path, settings.split), settings, start=start)
+    return images_of(open_images(settings.path, settings.split), settings, start=start, fetch=fetch)
 
 
-def images_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[ImageRecord]:
+def images_of(source: Source, settings: CorpusSettings, *, start: int = 0, fetch: bool = True) -> Iterator[ImageRecord]:
     """Images of a source that is open, from position `start` to the limit that the settings give."""
     image = settings.image_column or IMAGE_COLUMN
 
@@ -70,7 +73,7 @@ def images_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> It
             where=record.where,
             given_id=doc_id,
             row_id=row_id,
-            encoded=_encoded(record.values.get(image), record.name),
+            encoded=_encoded(record.values.get(image), record.name, fetch),
             class_value=record.values.get(settings.class_column or CLASS_COLUMN),
             labels=labels,
             ignored=record.ignored,
@@ -154,7 +157,7 @@ class ImageFolder:
         return PurePosixPath(file).relative_to(self.root)
 
 
-def _encoded(image: Any, name: str) -> bytes | None:
+def _encoded(image: Any, name: str, fetch: bool) -> bytes | None:
     """Bytes of an image that is given as such, by its path, or as the struct that `datasets` writes."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
@@ -163,6 +166,8 @@ def _encoded(image: Any, name: str) -> bytes | None:
     path = str(image)
     if "://" not in path and not PurePosixPath(path).is_absolute():
         path = f"{name.rpartition('/')[0] or '.'}/{path}"
+    if not (fetch if "://" in path else os.path.isfile(path)):
+        return b""  # a device or a pipe would not end
     try:
         with fsspec.open(path, "rb") as file:
             content: bytes = file.read()
