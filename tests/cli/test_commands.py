@@ -92,6 +92,16 @@ def test_run_yaml_replays_a_build_to_equal_arrays(art, tmp_path):
     assert_same_arrays(tmp_path / "again", art)
 
 
+def test_a_settings_file_in_the_output_directory_stays_as_it_was_written(art, tmp_path):
+    (tmp_path / "art").mkdir()
+    mine = tmp_path / "art" / "run.yaml"
+    text = "# my notes\n" + (art / "run.yaml").read_text()
+    mine.write_text(text)
+    assert "what is there is not ours" in refused("build", "--config", mine, "--out", tmp_path / "art")
+    assert mine.read_text() == text
+    assert list((tmp_path / "art").iterdir()) == [mine]
+
+
 def test_flags_beat_set_and_set_beats_the_file(art, tmp_path):
     flags = ["--max-length", 24, "--match", "pooled", "--no-keep-features"]
     assigned = ["corpus.max_length=12", "corpus.limit=9", "features.tau=0.5", "keep_features=true"]
