@@ -153,7 +153,8 @@ class World:
         with one_at_a_time(self.work / ".pool.lock"):
             if not out.exists():
                 rows = proven_rows(self.artifact, self.corpus, self.material.tokenizer)
-                write_documents(self.corpus, kept_documents(rows, self.pool_N, "any"), out, "parquet", {})
+                kept = kept_documents(rows, self.pool_N, "any")
+                write_documents(self.corpus, lambda a, b: kept.mask_M[a:b], kept.tokens, out, "parquet", {})
         return out
 
     def retraining(self, subsets: Path) -> RetrainSettings:

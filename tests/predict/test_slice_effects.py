@@ -151,6 +151,7 @@ def art_of():
     class Rows:
         def __init__(self, columns):
             self.table = pa.table({"row_id": ["r"] * len(next(iter(columns.values())))} | columns)
+            self.n_rows = len(self.table)
 
         def rows(self, row_index):
             return self.table.take(row_index)
