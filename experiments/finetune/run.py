@@ -34,11 +34,11 @@ from experiments.finetune.training import RECIPE, load_model, prepare_model, tra
 from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.environment import Environment, Run
+from grasp.runs.environment import Environment
 from grasp.runs.environment_info import EnvironmentInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.retrain_plan import row_index
-from grasp.runs.run_tables import run_bytes
+from grasp.runs.run_tables import Run, run_bytes
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 

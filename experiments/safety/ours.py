@@ -73,7 +73,7 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
     for asked in configured_methods(["bm25", "activation_similarity"]):
         rows = method_rows(artifact, asked, cache=artifact.path / "methods")
         blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(TARGET))
-        out[NAMES[asked.name]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
+        out[NAMES[asked.label]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
     return out
 
 
