@@ -6,27 +6,18 @@ import sys
 from contextlib import redirect_stdout
 from typing import NoReturn, TextIO, cast
 
-from grasp.cli import build as _build  # noqa: F401  (a command registers itself)
-from grasp.cli import calibrate as _calibrate  # noqa: F401
-from grasp.cli import demo as _demo  # noqa: F401
-from grasp.cli import detect as _detect  # noqa: F401
-from grasp.cli import diagnose as _diagnose  # noqa: F401
-from grasp.cli import distil as _distil  # noqa: F401
-from grasp.cli import evaluate as _evaluate  # noqa: F401
-from grasp.cli import explain as _explain  # noqa: F401
-from grasp.cli import fit_head as _fit_head  # noqa: F401
-from grasp.cli import inspect as _inspect  # noqa: F401
-from grasp.cli import merge as _merge  # noqa: F401
-from grasp.cli import methods as _methods  # noqa: F401
-from grasp.cli import mix as _mix  # noqa: F401
-from grasp.cli import predict as _predict  # noqa: F401
-from grasp.cli import report as _report  # noqa: F401
-from grasp.cli import retrain as _retrain  # noqa: F401
-from grasp.cli import retrieve as _retrieve  # noqa: F401
-from grasp.cli import runs as _runs  # noqa: F401
-from grasp.cli import score as _score  # noqa: F401
-from grasp.cli import select as _select  # noqa: F401
-from grasp.cli import serve as _serve  # noqa: F401
+from grasp.cli import (  # noqa: F401 - commands register themselves
+    ask,
+    calibrate,
+    choose,
+    evaluate,
+    find,
+    predict,
+    retrain,
+    runs,
+    start,
+    trust,
+)
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.errors import GraspError

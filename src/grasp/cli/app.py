@@ -113,6 +113,21 @@ def command(*examples: str, also: str = "", name: str | None = None, group: type
     return group.command(name, cls=Command, epilog=epilog)
 
 
+def option(spelling: str, help: str, default: Any = ..., **more: Any) -> Any:
+    """An option as its help shows it, e.g. `--budget AMOUNT`; without a default it must be given.
+
+    Args:
+        more: anything else that `typer.Option` takes, e.g. `min`.
+    """
+    flag, _, metavar = spelling.partition(" ")
+    return typer.Option(default, flag, metavar=metavar or None, help=help, **more)
+
+
+def rare(spelling: str, help: str, default: Any = ..., **more: Any) -> Any:
+    """An option that most people leave alone; it stands under MORE."""
+    return option(spelling, help, default, rich_help_panel=MORE, **more)
+
+
 def _version(show: bool) -> None:
     if show:
         print(grasp.__version__)

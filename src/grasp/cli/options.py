@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from grasp.cli.app import MORE
+from grasp.cli.app import option, rare
 from grasp.dotted import put, put_all
 from grasp.errors import SettingsError
 from grasp.yaml_files import parse_yaml, read_yaml
@@ -16,149 +16,88 @@ if TYPE_CHECKING:
 
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
-TargetNames = Annotated[
-    str | None, typer.Option("--target", metavar="NAMES", help="Targets, separated by commas. Default: all.")
-]
+TargetNames = Annotated[str | None, option("--target NAMES", "Targets, separated by commas. Default: all.")]
 EnvironmentPath = Annotated[
     Path | None,
-    typer.Option(
-        "--environment", metavar="DIR", help="Runs, retrained or imported: the change in their unit, with an interval."
-    ),
+    option("--environment DIR", "Runs, retrained or imported: the change in their unit, with an interval."),
 ]
 ProtocolFile = Annotated[
     Path | None,
-    typer.Option(
-        "--protocol",
-        metavar="FILE",
-        help="Protocol to predict with. Default: the one that ships.",
-        rich_help_panel=MORE,
-    ),
+    rare("--protocol FILE", "Protocol to predict with. Default: the one that ships."),
 ]
-ResultFile = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write the table there: .parquet or .csv.")
-]
-OnlyTarget = Annotated[
-    str | None, typer.Option("--target", metavar="NAME", help="Target that is asked about. Default: the only one.")
-]
+ResultFile = Annotated[Path | None, option("--out FILE", "Write the table there: .parquet or .csv.")]
+OnlyTarget = Annotated[str | None, option("--target NAME", "Target that is asked about. Default: the only one.")]
 Kernel = Annotated[
     str | None,
-    typer.Option("--match", help="By one kernel: token, input, neighbour, shift or pooled.", rich_help_panel=MORE),
+    rare("--match", "By one kernel: token, input, neighbour, shift or pooled."),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything there as JSON.")]
+JsonFile = Annotated[Path | None, option("--json FILE", "Write everything there as JSON.")]
 TargetWeights = Annotated[
     str | None,
-    typer.Option(
-        "--target", metavar="NAMES", help="Target, or several with weights: sciq=2,openbookqa=1. Default: the only one."
-    ),
+    option("--target NAMES", "Target, or several with weights: sciq=2,openbookqa=1. Default: the only one."),
 ]
 TrainTokens = Annotated[
     str | None,
-    typer.Option(
-        "--train-tokens",
-        metavar="N",
-        help="Tokens the model will be trained on, e.g. 100B: repeated ones count as worth less.",
-    ),
+    option("--train-tokens N", "Tokens the model will be trained on, e.g. 100B: repeated ones count as worth less."),
 ]
 Diversity = Annotated[
     float | None,
-    typer.Option(
-        "--diversity",
-        metavar="X",
-        help="Penalty on redundancy in place of the protocol's own geometry, e.g. 0.25. Default: none.",
-        rich_help_panel=MORE,
-    ),
+    rare("--diversity X", "Penalty on redundancy in place of the protocol's own geometry, e.g. 0.25. Default: none."),
 ]
 RepeatWorth = Annotated[
     float,
-    typer.Option(
-        "--repeat-worth",
-        metavar="R",
-        help="Repetitions past which more of them add little (R* of arXiv 2305.16264).",
-        rich_help_panel=MORE,
-    ),
+    rare("--repeat-worth R", "Repetitions past which more of them add little (R* of arXiv 2305.16264)."),
 ]
 Cautious = Annotated[
     bool,
-    typer.Option(
-        "--cautious",
-        help="Maximise the lower end of what the runs of --environment lead to expect.",
-        rich_help_panel=MORE,
-    ),
+    rare("--cautious", "Maximise the lower end of what the runs of --environment lead to expect."),
 ]
 TextColumn = Annotated[
     str | None,
-    typer.Option("--text-column", metavar="COLUMN", help="Column of the text, or of turns. Default: text or messages."),
+    option("--text-column COLUMN", "Column of the text, or of turns. Default: text or messages."),
 ]
 IdColumn = Annotated[
     str | None,
-    typer.Option("--id-column", metavar="COLUMN", help='Column of the names. Default: row_id or id; "" for none.'),
+    option("--id-column COLUMN", 'Column of the names. Default: row_id or id; "" for none.'),
 ]
-Split = Annotated[str | None, typer.Option("--split", metavar="NAME", help="Split of a corpus that has several.")]
-Partial = Annotated[
-    bool, typer.Option("--partial", help="Use what an unfinished environment has.", rich_help_panel=MORE)
-]
+Split = Annotated[str | None, option("--split NAME", "Split of a corpus that has several.")]
+Partial = Annotated[bool, rare("--partial", "Use what an unfinished environment has.")]
 MethodSettings = Annotated[
     Path | None,
-    typer.Option(
-        "--method-settings",
-        metavar="FILE",
-        help="YAML of settings by method, or by a label of your own; see grasp methods.",
-        rich_help_panel=MORE,
-    ),
+    rare("--method-settings FILE", "YAML of settings by method, or by a label of your own; see grasp methods."),
 ]
 Checkpoints = Annotated[
     list[Path],
-    typer.Option(
-        "--checkpoints",
-        metavar="DIR",
-        help="Checkpoint, or training run, for methods that look at several; repeatable. Default: beside the model.",
-        rich_help_panel=MORE,
+    rare(
+        "--checkpoints DIR",
+        "Checkpoint, or training run, for methods that look at several; repeatable. Default: beside the model.",
     ),
 ]
 Cache = Annotated[
     Path | None,
-    typer.Option(
-        "--cache",
-        metavar="DIR",
-        help="Where scores of methods are kept. Default: in the artifact.",
-        rich_help_panel=MORE,
-    ),
+    rare("--cache DIR", "Where scores of methods are kept. Default: in the artifact."),
 ]
 Resamples = Annotated[
     int,
-    typer.Option("--resamples", min=10, metavar="N", help="Bootstrap resamples of the subsets.", rich_help_panel=MORE),
+    rare("--resamples N", "Bootstrap resamples of the subsets.", min=10),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        "--config", metavar="FILE", help="YAML of settings; a run.yaml repeats what wrote it.", rich_help_panel=MORE
-    ),
+    rare("--config FILE", "YAML of settings; a run.yaml repeats what wrote it."),
 ]
 Assignments = Annotated[
     list[str],
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="Any setting, e.g. corpus.limit=1000; repeatable.", rich_help_panel=MORE
-    ),
+    rare("--set NAME=VALUE", "Any setting, e.g. corpus.limit=1000; repeatable."),
 ]
 OwnSettings = Annotated[
     list[str],
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Where the model is now (model.path=DIR), or code of it that may be run; repeatable.",
-        rich_help_panel=MORE,
-    ),
+    rare("--set NAME=VALUE", "Where the model is now (model.path=DIR), or code of it that may be run; repeatable."),
 ]
 Address = Annotated[
     str | None,
-    typer.Option(
-        "--address",
-        metavar="HOST",
-        help="Ray cluster, e.g. auto or head:6379. Default: one is started on this machine.",
-        rich_help_panel=MORE,
-    ),
+    rare("--address HOST", "Ray cluster, e.g. auto or head:6379. Default: one is started on this machine."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Plain lines instead of a progress bar.", rich_help_panel=MORE)]
+Quiet = Annotated[bool, rare("--quiet", "Plain lines instead of a progress bar.")]
 
 
 def merged(config: Path | dict[str, Any] | None, assignments: list[str], flags: dict[str, Any]) -> dict[str, Any]:

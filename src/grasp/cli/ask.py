@@ -1,0 +1,238 @@
+"""Ask what rows and slices are worth: grasp score, explain, report, serve."""
+
+import shlex
+import sys
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+
+import grasp
+from grasp.cli.app import command, option, rare
+from grasp.cli.console import PlainStream, in_colour, tell
+from grasp.cli.options import (
+    Art,
+    Cache,
+    Checkpoints,
+    EnvironmentPath,
+    JsonFile,
+    Kernel,
+    MethodSettings,
+    OnlyTarget,
+    OwnSettings,
+    Partial,
+    ProtocolFile,
+    Quiet,
+    ResultFile,
+    TargetNames,
+    merged,
+    names,
+)
+from grasp.cli.progress import Watch
+from grasp.errors import SettingsError
+from grasp.files import check_outputs, write_whole
+from grasp.report import EXPLAINED
+from grasp.text import json_text, size_text
+
+TOP = 10
+
+
+@command(
+    "grasp score art --target sciq --top 20",
+    "grasp score art --target sciq --where \"topic = 'Games'\" --bottom 20",
+    "grasp score art --target sciq --out rows.parquet",
+    "grasp score art --target sciq --method bm25",
+)
+def score(
+    art: Art,
+    target: OnlyTarget = None,
+    top: int = option("--top N", f"So many of the most helpful rows. Default: {TOP}, or all with --out.", 0, min=0),
+    bottom: int = option("--bottom N", "So many of the most harmful rows.", 0, min=0),
+    where: str | None = option("--where EXPR", "Only rows for which it is true, e.g. \"topic = 'Games'\".", None),
+    min_tokens: int = option("--min-tokens N", "Pass over shorter rows: their relevance is noisy.", 0, min=0),
+    labels: str | None = option(
+        "--labels NAMES", "Label columns to show, separated by commas. Default: the first two.", None
+    ),
+    out: ResultFile = None,
+    protocol: ProtocolFile = None,
+    unit: str | None = rare("--unit ID", "Rank for one unit of the target.", None),
+    match: Kernel = None,
+    method: str | None = rare("--method", "Rank by a published method; see grasp methods.", None),
+    method_settings: MethodSettings = None,
+    checkpoints: Checkpoints = [],
+    environment: Path | None = rare(
+        "--environment DIR", "Retrained subsets, for a method that is made from them.", None
+    ),
+    cache: Cache = None,
+    quiet: Quiet = False,
+) -> None:
+    """Which rows teach a target most, and which least?
+
+    A row's effect is its relevance as the protocol counts it: above 0 it helps more than the corpus does on average.
+    """
+    artifact = grasp.open(art)
+    read = {"is the environment": environment, "is a checkpoint": checkpoints, "--protocol reads": protocol}
+    check_outputs({"--out": out}, artifact.files.reads | read)
+    with Watch(quiet=quiet) as watch:
+        result = artifact.score(
+            target,
+            top=top or (None if out is not None and not bottom else 0 if bottom else TOP),
+            bottom=bottom,
+            where=where,
+            unit=unit,
+            min_tokens=min_tokens,
+            match=match,
+            labels=names(labels),
+            protocol=protocol,
+            method=method,
+            method_settings=method_settings,
+            checkpoints=checkpoints,
+            runs=environment,
+            cache=cache,
+            out=out,
+            progress=watch,
+        )
+    tell(result, out, written=result.lines)
+
+
+ENDS = 5  # rows shown of either end
+
+
+@command(
+    "grasp explain art --target sciq --row doc-17",
+    "grasp explain art --target sciq --unit sciq:152",
+    "grasp explain art --target sciq --unit sciq:152 --row doc-17 --out why.html",
+)
+def explain(
+    art: Art,
+    target: OnlyTarget = None,
+    row: str | None = option("--row ID", "Row to explain, by its row_id.", None),
+    unit: str | None = option("--unit ID", "One question of the target; without --row its best and worst rows.", None),
+    out: Path | None = option("--out FILE", "Write it there: .html, or the words' table as .parquet or .csv.", None),
+    json_file: JsonFile = None,
+    match: Kernel = None,
+    protocol: ProtocolFile = None,
+    assignments: OwnSettings = [],
+) -> None:
+    """Why does a row count for a target? Shows what each of its words adds.
+
+    With --unit the answer's words as well, and which word of the row bears on which of the answer; without it the
+    questions that the row helps and hurts most. The model is run again on the row and on the questions. For an image:
+    the trusted images that it bears on most.
+    """
+    from grasp.audit.explanation import Explanation
+
+    artifact = grasp.open(art)
+    check_outputs({"--out": out, "--json": json_file}, artifact.files.reads | {"--protocol reads": protocol})
+    if row is None:
+        if unit is None:
+            raise SettingsError("explain: got neither --row nor --unit; name a row, e.g. one that grasp score prints")
+        if json_file is not None:
+            raise SettingsError("--json: no meaning without --row; --out writes a table of rows")
+        tell(artifact.score(target, unit=unit, top=ENDS, bottom=ENDS, match=match, protocol=protocol), out)
+        return
+    own = merged(None, assignments, {})
+    found = artifact.explain(target, row, unit=unit, match=match, protocol=protocol, own=own)
+    if json_file is not None:
+        write_whole(json_file, (json_text(found.to_dict()) + "\n").encode())
+    if out is not None and out.suffix == ".html":
+        page = f"<!doctype html><meta charset=utf-8><title>{escape(row)}</title>{found._repr_html_()}\n"
+        write_whole(out, page.encode())
+    elif out is not None:
+        found.write(out)
+    if isinstance(found, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
+        sys.stdout.styled(found.as_text(colour=True) + "\n")
+    else:
+        print(found)
+
+
+@command(
+    "grasp report art --out report.html",
+    "grasp report art --environment dev --selection kept.json --mixture mixture.json --out report.html",
+    "grasp report art --detect suspects.parquet --out report.html",
+    "grasp report art --atlas map",
+    "grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html",
+)
+def report(
+    art: Art,
+    out: Path | None = option("--out FILE", "HTML file to write; it needs no network.", None),
+    by: str | None = option("--by LABELS", "Labels, separated by commas. Default: those of 2 to 100 values.", None),
+    target: TargetNames = None,
+    environment: EnvironmentPath = None,
+    selection: Path | None = option("--selection FILE", "JSON that grasp select wrote beside its --out.", None),
+    mixture: Path | None = option("--mixture FILE", "JSON that grasp mix wrote beside its --out.", None),
+    suspects: Path | None = option("--detect FILE", "Parquet that grasp detect wrote with --out.", None),
+    atlas: Path | None = option("--atlas DIR", "Write the rows as a map that Embedding Atlas opens.", None),
+    protocol: ProtocolFile = None,
+    explain: int = rare(
+        "--explain N", "Best rows of each target whose words are shaded, if the model is at hand.", EXPLAINED, min=0
+    ),
+    partial: Partial = False,
+    previous: list[str] = rare(
+        "--previous ART", "Artifact of an earlier checkpoint on the same corpus, oldest first; repeatable.", []
+    ),
+) -> None:
+    """Write one HTML page: what to keep, and what it is worth.
+
+    It says how far to trust that, shows the rows that teach each target, and predicts while sliders move.
+    """
+    artifact = grasp.open(art)
+    if out is None and atlas is None:
+        raise SettingsError("report: got neither --out nor --atlas; name the file of the page, or a directory, or both")
+    read = {"--selection reads": selection, "--mixture reads": mixture, "--detect reads": suspects}
+    check_outputs({"--out": out}, artifact.files.reads | read | {"--protocol reads": protocol})
+    if atlas is not None:
+        from grasp.predict.protocol import as_protocol
+        from grasp.report.atlas import write_atlas
+
+        opens = write_atlas(artifact.files, atlas, protocol=as_protocol(protocol), targets=names(target))
+        print(f"{atlas}: the rows as a map; pip install embedding-atlas, then\n  {opens}")
+    if out is None:
+        return
+    page = artifact.report(
+        out,
+        by=names(by) or (),
+        target=names(target),
+        protocol=protocol,
+        runs=environment,
+        partial=partial,
+        selection=selection,
+        mixture=mixture,
+        suspects=suspects,
+        previous=previous,
+        explain=explain,
+        command=shlex.join(["grasp", *sys.argv[1:]]),
+    )
+    print(f"{page}: {size_text(page.stat().st_size)}; open it in any browser, it needs no network")
+
+
+@command(
+    "grasp serve art",
+    "grasp serve art --port 0 --environment runs",
+    "grasp serve art --mcp",
+)
+def serve(
+    art: Art,
+    port: int = option("--port N", "Port on this machine; 0: any that is free.", 8765, min=0, max=65535),
+    environment: EnvironmentPath = None,
+    model: Path | None = option("--model DIR", "Where the model is now, to explain rows. Default: where it was.", None),
+    mcp: bool = option(
+        "--mcp", "Answer an agent over standard input and output (Model Context Protocol) instead.", False
+    ),
+) -> None:
+    """Ask anything: the report live in a browser, or the verbs as tools of an agent.
+
+    Nobody else can reach it: it listens on this machine alone, and it only reads the artifact.
+    """
+    from grasp.report.serve import serve, serve_mcp
+
+    artifact = grasp.open(art).files
+    with suppress(KeyboardInterrupt):
+        if mcp:
+            serve_mcp(artifact, runs=environment, model=model)
+        else:
+            serve(artifact, port=port, runs=environment, model=model, tell=_tell)
+    print("stopped", file=sys.stderr)
+
+
+def _tell(address: str) -> None:
+    print(f"{address} (and {address}ask); stop with Ctrl-C", flush=True)

@@ -1,0 +1,232 @@
+"""Choose what to train on: grasp select, mix, distil, apply."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+import grasp
+from grasp.cli.app import command, option, rare
+from grasp.cli.options import (
+    Art,
+    Cautious,
+    Diversity,
+    EnvironmentPath,
+    IdColumn,
+    OnlyTarget,
+    ProtocolFile,
+    Quiet,
+    RepeatWorth,
+    Split,
+    TargetWeights,
+    TextColumn,
+    TrainTokens,
+    beside,
+)
+from grasp.cli.progress import Watch
+from grasp.files import check_outputs, check_place
+from grasp.text import plain
+
+
+@command(
+    "grasp select art --budget 20% --target sciq --export kept",
+    "grasp select art --train-tokens 100B --target sciq=2,openbookqa=1 --out kept.parquet",
+    "grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet",
+    "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
+)
+def select(
+    art: Art,
+    budget: str | None = option(
+        "--budget AMOUNT",
+        "20%, 5000 (rows), 2Mtokens or 300documents, of the whole corpus. Default: the best for --train-tokens.",
+        None,
+    ),
+    target: TargetWeights = None,
+    train_tokens: TrainTokens = None,
+    export: Path | None = option(
+        "--export DIR", "New directory for the chosen rows: text, tokens, labels, ready to train on.", None
+    ),
+    out: Path | None = option("--out FILE", "Parquet of row ids, best first; summary and protocol beside it.", None),
+    left_out: Path | None = option(
+        "--left-out FILE", "The other rows, worst first, with labels and text: .parquet or .csv.", None
+    ),
+    by: str | None = option("--by LABEL", "Label that floors and caps speak of.", None),
+    floor: list[str] = option(
+        "--floor [VALUE:]AMOUNT", "At least so much of the budget, e.g. Games:5%; repeatable.", []
+    ),
+    cap: list[str] = option("--cap [VALUE:]AMOUNT", "At most so much of the budget, e.g. 10% of each; repeatable.", []),
+    environment: EnvironmentPath = None,
+    exclude: Path | None = rare("--exclude FILE", "Row_ids or doc_ids to leave out: text or Parquet.", None),
+    exclude_where: str | None = rare("--exclude-where EXPR", "Leave out rows with such labels.", None),
+    form: str = rare("--format", "Of the export: parquet, jsonl or datasets.", "parquet"),
+    documents: str | None = rare(
+        "--documents RULE",
+        "Export whole documents of which any, half or all was chosen. Default: exactly the rows.",
+        None,
+    ),
+    ids_out: Path | None = rare("--ids-out FILE", "List of these documents, one name a line.", None),
+    corpus: str | None = rare("--corpus PATH", "Where the corpus lies now. Default: where it was built from.", None),
+    protocol: ProtocolFile = None,
+    diversity: Diversity = None,
+    repeat_worth: RepeatWorth = 15.4,
+    cautious: Cautious = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose the rows that help the targets most.
+
+    They can be written as a corpus to train on.
+    """
+    from grasp.choose.selection import check_export
+
+    opened = grasp.open(art)
+    artifact = opened.files
+    reads = {"--exclude reads": exclude, "--protocol reads": protocol, "is the environment": environment}
+    if export is not None:
+        check_place(export)
+    outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
+    check_outputs(outputs, artifact.reads | reads)
+    if export is not None or documents or ids_out or corpus:
+        check_export(artifact, export, documents=documents, form=form, corpus=corpus, ids=ids_out)
+    with Watch(quiet=quiet) as watch:
+        selection = opened.select(
+            budget,
+            target,
+            train_tokens=train_tokens,
+            by=by,
+            floor=floor,
+            cap=cap,
+            exclude=exclude,
+            exclude_where=exclude_where,
+            protocol=protocol,
+            diversity=diversity,
+            repeat_worth=repeat_worth,
+            runs=environment,
+            cautious=cautious,
+            progress=watch,
+        )
+    print(selection)
+    if out is not None:
+        print(f"{selection.save(out)}: rows, best first; beside it {out.stem}.json, for grasp report --selection")
+    if left_out is not None:
+        print(f"{left_out}: the {selection.write_left_out(left_out):,} rows that are left out, worst first")
+    if export is not None:
+        say: Callable[[str], None] = lambda line: print(plain(line))  # noqa: E731
+        print(selection.export(export, documents=documents, format=form, corpus=corpus, ids=ids_out, say=say))
+
+
+@command(
+    "grasp mix art --by topic --target sciq",
+    "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
+    "grasp mix art --by source --train-tokens 100B --environment dev --weights weights.parquet",
+)
+def mix(
+    art: Art,
+    by: str = option("--by LABEL", "Label whose values are mixed."),
+    target: TargetWeights = None,
+    floor: list[str] = option(
+        "--floor [VALUE:]SHARE", "At least so much of the mixture, e.g. Games:5%; 0% lets a value go; repeatable.", []
+    ),
+    cap: list[str] = option("--cap [VALUE:]SHARE", "At most so much of the mixture, e.g. 20% of each; repeatable.", []),
+    max_repeat: float = option(
+        "--max-repeat TIMES", "No row is seen more often; a value keeps 1/TIMES of its share.", 4.0
+    ),
+    train_tokens: TrainTokens = None,
+    environment: EnvironmentPath = None,
+    out: Path | None = option("--out FILE", "Parquet of the mixture; its summary and protocol beside it.", None),
+    distance: str | None = rare("--distance SHARE", "Move at most so much of the data between values, e.g. 30%.", None),
+    weights: Path | None = rare(
+        "--weights FILE", "Parquet of subset_id, row_id, weight, as grasp predict --subsets reads it.", None
+    ),
+    protocol: ProtocolFile = None,
+    diversity: Diversity = None,
+    repeat_worth: RepeatWorth = 15.4,
+    cautious: Cautious = False,
+) -> None:
+    """Find the shares of a label's values that help the targets most.
+
+    The amount of data stays the same.
+    """
+    opened = grasp.open(art)
+    reads = {"--protocol reads": protocol, "is the environment": environment}
+    check_outputs({**beside("--out", out), "--weights": weights}, opened.files.reads | reads)
+    mixture = opened.mix(
+        by,
+        target,
+        floor=floor,
+        cap=cap,
+        distance=distance,
+        max_repeat=max_repeat,
+        train_tokens=train_tokens,
+        protocol=protocol,
+        diversity=diversity,
+        repeat_worth=repeat_worth,
+        runs=environment,
+        cautious=cautious,
+    )
+    print(mixture)
+    if out is not None:
+        print(f"{mixture.save(out)}: the shares; beside it {out.stem}.json, for grasp report --mixture")
+    if weights is not None:
+        mixture.write_weights(weights)
+        print(f"{weights}: the rows and their weights, for grasp predict --subsets")
+
+
+@command(
+    "grasp distil art --target sciq --out scorer",
+    "grasp info scorer",
+)
+def distil(
+    art: Art,
+    target: OnlyTarget = None,
+    out: Path = option("--out DIR", "New directory for the scorer."),
+    rows: int | None = option(
+        "--rows N",
+        "Learn from so many rows, drawn at random: 10,000 take a minute. Default: all, up to 12 MB of text.",
+        None,
+    ),
+    protocol: ProtocolFile = None,
+    seed: int = rare("--seed", "Of the draw and of the folds.", 0),
+    quiet: Quiet = False,
+) -> None:
+    """Learn to score text alone, for corpora that no model reads.
+
+    The scorer guesses a row's relevance from its spelling. It says how well it does on rows that it has not seen.
+    """
+    with Watch(quiet=quiet) as watch:
+        result = grasp.open(art).distil(target, out, protocol=protocol, rows=rows, seed=seed, progress=watch)
+    print(result)
+
+
+@command(
+    "grasp apply scorer --corpus crawl.parquet --out scored",
+    "grasp apply scorer --corpus s3://bucket/crawl --out scored --workers 16 --keep 20%",
+)
+def apply(
+    scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory that grasp distil wrote."),
+    corpus: str = option("--corpus PATH", "Parquet, JSONL, a directory or a URL of either."),
+    out: Path = option("--out DIR", "Directory for the scores; the same again goes on."),
+    keep: str | None = option("--keep AMOUNT", "Copy the best documents to DIR/kept: 20%, or a number of them.", None),
+    workers: int = option("--workers N", "Processes that share the files of the corpus.", 1),
+    text_column: TextColumn = None,
+    id_column: IdColumn = None,
+    split: Split = None,
+    quiet: Quiet = False,
+) -> None:
+    """Score every document of a corpus with a scorer, without a model.
+
+    Writes Parquet with the documents' names and scores: standard deviations of relevance, 0 is the average row that
+    the scorer learned from. A run that was cut off goes on when it is started again.
+    """
+    with Watch(quiet=quiet) as watch:
+        result = grasp.apply(
+            scorer,
+            corpus,
+            out,
+            keep=keep,
+            split=split,
+            text_column=text_column,
+            id_column=id_column,
+            workers=workers,
+            progress=watch,
+        )
+    print(result)

@@ -1,0 +1,338 @@
+"""Start: grasp demo, build, merge, info, verify, fit-head."""
+
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import grasp
+from grasp.cli.app import command, option, rare
+from grasp.cli.console import show
+from grasp.cli.options import Address, Assignments, ConfigFile, IdColumn, Quiet, Split, TextColumn, cluster, merged
+from grasp.cli.progress import Watch
+from grasp.dotted import leaf, require
+from grasp.errors import SettingsError
+from grasp.files import check_outputs
+from grasp.settings import FitSettings
+from grasp.text import json_text, plain, size_text, skipped_text
+from grasp.yaml_files import validated
+
+if TYPE_CHECKING:
+    from grasp.artifact.inspection import ArtifactInfo
+
+
+@command("grasp demo --out demo-out")
+def demo(
+    out: Path = option("--out DIR", "Directory for everything the demo makes.", Path("demo-out")),
+    quiet: Quiet = False,
+) -> None:
+    """Everything from a corpus to a report, small, on real text.
+
+    A few minutes on two cores; a second run reuses what is there.
+    """
+    begun = time.monotonic()
+    from grasp.demo import make, tell
+
+    print("12 sources of text, some 10,000 passages. A small model is trained on them here, from scratch;")
+    print("then it reads them once more. That one pass is all that GRASP needs.")
+    with Watch(quiet=quiet) as watch:
+        made = make(out, watch)
+    tell(made, print)
+    art = shlex.quote(str(made.artifact_path))
+    print(f"Done in {time.monotonic() - begun:.0f} s. Everything lies in {out}. Ask it something yourself:")
+    print(f"  grasp predict {art} --drop \"source = 'gsm8k'\"")
+    print(f"  grasp predict {art} --by domain --target openbookqa")
+    print(f"  grasp score {art} --target commonsense_qa --top 20 --min-tokens 32")
+
+
+@command(
+    "grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
+    "grasp build --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
+    "grasp build --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
+    "grasp build --resume --out art",
+    "grasp build --config art/run.yaml --out s3://bucket/art",
+    "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
+    "            --targets trusted.parquet --out art",
+)
+def build(
+    out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
+    model: str | None = option("--model DIR", "Checkpoint that reads the corpus: a directory or a hub name.", None),
+    corpus: str | None = option(
+        "--corpus FILE",
+        "Texts, conversations or token ids: Parquet, JSONL, a directory of them, a `datasets` directory, a hub "
+        "name or a URL.",
+        None,
+    ),
+    targets: list[str] = option(
+        "--targets NAMES",
+        "What the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl), separated by "
+        "commas; repeatable.",
+        [],
+    ),
+    text_column: TextColumn = None,
+    id_column: IdColumn = None,
+    split: Split = None,
+    max_length: int | None = option(
+        "--max-length N",
+        "Tokens of the longest row; longer documents become several. Default: what the model reads, at most 2048.",
+        None,
+    ),
+    limit: int | None = option("--limit N", "Read only the first N documents, for a quick look.", None, min=1),
+    resume: bool = rare("--resume", "Go on with a build that was cut off, with its settings.", False),
+    untrained: bool = rare("--untrained", "Go on although the model predicts no better than chance.", False),
+    tokenizer: str | None = rare("--tokenizer DIR", "The model's tokenizer. Default: the one in its directory.", None),
+    add_target: str | None = rare("--add-target NAMES", "Add targets to a finished artifact.", None),
+    keep_features: bool | None = rare(
+        "--keep-features/--no-keep-features",
+        "Keep what --add-target needs, so that it runs no model; 2 to 6 kB a token.",
+        None,
+    ),
+    like: str | None = rare(
+        "--like ART", "Take the moments of this artifact, so that grasp merge can join the two.", None
+    ),
+    match: str | None = rare(
+        "--match KIND", "How rows are compared with answers: pooled, token or both. Default: both.", None
+    ),
+    dtype: str | None = rare(
+        "--dtype TYPE", "float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.", None
+    ),
+    config: ConfigFile = None,
+    assign: Assignments = [],
+    engine: str = rare("--engine KIND", "local: this process; ray: a Ray cluster.", "local"),
+    workers: int | None = rare(
+        "--workers N", "Workers of the cluster. Default: one for each GPU, or each core where it has none.", None, min=1
+    ),
+    address: Address = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a model once over a corpus and write an artifact.
+
+    The same command goes on where it was cut off.
+
+    The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
+    """
+    from grasp.extract.build import add_targets, split_names
+    from grasp.extract.build import build as run
+
+    flags = {
+        "model.path": model,
+        "model.tokenizer": tokenizer,
+        "model.dtype": dtype,
+        "corpus.path": corpus,
+        "corpus.split": split,
+        "corpus.text_column": text_column,
+        "corpus.row_id_column": id_column,
+        "corpus.max_length": max_length,
+        "corpus.limit": limit,
+        "targets.names": [name for text in targets for name in split_names(text)] or None,
+        "features.match": match,
+        "keep_features": keep_features,
+        "like": like,
+    }
+    data = merged(config, assign, flags)
+    if add_target is not None:
+        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
+        _refuse_idle(idle | {"--untrained": untrained}, "--add-target, which runs in this process on what is finished")
+        with Watch(quiet=quiet) as watch:
+            source = add_targets(out, add_target, settings=data, progress=watch)
+        _say_added(out, add_target, source)
+        return
+    if engine == "local":
+        _refuse_idle({"--workers": workers}, "--engine local; say --engine ray")
+    spec = cluster(engine, workers, address, leaf(data, "model.threads"))
+    with Watch(quiet=quiet) as watch:
+        artifact = run(out=out, settings=data, resume=resume, untrained=untrained, cluster=spec, progress=watch)
+    _say(out, artifact.path)
+
+
+def _refuse_idle(flags: dict[str, Any], beside: str) -> None:
+    given = [flag for flag, value in flags.items() if value]
+    if given:
+        raise SettingsError(f"{', '.join(given)}: no meaning with {beside}; leave it out")
+
+
+def _say(out: str, path: Path) -> None:
+    """What was built and what to do with it."""
+    from grasp.artifact.inspection import info
+    from grasp.artifact.remote import remote_url
+
+    done: ArtifactInfo = info(remote_url(out) or path)
+    units = sum(done.targets.values())
+    print(
+        f"{out}: {done.n_rows:,} rows x {units:,} units ({', '.join(done.targets)}), "
+        f"{size_text(done.bytes_total)}, {done.bytes_per_row:,.0f} bytes a row"
+    )
+    if done.skipped["rows"]["counts"]:
+        print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
+    score = ["grasp", "score", out, "--target", next(iter(done.targets)), "--top", "10", "--min-tokens", "32"]
+    print(f"next: {shlex.join(score)}")
+
+
+def _say_added(out: str, added: str, source: str) -> None:
+    from grasp.artifact.reader import ArtifactReader
+
+    done = {
+        "kept features": f"added {added} from the features that were kept",
+        "pass": f"added {added} by a pass over the corpus",
+        "there already": f"{added} is there already, with the same units; nothing was done",
+    }
+    print(f"{out}: {done[source]}; targets now: {', '.join(ArtifactReader.open(out).targets)}")
+
+
+@command(
+    "grasp build --model ./ckpt --corpus news --targets sciq --out news-art",
+    "grasp build --model ./ckpt --corpus code --targets sciq --like news-art --out code-art",
+    "grasp merge news-art code-art --out art",
+)
+def merge(
+    parts: list[str] = typer.Argument(..., metavar="ART", help="Two or more artifacts, in the order of the rows."),
+    out: Path = option("--out DIR", "New directory for the artifact."),
+    quiet: Quiet = False,
+) -> None:
+    """Join artifacts that were built on different sources.
+
+    They must have the same model, features, moments and targets: build the later ones with --like. Texts stay with the
+    parts: ask those for explain and select --export.
+    """
+    with Watch(quiet=quiet) as watch:
+        done = grasp.merge(parts, out, progress=watch)
+    print(f"{out}: {len(done):,} rows of {len(parts)} parts x {', '.join(done.targets)}")
+
+
+@command("grasp info art")
+def info(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact; or a scorer."),
+    as_json: bool = option("--json", "Everything, as JSON.", False),
+) -> None:
+    """Print what is in an artifact, or how good a scorer is."""
+    from grasp.artifact.inspection import info as describe
+    from grasp.artifact.remote import remote_url
+    from grasp.choose.scorer import is_scorer, read_card
+    from grasp.errors import ArtifactError
+    from grasp.files import kind_of
+
+    if is_scorer(path):
+        card = read_card(path)
+        print(json_text(card.model_dump(mode="json")) if as_json else card)
+        return
+    try:
+        found = describe(path)
+    except ArtifactError as err:
+        if remote_url(path) is not None or kind_of(path) != "nothing":
+            raise
+        raise ArtifactError(f"{err}; a scorer is there once `grasp distil` has ended") from err
+    if as_json:
+        print(json_text(found.to_dict()))
+        return
+    state = "complete" if found.complete else f"{found.finished_shards} of {found.n_shards} shards finished"
+    print(
+        f"{found.path}: {state}, format {found.format_version}, {found.n_rows:,} rows, {size_text(found.bytes_total)}"
+    )
+    for name, value in {**found.made_by, **{f"{key} fingerprint": v for key, v in found.fingerprints.items()}}.items():
+        print(f"  {name}: {value}")
+    print("targets: " + ", ".join(f"{name} ({units} units)" for name, units in found.targets.items()))
+    show(
+        "arrays",
+        ("array", "dtype", "shape", "size", "bytes a row"),
+        [
+            (a.name, a.dtype, f"{a.shape[0]} x {a.shape[1]}", size_text(a.bytes), f"{a.bytes_per_row:.0f}")
+            for a in found.arrays
+        ],
+    )
+    rest = ", ".join(f"{kind} {size_text(size)}" for kind, size in found.bytes.items() if kind != "arrays")
+    print(f"beside the arrays: {rest}; {found.bytes_per_row:,.0f} bytes a row in all")
+    if counts := found.skipped.get("rows", {}).get("counts"):
+        print(f"left out: {skipped_text(counts)}")
+    if found.extension_in_progress is not None:
+        print(f"targets are being added: {found.extension_in_progress} finished")
+
+
+@command("grasp verify art")
+def verify(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact; or a scorer."),
+) -> None:
+    """Compare every file of an artifact with its checksum, or of a scorer.
+
+    Exit code 1 if anything is broken; every broken file is named.
+    """
+    from grasp.artifact.inspection import verify as check
+    from grasp.choose.scorer import Scorer, is_scorer
+    from grasp.errors import ArtifactError
+
+    if is_scorer(path):
+        try:
+            Scorer.open(path)  # reads and compares all of it
+        except ArtifactError as err:
+            print(f"broken: {err}")
+            raise typer.Exit(code=1) from err
+        print(f"{path}: scorer, all whole")
+        return
+    report = check(path)
+    for problem in report.problems:
+        print(f"broken: {problem}")
+    what = "artifact" if report.complete else "unfinished artifact"
+    verdict = "all whole" if report.ok else f"{len(report.problems)} broken"
+    print(f"{report.path}: {what}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
+    if not report.ok:
+        raise typer.Exit(code=1)
+
+
+REQUIRED = {
+    "--model": ("model.path",),
+    "--corpus": ("corpus.path",),
+    "--head": ("model.classifier.head",),
+}
+LISTED = 20  # images that are left out, by name
+
+
+@command(
+    "grasp fit-head --model resnet18.pth --factory torchvision.models:resnet18 --head fc \\\n"
+    "               --corpus images.parquet --out head.safetensors",
+    "grasp fit-head --model net.pth --factory net.py:Net --head fc --corpus photos/ --out head.safetensors",
+    "grasp fit-head --model ./vit --head classifier --corpus photos/ --out head.safetensors",
+)
+def fit_head(
+    out: Path = option("--out", "File of the fitted head, .safetensors."),
+    model: str | None = option("--model", "Checkpoint of an image classifier, or file of weights.", None),
+    factory: str | None = option("--factory", "What makes the module: package.module:name or FILE.py:name.", None),
+    head: str | None = option("--head", "Dotted name of the linear output layer that is replaced.", None),
+    corpus: str | None = option("--corpus", "Parquet, JSONL, a directory with a folder a class.", None),
+    decay: float = option("--decay", "Weight decay, in units of the mean feature variance.", 0.1, min=0),
+    config: ConfigFile = None,
+    assign: Assignments = [],
+    quiet: Quiet = False,
+) -> None:
+    """Fit the output layer of a classifier to images.
+
+    For a backbone that does not have the classes of the corpus.
+
+    Then build with --set model.classifier.fitted_head=FILE.
+    """
+    if out.suffix != ".safetensors":
+        raise SettingsError(f"--out: got {out}, expected the name of a .safetensors file")
+    flags = {
+        "model.path": model,
+        "model.classifier.factory": factory,
+        "model.classifier.head": head,
+        "corpus.path": corpus,
+    }
+    data = merged(config, assign, flags)
+    require(data, REQUIRED, "fit-head")
+    settings = validated(FitSettings, data, "settings")
+    read = {"is the corpus": settings.corpus.path, "is the model": settings.model.path, "--config reads": config}
+    check_outputs({"--out": out}, read)
+    from grasp.extract.fit_head import fit_head as fit
+
+    with Watch(quiet=quiet) as watch:
+        done = fit(settings.model, settings.corpus, out, decay=decay, progress=watch)
+    print(
+        f"{out}: {len(done.classes)} classes, fitted to {done.n_images:,} images: accuracy on them "
+        f"{done.accuracy:.1%}, loss {done.loss:.3f} nats"
+    )
+    for reason, count in done.left_out.counts.items():
+        listed = [plain(name) for name in done.left_out.ids[reason][:LISTED]]
+        more = f" and {count - len(listed):,} more" if count > len(listed) else ""
+        print(f"left out: {skipped_text({reason: count})}: {', '.join(listed)}{more}")
+    print(f"next: grasp build --set {shlex.quote(f'model.classifier.fitted_head={out}')} ...")
