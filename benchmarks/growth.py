@@ -35,12 +35,12 @@ from grasp.predict.families import parse_family
 from grasp.predict.label_slices import label_slices
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.ranking import score
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slice_effects import slice_effects
 from grasp.predict.slices import LabelTable
-from grasp.predict.tables import prediction_table
 from grasp.report.verb import report
+from grasp.verbs.predict import prediction_table
+from grasp.verbs.score import score
 
 SHARD_ROWS, LABELS = 16_384, 24
 SUBSET_ROWS = 1_000

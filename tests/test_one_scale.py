@@ -13,14 +13,14 @@ from grasp.choose.select import select
 from grasp.predict.label_slices import label_slices
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol, save_protocol
-from grasp.predict.ranking import score
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
-from grasp.predict.verb import predict
 from grasp.predict.weights import SliceShares
 from grasp.report.ask import Ask
 from grasp.report.serve import answered
+from grasp.verbs.predict import predict
+from grasp.verbs.score import score
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import succeed
 from tests.extract.world import world

@@ -11,8 +11,8 @@ from scipy.stats import rankdata, spearmanr
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
-from grasp.predict.ranking import score
 from grasp.settings import BuildSettings, build_settings
+from grasp.verbs.score import score
 
 PAGES = Path(__file__).parents[2] / "shared" / "data" / "cc_weborganizer.parquet"
 DOCUMENTS = 200

@@ -3,7 +3,7 @@
 Nothing here computes: each verb is one function of the room that knows how. Heavy modules are imported inside verbs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from grasp.text import plain, size_text, text_table
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import pyarrow as pa
-
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
     from grasp.audit.detect import detect as _detect
@@ -25,19 +22,12 @@ if TYPE_CHECKING:
     from grasp.choose.distil import distil as _distil
     from grasp.choose.mixture import mix as _mix
     from grasp.choose.select import select as _select
-    from grasp.extract.progress import Progress
-    from grasp.predict.protocol import ScoringProtocol
-    from grasp.predict.ranking import RankedRows
-    from grasp.predict.verb import Prediction
     from grasp.report.serve import serve as _serve
     from grasp.report.verb import report as _report
     from grasp.results import Result
-    from grasp.runs.environment import Environment
-    from grasp.runs.table import RunTable
+    from grasp.verbs.predict import predict as _predict
+    from grasp.verbs.score import score as _score
 
-    Place = Path | str
-    Protocol = ScoringProtocol | Path | str | None
-    Runs = Environment | RunTable | Path | str | None
     P = ParamSpec("P")
     R = TypeVar("R")
 
@@ -68,7 +58,7 @@ class Artifact:
         self.files = files
 
     @classmethod
-    def open(cls, path: "Place") -> Self:
+    def open(cls, path: Path | str) -> Self:
         """Open a directory, or a URL whose files are fetched as they are needed.
 
         Raises:
@@ -123,106 +113,11 @@ class Artifact:
     def _target_lines(self) -> list[tuple[str, str]]:
         return [(plain(name), f"{units:,}") for name, units in self.targets.items()]
 
-    # ------------------------------------------------------------------------------- what is it worth
-
-    def score(
-        self,
-        target: str | None = None,
-        *,
-        top: int | None = None,
-        bottom: int = 0,
-        where: str | None = None,
-        unit: str | None = None,
-        min_tokens: int = 0,
-        match: str | None = None,
-        labels: str | Sequence[str] | None = None,
-        protocol: "Protocol" = None,
-        method: str | None = None,
-        method_settings: "Place | None" = None,
-        checkpoints: "Sequence[Place]" = (),
-        runs: "Runs" = None,
-        cache: "Place | None" = None,
-        out: "Place | None" = None,
-        progress: "Progress | None" = None,
-    ) -> "RankedRows":
-        """Rows by what they teach a target, best first. See `grasp.predict.ranking.score`.
-
-        Args:
-            method: rank by a published method, e.g. bm25. The following are for it: a file of its settings, the
-                checkpoints or the runs that some look at, where scores are kept (None: in the artifact).
-        """
-        from grasp.predict.ranking import score
-        from grasp.runs.method_scores import method_scorer
-
-        scorer = method_scorer(
-            self.files,
-            method,
-            settings=None if method_settings is None else Path(method_settings),
-            runs=runs,
-            checkpoints=[Path(place) for place in checkpoints],
-            cache=None if cache is None else Path(cache),
-            progress=progress,
-        )
-        return score(
-            self.files,
-            target,
-            top=top,
-            bottom=bottom,
-            where=where,
-            unit=unit,
-            min_tokens=min_tokens,
-            match=match,
-            labels=labels,
-            protocol=protocol,
-            method=scorer,
-            out=None if out is None else Path(out),
-        )
-
-    def predict(
-        self,
-        *,
-        drop: str | None = None,
-        keep: str | None = None,
-        weight: Mapping[str, float] | None = None,
-        by: str | None = None,
-        subsets: "Place | pa.Table | pd.DataFrame | Mapping[str, Sequence[str]] | None" = None,
-        omitted: bool = False,
-        family: str | None = None,
-        count: int = 100,
-        seed: int = 0,
-        target: str | Sequence[str] | None = None,
-        protocol: "Protocol" = None,
-        runs: "Runs" = None,
-        components: bool = False,
-        units: bool = False,
-        out: "Place | None" = None,
-    ) -> "Prediction":
-        """What happens to the targets if rows are kept, dropped or re-weighted. See `grasp.predict.verb.predict`."""
-        from grasp.predict.verb import predict
-        from grasp.runs.learning import learning_from
-
-        return predict(
-            self.files,
-            drop=drop,
-            keep=keep,
-            weight=weight,
-            by=by,
-            subsets=subsets,
-            omitted=omitted,
-            family=family,
-            count=count,
-            seed=seed,
-            target=target,
-            protocol=protocol,
-            runs=learning_from(self.files, runs),
-            components=components,
-            units=units,
-            out=None if out is None else Path(out),
-        )
-
-    # ------------------------------ what to take, what should not be there, how far to trust it, all on one page
+    # -------------------- what is it worth, what to take, what should not be there, how far to trust it, on one page
 
     if TYPE_CHECKING:
+        score = _typed(_score)
+        predict = _typed(_predict)
         explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
@@ -233,6 +128,8 @@ class Artifact:
         report = _typed(_report)
         serve = _typed(_serve)
     else:
+        score = _Verb("grasp.verbs.score")
+        predict = _Verb("grasp.verbs.predict")
         explain = _Verb("grasp.audit.explain")
         select = _Verb("grasp.choose.select")
         mix = _Verb("grasp.choose.mixture")

@@ -24,7 +24,7 @@ from grasp.features.whitening import Whitener
 from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import score
+from grasp.verbs.score import score
 from tests.cli.grasp_command import refused, run, succeed
 from tests.extract.world import world, write_checkpoint
 from tests.says import says

@@ -19,7 +19,7 @@ from grasp.choose.objective import Objective
 from grasp.choose.repetition import effective_tokens
 from grasp.choose.select import select
 from grasp.errors import ProtocolError, SettingsError
-from grasp.predict.ranking import score
+from grasp.verbs.score import score
 from tests.choose.world import World, best_subset, changes, planted, predictor_of, protocol
 
 GEOMETRY = {"joint.pair": -0.25, "hidden.cent": -0.1, "product.raw": -0.1}

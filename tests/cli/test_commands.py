@@ -20,7 +20,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import Calibration, load_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
-from grasp.predict.tables import prediction_table
+from grasp.verbs.predict import prediction_table
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.extract.world import write_targets

@@ -9,7 +9,7 @@ import pytest
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.ranking import score
+from grasp.verbs.score import score
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.extract.world import TOPICS
 

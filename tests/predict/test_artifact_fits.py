@@ -10,10 +10,10 @@ from grasp.errors import ProtocolError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import score
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
-from grasp.predict.tables import prediction_table
+from grasp.verbs.predict import prediction_table
+from grasp.verbs.score import score
 from tests.predict.source import FakeSource
 
 FAKE = FakeSource(columns={"topic": [["a", "b", None][i % 3] for i in range(40)]})

@@ -10,7 +10,7 @@ from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.tables import prediction_table
+from grasp.verbs.predict import prediction_table
 from tests.predict.source import FakeSource
 
 COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5}

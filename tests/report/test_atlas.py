@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.predict.ranking import score
+from grasp.verbs.score import score
 from tests.cli.grasp_command import refused, succeed
 from tests.report.world import HOSTILE, write_artifact
 

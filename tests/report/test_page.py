@@ -17,16 +17,15 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import explain
 from grasp.extract.local import build
-from grasp.predict.intervals import measures
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.verb import predict
 from grasp.predict.weights import SliceShares
 from grasp.report import payload
 from grasp.report.findings import MIN_TOKENS, Question, findings
 from grasp.report.page import render
 from grasp.runs.environment import Environment
-from grasp.runs.learning import learn
+from grasp.runs.learning import learn, measures
+from grasp.verbs.predict import predict
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.extract import world as extract_world

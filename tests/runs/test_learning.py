@@ -16,10 +16,10 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.predict.verb import predict
 from grasp.runs.imported import row_weights, runs_beside
-from grasp.runs.learning import learn, learning_curve, learning_from
+from grasp.runs.learning import learn, learning_curve
 from grasp.runs.table import RunTable
+from grasp.verbs.predict import predict
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 PROTOCOL = ScoringProtocol(name="p")
@@ -156,7 +156,7 @@ def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
 )
 def test_columns_are_called_by_the_metric(artifact, metric, options, unit):
     runs, _ = imported(metric=metric, **options)
-    table = predict(artifact, by="topic", protocol=PROTOCOL, target="sciq", runs=learning_from(artifact, runs)).table
+    table = predict(artifact, by="topic", protocol=PROTOCOL, target="sciq", runs=runs).table
     assert table.column_names[-3:] == [unit, f"{unit}_low", f"{unit}_high"]
 
 

@@ -24,7 +24,6 @@ from grasp.choose.climb import climb
 from grasp.choose.quadratic_program import Programme
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.families import dirichlet_shares
-from grasp.predict.intervals import COVERAGE
 from grasp.predict.label_slices import label_slices
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
@@ -35,7 +34,7 @@ from grasp.runs.covariance import Features
 from grasp.runs.environment import Environment
 from grasp.runs.imported import row_weights
 from grasp.runs.learned import Learned
-from grasp.runs.learning import learn_features
+from grasp.runs.learning import COVERAGE, learn_features
 from grasp.runs.readers import read_mixtures
 from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, any_runs
 from grasp.runs.verbs import Opened

@@ -16,17 +16,17 @@ from grasp.choose.limits import I64
 from grasp.choose.records import write_with_summary
 from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
-from grasp.predict.intervals import Expectation, Outside, measures
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import F64, row_tokens
-from grasp.predict.verb import notes
 from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.learning import learning_from
+from grasp.runs.imported import runs_beside
+from grasp.runs.learning import Expected, Outside, learn, measures
 from grasp.runs.table import RunTable
 from grasp.text import text_table
+from grasp.verbs.predict import notes
 
 Asked = TypeVar("Asked")  # what subsets are given by
 
@@ -99,7 +99,7 @@ class Aim:
     effect_N: F64  # of every row, weighed over the targets
     tokens_N: I64
     training: Training
-    intervals: Expectation | None
+    intervals: Expected | None
 
     @classmethod
     def of(
@@ -111,13 +111,14 @@ class Aim:
         runs: Environment | RunTable | Path | str | None = None,
     ) -> Self:
         """Read the relevance of the rows, once."""
-        fit = learning_from(artifact, runs)
-        sketches = () if fit is None else measures(artifact.array_names)
+        beside = None if runs is None else runs_beside(artifact, runs)
+        sketches = () if beside is None else measures(artifact.array_names)
         predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         effect_N = np.asarray(predictor.effect_NT @ weights_T, dtype=np.float64)
         bound = training.of_corpus(int(tokens_N.sum()))
-        return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, None if fit is None else fit(predictor))
+        learned = None if beside is None else learn(predictor, artifact, beside)
+        return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, learned)
 
     def value(self, sums: SubsetSums, tokens_B: F64 | I64) -> F64:
         """Weighted change of subsets with so many tokens, what repetition leaves of it, (B,)."""

@@ -35,11 +35,11 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import SHORT, ranked, short_rows
 from grasp.predict.row_arrays import label_column, row_documents
 from grasp.predict.slices import LabelTable
-from grasp.predict.verb import share
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.text import several
+from grasp.verbs.predict import share
 
 SUBSET = "selection"
 SHORT_SHARE = 0.01  # of short rows: worth a word

@@ -59,7 +59,7 @@ def predict(
 
     The change against the whole corpus, 0 = the corpus, higher is better.
     """
-    from grasp.predict.verb import parse_weights
+    from grasp.verbs.predict import parse_weights
 
     weights = parse_weights(weight, "--weight")
     artifact = grasp.open(art)

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.predict.intervals import OUTSIDE
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report import views
 from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
 from grasp.report.texts import interval, number, signed
+from grasp.runs.learning import OUTSIDE
 from grasp.text import LONGEST_CELL, different, plain
 
 View = dict[str, Any]

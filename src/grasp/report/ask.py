@@ -17,13 +17,12 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import Explainer
 from grasp.audit.explain_images import ImageExplanation
 from grasp.choose.select import select
-from grasp.predict.ranking import score
-from grasp.predict.verb import parse_weights, predict
 from grasp.results import Result
 from grasp.runs.environment import Environment
-from grasp.runs.learning import learning_from
 from grasp.runs.table import RunTable
 from grasp.text import json_text, printable
+from grasp.verbs.predict import parse_weights, predict
+from grasp.verbs.score import score
 
 P = ParamSpec("P")
 Answer = dict[str, Any]
@@ -76,10 +75,10 @@ class Ask:
             target: one target, e.g. sciq; none: all.
         """
         weights = parse_weights(weight or [], "weight")
-        runs = learning_from(self.artifact, self._runs)
-        return _table(
-            predict(self.artifact, drop=drop, keep=keep, by=by, weight=weights or None, target=target, runs=runs)
+        found = predict(
+            self.artifact, drop=drop, keep=keep, by=by, weight=weights or None, target=target, runs=self._runs
         )
+        return _table(found)
 
     @_one_at_a_time
     def score(

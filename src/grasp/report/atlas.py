@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import own_directory, written_aside
-from grasp.predict.intervals import measures
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F32, F64
+from grasp.runs.learning import measures
 
 MARKER = ".grasp-atlas"
 FILE = "rows.parquet"

@@ -17,7 +17,6 @@ from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.intervals import measures
 from grasp.predict.label_slices import LabelSlices, label_slices, sensible_labels
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
@@ -33,7 +32,7 @@ from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
 from grasp.runs.compare import Agreement, agreement
 from grasp.runs.environment import Environment
-from grasp.runs.learning import Expected, LearningCurve, learn, learning_curve
+from grasp.runs.learning import Expected, LearningCurve, learn, learning_curve, measures
 from grasp.yaml_files import read_yaml, yaml_text
 
 BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth

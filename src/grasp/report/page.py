@@ -21,6 +21,7 @@ from grasp.report.findings import MIN_TOKENS, Findings, LabelFindings, Missing
 from grasp.report.payload import payload
 from grasp.report.suspects import suspects_view
 from grasp.report.texts import signed
+from grasp.runs.learning import COVERAGE
 from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, skipped_text
 
 jinja2 = require("jinja2", extra="report", feature="a report")
@@ -167,7 +168,7 @@ SECTIONS = (
 
 def _interval_note(found: Findings) -> str:
     if found.unit != found.plain_unit and not isinstance(found.nats, Missing):
-        return f"{found.nats.coverage:.0%} intervals, learned from retrained models."
+        return f"{COVERAGE:.0%} intervals, learned from retrained models."
     return (
         "95 % intervals over resamples of the target's questions: what other questions of the same kind would say, "
         "not how well predictions agree with retraining."

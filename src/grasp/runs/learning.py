@@ -5,7 +5,6 @@ Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.intervals import COVERAGE, FitIntervals, NatsTable
 from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import Kernel
@@ -32,9 +30,55 @@ from grasp.runs.table import RunTable
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
+COVERAGE = 0.9
+OUTSIDE = "outside of what the runs covered"
+NAMED = 3  # subsets in a sentence
 FAR = 1 + 1e-6
 COUNTS, DRAWS = (4, 8, 16, 32), 4  # runs of a learning curve, and how often so many are drawn
 LEFT_OUT = 12, 256  # runs that are ranked, at least and at most
+
+
+@dataclass(frozen=True, slots=True)
+class NatsTable:
+    """Change of realized utility of B subsets in nats a token, (B, T); nan where a target has no line."""
+
+    nats_BT: F64
+    low_BT: F64
+    high_BT: F64
+    outside: tuple[str, ...]  # for each subset: in which way it lies beyond the runs; empty: it does not
+    unit: str = "nats"  # nats a token, or the metric of the runs
+
+    @property
+    def columns(self) -> dict[str, F64]:
+        """By the names that they have in every table."""
+        return dict(zip(columns_of(self.unit), (self.nats_BT, self.low_BT, self.high_BT), strict=True))
+
+
+def columns_of(unit: str) -> tuple[str, str, str]:
+    """Columns of the expected change and its interval."""
+    return unit, f"{unit}_low", f"{unit}_high"
+
+
+class Outside:
+    """Counts, while predictions are made, the subsets that lie beyond what the runs covered."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._count = 0
+
+    def add(self, names: Sequence[str], nats: NatsTable) -> None:
+        """One block of subsets."""
+        found = [f"{name} ({words})" for name, words in zip(names, nats.outside, strict=True) if words]
+        self._count += len(found)
+        self._first += found[: NAMED - len(self._first)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence, if there is anything to say."""
+        if not self._count:
+            return ()
+        more = f" and {self._count - len(self._first):,} more" if self._count > len(self._first) else ""
+        return (f"{OUTSIDE}, so the interval is wider: {'; '.join(self._first)}{more}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +151,6 @@ class Expected:
     columns: Mapping[str, int]  # target -> its task among those learned
     runs: Features
     utility_RST: F64
-    coverage: float = COVERAGE
 
     def of(self, weights: Weights) -> NatsTable:
         """Change of subsets against the corpus; nan where a target has no runs."""
@@ -136,12 +179,12 @@ class Expected:
     def _change(self, features: Features, corpus: Features) -> tuple[F64, F64]:
         """Of the tasks learned: change against the corpus, and half of the interval."""
         mean_Bt, spread_Bt = self.learned.change(features, corpus)
-        return mean_Bt, self.learned.quantile(self.coverage) * spread_Bt
+        return mean_Bt, self.learned.quantile(COVERAGE) * spread_Bt
 
     def formula(self) -> dict[str, Any]:
         """What a page needs to compute the same by itself: see `Learned.formula`; `tasks` are those of the targets."""
         targets = self.known.predictor.targets
-        said = {"tasks": [self.columns.get(name) for name in targets], "quantile": self.learned.quantile(self.coverage)}
+        said = {"tasks": [self.columns.get(name) for name in targets], "quantile": self.learned.quantile(COVERAGE)}
         return said | self.learned.formula(_pick(self.known.corpus(), self._chosen))
 
     def terms(self, weights: Weights) -> dict[str, Any]:
@@ -190,14 +233,12 @@ def learning_curve(expected: Expected) -> LearningCurve | None:
     return LearningCurve(tuple([0, *counts][k] for k in known), rho_KDT.mean(axis=1), rho_KDT.std(axis=1, ddof=1))
 
 
-def learning_from(artifact: ArtifactReader, runs: Environment | RunTable | Path | str | None) -> FitIntervals | None:
-    """What learns from runs, or from the directory that holds them; None without them."""
-    return None if runs is None else partial(learn, artifact=artifact, runs=runs_beside(artifact, runs))
+def measures(array_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Sketches that a predictor should be prepared with, so that distances can be told."""
+    return tuple(half for half in ("hidden", "residual") if f"{half}_sketch" in array_names)
 
 
-def learn(
-    predictor: Predictor, artifact: ArtifactReader, runs: Environment | RunTable, *, coverage: float = COVERAGE
-) -> Expected:
+def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | RunTable | Path | str) -> Expected:
     """Learn from runs what a predictor's changes are in the runs' own unit.
 
     Raises:
@@ -218,14 +259,13 @@ def learn(
     unit, (measured, models) = environment.unit, environment.described
     return Expected(
         unit,
-        f"{unit}, {unit}_low, {unit}_high: change in {measured}, {coverage:.0%} interval, {models}",
+        f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
         tuple(_notes(predictor, scored, list(targets), _rise(features.relevance_BT, np.nanmean(utility_RST, axis=1)))),
         known,
         learn_features(features, utility_RST),
         {name: t for t, name in enumerate(targets)},
         features,
         utility_RST,
-        coverage,
     )
 
 

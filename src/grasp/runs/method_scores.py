@@ -15,17 +15,13 @@ from grasp.errors import SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import Weighting
-from grasp.predict.ranking import ScoreRows
 from grasp.predict.row_arrays import F32, Blocks
-from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
+from grasp.runs.configured import ConfiguredMethod
 from grasp.runs.contract import Account, MethodScores, RowMethod, SubsetMethod
 from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
 from grasp.runs.material import Material, Retrained
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
 from grasp.runs.scored import Scored
-from grasp.runs.table import RunTable
-from grasp.yaml_files import read_yaml
 
 CACHE = "baselines"  # inside the artifact
 ANY = ("", "any")  # the one column of scores that do not depend on the unit
@@ -172,14 +168,19 @@ class MethodRows:
             own: F32 = block.astype(np.float32)
             yield start, own[:, chosen] if own.shape[1] > 1 else np.repeat(own, len(chosen), axis=1)
 
+    def means(self, target: str) -> NDArray[np.float64]:
+        """Mean of the scores over the units of a target, (N,)."""
+        blocks = self.array_blocks(self.array_names[0], columns=self.unit_columns(target))
+        return np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])
+
 
 def method_rows(
     artifact: ArtifactReader,
     configured: ConfiguredMethod,
     *,
     environment: Environment | None = None,
-    checkpoints: Sequence[Path] = (),
-    cache: Path | None = None,
+    checkpoints: Sequence[Path | str] = (),
+    cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> MethodRows:
     """Score the rows by a method, unless that was done before.
@@ -193,48 +194,6 @@ def method_rows(
     if environment is not None:
         scored = Scored.of(environment, artifact)
         known = Retrained.of(scored, environment.utilities().of(*scored.renamed.values()))
-    material = Material(artifact, checkpoint_places=tuple(checkpoints), retrained=known, progress=progress or Silent())
-    return MethodRows(artifact, configured.label, scores(configured, material, cache))
-
-
-def method_scorer(
-    artifact: ArtifactReader,
-    method: str | None,
-    *,
-    settings: Path | None = None,
-    runs: Environment | RunTable | Path | str | None = None,
-    checkpoints: Sequence[Path] = (),
-    cache: Path | None = None,
-    progress: Progress | None = None,
-) -> ScoreRows | None:
-    """What ranks rows for a target by a published method: the mean of their scores over its units. None without one.
-
-    Args:
-        settings: YAML of settings of the method.
-    Raises:
-        SettingsError: no such method, or something is given that has no meaning with it.
-    """
-    looked_at = {"environment": runs is not None, "checkpoints": bool(checkpoints)}
-    if method is None:
-        given = looked_at | {"method_settings": settings is not None, "cache": cache is not None}
-        if idle := [name for name, is_given in given.items() if is_given]:
-            raise SettingsError(f"{', '.join(idle)}: no meaning without method; name one, or leave it out")
-        return None
-    if method == GRASP:
-        raise SettingsError("method: got grasp, whose relevance ranks without it; leave method out, see match")
-    configured = {} if settings is None else read_yaml(settings)
-    (chosen,) = configured_methods([method], configured, "method" if settings is None else str(settings))
-    for name, is_given in looked_at.items():
-        if is_given and name not in chosen.method.looks_at:
-            raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
-
-    environment = None if runs is None else runs_beside(artifact, runs)
-
-    def score(target: str) -> tuple[str, NDArray[np.float64]]:
-        rows = method_rows(
-            artifact, chosen, environment=environment, checkpoints=checkpoints, cache=cache, progress=progress
-        )
-        blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(target))
-        return chosen.label, np.concatenate([block.mean(axis=1, dtype=np.float64) for _, block in blocks])
-
-    return score
+    places, kept = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
+    material = Material(artifact, checkpoint_places=places, retrained=known, progress=progress or Silent())
+    return MethodRows(artifact, configured.label, scores(configured, material, kept))

@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import SettingsError
+from grasp.errors import SettingsError, ShapeError
+from grasp.files import written_aside
 from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
-from grasp.predict.intervals import Expectation, FitIntervals, Outside, measures
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictor import EFFECT_SIZE, Predictor
+from grasp.predict.predictor import EFFECT_SIZE, Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.predict.row_arrays import checked_targets, row_tokens
+from grasp.predict.row_arrays import F64, RowArrays, checked_targets, row_tokens
 from grasp.predict.slice_effects import SliceEffects, dropped_intervals, slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.predict.tables import metadata_of, prediction_table
-from grasp.results import Result
+from grasp.results import Result, write_table
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
+from grasp.runs.learning import Expected, Outside, columns_of, learn, measures
+from grasp.runs.table import RunTable
 from grasp.text import signed, text_table
 
 if TYPE_CHECKING:
@@ -95,10 +99,10 @@ def predict(
     seed: int = 0,
     target: str | Sequence[str] | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
-    runs: FitIntervals | None = None,
+    runs: Environment | RunTable | Path | str | None = None,
     components: bool = False,
     units: bool = False,
-    out: Path | None = None,
+    out: Path | str | None = None,
 ) -> Prediction:
     """Predict what a part of the corpus does to the targets: the change against the whole corpus, positive is better.
 
@@ -112,7 +116,7 @@ def predict(
         family: draw `count` subsets, e.g. uniform:0.5.
         target: one, or several; None: all.
         protocol: None: the one that ships.
-        runs: learns from runs what the changes are in nats a token.
+        runs: what they teach the changes to be in their own unit, e.g. nats a token, with intervals.
         components: the level, and what each part of the prediction adds.
         units: a line for every unit as well.
         out: Parquet file that the lines are written to while they are made; the result then shows the first.
@@ -121,6 +125,7 @@ def predict(
         SubsetError: an expression that is no condition, or tells no rows apart; subsets of other rows.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
     """
+    out, beside = None if out is None else Path(out), None if runs is None else runs_beside(artifact, runs)
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}
     _one_question(asked, idle | {"components": components and by is not None})
@@ -131,7 +136,7 @@ def predict(
     if by is not None:
         column = labels.column(by, "by")  # or it says what there is
         predictor = Predictor.of(artifact, chosen, targets, sketches=sketches)
-        return _by(artifact, predictor, column, None if runs is None else runs(predictor), out)
+        return _by(artifact, predictor, column, None if beside is None else learn(predictor, artifact, beside), out)
     if subsets is not None:
         blocks, headline = _listed(artifact, subsets, omitted), ""
     elif family is not None:
@@ -141,7 +146,7 @@ def predict(
     else:
         blocks, headline = _matched(labels, drop, keep)
     predictor = Predictor.of(artifact, chosen, targets, per_unit=units, components=components, sketches=sketches)
-    intervals, outside = None if runs is None else runs(predictor), Outside()
+    intervals, outside = None if beside is None else learn(predictor, artifact, beside), Outside()
     table = prediction_table(predictor, artifact, blocks, components=components, intervals=intervals, outside=outside)
     lines = None if out is None else table.write(out)
     held = table.read() if lines is None else table.schema.empty_table()
@@ -154,7 +159,7 @@ def predict(
     )
 
 
-def notes(predictor: Predictor, intervals: Expectation | None = None) -> tuple[str, ...]:
+def notes(predictor: Predictor, intervals: Expected | None = None) -> tuple[str, ...]:
     """What should be known of the numbers, and one line of where they come from."""
     found = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
@@ -267,7 +272,7 @@ def _subset_table(subsets: Any) -> pa.Table:
 
 
 def _by(
-    artifact: ArtifactReader, predictor: Predictor, column: LabelColumn, intervals: Expectation | None, out: Path | None
+    artifact: ArtifactReader, predictor: Predictor, column: LabelColumn, intervals: Expected | None, out: Path | None
 ) -> SlicePrediction:
     """Every value of a label; a file has room for all of them, a screen for the largest."""
     tokens_N = row_tokens(artifact)
@@ -305,7 +310,7 @@ def slice_table(
     slices: LabelSlices,
     effects: SliceEffects,
     bounds: tuple[NDArray[np.float64], NDArray[np.float64]] | None,
-    intervals: Expectation | None,
+    intervals: Expected | None,
 ) -> tuple[pa.Table, tuple[str, ...]]:
     """One line a value and target, the most useful first for each target, and what lies beyond the runs.
 
@@ -345,3 +350,130 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, float):
         return signed(value, 3 if name.startswith(OURS) else 4)  # realized utilities differ little
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------------- block by block
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionTable:
+    """Predictions of any number of subsets in bounded memory: tables made while they are read, so iterate once."""
+
+    schema: pa.Schema
+    tables: Iterator[pa.Table]
+
+    def read(self) -> pa.Table:
+        """All of it in memory."""
+        return pa.concat_tables([self.schema.empty_table(), *self.tables])
+
+    def write(self, path: Path | str) -> int:
+        """Write Parquet as it comes, or CSV; it appears only when whole. Returns the lines."""
+        path, lines = Path(path), 0
+        if path.suffix != ".parquet":
+            table = self.read()
+            write_table(table, path)
+            return int(table.num_rows)
+        with written_aside(path) as part, pq.ParquetWriter(part, self.schema, compression="zstd") as writer:
+            for table in self.tables:
+                writer.write_table(table)
+                lines += table.num_rows
+        return lines
+
+
+def prediction_table(
+    predictor: Predictor,
+    artifact: RowArrays,
+    blocks: Iterable[SubsetBlock],
+    *,
+    components: bool = False,
+    intervals: Expected | None = None,
+    outside: Outside | None = None,
+) -> PredictionTable:
+    """Predict subsets.
+
+    Args:
+        predictor: with units, a line for every unit stands below that of its task.
+        blocks: the retained sides, drawn or read lazily; one block is held at a time.
+        components: columns `level`, `part_*` (what each kernel and component adds; they add up to the change) and
+            `value_*` (geometry in natural units); the predictor was made with `components`.
+        intervals: columns nats, nats_low and nats_high, or by the metric of the runs; null for units.
+        outside: told of the subsets beyond what the runs covered.
+    Returns:
+        Columns subset_id, target[, unit_id], change and those asked for.
+    Raises:
+        ShapeError: subsets of a corpus with another number of rows.
+    """
+    expected = () if intervals is None else columns_of(intervals.unit)
+    schema, units = _schema(predictor, components=components, expected=expected), predictor.units
+
+    def tables() -> Iterator[pa.Table]:
+        for block in blocks:
+            if block.n_rows != predictor.n_rows:
+                raise ShapeError(f"subsets over {block.n_rows} rows for an artifact of {predictor.n_rows}")
+            sums = predictor.sums(block.weights)
+            change_BT = predictor.change_of(sums)
+            geometry = _geometry(predictor, sums) if components else {}
+            numbers = geometry | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
+            if intervals is not None:
+                nats = intervals.of(block.weights)
+                numbers |= nats.columns
+                if outside is not None:
+                    outside.add(block.subset_ids, nats)
+            if components:
+                kernels = predictor.kernel_parts(block.weights, sums.mass)
+                numbers |= {f"part_{name}": part_BT for name, part_BT in kernels.items()}
+            names = {"target": np.array(units.targets, dtype=object)}
+            yield _lines(schema, block.subset_ids, names, numbers)
+            if predictor.unit_level is not None:
+                change_BE = predictor.unit_change(block.weights, sums)
+                names = {
+                    "target": np.repeat(np.array(units.targets, dtype=object), units.counts_T),
+                    "unit_id": artifact.units.column("unit_id").to_numpy(zero_copy_only=False)[units.columns_E],
+                }
+                numbers = geometry | {"change": change_BE, "level": predictor.unit_level.whole_C + change_BE}
+                yield _lines(schema, block.subset_ids, names, numbers)
+
+    return PredictionTable(schema, tables())
+
+
+def _schema(predictor: Predictor, *, components: bool, expected: Sequence[str]) -> pa.Schema:
+    names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
+    numbers = ["change", *expected]
+    if components:
+        geometry = list(predictor.protocol.components)
+        numbers += ["level", *(f"part_{name}" for name in (*predictor.task_kernels, *geometry))]
+        numbers += [f"value_{name}" for name in geometry]
+    schema = pa.schema([(name, pa.string()) for name in names] + [(name, pa.float64()) for name in numbers])
+    return schema.with_metadata(metadata_of(predictor))
+
+
+def metadata_of(predictor: Predictor) -> dict[str, str]:
+    """What a file of predictions says of itself."""
+    return {"grasp.protocol": predictor.protocol.name, "grasp.provenance": predictor.provenance}
+
+
+def _geometry(predictor: Predictor, sums: SubsetSums) -> dict[str, F64]:
+    terms = predictor.geometry
+    if terms is None:
+        return {}
+    parts, values = terms.parts(sums.sketch, sums.mass), terms.values(sums.sketch, sums.mass)
+    return {f"part_{name}": part_B[:, None] for name, part_B in parts.items()} | {
+        f"value_{name}": value_B[:, None] for name, value_B in values.items()
+    }
+
+
+def _lines(
+    schema: pa.Schema, subset_ids: Sequence[str], names: Mapping[str, Any], numbers: Mapping[str, F64]
+) -> pa.Table:
+    """Lines at one level: subsets by columns, subsets slowest; what is not known there is null."""
+    shape = numbers["change"].shape
+    texts: dict[str, Any] = {"unit_id": np.full(shape[1], None), **names}
+    columns = {name: np.tile(values, shape[0]) for name, values in texts.items()}
+    columns["subset_id"] = np.repeat(np.array(subset_ids, dtype=object), shape[1])
+    arrays = [
+        pa.array(columns[field.name], field.type)
+        if field.name in columns
+        else pa.array(np.broadcast_to(numbers.get(field.name, np.float64(np.nan)), shape).reshape(-1), from_pandas=True)
+        for field in schema
+    ]
+    return pa.table(arrays, schema=schema)

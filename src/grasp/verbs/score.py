@@ -1,0 +1,186 @@
+"""Which rows teach a target most? The verb `score`: rows in the order that `select` takes them.
+
+A row's effect is its relevance to the target as the protocol counts it, mean 0 and standard deviation 1 over the rows:
+above 0 it helps more than the corpus does on average. Ordered once, whatever is asked.
+Shape letters: N rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.errors import SettingsError
+from grasp.extract.progress import Progress
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.ranking import SHORT, additive_predictor, ranked, ranked_table, short_rows, write_ranked
+from grasp.predict.row_arrays import only_target, row_tokens
+from grasp.predict.slices import LabelTable
+from grasp.results import Result
+from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
+from grasp.runs.method_scores import method_rows
+from grasp.runs.table import RunTable
+from grasp.text import several
+from grasp.yaml_files import read_yaml
+
+PRINTED = 100
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RankedRows(Result):
+    """The answer of `score`: rows in order, with their labels and the beginning of their text."""
+
+    by: str = "effect"  # what they are ordered by
+    shown: tuple[str, ...] = ()  # columns that are printed, in this order
+    lines: int = 0  # rows in all; `table` has none where they were written to a file
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        rows = self.table.slice(0, PRINTED).to_pylist()
+        names = ["text" if name == "snippet" else name for name in self.shown]
+        most = max((abs(row[self.by]) for row in rows), default=0.0)
+        spelled = "{:+z.3f}" if self.by == "effect" or 0.1 <= most < 1e6 else "{:+.3e}"  # one for the whole column
+
+        def cell(name: str, value: Any) -> str:
+            if value is None:
+                return "-"
+            return spelled.format(value) if name == self.by else str(value)
+
+        return names, [[cell(name, row[name]) for name in self.shown] for row in rows]
+
+    def _below(self) -> Sequence[str]:
+        more = len(self) - PRINTED
+        return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
+
+
+def score(
+    artifact: ArtifactReader,
+    target: str | None = None,
+    *,
+    top: int | None = None,
+    bottom: int = 0,
+    where: str | None = None,
+    unit: str | None = None,
+    min_tokens: int = 0,
+    match: str | None = None,
+    labels: str | Sequence[str] | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
+    method: str | None = None,
+    method_settings: Path | str | None = None,
+    checkpoints: Sequence[Path | str] = (),
+    runs: Environment | RunTable | Path | str | None = None,
+    cache: Path | str | None = None,
+    out: Path | str | None = None,
+    progress: Progress | None = None,
+) -> RankedRows:
+    """Rows by what they teach a target: the most helpful, the most harmful, or both.
+
+    Args:
+        target: None: the only one.
+        top, bottom: how many; neither: all rows, best first.
+        where: label expression: rank these rows only.
+        unit: unit_id: rank for one unit of the target.
+        min_tokens: pass over shorter rows: their relevance is noisy.
+        match: token, input, neighbour, shift or pooled: rank by one kernel.
+        labels: label columns that are shown; None: the first two.
+        protocol: None: the one that ships.
+        method: rank by a published method, e.g. bm25. The following are for it: a file of its settings, the
+            checkpoints or the runs that some look at, where scores are kept (None: in the artifact).
+        out: file that the rows are written to, Parquet in bounded memory; the result then shows none.
+    Raises:
+        ProtocolError: no such target, unit or kernel.
+        SettingsError: no such label or method, no row that is as long, or what has no meaning beside the rest.
+    """
+    published = _published(method, method_settings, runs=runs, checkpoints=checkpoints, cache=cache)
+    beside = None if runs is None else runs_beside(artifact, runs)
+    target = only_target(artifact, target)
+    if match is not None:
+        artifact.relevance_name(match)  # or it says what there is
+    if idle := [name for name, given in (("match", match), ("unit", unit)) if given is not None and published]:
+        raise SettingsError(f"{idle[0]}: no meaning with method; leave one of them out")
+    known = LabelTable(artifact.rows_path)
+    shown = _label_columns(artifact, known, labels)
+    among_N = _among(artifact, known, where, min_tokens)
+    values_N: NDArray[np.floating[Any]]
+    if published is not None:
+        rows = method_rows(
+            artifact, published, environment=beside, checkpoints=checkpoints, cache=cache, progress=progress
+        )
+        by, values_N, said = published.label, rows.means(target), "score of the method, in its own unit"
+    else:
+        predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
+        by, values_N = "effect", predictor.effect_NT[:, 0]
+        said = f"relevance in standard deviations over the rows, 0 = the corpus average; {predictor.scored_by}"
+    order = ranked(values_N, among_N=among_N)
+    count = (0 if bottom else len(order)) if top is None else top
+    chosen = np.concatenate([order[:count], ranked(-values_N, among_N=among_N)[:bottom]])
+    if out is not None:
+        write_ranked(artifact, values_N, chosen, Path(out), by)
+    kinds = [(min(count, len(order)), "helpful"), (min(bottom, len(order)), "harmful")]
+    asked = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
+    return RankedRows(
+        ranked_table(artifact, chosen if out is None else chosen[:0], values_N, by),
+        f"{asked} of {len(order):,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
+        (*_short(artifact, chosen), f"{by}: {said}"),
+        by=by,
+        shown=(by, "row_id", *shown, "snippet"),
+        lines=len(chosen),
+    )
+
+
+def _published(method: str | None, settings: Path | str | None, **looked_at: object) -> ConfiguredMethod | None:
+    """The method that is named; None without one.
+
+    Raises:
+        SettingsError: no such method, or something is given that has no meaning with it.
+    """
+    given = {"environment": looked_at.pop("runs"), "checkpoints": looked_at.pop("checkpoints")}
+    if method is None:
+        every = given | {"method_settings": settings, **looked_at}
+        if idle := [name for name, value in every.items() if value not in (None, (), [])]:
+            raise SettingsError(f"{', '.join(idle)}: no meaning without method; name one, or leave it out")
+        return None
+    if method == GRASP:
+        raise SettingsError("method: got grasp, whose relevance ranks without it; leave method out, see match")
+    configured = {} if settings is None else read_yaml(Path(settings))
+    (chosen,) = configured_methods([method], configured, "method" if settings is None else str(settings))
+    for name, value in given.items():
+        if value not in (None, (), []) and name not in chosen.method.looks_at:
+            raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
+    return chosen
+
+
+def _short(artifact: ArtifactReader, chosen: NDArray[np.int64]) -> tuple[str, ...]:
+    """What is to be known of the first rows, if some of them are short."""
+    first = min(PRINTED, len(chosen))
+    short = short_rows(row_tokens(artifact), chosen[:first])
+    these = "these" if first == len(chosen) else f"the first {first:,}"
+    noisy = f"tokens, and their relevance is noisy: min_tokens {SHORT} passes over them"
+    return (f"{short:,} of {these} rows have fewer than {SHORT} {noisy}",) if short else ()
+
+
+def _among(
+    artifact: ArtifactReader, labels: LabelTable, where: str | None, min_tokens: int
+) -> NDArray[np.bool_] | None:
+    among_N = None if where is None else labels.matching(where).mask_N
+    if min_tokens:
+        long_N = row_tokens(artifact) >= min_tokens
+        among_N = long_N if among_N is None else among_N & long_N
+    if among_N is not None and not among_N.any():
+        raise SettingsError(f"min_tokens: got {min_tokens}, no row of {artifact.where} is as long")
+    return among_N
+
+
+def _label_columns(artifact: ArtifactReader, known: LabelTable, labels: str | Sequence[str] | None) -> list[str]:
+    """Columns of the row table to show: those asked for, else the first two labels."""
+    if labels is None:
+        return list(artifact.manifest.details.get("labels", []))[:2]
+    unknown = [name for name in several(labels) if name not in known.columns]
+    if unknown:
+        raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
+    return list(several(labels))
