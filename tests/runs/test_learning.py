@@ -50,8 +50,7 @@ def environment(artifact, tmp_path_factory):
 
 @pytest.fixture
 def ask(artifact, environment):
-    runs = functools.partial(learn, artifact=artifact, runs=environment)
-    return functools.partial(predict, artifact, protocol=PROTOCOL, runs=runs)
+    return functools.partial(predict, artifact, protocol=PROTOCOL, runs=environment)
 
 
 def imported(values=TOPICS, n=30, metric="sciq/acc", **fields):
@@ -132,7 +131,7 @@ def test_runs_that_prefer_other_rows_than_relevance_does_are_noted(artifact, env
 def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
     runs, _ = imported()
     ask = functools.partial(predict, artifact, protocol=PROTOCOL, target="sciq")
-    answer = ask(by="topic", runs=functools.partial(learn, artifact=artifact, runs=runs))
+    answer = ask(by="topic", runs=runs)
     table = answer.to_pandas().set_index("value")
     assert table.loc[TOPICS[1], "acc"] < -0.02 < table.loc[TOPICS[0], "acc"]
     assert list(table.columns)[-3:] == ["acc", "acc_low", "acc_high"]
