@@ -212,7 +212,7 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     batch = PositionBatch.of(forward(), len(lines))
     sums = PositionSums.empty(model, features, 1)
-    sums.add(forward(), model.head)
+    sums.add(batch, model.head)
     names = [str(e) for e in range(len(units))]
     unit_features = forward_units(model, units, names, features)
     kernel = TokenKernel.prepare(unit_features, sums.moments(), features, model)

@@ -5,20 +5,21 @@
     grasp build --model model --corpus chats.jsonl --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
         --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.moment_positions=32768 \
         --out chats
-    grasp score chats --target documents-units
+    grasp score chats --target instructions
     grasp select chats --budget 96 --target sciq=1,arc_easy=1,hellaswag=1,instructions=1 --export chosen --format jsonl
     cd ../../.. && python -m experiments.finetune.decide runs --data ../shared/data
 
 1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
-nobody has chosen. A seed is an order, for `random` also a draw. Every run is a line of `decision.json`; killed, the
-same command goes on.
+nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
+for `random` also a draw. Every run is a line of `decision.json`; killed, the same command goes on.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.methods import method_scores
@@ -39,7 +40,7 @@ from grasp.extract.reopen import Origin
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
-from grasp.targets import load_units
+from grasp.targets import UnitSet, load_units
 
 F64 = NDArray[np.float64]
 CHATS = 1_000
@@ -87,18 +88,50 @@ def trained_on(artifact: ArtifactReader) -> tuple[list[NDArray[np.int32]], NDArr
     return [rows.ids(i)[: mark[-1] + 1] for i, mark in enumerate(marks)], np.array([mark[0] for mark in marks])
 
 
+class Exam:
+    """The units of `instructions`, and the wrong choices of those that are questions."""
+
+    def __init__(self, work: Path, tokenizer: HfTokenizer) -> None:
+        units = load_units(target_settings("instructions", work)).units
+        self.targets = [unit.target for unit in units]
+        self.units = UnitSet(units).tokenize(tokenizer, LENGTH)
+        wrong = [
+            (e, replace(unit, completion=choice))
+            for e, unit in enumerate(units)
+            for k, choice in enumerate(unit.choices)
+            if k != unit.gold
+        ]
+        self.of_W = np.array([e for e, _ in wrong])
+        self.wrong = UnitSet(tuple(unit for _, unit in wrong)).tokenize(tokenizer, LENGTH)
+
+    def taken(self, model: LlamaForCausalLM) -> dict[str, dict[str, list[float]]]:
+        """Loss of every unit, and whether it is below that of each wrong choice, by target."""
+        loss_E = unit_losses(model, self.units)
+        least_E = np.full(len(loss_E), np.nan)
+        np.fmin.at(least_E, self.of_W, unit_losses(model, self.wrong))
+        asked = np.unique(self.of_W).tolist()
+        return {
+            "loss": self._by_target({e: round(float(loss), 5) for e, loss in enumerate(loss_E)}),
+            "right": self._by_target({e: float(loss_E[e] < least_E[e]) for e in asked}),
+        }
+
+    def _by_target(self, value_of: Mapping[int, float]) -> dict[str, list[float]]:
+        out: dict[str, list[float]] = {}
+        for e, value in value_of.items():
+            out.setdefault(self.targets[e], []).append(value)
+        return out
+
+
 def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
     """Every run that is missing, seed after seed, each method in turn."""
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
     model = load_model(work / "model")
-    reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
-    unit_set = load_units(target_settings("instructions", work))
-    units, targets = unit_set.tokenize(reader, LENGTH), [unit.target for unit in unit_set.units]
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    exam = Exam(work, HfTokenizer(tokenizer, vocab_size=model.config.vocab_size))
     rows, first_N = trained_on(artifact)
     base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
-    if not runs:
-        runs.append({"method": "before", "seed": 0, "loss": losses_of(unit_losses(model, units), targets)})
+    if all(run["method"] != "before" for run in runs):
+        runs.append({"method": "before", "seed": 0, **exam.taken(model)})
     for seed in SEEDS:
         for method in CHOOSERS:
             if any((run["method"], run["seed"]) == (method, seed) for run in runs):
@@ -109,57 +142,54 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
             model.load_state_dict(base)
             order = [int(i) for i in row_order(seed, artifact.n_rows) if int(i) in chosen]
             train(model, rows, first_N, order)
-            runs.append(
-                {
-                    "method": method,
-                    "seed": seed,
-                    "tokens": int(sum(len(rows[i]) - first_N[i] for i in chosen)),
-                    "loss": losses_of(unit_losses(model, units), targets),
-                }
-            )
+            tokens = int(sum(len(rows[i]) - first_N[i] for i in chosen))
+            runs.append({"method": method, "seed": seed, "tokens": tokens, **exam.taken(model)})
             write_whole(out, (json.dumps({"summary": summary(runs), "runs": runs}, indent=1) + "\n").encode())
-            print(f"{method} {seed}: {np.mean(list(map(np.mean, runs[-1]['loss'].values()))):.4f}", flush=True)
+            losses = [np.mean(losses) for losses in runs[-1]["loss"].values()]
+            print(f"{method} {seed}: {np.mean(losses):.4f}, {time.process_time():.0f} s of CPU so far", flush=True)
 
 
-def losses_of(loss_E: F64, targets: list[str]) -> dict[str, list[float]]:
-    """Of every unit, by target."""
-    return {
-        name: [round(float(loss), 5) for loss, target in zip(loss_E, targets, strict=True) if target == name]
-        for name in dict.fromkeys(targets)
-    }
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Loss and share of right answers by method, each over the seeds that all methods have."""
+    out = {}
+    for what in ("loss", "right"):
+        there = {(run["method"], run["seed"]) for run in runs if what in run}
+        seeds = [seed for seed in SEEDS if all((method, seed) in there for method in CHOOSERS)]
+        if seeds:
+            out[what] = {"seeds": seeds} | side_by_side(runs, seeds, what)
+    return out
 
 
-def summary(runs: list[dict[str, Any]], resamples: int = 2_000) -> dict[str, Any]:
-    """Mean loss by method and target over the seeds that all methods have, and that of `grasp` less each other's with
-    95 % intervals over questions (within targets) and seeds.
+def side_by_side(runs: list[dict[str, Any]], seeds: list[int], what: str, resamples: int = 2_000) -> dict[str, Any]:
+    """Means by method and target, and that of `grasp` less each other's with 95 % intervals over questions (within
+    targets) and seeds.
     """
-    loss_of = {(run["method"], run["seed"]): run["loss"] for run in runs}
-    seeds = [seed for seed in SEEDS if all((method, seed) in loss_of for method in CHOOSERS)]
-    before = {target: round(float(np.mean(losses)), 4) for target, losses in loss_of["before", 0].items()}
-    if not seeds:
-        return {"seeds": [], "before": before}
-    loss_SE = {
-        method: {target: np.array([loss_of[method, seed][target] for seed in seeds]) for target in before}
+    value_of = {(run["method"], run["seed"]): run[what] for run in runs if what in run}
+    before = {target: float(np.mean(values)) for target, values in value_of["before", 0].items()}
+    value_SE = {
+        method: {target: np.array([value_of[method, seed][target] for seed in seeds]) for target in before}
         for method in CHOOSERS
     }
     generator = stream(0, "finetune", "decision", "resamples")
     draws = [
         (
             generator.integers(len(seeds), size=len(seeds)),
-            {t: generator.integers(one.shape[1], size=one.shape[1]) for t, one in loss_SE["grasp"].items()},
+            {t: generator.integers(one.shape[1], size=one.shape[1]) for t, one in value_SE["grasp"].items()},
         )
         for _ in range(resamples)
     ]
-    out: dict[str, Any] = {"seeds": seeds, "before": before, "methods": {}}
+    out = {"before": _means(before)}
     for method in CHOOSERS:
-        means = {target: float(one.mean()) for target, one in loss_SE[method].items()}
-        record: dict[str, Any] = {"loss": {target: round(mean, 4) for target, mean in means.items()}}
-        record["mean"] = round(float(np.mean(list(means.values()))), 4)
+        out[method] = _means({target: float(one.mean()) for target, one in value_SE[method].items()})
         if method != "grasp":
-            apart = {target: loss_SE["grasp"][target] - one for target, one in loss_SE[method].items()}
-            record["grasp_less_this"] = _interval(apart, draws)
-        out["methods"][method] = record
+            apart = {target: value_SE["grasp"][target] - one for target, one in value_SE[method].items()}
+            out[method]["grasp_less_this"] = _interval(apart, draws)
     return out
+
+
+def _means(of_target: Mapping[str, float]) -> dict[str, Any]:
+    mean = round(float(np.mean(list(of_target.values()))), 4)
+    return {"mean": mean, "of_target": {target: round(value, 4) for target, value in of_target.items()}}
 
 
 def _interval(apart: Mapping[str, F64], draws: list[Any]) -> list[float]:

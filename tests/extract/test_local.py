@@ -202,6 +202,28 @@ def test_sampled_moments_need_one_pass_and_come_close(root, built):
         assert_same({name: found[name]}, {name: expected[name]})
 
 
+def test_a_small_corpus_goes_through_the_model_once_and_where_memory_forbids_it_twice_to_the_same_digits(
+    root, tmp_path, monkeypatch
+):
+    looked_at, real = [], extract.head_residual
+
+    def head_residual(head, hidden_PH, *rest):
+        looked_at.append(len(hidden_PH))
+        return real(head, hidden_PH, *rest)
+
+    monkeypatch.setattr(extract, "head_residual", head_residual)
+    monkeypatch.setattr("grasp.extract.local.look_ahead", lambda *_, **__: None)  # of the passes alone
+    settings = world(root, features={"moment_positions": 10**6}, shard_rows=17)
+    once = ArtifactReader.open(build(settings, tmp_path / "once"))
+    of_once, positions = sum(looked_at), int(once.moments["token.count"][0])
+    assert positions < of_once < 1.5 * positions  # the rest are those of units
+    monkeypatch.setattr("grasp.extract.moments.SEEN_BYTES", 0)
+    twice = ArtifactReader.open(build(settings, tmp_path / "twice"))
+    assert sum(looked_at) == 2 * of_once + positions
+    assert_same(arrays(once.path), arrays(twice.path))
+    assert_same(dict(once.moments), dict(twice.moments))
+
+
 @pytest.mark.parametrize(
     ("features", "kernels"),
     [

@@ -11,7 +11,7 @@ from grasp.extract.forward import (
     forward_shard,
     position_sums,
 )
-from grasp.extract.passes import Rows
+from grasp.extract.passes import Pass, Rows
 from grasp.extract.progress import Advance, ignore
 from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings
@@ -31,14 +31,19 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """The model of this process, one shard after the other."""
+    """The model of this process, one shard after the other.
+
+    `seen` is filled where the parts of the moments are the shards: what the model gave is then used again.
+    """
 
     model: Reference
     features: FeatureSettings
+    seen: dict[int, list[Pass]] | None = None
 
     def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance = ignore) -> Iterator[PositionSums]:
-        for rows in parts:
-            yield position_sums(self.model, rows, self.features, every, advance)
+        for k, rows in enumerate(parts):
+            keep = None if self.seen is None else self.seen.setdefault(k, [])
+            yield position_sums(self.model, rows, self.features, every, advance, keep)
 
     def forward(
         self,
@@ -49,7 +54,8 @@ class InProcess:
         keep_positions: bool = False,
     ) -> Iterator[tuple[int, ShardForward]]:
         for k, rows in shards:
-            yield (
-                k,
-                forward_shard(self.model, rows, self.features, kernel, keep_positions=keep_positions, advance=advance),
+            seen = [] if self.seen is None else self.seen.pop(k, [])
+            shard = forward_shard(
+                self.model, rows, self.features, kernel, keep_positions=keep_positions, advance=advance, seen=seen
             )
+            yield k, shard

@@ -9,7 +9,8 @@ from grasp.corpus.image_store import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
-from grasp.extract.passes import Rows
+from grasp.extract.moments import reads_once
+from grasp.extract.passes import Pass, Rows
 from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings
 
@@ -44,14 +45,15 @@ def expected_seconds(
     before.
     """
     kernel, sampled, seconds = None, 0.0, 0.0
+    seen: list[Pass] = []
     if settings.token or settings.product_width > 0:
         begun = time.perf_counter()
-        sums = position_sums(model, rows, settings)
+        sums = position_sums(model, rows, settings, keep=seen if reads_once(model, store, settings) else None)
         seconds += (time.perf_counter() - begun) * min(store.n_tokens, settings.moment_positions)
         kernel = TokenKernel.prepare(units, sums.moments(), settings, model)
     if store.n_rows > settings.moment_rows:
         sampled = store.n_tokens * settings.moment_rows / store.n_rows
     begun = time.perf_counter()
-    forward_shard(model, rows, settings, kernel)
+    forward_shard(model, rows, settings, kernel, seen=seen)
     seconds += (time.perf_counter() - begun) * (store.n_tokens + sampled)
     return seconds / max(1, rows.n_tokens)

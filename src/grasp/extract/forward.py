@@ -4,7 +4,7 @@ Shape letters: N rows of the shard, E units, S unit positions, H hidden width, V
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -16,7 +16,7 @@ from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
 from grasp.errors import ArtifactError, ModelError
-from grasp.extract.passes import Rows, Units, row_passes, unit_passes
+from grasp.extract.passes import Pass, Rows, Units, row_passes, unit_passes
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import BatchFeatures, bad_rows
 from grasp.features.input_match import (
@@ -286,14 +286,19 @@ def forward_shard(
     *,
     keep_positions: bool = False,
     advance: Advance = ignore,
+    seen: Sequence[Pass] = (),
 ) -> ShardForward:
-    """Run the model over one shard, a batch of like lengths at a time, and put the results back in row order."""
+    """Run the model over one shard, a batch of like lengths at a time, and put the results back in row order.
+
+    Args:
+        seen: what `position_sums` kept of the same rows: the model is not run again.
+    """
     with_positions = kernel is not None or keep_positions
     specs = (settings.pooling, settings.token_positions) if with_positions else (settings.pooling,)
     names = rows.table.column("row_id")
     order, pooled, token, positions = [], [], [], []
     loss_N = np.empty(len(rows), dtype=np.float32)
-    for index, batch in row_passes(model, rows, specs, settings.top_k):
+    for index, batch in seen or row_passes(model, rows, specs, settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         order.append(index)
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
@@ -334,8 +339,8 @@ class PositionSums:
         gradients = MomentAccumulator(*size) if settings.input else None
         return cls(MomentAccumulator(*size), gradients, [] if settings.neighbour else None, [], every)
 
-    def add(self, batch: BatchFeatures, head: OutputHead) -> None:
-        """Add all positions of a forward pass."""
+    def add(self, batch: PositionBatch, head: OutputHead) -> None:
+        """Add the positions of a forward pass."""
         _add(self.token, batch.hidden_PH, batch.residual)
         self.loss.append(float(batch.residual.loss_P.double().sum()))
         if self.input is not None:
@@ -369,14 +374,26 @@ def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> N
 
 
 def position_sums(
-    model: Reference, rows: Rows, settings: FeatureSettings, every: int = 1, advance: Advance = ignore
+    model: Reference,
+    rows: Rows,
+    settings: FeatureSettings,
+    every: int = 1,
+    advance: Advance = ignore,
+    keep: list[Pass] | None = None,
 ) -> PositionSums:
-    """Sums for the token-level moments over the used positions of `rows`; states of one in `every` are kept."""
+    """Sums for the token-level moments over the used positions of `rows`; states of one in `every` are kept.
+
+    Args:
+        keep: what the model gave is put there, for `forward_shard`.
+    """
     sums = PositionSums.empty(model, settings, every)
     names = rows.table.column("row_id")
-    for index, batch in row_passes(model, rows, (settings.token_positions,), settings.top_k):
+    # the positions of a shard, so that the digits are the same whether these passes are kept or made again
+    for index, batch in row_passes(model, rows, (settings.pooling, settings.token_positions), settings.top_k):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
-        sums.add(batch, model.head)
+        sums.add(PositionBatch.of(batch, len(index)), model.head)
+        if keep is not None:
+            keep.append((index, batch))
         advance(len(index), rows.tokens_of(index))
     return sums
 

@@ -44,6 +44,7 @@ from grasp.extract.moments import (
     Store,
     build_token_moments,
     pooled_moments,
+    reads_once,
     spool_moments,
     spool_pooled_sample,
     spool_position_moments,
@@ -120,7 +121,8 @@ def _workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextMana
     """Who runs the model, for as long as a `with` block lasts."""
     model, features = inputs.settings.model, inputs.settings.features
     if cluster is None:
-        return nullcontext(InProcess(inputs.model, features))
+        once = reads_once(inputs.model, inputs.store, features)
+        return nullcontext(InProcess(inputs.model, features, {} if once else None))
     return ray_workers(cluster, model, features, inputs.units)
 
 

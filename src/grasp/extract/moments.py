@@ -26,6 +26,7 @@ from grasp.settings import FeatureSettings
 Store = RowStore | ImageStore
 
 PART_ROWS = 256
+SEEN_BYTES = 2**30  # of what the model gave for the moments, kept for the pass that follows
 STATES = 8_192  # positions whose hidden states are kept for the neighbour kernel, about
 
 
@@ -40,6 +41,17 @@ def sample_rows(supervised_N: NDArray[np.int64], positions: int, seed: int) -> N
     return np.sort(order[:count])
 
 
+def taken_whole(store: Store, settings: FeatureSettings) -> bool:
+    """Whether all rows are in the sample."""
+    return int(store.supervised().sum()) <= settings.moment_positions
+
+
+def reads_once(model: Reference, store: Store, settings: FeatureSettings) -> bool:
+    """Whether what the model gives for the moments is kept for the shards: of a small corpus, where memory allows."""
+    size = int(store.supervised().sum()) * (4 * model.hidden_size + 12 * (settings.top_k + 3))
+    return taken_whole(store, settings) and store.n_rows <= settings.moment_rows and size <= SEEN_BYTES
+
+
 def pooled_sample(n_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
     """`rows` rows drawn uniformly without replacement, in row order."""
     return np.sort(stream(seed, "moments", "pooled").choice(n_rows, size=rows, replace=False))
@@ -50,8 +62,8 @@ def build_token_moments(
 ) -> PositionMoments:
     """Token-level moments over the sample; computed once, kept in the work area for a resumed build.
 
-    Each part of PART_ROWS rows has its own sums, which are merged in the order of the rows: the same digits, however
-    many workers there are.
+    Each part has its own sums, which are merged in the order of the rows: the same digits, however many workers there
+    are. A part is PART_ROWS rows of a sample; of a corpus that is taken whole, a shard.
     """
     if work.has(0):
         return unspool_position_moments(work.read(0))
@@ -59,10 +71,12 @@ def build_token_moments(
     supervised_N = store.supervised()
     index = sample_rows(supervised_N, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
-    parts = [index[start : start + PART_ROWS] for start in range(0, len(index), PART_ROWS)]
+    rows = (store.rows(index[start : start + PART_ROWS]) for start in range(0, len(index), PART_ROWS))
+    shards = (store.shard(k) for k in range(store.n_shards))
+    parts = shards if taken_whole(store, settings) else rows
     every = max(1, int(supervised_N[index].sum()) // STATES)
     sums = PositionSums.empty(model, settings, every)
-    for own in workers.position_sums((store.rows(part) for part in parts), every, progress.advance):
+    for own in workers.position_sums(parts, every, progress.advance):
         sums.merge(own)
     moments = sums.moments()
     if not resolved(settings, moments, model.vocab_size).neighbour:
