@@ -11,9 +11,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.audit import diagnose as diagnosing
 from grasp.audit import measures, redraw
 from grasp.audit.diagnose import diagnose
-from grasp.audit.kernels import Kernels
 from grasp.audit.sample import environment_subsets, features_alone, reopened, sample_features, sample_rows
-from grasp.audit.sketched import RANKS
+from grasp.audit.sketched import RANKS, Kernels
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_moments

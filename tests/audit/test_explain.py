@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.explain import Explainer, explain
-from grasp.audit.explanation import words
-from grasp.audit.parts import row_index
+from grasp.audit.explanation import row_index, words
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_position_moments

@@ -11,11 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
-from grasp.choose.certificate import is_aligned, upper_bound
 from grasp.choose.choice import protocol_of
-from grasp.choose.greedy import choose
+from grasp.choose.geometric import choose
 from grasp.choose.limits import Limits
-from grasp.choose.objective import Objective
+from grasp.choose.objective import Objective, is_aligned, upper_bound
 from grasp.choose.repetition import effective_tokens
 from grasp.choose.select import select
 from grasp.errors import ProtocolError, SettingsError

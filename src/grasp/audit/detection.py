@@ -8,8 +8,9 @@ from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, rankdata, spearmanr
+from scipy.stats import norm, rankdata
 
+from grasp.audit.measures import rank_agreement
 from grasp.errors import SettingsError
 
 F64 = NDArray[np.float64]
@@ -128,9 +129,7 @@ class Agreement:
 def agreement(one_N: F64, other_N: F64, k: int) -> Agreement:
     """How alike two scores rank the rows; ties go to the row that comes first."""
     first = [set(np.argsort(-score_N, kind="stable")[:k].tolist()) for score_N in (one_N, other_N)]
-    constant = np.ptp(one_N) == 0 or np.ptp(other_N) == 0
-    ranks = float("nan") if constant else float(spearmanr(one_N, other_N).statistic)
-    return Agreement(ranks, k, len(first[0] & first[1]) / k)
+    return Agreement(rank_agreement(one_N, other_N), k, len(first[0] & first[1]) / k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,19 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit import measures
-from grasp.audit.check import Check, check, missing
-from grasp.audit.kernels import Kernels
-from grasp.audit.redraw import redrawn
+from grasp.audit.measures import Check, check, missing
 from grasp.audit.sample import (
     HOW_TO_KEEP,
     SampleFeatures,
     environment_subsets,
     features_alone,
     random_halves,
+    redrawn,
     reopened,
     sample_features,
     sample_rows,
 )
-from grasp.audit.sketched import NAMES, of_sketches
+from grasp.audit.sketched import NAMES, Kernels, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.forward import TESTED, forward_shard, tested
 from grasp.extract.reopen import Origin
@@ -419,18 +418,18 @@ def _draw(subject: _Subject, protocol: ScoringProtocol, seed: int) -> Check:
     assert isinstance(subject.origin, Origin)
     assert isinstance(subject.features, SampleFeatures)
     try:
-        again = redrawn(subject.artifact, subject.features, subject.origin, protocol, seed)
+        agreed, positions = redrawn(subject.artifact, subject.features, subject.origin, protocol, seed)
     except ArtifactError as err:
         return missing(name, STEADY_RANKS, str(err))
-    worst = min(again.agreement, key=again.agreement.__getitem__)
+    worst = min(agreed, key=agreed.__getitem__)
     return check(
         name,
-        f"ranks of {len(subject.index)} rows agree {again.agreement[worst]:+.2f} for {worst}, the least of "
-        f"{len(again.agreement)} targets, between two samples of {again.positions:,} positions",
+        f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.2f} for {worst}, the least of "
+        f"{len(agreed)} targets, between two samples of {positions:,} positions",
         STEADY_RANKS,
-        again.agreement[worst] >= STEADY,
+        agreed[worst] >= STEADY,
         "another draw would rank otherwise: raise features.moment_positions, or take a larger corpus",
-        {"ranks": again.agreement[worst]} | again.agreement,
+        {"ranks": agreed[worst]} | agreed,
     )
 
 

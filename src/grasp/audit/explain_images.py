@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.parts import EffectParts, row_index
+from grasp.audit.explanation import EffectParts, row_index
 from grasp.corpus.image_store import CLASS_LABEL, HASH_LABEL, ImageStore
 from grasp.corpus.images import decode_image, pixel_hash, png, read_images
 from grasp.errors import CorpusError

@@ -1,6 +1,7 @@
 """Features of a sample of an artifact's rows: those that were kept, or the model run again.
 
-Shape letters: N rows of the sample, P their positions, H hidden width, V vocabulary.
+And how far a ranking hangs on the rows whose moments whiten it: moments of two other samples, and both rankings.
+Shape letters: N rows of the sample, P their positions, H hidden width, V vocabulary, T targets, E units.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,32 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import EnvironmentDataError, GraspError, ModelError
-from grasp.extract.forward import Positions, ShardForward, forward_shard
+from grasp.audit.measures import rank_agreement
+from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, ModelError
+from grasp.extract.forward import (
+    Positions,
+    ShardForward,
+    TokenKernel,
+    UnitFeatures,
+    forward_shard,
+    forward_units,
+    position_sums,
+)
+from grasp.extract.moments import STATES
 from grasp.extract.reopen import Origin
+from grasp.features.moments import PositionMoments
 from grasp.features.pooling import PooledFeatures
 from grasp.models.causal_lm import REPOSITORY
+from grasp.predict.predictor import kernel_weights
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.relevance import UnitSelection, counted
+from grasp.predict.row_arrays import F32, F64
 from grasp.predict.weights import as_csr
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import MIN_SUBSETS
 from grasp.runs.scored import Scored
 from grasp.seeds import stream
 
-F64 = NDArray[np.float64]
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large
 HOW_TO_KEEP = "restore what the artifact was built from, or build it with keep_features: true"
 
@@ -169,3 +184,80 @@ def environment_subsets(
             f"the sample, expected at least {MIN_SUBSETS}; take more rows"
         )
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
+
+
+MOST_POSITIONS = 16_384  # of each sample: a draw of this size is less steady than that of a large build
+
+
+def redrawn(
+    artifact: ArtifactReader, features: SampleFeatures, origin: Origin, protocol: ScoringProtocol, seed: int
+) -> tuple[dict[str, float], int]:
+    """Rank the rows of a sample twice, as the protocol counts them, by moments of samples without a row in common.
+
+    Each sample of moments has as many positions as a build draws, if the corpus has twice as many, and no more than
+    `MOST_POSITIONS`: where half of the corpus is less than the build read, rankings agree less than they would for it.
+
+    Returns:
+        Spearman's rho over rows, by target, without those that have one score for all rows; and the positions of the
+        smaller sample.
+    Raises:
+        ArtifactError: the protocol ranks by a kernel without token moments, rows are images, or nothing can be ranked.
+    """
+    fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
+    kernels = list(kernel_weights(fitted))
+    if "pooled" in kernels or origin.has_images or features.positions is None:
+        raise ArtifactError("measured for texts, and kernels that look at positions: token, input, neighbour, shift")
+    samples = _two_samples(origin.rows.supervised(), origin.settings.features.moment_positions, seed)
+    if not all(len(sample) for sample in samples):
+        raise ArtifactError(f"measured for two rows and more; the corpus has {artifact.n_rows}")
+    names = [unit.unit_id for unit in origin.units.units]
+    units = forward_units(origin.model, origin.unit_tokens, names, origin.settings.features)
+    drawn = [_moments(origin, sample) for sample in samples]
+    rankings = []
+    for moments in drawn:
+        kernel = _kernel(origin, units, moments, kernels)
+        batches = features.positions.batches(len(features.row_index), origin.model.device)
+        parts = [kernel.apply(batch) for batch in batches]
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        rankings.append(_ranking(artifact, arrays, fitted))
+    pairs = zip(artifact.targets, *(ranking_NT.T for ranking_NT in rankings), strict=True)
+    agreement = {target: rank_agreement(first_N, second_N) for target, first_N, second_N in pairs}
+    known = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
+    if not known:
+        raise ArtifactError("measured where rows differ in relevance; here every target has one score for all")
+    return known, min(moments.token.count for moments in drawn)
+
+
+def _two_samples(
+    supervised_N: NDArray[np.int64], positions: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Whole rows of either, uniform, in row order, until they hold `positions`; the half of all, if that is less."""
+    wanted = min(positions, MOST_POSITIONS, int(supervised_N.sum()) // 2)
+    order = stream(seed, "audit", "moments").permutation(len(supervised_N))
+    reached = np.concatenate([[0], np.cumsum(supervised_N[order])])
+    first = min(int(np.searchsorted(reached, wanted)), len(order) - 1)  # a long row must leave the other sample one
+    second = max(int(np.searchsorted(reached, reached[first] + wanted)), first + 1)
+    return np.sort(order[:first]), np.sort(order[first:second])
+
+
+def _moments(origin: Origin, row_index: NDArray[np.int64]) -> PositionMoments:
+    rows = origin.rows.rows(row_index)
+    every = max(1, rows.n_tokens // STATES)
+    return position_sums(origin.model, rows, origin.settings.features, every).moments()
+
+
+def _kernel(origin: Origin, units: UnitFeatures, moments: PositionMoments, kernels: Sequence[str]) -> TokenKernel:
+    """Those kernels that the protocol counts, whatever the loss over this sample would choose."""
+    chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift")}
+    settings = origin.settings.features.model_copy(update={**chosen, "product_width": 0})
+    return TokenKernel.prepare(units, moments, settings, origin.model)
+
+
+def _ranking(artifact: ArtifactReader, arrays: dict[str, F32], fitted: ScoringProtocol) -> F64:
+    """Score of every row for every target, (N, T): kernels in units of their own spread, added with their weights."""
+    units = UnitSelection.of(artifact, artifact.targets)
+    total_NT = np.zeros((len(next(iter(arrays.values()))), len(units.targets)))
+    for kernel, weight in kernel_weights(fitted).items():
+        score_NT = units.mean_per_task(counted(arrays[f"relevance_{kernel}"][:, units.columns_E], fitted.negative))
+        total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
+    return total_NT

@@ -3,33 +3,36 @@
 Shape letters: N rows, T targets, B subsets.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.limits import I64
-from grasp.choose.records import write_with_summary
 from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
+from grasp.files import UNSIGNED, signed, write_whole, written_aside
 from grasp.predict.predictor import Predictor, SubsetSums
-from grasp.predict.protocol import ScoringProtocol, as_protocol
+from grasp.predict.protocol import ScoringProtocol, as_protocol, save_protocol
 from grasp.predict.row_arrays import F64, row_tokens
+from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, learn, measures
 from grasp.runs.table import RunTable
-from grasp.text import text_table
+from grasp.text import json_text, text_table
 from grasp.verbs.predict import notes
 
-Asked = TypeVar("Asked")  # what subsets are given by
-
+GROUP_ROWS = 65_536
 # Changes have a sign; shares, weights and factors have none.
 FORMATS = {
     "weight": "{:.2f}",
@@ -39,7 +42,7 @@ FORMATS = {
 }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Choice(Result):
     """What was chosen, and what it is predicted to bring.
 
@@ -53,31 +56,44 @@ class Choice(Result):
 
     kind: ClassVar[str]
 
-    targets: pa.Table = None
-    value: float = 0.0
-    unit: str = ""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    protocol: ScoringProtocol | None = None
-    artifact: ArtifactReader | None = None
+    targets: pa.Table
+    value: float
+    unit: str
+    asked: Mapping[str, Any]
+    protocol: ScoringProtocol
+    artifact: ArtifactReader
 
     def save(self, path: Path | str) -> Path:
         """Write the table as Parquet, with a summary (.json) and the protocol (.protocol.yaml) beside it.
 
-        `report --selection` and `--mixture` take the summary, `predict --subsets` the table of a selection.
+        `report --selection` and `--mixture` take the summary, `predict --subsets` the table of a selection. All three
+        say which corpus they are of.
+
+        Raises:
+            SettingsError: another ending than .parquet.
         """
-        assert self.artifact is not None
-        assert self.protocol is not None
-        return write_with_summary(self.table, self.summary(), self.protocol, self.artifact, Path(path))
+        path = Path(path)
+        if path.suffix != ".parquet":
+            raise SettingsError(f"{path}: expected a name that ends in .parquet")
+        corpus = self.artifact.manifest.fingerprints.get("corpus", "")
+        with written_aside(path) as part:
+            marked = self.table.replace_schema_metadata({CORPUS: corpus})
+            pq.write_table(marked, part, compression="zstd", row_group_size=GROUP_ROWS)
+        text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS: corpus})
+        write_whole(path.with_suffix(".json"), signed(f"{text}\n".encode()))
+        save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))
+        return path
 
     def summary(self) -> dict[str, Any]:
         """All but the rows, as plain JSON."""
-        assert self.protocol is not None
+        names = self.targets.column_names
+        plain_names = [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]  # `runs_unit` says what it is
         return {
             "kind": self.kind,
             "headline": self.headline,
             "asked": dict(self.asked),
-            "targets": self.targets.rename_columns(_plain_names(self.targets.column_names)).to_pylist(),
-            "runs_unit": next(iter(self.targets.column_names[3:]), None),
+            "targets": self.targets.rename_columns(plain_names).to_pylist(),
+            "runs_unit": next(iter(names[3:]), None),
             "value": self.value,
             "scale": self.unit,
             "protocol": self.protocol.model_dump(mode="json"),
@@ -100,6 +116,7 @@ class Aim:
     tokens_N: I64
     training: Training
     intervals: Expected | None
+    cautious: bool  # the lower ends of the intervals are what counts
 
     @classmethod
     def of(
@@ -108,39 +125,37 @@ class Aim:
         protocol: ScoringProtocol,
         targets: Mapping[str, float],
         training: Training,
-        runs: Environment | RunTable | Path | str | None = None,
+        runs: Environment | RunTable | Path | str | None,
+        *,
+        cautious: bool,
     ) -> Self:
-        """Read the relevance of the rows, once."""
+        """Read the relevance of the rows, once.
+
+        Raises:
+            SettingsError: `cautious`, and there are no intervals.
+        """
+        if cautious and (runs is None or training.tokens is not None):
+            raise SettingsError(
+                "cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out"
+            )
         beside = None if runs is None else runs_beside(artifact, runs)
         sketches = () if beside is None else measures(artifact.array_names)
         predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         effect_N = np.asarray(predictor.effect_NT @ weights_T, dtype=np.float64)
         bound = training.of_corpus(int(tokens_N.sum()))
-        learned = None if beside is None else learn(predictor, artifact, beside)
-        return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, learned)
+        intervals = None if beside is None else learn(predictor, artifact, beside)
+        return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, intervals, cautious)
 
     def value(self, sums: SubsetSums, tokens_B: F64 | I64) -> F64:
         """Weighted change of subsets with so many tokens, what repetition leaves of it, (B,)."""
         return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * self.training.share(tokens_B))
 
-    def learned(
-        self, weights_of: Callable[[Asked], Weights], *, cautious: bool = False
-    ) -> Callable[[Asked], F64] | None:
-        """The weighted change that runs lead to expect, (B,), by what `weights_of` takes; None: without runs.
-
-        Args:
-            cautious: the lower ends of the intervals in its place.
-        """
-        intervals = self.intervals
-        if intervals is None:
-            return None
-
-        def value(asked: Asked) -> F64:
-            nats = intervals.of(weights_of(asked))
-            return np.asarray(np.nan_to_num(nats.low_BT if cautious else nats.nats_BT) @ self.weights_T)
-
-        return value
+    def learned(self, weights: Weights) -> F64:
+        """The weighted change that runs lead to expect, (B,), or the lower end of its interval."""
+        assert self.intervals is not None
+        nats = self.intervals.of(weights)
+        return np.asarray(np.nan_to_num(nats.low_BT if self.cautious else nats.nats_BT) @ self.weights_T)
 
     @property
     def ranks_by_runs(self) -> bool:
@@ -159,17 +174,6 @@ class Aim:
             outside.add([name], nats)
             columns |= {name: pa.array(value_BT[0], from_pandas=True) for name, value_BT in nats.columns.items()}
         return pa.table(columns), (*outside.notes, *notes(self.predictor, self.intervals))
-
-
-def cautiously(cautious: bool, runs: Environment | RunTable | Path | str | None, training: Training) -> dict[str, Any]:
-    """What is noted of the question whether lower ends are maximised.
-
-    Raises:
-        SettingsError: there are none.
-    """
-    if cautious and (runs is None or training.tokens is not None):
-        raise SettingsError("cautious: is of what runs lead to expect; give runs, and no train_tokens, or leave it out")
-    return {"cautious": True} if cautious else {}
 
 
 def protocol_of(
@@ -203,14 +207,58 @@ def text_of(title: str, table: pa.Table, formats: Mapping[str, str] | None = Non
     return text_table(title, table.column_names, rows)
 
 
-def _plain_names(names: Sequence[str]) -> list[str]:
-    """Whatever the runs were measured in, summaries call it nats, and say in `runs_unit` what it is."""
-    return [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]
-
-
 def _cell(value: Any, form: str | None) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
         return (form or "{:+z.3f}").format(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+PLACES = 50
+SEARCHED = 200  # lengths that are compared at once for the best one
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The first rows of a choice."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    effect: tuple[float, ...]  # of the last row of each beginning
+    value: tuple[float, ...]  # of all its rows: change against the corpus, repetition counted
+
+
+def curve_of(aim: Aim, row_index: I64, places: Sequence[int]) -> Curve:
+    """The beginnings of a choice that have so many rows; `places` ascend."""
+    cuts = np.concatenate([[0], places])
+    parts = [np.sort(row_index[a:b]) for a, b in itertools.pairwise(cuts)]
+    indices = np.concatenate(parts)
+    weights_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
+    sums = aim.predictor.sums(weights_BN).cumulated()
+    tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
+    last_B = aim.effect_N[row_index[np.asarray(places) - 1]]
+    columns = (np.asarray(places), tokens_B, last_B, aim.value(sums, tokens_B))
+    return Curve(*(tuple(column.tolist()) for column in columns))
+
+
+def searched(most: int, values: Callable[[I64], Sequence[float]], at_once: int = SEARCHED, near: float = 0.0) -> int:
+    """The length up to `most` with the highest value; on a grid, then between its neighbours.
+
+    Args:
+        at_once: lengths that are compared at once.
+        near: stop where neighbours are this share of the length apart; 0: at single rows.
+    """
+    places = np.unique(np.geomspace(1, most, at_once).round().astype(np.int64))
+    while True:
+        at = int(np.argmax(values(places)))
+        low, high = int(places[max(at - 1, 0)]), int(places[min(at + 1, len(places) - 1)])
+        if len(places) == places[-1] - places[0] + 1 or high - low <= near * places[at]:
+            return int(places[at])
+        places = np.unique(np.linspace(low, high, at_once).round().astype(np.int64))
+
+
+def even_places(n_rows: int, also: int = 0) -> list[int]:
+    """Up to PLACES lengths, evenly spaced, the last one being all; and one more, if it is asked for."""
+    places = np.unique(np.round(np.linspace(0, n_rows, PLACES + 1)[1:]).astype(np.int64))
+    return sorted({int(place) for place in (*places, also) if place})

@@ -7,7 +7,7 @@ Shape letters: N rows, M documents of the corpus.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +40,11 @@ def checked_rule(text: str) -> Rule:
     Raises:
         SettingsError: another name.
     """
-    for known in get_args(Rule):
-        if text == known:
-            found: Rule = known
-            return found
-    raise SettingsError(f"documents: got {text!r}, expected any, half or all: how much of a document must be chosen")
+    if text not in get_args(Rule):
+        raise SettingsError(
+            f"documents: got {text!r}, expected any, half or all: how much of a document must be chosen"
+        )
+    return cast(Rule, text)
 
 
 def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> CorpusSettings:

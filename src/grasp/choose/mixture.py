@@ -12,7 +12,7 @@ A training budget makes the linear part concave: see `repetition`.
 Shape letters: G slices, N rows, T targets, D sketch width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,19 @@ import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Bound, parse_bounds, parse_share, weighted_targets
-from grasp.choose.choice import Aim, Choice, cautiously, protocol_of, text_of
+from grasp.choose.choice import Aim, Choice, protocol_of, text_of
 from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, Solution, solve
 from grasp.choose.repetition import REPEAT_WORTH, Training, effective_tokens
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.geometry import QuadraticWeights, SketchTotals
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.text import several
@@ -48,27 +46,23 @@ MAX_REPEAT = 4.0  # data seen more often is worth clearly less than new data: ar
 SEGMENTS = 8  # straight pieces that a curve of repetition is made of
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Mixture(Choice):
     """Current and proposed shares of a label's values: value, expression, rows, now, proposed, times_as_often."""
 
     kind = "mixture"
 
-    label: str = ""
-    optimum: str = ""
-    slices: LabelSlices | None = None
+    label: str
+    optimum: str
+    slices: LabelSlices
 
     def write_weights(self, path: Path | str) -> None:
         """Write the weight of every row as one subset, `mixture`, that `predict --subsets` reads."""
-        assert self.artifact is not None
-        assert self.slices is not None
         factor_1G = self.table["times_as_often"].to_numpy()[None]
         block = SubsetBlock((MIXTURE,), self.slices.weights(factor_1G))
-        index, corpus = (
-            RowIndex.from_parquet(self.artifact.rows_path),
-            self.artifact.manifest.fingerprints.get("corpus"),
-        )
-        write_subsets(Path(path), [block], index, weights=True, corpus=corpus or "")
+        index = RowIndex.from_parquet(self.artifact.rows_path)
+        corpus = self.artifact.manifest.fingerprints.get("corpus", "")
+        write_subsets(Path(path), [block], index, weights=True, corpus=corpus)
 
     def summary(self) -> dict[str, Any]:
         """All of it as plain JSON."""
@@ -77,16 +71,11 @@ class Mixture(Choice):
     def __repr__(self) -> str:
         ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
         rest = ordered.slice(LINES_SHOWN)
-        more = (
-            [
-                f"... and {len(rest):,} more values with {sum(rest['now'].to_pylist()):.1%} now and "
-                f"{sum(rest['proposed'].to_pylist()):.1%} proposed in all"
-            ]
-            if len(rest)
-            else []
-        )
-        table = text_of("", ordered.slice(0, LINES_SHOWN))
-        return "\n".join([self.headline, table, *more, self._change_text(), *self.notes])
+        lines = [self.headline, text_of("", ordered.slice(0, LINES_SHOWN))]
+        if len(rest):
+            now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
+            lines.append(f"... and {len(rest):,} more values with {now:.1%} now and {proposed:.1%} proposed in all")
+        return "\n".join([*lines, self._change_text(), *self.notes])
 
 
 def mix(
@@ -128,7 +117,11 @@ def mix(
     """
     targets = weighted_targets(target, artifact.targets)
     chosen = protocol_of(protocol, diversity, artifact.array_names)
-    _check_protocol(chosen)
+    if chosen.side == "omitted" and chosen.weighting == "mean":
+        raise ProtocolError(
+            f"protocol {chosen.name!r} scores the mean of what is left out, which has no size for a mixture; choose "
+            "one that scores the retained side, or counts"
+        )
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
@@ -137,15 +130,17 @@ def mix(
     far = None if distance is None else parse_share(distance, "distance")
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     bounds = _bounds(slices, floors, caps, max_repeat, training, far)
-    asked: dict[str, Any] = {"by": by, "targets": dict(targets), "max_repeat": max_repeat}
-    asked |= {
+    asked = {
+        "by": by,
+        "targets": dict(targets),
+        "max_repeat": max_repeat,
         "train_tokens": training.tokens,
         "floor": list(several(floor)),
         "cap": list(several(cap)),
         "distance": distance,
-    }
-    asked |= cautiously(cautious, runs, training)
-    return _mixture(Aim.of(artifact, chosen, targets, training, runs), slices, bounds, far, asked)
+    } | ({"cautious": True} if cautious else {})
+    aim = Aim.of(artifact, chosen, targets, training, runs, cautious=cautious)
+    return _mixture(aim, slices, bounds, far, asked)
 
 
 def _mixture(
@@ -159,20 +154,20 @@ def _mixture(
     linear_G = effect_G if segments is None else 0.0 * effect_G
     programme = Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments)
     solution = solve(programme)
-    weights_of: Callable[[F64], Weights] = lambda p_BG: slices.weights(p_BG / current_G)  # noqa: E731
-    learned = aim.learned(weights_of, cautious="cautious" in asked) if segments is None else None
-    p_G = solution.p_G if learned is None else climb(programme, learned, [solution.p_G, current_G])
+    by_runs, p_G = segments is None and aim.intervals is not None, solution.p_G
+    if by_runs:
+        p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
     targets, notes = aim.judged(MIXTURE, weights)
     value = float(predictor.change(weights)[0] @ aim.weights_T)
-    said = _notes(slices, predictor, solution, asked, learned=learned is not None)
+    said = _notes(slices, predictor, solution, asked, by_runs=by_runs)
     if segments is not None:
         value += segments.value(solution.p_G) - float(effect_G @ solution.p_G)
         said.append(_repeated(aim.training, factor_G, value))
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
     optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
-    optimum = optimum if learned is None else "the best that the runs lead to"
+    optimum = "the best that the runs lead to" if by_runs else optimum
     return Mixture(
         pa.table(
             {
@@ -238,21 +233,9 @@ def coefficients(predictor: Predictor, weights_T: F64, parts: SubsetSums, rows_G
         quadratic_GG += factor**2 * (weights.raw * mean_GD @ mean_GD.T + weights.cent * centred_GD @ centred_GD.T)
         quadratic_GG += factor**2 * weights.own * np.diag(norm_G / rows_G)
         if predictor.protocol.side == "omitted":
-            linear_G += _omitted_linear(weights, totals, factor, mean_GD, norm_G)
+            # the linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N here
+            linear_G += -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.own * norm_G)
     return linear_G, quadratic_GG
-
-
-def _omitted_linear(weights: QuadraticWeights, totals: SketchTotals, factor: float, mean_GD: F64, norm_G: F64) -> F64:
-    """Linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N here."""
-    return -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.own * norm_G)
-
-
-def _check_protocol(protocol: ScoringProtocol) -> None:
-    if protocol.side == "omitted" and protocol.weighting == "mean":
-        raise ProtocolError(
-            f"protocol {protocol.name!r} scores the mean of what is left out, which has no size for a mixture; choose "
-            "one that scores the retained side, or counts"
-        )
 
 
 def _bounds(
@@ -322,20 +305,18 @@ def _shares(bounds: Sequence[Bound], name: str, slices: LabelSlices, default_G: 
 
 
 def _notes(
-    slices: LabelSlices, predictor: Predictor, solution: Solution, asked: Mapping[str, Any], *, learned: bool
+    slices: LabelSlices, predictor: Predictor, solution: Solution, asked: Mapping[str, Any], *, by_runs: bool
 ) -> list[str]:
+    times = asked["max_repeat"]
+    least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(times, f"{times:g}th part")
     said = [
-        f"no row is seen more than {asked['max_repeat']:g} times unless a floor wants it (as often as now, if the "
-        "corpus is repeated anyway); "
-        f"values keep a {_nth(asked['max_repeat'])} of their share at least, unless their floor is 0% (max-repeat)"
+        f"no row is seen more than {times:g} times unless a floor wants it (as often as now, if the corpus is repeated "
+        f"anyway); values keep a {least} of their share at least, unless their floor is 0% (max-repeat)"
     ]
     if slices.n_grouped:
         said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
-    if learned:
-        return [
-            *said,
-            "what is maximised is the change that the runs lead to expect (nats), not that by relevance",
-        ]
+    if by_runs:
+        return [*said, "what is maximised is the change that the runs lead to expect (nats), not that by relevance"]
     if not solution.is_global:
         said.append(
             "the protocol rewards a part of the geometry, so the problem is not convex: the best of "
@@ -347,7 +328,3 @@ def _notes(
             "diversity keeps it nearer"
         )
     return said
-
-
-def _nth(number: float) -> str:
-    return {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(number, f"{number:g}th part")

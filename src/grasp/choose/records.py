@@ -1,9 +1,8 @@
-"""What is read and left behind: exclusion lists, and tables with their summaries as JSON."""
+"""Rows that a list names, and rows in an order of their own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,18 +10,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import readable
 from grasp.errors import SettingsError
-from grasp.files import UNSIGNED, signed, write_whole, written_aside
-from grasp.predict.protocol import ScoringProtocol, save_protocol
 from grasp.predict.row_arrays import RowArrays
-from grasp.predict.subset_tables import CORPUS
-from grasp.text import json_text
 
 NAMES = ("row_id", "doc_id")
 EXPECTED = "Parquet with a column row_id or doc_id, or text with one name a line"
-GROUP_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +48,12 @@ def read_exclusion(artifact: RowArrays, given: Path | str | Sequence[str]) -> Ex
             seen[place.drop_null().to_numpy()] = True
         start += batch.num_rows
     if len(values) and not seen.any():
+        example = str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())
         raise SettingsError(
             f"exclude {where}: none of its {len(values):,} names is a row_id or doc_id of the artifact; "
-            f"expected names like {_example(artifact)!r}"
+            f"expected names like {example!r}"
         )
     return Exclusion(where, mask_N, len(values), int((~seen).sum()))
-
-
-def write_with_summary(
-    table: pa.Table, summary: Mapping[str, Any], protocol: ScoringProtocol, artifact: ArtifactReader, path: Path
-) -> Path:
-    """Parquet, and beside it the summary (.json) and the protocol (.protocol.yaml); all say which corpus they are of.
-
-    Raises:
-        SettingsError: another ending than .parquet.
-    """
-    if path.suffix != ".parquet":
-        raise SettingsError(f"{path}: expected a name that ends in .parquet")
-    corpus = artifact.manifest.fingerprints.get("corpus", "")
-    marked = table.replace_schema_metadata({CORPUS: corpus})
-    with written_aside(path) as part:
-        pq.write_table(marked, part, compression="zstd", row_group_size=GROUP_ROWS)
-    text = json_text({"checksum": UNSIGNED, **summary, CORPUS: corpus})
-    write_whole(path.with_suffix(".json"), signed(f"{text}\n".encode()))
-    save_protocol(protocol, path.with_suffix(".protocol.yaml"))
-    return path
 
 
 def rows_in_order(artifact: RowArrays, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
@@ -99,24 +73,12 @@ def _file_names(path: Path) -> list[str]:
     if path.exists() and not path.is_file():
         raise SettingsError(f"exclude: {path}: is no file; expected {EXPECTED}")
     with readable(f"exclude: {path}", SettingsError, EXPECTED):
-        return _parquet_names(path) if path.suffix == ".parquet" else _text_names(path)
-
-
-def _parquet_names(path: Path) -> list[str]:
-    found = [name for name in NAMES if name in pq.read_schema(path).names]
-    if not found:
-        raise SettingsError(f"exclude: {path}: has columns {pq.read_schema(path).names}; expected {EXPECTED}")
-    return _without_none(pq.read_table(path, columns=found[:1]).column(0).cast(pa.string()).to_pylist())
-
-
-def _text_names(path: Path) -> list[str]:
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
-    return [line.rstrip("\r") for line in lines if line.strip()]
-
-
-def _without_none(values: list[str | None]) -> list[str]:
-    return [value for value in values if value is not None]
-
-
-def _example(artifact: RowArrays) -> str:
-    return str(next(artifact.row_batches(["row_id"])).column(0)[0].as_py())
+        if path.suffix != ".parquet":
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+            return [line.rstrip("\r") for line in lines if line.strip()]
+        columns = pq.read_schema(path).names
+        found = [name for name in NAMES if name in columns]
+        if not found:
+            raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED}")
+        names: list[str] = pq.read_table(path, columns=found[:1]).column(0).cast(pa.string()).drop_null().to_pylist()
+        return names

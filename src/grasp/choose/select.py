@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.additive import F64, within
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
-from grasp.choose.choice import Aim, cautiously, protocol_of
+from grasp.choose.choice import Aim, Curve, curve_of, even_places, protocol_of, searched
 from grasp.choose.climb import climb_rows
-from grasp.choose.curve import Curve, best_length, curve_of, even_places, searched
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
-from grasp.choose.limits import I64, Limits
+from grasp.choose.limits import I64, Limits, within
 from grasp.choose.records import read_exclusion, rows_in_order
 from grasp.choose.repetition import REPEAT_WORTH, Training
 from grasp.choose.selection import Selection, mask_of
@@ -33,7 +31,7 @@ from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import SHORT, ranked, short_rows
-from grasp.predict.row_arrays import label_column, row_documents
+from grasp.predict.row_arrays import F64, label_column, row_documents
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
@@ -95,12 +93,11 @@ def select(
     allowed_N, said = _allowed(artifact, table, exclude, exclude_where)
     labels = None if by is None else table.column(by, "by")
     training = Training.parsed(train_tokens, repeat_worth)
-    careful = cautiously(cautious, runs, training)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
     if amount is None:
         _check_proposable(training, chosen, allowed_N)
-    aim = Aim.of(artifact, chosen, targets, training, runs)
+    aim = Aim.of(artifact, chosen, targets, training, runs, cautious=cautious)
     if cautious and not aim.ranks_by_runs:
         raise SettingsError(
             f"cautious: protocol {chosen.name} has geometry, or counts rows, and then rows are chosen by relevance; "
@@ -116,15 +113,18 @@ def select(
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
         said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
     limits = limits_of(amount)
-    found, picked_P, curve = _chosen(aim, pool, limits, progress, cautious=cautious)
-    asked: dict[str, Any] = {"budget": budget, "targets": dict(targets), "train_tokens": training.tokens, "by": by}
-    asked |= {
+    found, picked_P, curve = _chosen(aim, pool, limits, progress)
+    asked = {
+        "budget": budget,
+        "targets": dict(targets),
+        "train_tokens": training.tokens,
+        "by": by,
         "unit": limits.unit,
         "floor": list(several(floor)),
         "cap": list(several(cap)),
         "exclude_where": exclude_where,
-    }
-    asked |= {"excluded_rows": int((~allowed_N).sum())} | careful
+        "excluded_rows": int((~allowed_N).sum()),
+    } | ({"cautious": True} if cautious else {})
     taken = None if limits.codes_N is None else _shares(limits, picked_P)
     more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, found.row_index, by)]
     return _selection(aim, found, curve, taken, asked, more)
@@ -172,9 +172,7 @@ def _mean_by(document_N: I64, value_N: F64) -> F64:
     return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)
 
 
-def _chosen(
-    aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None, *, cautious: bool
-) -> tuple[Chosen, I64, Curve]:
+def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) -> tuple[Chosen, I64, Curve]:
     """The best rows within the limits, what of the pool was picked, and what other budgets are worth.
 
     The curve goes on with the rows that come next, where no more is asked of them than to be good.
@@ -189,7 +187,7 @@ def _chosen(
         if pool.document_N is not None:
             guarantee = "whole documents, by the mean effect of their rows"
         if aim.ranks_by_runs:
-            worth_M, guarantee = _worth_by_runs(aim, pool, limits, worth_M, cautious=cautious)
+            worth_M, guarantee = _worth_by_runs(aim, pool, limits, worth_M)
         every_P = ranked(worth_M, among_N=limits.allowed_N)
         picked_P = within(every_P, limits)
         found = Chosen(pool.rows(picked_P), None, None, guarantee, ())
@@ -208,24 +206,24 @@ def _worth(aim: Aim, pool: _Pool, limits: Limits) -> F64:
     return pool.effect_M
 
 
-def _worth_by_runs(aim: Aim, pool: _Pool, limits: Limits, worth_M: F64, *, cautious: bool) -> tuple[F64, str]:
+def _worth_by_runs(aim: Aim, pool: _Pool, limits: Limits, worth_M: F64) -> tuple[F64, str]:
     """What rows, or documents, are ranked by where runs say what subsets bring, and how much that gains."""
     assert aim.intervals is not None
-    intervals, end = aim.intervals, "lower end of the change" if cautious else "change"
+    intervals, end = aim.intervals, "lower end of the change" if aim.cautious else "change"
 
     def kept(mask_BM: NDArray[np.bool_]) -> Weights:
         mask_BN = pool.spread(mask_BM)
         at = np.nonzero(mask_BN)
         return csr_array((np.ones(len(at[0])), at), shape=(len(mask_BN), aim.artifact.n_rows))
 
-    value = aim.learned(kept, cautious=cautious)
-    assert value is not None
+    def value(mask_BM: NDArray[np.bool_]) -> F64:
+        return aim.learned(kept(mask_BM))
 
     def masks(by_BM: F64) -> NDArray[np.bool_]:
         return np.stack([mask_of(within(ranked(by_M, among_N=limits.allowed_N), limits), len(by_M)) for by_M in by_BM])
 
     def rise(mask_1M: NDArray[np.bool_]) -> F64:
-        return pool.mean(intervals.rise(kept(mask_1M), aim.weights_T, cautious=cautious))
+        return pool.mean(intervals.rise(kept(mask_1M), aim.weights_T, cautious=aim.cautious))
 
     best_M = climb_rows(worth_M, masks, value, rise)
     by_runs, by_relevance = value(masks(np.stack([best_M, worth_M]))).tolist()
@@ -256,7 +254,7 @@ def _best_budget(aim: Aim, allowed_N: NDArray[np.bool_], limits_of: Callable[[Am
     """
     order_P = ranked(aim.effect_N, among_N=allowed_N)
     if limits_of is None:
-        return best_length(aim, order_P)
+        return searched(len(order_P), lambda places: curve_of(aim, order_P, places.tolist()).value)
     refused: list[SettingsError] = []
 
     def value(size: int) -> float:

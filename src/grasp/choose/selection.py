@@ -4,7 +4,7 @@ Shape letters: N rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.additive import F64
-from grasp.choose.choice import Choice, text_of
+from grasp.choose.choice import Choice, Curve, text_of
 from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
-from grasp.choose.curve import Curve
 from grasp.choose.export import Export, Format, checked_format, write_documents, write_rows
 from grasp.choose.limits import I64
 from grasp.corpus.sources import open_source
@@ -24,31 +22,32 @@ from grasp.errors import CorpusError, SettingsError
 from grasp.extract.reopen import Origin
 from grasp.files import check_place, write_whole
 from grasp.predict.ranking import ranked, write_ranked
+from grasp.predict.row_arrays import F64
 from grasp.settings import CorpusSettings
 from grasp.text import text_table
 
 CURVE_SHOWN = 8
-NO_CURVE = Curve((), (), (), ())
 VALUES_SHOWN = 30
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Selection(Choice):
     """Chosen rows, best first; `table` names them: subset_id, row_id, doc_id, order, effect, n_tokens[, label].
 
     Attributes:
         curve: what the first so many rows are worth.
         labels: of each value of the label: pool, taken, floor and cap, in the unit of the budget.
+        effect_N: of all rows.
     """
 
     kind = "selection"
 
-    curve: Curve = NO_CURVE
-    labels: pa.Table | None = None
-    bound: float | None = None
-    guarantee: str = ""
-    row_index: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    effect_N: F64 = field(default_factory=lambda: np.empty(0))  # of all rows
+    curve: Curve
+    labels: pa.Table | None
+    bound: float | None
+    guarantee: str
+    row_index: I64
+    effect_N: F64
 
     @property
     def row_ids(self) -> list[str]:
@@ -85,7 +84,6 @@ class Selection(Choice):
             SettingsError: `out` is there already, or no such rule or format.
             CorpusError: the corpus, or its tokenizer, is not the one that the artifact was built from.
         """
-        assert self.artifact is not None
         artifact, place = self.artifact, Path(out)
         kind, rule, settings = check_export(artifact, place, documents=documents, form=format, corpus=corpus, ids=ids)
         tokenizer = Origin(artifact).tokenizer
@@ -108,21 +106,19 @@ class Selection(Choice):
 
     def write_left_out(self, path: Path | str) -> int:
         """Write the rows that were not chosen, worst first, with labels and text; returns how many."""
-        assert self.artifact is not None
         order = ranked(-self.effect_N, among_N=~mask_of(self.row_index, self.artifact.n_rows))
         write_ranked(self.artifact, self.effect_N, order, Path(path), "effect")
         return len(order)
 
     def summary(self) -> dict[str, Any]:
         """All but the rows, as plain JSON."""
-        assert self.artifact is not None
         return super().summary() | {
             "rows": len(self),
             "tokens": self.n_tokens,
             "corpus_rows": self.artifact.n_rows,
             "bound": self.bound,
             "guarantee": self.guarantee,
-            "curve": {name: list(getattr(self.curve, name)) for name in ("rows", "tokens", "effect", "value")},
+            "curve": asdict(self.curve),
             "labels": [] if self.labels is None else self.labels.to_pylist(),
         }
 
@@ -136,7 +132,6 @@ class Selection(Choice):
         places = sorted(
             {*range(step - 1, len(rows), step), len(rows) - 1} | {k for k, n in enumerate(rows) if n == len(self)}
         )
-        assert self.artifact is not None
         lines = [
             (
                 f"{rows[k]:,}",
