@@ -11,8 +11,7 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect, unit_scores
-from grasp.corpus.image_store import ImageStore
-from grasp.corpus.images import decode_image
+from grasp.corpus.images import ImageStore, decode_image
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.fit_head import fit_head
 from grasp.extract.local import build

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.corpus.image_store import ImageStore
-from grasp.corpus.images import decode_image, pixel_hash
+from grasp.corpus.images import ImageStore, decode_image, pixel_hash
 from grasp.errors import CorpusError, TargetError
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.images import load_image_units

@@ -21,8 +21,7 @@ from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explanation import EffectParts, row_index
-from grasp.corpus.image_store import CLASS_LABEL, HASH_LABEL, ImageStore
-from grasp.corpus.images import decode_image, pixel_hash, png, read_images
+from grasp.corpus.images import CLASS_LABEL, HASH_LABEL, ImageStore, decode_image, pixel_hash, png, read_images
 from grasp.errors import CorpusError
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor

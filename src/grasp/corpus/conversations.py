@@ -1,21 +1,83 @@
 """What a record says, in the forms that people have: a text, or a question and its answer, or turns of a conversation.
 
 Turns of OpenAI (`role`, `content`) or ShareGPT (`from`, `value`); an instruction, its input and its output; a prompt
-and its completion; any columns by two templates. Turns become text later, by the chat template of a model.
+and its completion; any columns by two templates, format strings (`{question}`) or Jinja (`{{ question }}`). Turns
+become text later, by the chat template of a model.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from string import Formatter
 from typing import Any, Final
 
 import pyarrow as pa
 
-from grasp.corpus.templates import Template
 from grasp.errors import CorpusError
+from grasp.extras import require
 from grasp.settings import CorpusSettings
+
+FAILURES = (KeyError, IndexError, AttributeError, TypeError, ValueError)
+
+
+class Template:
+    """A template that is sound.
+
+    Args:
+        text: Jinja where it has `{{` or `{%`, else a format string.
+        where: the setting that holds it, for messages.
+    Raises:
+        CorpusError: it is neither.
+    """
+
+    def __init__(self, text: str, where: str) -> None:
+        self._text, self._where, self._jinja = text, where, None
+        if "{{" in text or "{%" in text:
+            jinja = require("jinja2", extra="chat", feature=f"{where}, which is a Jinja template")
+            sandbox = require("jinja2.sandbox", extra="chat", feature=where)
+            environment = sandbox.ImmutableSandboxedEnvironment(
+                undefined=jinja.StrictUndefined, keep_trailing_newline=True
+            )
+            self._failures: tuple[type[Exception], ...] = (*FAILURES, jinja.TemplateError)
+            try:
+                self._jinja = environment.from_string(text)
+                self.columns = frozenset(
+                    require("jinja2.meta", extra="chat", feature=where).find_undeclared_variables(
+                        environment.parse(text)
+                    )
+                )
+            except jinja.TemplateError as err:
+                raise CorpusError(f"{where}: {text!r} is no Jinja template: {err}") from err
+        else:
+            self._failures = FAILURES
+            self.columns = _columns(text, where)
+
+    def fill(self, record: Mapping[str, Any], where: str) -> str:
+        """The text of a record.
+
+        Raises:
+            CorpusError: it does not fit.
+        """
+        try:
+            return str(self._jinja.render(record)) if self._jinja else self._text.format(**record)
+        except self._failures as err:
+            raise CorpusError(f"{where}: does not fit {self._where}: {err!r}") from err
+
+
+def _columns(text: str, where: str) -> frozenset[str]:
+    """Columns that a format string reads: ``{answers[text][0]}`` reads `answers`."""
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
+    except ValueError as err:
+        raise CorpusError(f"{where}: {text!r} is no format string: {err}") from err
+    roots = {re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields}
+    if "" in roots or any(root.isdigit() for root in roots):
+        raise CorpusError(f"{where}: {text!r} has a field without a name, expected columns such as {{question}}")
+    return frozenset(roots)
+
 
 Span = tuple[int, int]  # characters of a text: the first, and the first that is outside
 

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from grasp.corpus.image_store import ImageStore
+from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums

@@ -13,7 +13,7 @@ import torch
 
 import grasp
 from grasp.corpus.documents import documents_of
-from grasp.corpus.image_store import HASH_LABEL, ImageStore
+from grasp.corpus.images import HASH_LABEL, ImageStore
 from grasp.corpus.sources import Source, open_source
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError

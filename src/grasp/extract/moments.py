@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.features import FeatureSpool
-from grasp.corpus.image_store import ImageStore
+from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.extract.engine import Workers
 from grasp.extract.forward import PositionSums, ShardForward, resolved

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grasp.corpus.image_store import ImageShard
+from grasp.corpus.images import ImageShard
 from grasp.corpus.store import RowShard
 from grasp.features.extract import BatchFeatures, extract, extract_images
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows

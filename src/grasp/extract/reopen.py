@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.image_store import ImageStore
+from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.dotted import leaf
 from grasp.errors import ArtifactError, CorpusError

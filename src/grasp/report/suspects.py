@@ -16,7 +16,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import readable
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
 from grasp.audit.explain_images import picture_url, row_pictures
-from grasp.corpus.image_store import HASH_LABEL
+from grasp.corpus.images import HASH_LABEL
 from grasp.errors import SettingsError
 from grasp.report.texts import number, signed
 from grasp.text import name, plain

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from grasp.corpus.image_store import HASH_LABEL, ImageRow, ImageShard, image_rows
-from grasp.corpus.images import read_images
+from grasp.corpus.images import HASH_LABEL, ImageRow, ImageShard, image_rows, read_images
 from grasp.corpus.packing import SkipLog
 from grasp.errors import TargetError
 from grasp.settings import CorpusSettings, TargetSettings

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grasp.corpus.conversations import FAULTS, Conversation, conversation_in
+from grasp.corpus.conversations import FAULTS, Conversation, Template, conversation_in
 from grasp.corpus.sources import IN_MEMORY, ArrowChunk, Source, open_source
-from grasp.corpus.templates import Template
 from grasp.errors import CorpusError, TargetError
 from grasp.settings import DatasetTarget
 from grasp.targets.units import LossOn, Unit
