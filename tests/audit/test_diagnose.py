@@ -9,7 +9,7 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit import diagnose as diagnosing
-from grasp.audit import measures, redraw
+from grasp.audit import measures, sample
 from grasp.audit.diagnose import diagnose
 from grasp.audit.sample import environment_subsets, features_alone, reopened, sample_features, sample_rows
 from grasp.audit.sketched import RANKS, Kernels
@@ -116,12 +116,12 @@ def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(p
     again = named["moments drawn again"].numbers
     assert again["ranks"] == min(again[target] for target in plain.targets)
     # the same rows twice: nothing is drawn again
-    monkeypatch.setattr(redraw, "_two_samples", lambda supervised_N, *_: (np.arange(len(supervised_N)),) * 2)
+    monkeypatch.setattr(sample, "_two_samples", lambda supervised_N, *_: (np.arange(len(supervised_N)),) * 2)
     same = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
     assert same.numbers["ranks"] == pytest.approx(1.0)
     assert same.verdict == "healthy"
     # moments of a single row are no moments
-    monkeypatch.setattr(redraw, "_two_samples", lambda *_: (np.array([0]), np.array([1])))
+    monkeypatch.setattr(sample, "_two_samples", lambda *_: (np.array([0]), np.array([1])))
     shaky = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
     assert shaky.numbers["ranks"] < 0.95
     assert shaky.verdict == "look"
@@ -130,10 +130,10 @@ def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(p
 def test_two_samples_of_moments_have_no_row_in_common_and_as_many_positions_with_loss():
     supervised_N = np.array([50] + [5] * 40)
     for seed in range(20):
-        first, second = redraw._two_samples(supervised_N, 60, seed)
+        first, second = sample._two_samples(supervised_N, 60, seed)
         assert not set(first) & set(second)
         assert min(supervised_N[first].sum(), supervised_N[second].sum()) >= 60
-        first, second = redraw._two_samples(np.array([2, 90]), 60, seed)
+        first, second = sample._two_samples(np.array([2, 90]), 60, seed)
         assert len(first) == len(second) == 1
 
 
