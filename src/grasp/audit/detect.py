@@ -93,21 +93,14 @@ class Suspects(Result):
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Scores of all rows, higher for more suspicious ones; the last one ranks."""
+    """Scores of all rows, higher for more suspicious ones."""
 
     scores: dict[str, F64]
+    ranking: str  # the one that ranks
     null_N: F64  # the score that the threshold is fitted to
     copy_N: Bool  # rows that are a unit to the letter: first and flagged, whatever their score
     unit_N: NDArray[np.int64] | None = None  # that a row is most like, counted within the target
     notes: tuple[str, ...] = ()
-
-    @property
-    def ranking(self) -> str:
-        return list(self.scores)[-1]
-
-    @property
-    def ranking_N(self) -> F64:  # noqa: N802 - a shape suffix
-        return self.scores[self.ranking]
 
 
 def detect(
@@ -155,7 +148,16 @@ def detect(
     target = only_target(artifact, target)
     if not contamination and label is None and CLASS_LABEL in pq.read_schema(artifact.rows_path).names:
         label = CLASS_LABEL
-    _check(artifact, contamination, label, truth, k, neighbours, against, cache)
+    idle = {
+        "label: no meaning with contamination": contamination and label is not None,
+        "neighbours: no meaning with contamination": contamination and neighbours is not None,
+        "neighbours: no meaning without a label": label is None and neighbours is not None,
+        "against: no meaning without contamination; rank by a method with `grasp score`": bool(against)
+        and not contamination,
+        "cache: no meaning without against": cache is not None and not against,
+        "k: no meaning without truth or against": k is not None and truth is None and not against,
+    }
+    _check(artifact, k, neighbours, idle)
     progress, copies = progress or Silent(), exact_copies(artifact, target)
     if contamination:
         methods = configured_methods(against, where="against") if against else ()
@@ -169,26 +171,8 @@ def detect(
     return _result(artifact, target, scored, cut, truth_N, k, label, top)
 
 
-def _check(
-    artifact: ArtifactReader,
-    contamination: bool,
-    label: str | None,
-    truth: str | None,
-    k: int | None,
-    neighbours: int | None,
-    against: str | Sequence[str],
-    cache: Path | str | None,
-) -> None:
+def _check(artifact: ArtifactReader, k: int | None, neighbours: int | None, idle: Mapping[str, bool]) -> None:
     """Refuse what would have no effect, numbers out of range, and too few rows."""
-    idle = {
-        "label: no meaning with contamination": contamination and label is not None,
-        "neighbours: no meaning with contamination": contamination and neighbours is not None,
-        "neighbours: no meaning without a label": label is None and neighbours is not None,
-        "against: no meaning without contamination; rank by a method with `grasp score`": bool(against)
-        and not contamination,
-        "cache: no meaning without against": cache is not None and not against,
-        "k: no meaning without truth or against": k is not None and truth is None and not against,
-    }
     if mistake := next((mistake for mistake, is_made in idle.items() if is_made), None):
         raise SettingsError(f"{mistake}; leave it out")
     if neighbours is not None and neighbours < 1:
@@ -227,7 +211,8 @@ def _wrong_rows(
         notes += said
         if geometry_N is not None:
             scores |= {"geometry": geometry_N, "fused": mean_ranks([relevance_N, geometry_N])}
-    return _Scored(scores, relevance_N, np.zeros(artifact.n_rows, dtype=np.bool_), notes=tuple(notes))
+    ranking, nobody_N = list(scores)[-1], np.zeros(artifact.n_rows, dtype=np.bool_)
+    return _Scored(scores, ranking, relevance_N, nobody_N, notes=tuple(notes))
 
 
 def _geometry(
@@ -267,7 +252,7 @@ def _leaks(
     if copies.pairs:
         notes.append(f"{_named(artifact, target, copies)}: exact copies, put first")
     unit_N = np.where(copied_N >= 0, copied_N, found.unit_N)
-    return _Scored(scores, found.largest_N, copied_N >= 0, unit_N, tuple(notes))
+    return _Scored(scores, "contamination", found.largest_N, copied_N >= 0, unit_N, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +299,7 @@ def unit_scores(
 
 def _threshold(artifact: ArtifactReader, scored: _Scored, clean: str | None, rate: float) -> Threshold:
     """By the rows known to be right, else by the null distribution of a score, copies left out."""
-    ranking_N, copy_N = scored.ranking_N, scored.copy_N
+    ranking_N, copy_N = scored.scores[scored.ranking], scored.copy_N
     if clean is not None:
         try:
             return threshold_of_checked(ranking_N, _yes_or_no(artifact, clean, "clean"), rate)
@@ -335,7 +320,7 @@ def _result(
     label: str | None,
     top: int,
 ) -> Suspects:
-    scores, copy_N, ranking_N = scored.scores, scored.copy_N, scored.ranking_N
+    scores, copy_N, ranking_N = scored.scores, scored.copy_N, scored.scores[scored.ranking]
     flagged_N = copy_N | (ranking_N > cut.value)
     cut = replace(cut, n_flagged=int(flagged_N.sum()), n_copies=int(copy_N.sum()))
     detections = {}

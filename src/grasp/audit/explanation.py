@@ -310,19 +310,25 @@ class EffectParts:
         return np.asarray(sum(self.weights[kernel] * stored_E for kernel, stored_E in self.stored.items()))
 
 
+def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
+    """Where the rows of these row_ids stand; without those that there are not."""
+    wanted, start, places = pa.array(rows, pa.string()), 0, dict[str, int]()
+    for batch in artifact.row_batches(["row_id"]):
+        names = batch.column(0)
+        here = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
+        places |= {names[int(i)].as_py(): start + int(i) for i in here}
+        start += batch.num_rows
+    return places
+
+
 def row_index(artifact: ArtifactReader, row: str) -> int:
     """Where a row stands.
 
     Raises:
         SettingsError: there is none of this row_id.
     """
-    start = 0
-    some: list[str] = []
-    for batch in artifact.row_batches(["row_id"]):
-        names = batch.column(0)
-        place = pc.index(names, pa.scalar(row, names.type)).as_py()
-        if place >= 0:
-            return start + int(place)
-        some = some or names[:3].to_pylist()
-        start += batch.num_rows
-    raise SettingsError(f"row: got {row!r}, which {artifact.where} does not have; a row_id is e.g. {', '.join(some)}")
+    places = row_places(artifact, [row])
+    if row not in places:
+        some = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
+        raise SettingsError(f"row: got {row!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
+    return places[row]

@@ -243,7 +243,9 @@ def choose(
             gain_x = _gains(mean_B[:n], moved_Bx[:n])
         else:
             effect_Gx = moved_Bx[n:-1] - moved_Bx[-1]
-            left = _variance_of_effects(cover_BB[n:, n:])
+            # the sum of the variances of leaving a value out; the last point is the mean of the runs
+            own_G = np.diag(cover_BB)[n:-1] + cover_BB[-1, -1] - 2 * cover_BB[n:-1, -1]
+            left = float(np.maximum(own_G, 0.0).sum())
             gain_x = (effect_Gx**2).sum(axis=0) / max(left, np.finfo(float).tiny)
         gain_x[np.isin(tried, picked)] = -np.inf
         x = int(np.argmax(gain_x))
@@ -264,10 +266,7 @@ def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
     share_RG = np.concatenate(
         [(block.weights_BN @ codes_GN.T).toarray() / weight_sums(block.weights)[0][:, None] for block in blocks]
     )
-    runs, values = environment.subset_ids, slices.names
-    r, g = (index.ravel() for index in np.indices(share_RG.shape))
-    arrays = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]
-    trained = pa.table([pa.array(one) for one in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    runs = environment.subset_ids
     utility_RST = environment.task_utilities(environment.targets)
     lines = [
         (run, seed, None, None, f"{target}/loss", None, -float(utility_RST[r, s, t]))
@@ -281,7 +280,14 @@ def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
     )
     metrics = {f"{target}/loss": "lower" for target in environment.targets}
     info = RunsInfo.model_validate({"kind": "shares", "label": environment.label, "metrics": metrics})
-    return RunTable.of(environment.name, info, trained, results)
+    return RunTable.of(environment.name, info, _trained(runs, slices.names, share_RG), results)
+
+
+def _trained(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:
+    """What runs were trained on, a line a run and value."""
+    r, g = (index.ravel() for index in np.indices(share_RG.shape))
+    columns = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]
+    return pa.table([pa.array(one) for one in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
 
 
 def _write_subsets(table: RunTable, names: Sequence[str], share_BG: F64, artifact: Opened | None, path: Path) -> None:
@@ -289,15 +295,9 @@ def _write_subsets(table: RunTable, names: Sequence[str], share_BG: F64, artifac
     if artifact is None:
         raise SettingsError("propose: subsets are of the rows of an artifact; name it")
     files = artifact.files
-    b, g = (index.ravel() for index in np.indices(share_BG.shape))
-    columns = [np.array(names, object)[b], np.array(table.values, object)[g], share_BG.ravel()]
-    trained = pa.table([pa.array(one) for one in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
-    blocks, _ = row_weights(replace(table, trained=trained), files)
+    blocks, _ = row_weights(replace(table, trained=_trained(names, table.values, share_BG)), files)
     corpus = files.manifest.fingerprints.get("corpus", "")
     write_subsets(path, blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
-
-
-# --------------------------------------------------------------------------------------------------------- inside
 
 
 def _gains(mean_B: F64, moved_Bx: F64) -> F64:
@@ -308,12 +308,6 @@ def _gains(mean_B: F64, moved_Bx: F64) -> F64:
         for node, weight in zip(nodes, weights / weights.sum(), strict=True)
     )
     return np.asarray(np.maximum(best_x - mean_B.max(), 0.0))
-
-
-def _variance_of_effects(cover_BB: F64) -> float:
-    """Sum over values of the variance of leaving one out; the last point is the mean of the runs."""
-    own_G = np.diag(cover_BB)[:-1] + cover_BB[-1, -1] - 2 * cover_BB[:-1, -1]
-    return float(np.maximum(own_G, 0.0).sum())
 
 
 def _notes(taught: Taught) -> tuple[str, ...]:

@@ -96,7 +96,11 @@ class _Greedy:
 
     def by_rounds(self) -> None:
         """The way for a large corpus: a block of rows at a time, out of a pool of the few thousand best."""
-        block = max(1, -(-self._expected_rows() // ROUNDS))
+        limits = self.limits
+        expected = limits.budget
+        if limits.cost_N is not None:
+            expected = int(limits.budget / max(float(limits.cost_N[limits.allowed_N].mean()), 1.0))
+        block = max(1, -(-expected // ROUNDS))
         size = max(INNER_ROWS, POOL_BLOCKS * block)
         while self.alive_N.any():
             pool = self._pool(size)
@@ -147,7 +151,10 @@ class _Greedy:
             if cost > self.ledger.room(code):
                 dead_P |= self._refused(pool.row_P, code, cost)
                 continue
-            self._take(row, code, cost, float(gain_P[j]))
+            self.ledger.take(code, cost)
+            self.alive_N[row] = False
+            self.rows.append(row)
+            self.gains.append(float(gain_P[j]))
             dead_P[j] = True
             taken += 1
             step_D = 2.0 * self.bends_D * pool.sketch_PD[j]
@@ -156,12 +163,6 @@ class _Greedy:
         return taken
 
     # ------------------------------------------------------------------------------------------ accounting
-
-    def _take(self, row: int, code: int, cost: int, gain: float) -> None:
-        self.ledger.take(code, cost)
-        self.alive_N[row] = False
-        self.rows.append(row)
-        self.gains.append(gain)
 
     def _refused(self, row_P: I64, code: int, cost: int) -> NDArray[np.bool_]:
         """Rows of a pool that fit no more than the one that was refused: same value, as dear or dearer."""
@@ -188,11 +189,6 @@ class _Greedy:
         if self.limits.cost_N is None or self.objective.weighting == "mean":
             return gain_P
         return gain_P / self.limits.cost_N[row_P]
-
-    def _expected_rows(self) -> int:
-        if self.limits.cost_N is None:
-            return self.limits.budget
-        return int(self.limits.budget / max(float(self.limits.cost_N[self.limits.allowed_N].mean()), 1.0))
 
     def _pool(self, count: int) -> _Pool:
         """The rows with the highest gains, and sentinels from the ranks below."""

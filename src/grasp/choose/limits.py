@@ -122,13 +122,9 @@ class Ledger:
         free = limits.budget - self._used - (self._owed + self._slack - own)
         return int(min(self._cap_G[code] - self._used_G[code], free))
 
-    def room_per_value(self) -> I64:
-        """(G,) cost up to which a row of each value may be taken."""
-        return np.array([self.room(g) for g in range(len(self._cap_G))], dtype=np.int64)
-
     def fits(self, rows: I64) -> NDArray[np.bool_]:
         """Whether there is room for each of these rows."""
-        room_G, limits = self.room_per_value(), self._limits
+        room_G, limits = np.array([self.room(g) for g in range(len(self._cap_G))], dtype=np.int64), self._limits
         room = room_G[0] if limits.codes_N is None else room_G[limits.codes_N[rows]]
         fits = (1 if limits.cost_N is None else limits.cost_N[rows]) <= room
         return np.broadcast_to(np.asarray(fits), rows.shape)
@@ -168,15 +164,10 @@ def _available(
 ) -> tuple[I64, I64]:
     """(G,) cost of all allowed rows of each value, and of the dearest."""
     codes = np.zeros(int(allowed_N.sum()), np.int32) if codes_N is None else codes_N[allowed_N]
-    if cost_N is None:
-        held_G = np.bincount(codes, minlength=n_values).astype(np.int64)
-        return held_G, np.ones(n_values, dtype=np.int64)
-    cost = cost_N[allowed_N]
-    largest_G = np.zeros(n_values, dtype=np.int64)
+    cost = np.ones(len(codes), np.int64) if cost_N is None else cost_N[allowed_N]
+    largest_G = np.ones(n_values, dtype=np.int64)
     np.maximum.at(largest_G, codes, cost)
-    held_G = np.zeros(n_values, dtype=np.int64)
-    np.add.at(held_G, codes, cost)
-    return held_G, largest_G
+    return np.bincount(codes, cost, minlength=n_values).astype(np.int64), largest_G
 
 
 def _amounts(

@@ -103,8 +103,7 @@ def select(
             f"cautious: protocol {chosen.name} has geometry, or counts rows, and then rows are chosen by relevance; "
             "take another protocol, or leave it out"
         )
-    whole = amount is not None and amount.unit == "documents"
-    pool = _Pool.of_documents(aim, allowed_N, labels) if whole else _Pool(aim.effect_N, allowed_N, labels)
+    pool = _Pool.of(aim, allowed_N, labels, documents=amount is not None and amount.unit == "documents")
 
     def limits_of(amount: Amount) -> Limits:
         return Limits.of(amount, pool.allowed_M, tokens_N=aim.tokens_N, labels=pool.labels, floors=floors, caps=caps)
@@ -113,7 +112,6 @@ def select(
         amount = Amount(_best_budget(aim, allowed_N, limits_of if floors or caps else None), False)
         said.append(f"no budget was given: {amount.value:,.0f} rows have the highest value for the training budget")
     limits = limits_of(amount)
-    found, picked_P, curve = _chosen(aim, pool, limits, progress)
     asked = {
         "budget": budget,
         "targets": dict(targets),
@@ -125,9 +123,7 @@ def select(
         "exclude_where": exclude_where,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
-    taken = None if limits.codes_N is None else _shares(limits, picked_P)
-    more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, found.row_index, by)]
-    return _selection(aim, found, curve, taken, asked, more)
+    return _selection(aim, pool, limits, asked, said, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +136,10 @@ class _Pool:
     document_N: I64 | None = None
 
     @classmethod
-    def of_documents(cls, aim: Aim, allowed_N: NDArray[np.bool_], labels: LabelColumn | None) -> Self:
-        """The documents; one of which a row is excluded may not be taken."""
+    def of(cls, aim: Aim, allowed_N: NDArray[np.bool_], labels: LabelColumn | None, *, documents: bool) -> Self:
+        """The rows, or the documents; one of which a row is excluded may not be taken."""
+        if not documents:
+            return cls(aim.effect_N, allowed_N, labels)
         if not aim.predictor.additive:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
         document_N = row_documents(aim.artifact)
@@ -292,9 +290,10 @@ def _allowed(
 
 
 def _selection(
-    aim: Aim, found: Chosen, curve: Curve, taken: pa.Table | None, asked: Mapping[str, Any], said: Sequence[str]
+    aim: Aim, pool: _Pool, limits: Limits, asked: Mapping[str, Any], said: Sequence[str], progress: Progress | None
 ) -> Selection:
-    """The result in words and tables."""
+    """The choice made, and the result in words and tables."""
+    found, picked_P, curve = _chosen(aim, pool, limits, progress)
     training, artifact, rows = aim.training, aim.artifact, found.row_index
     weights = one_subset(SUBSET, mask_of(rows, artifact.n_rows)).weights
     sums = aim.predictor.sums(weights)
@@ -302,7 +301,7 @@ def _selection(
     n_tokens = int(aim.tokens_N[rows].sum())
     value = float(aim.value(sums, np.array([n_tokens]))[0])
     headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
-    more = list(said)
+    more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, rows, asked["by"])]
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
         more.append(
@@ -320,7 +319,7 @@ def _selection(
         protocol=aim.predictor.protocol,
         artifact=artifact,
         curve=curve,
-        labels=taken,
+        labels=None if limits.codes_N is None else _shares(limits, picked_P),
         bound=found.bound,
         guarantee=found.guarantee if found.bound is None else f"upper bound {found.bound:+.3f}: {found.guarantee}",
         row_index=rows,
@@ -378,15 +377,16 @@ def _shares(limits: Limits, row_index: I64) -> pa.Table:
     """One line a value of the label."""
     assert limits.codes_N is not None
     cost_N = np.ones(len(limits.codes_N), dtype=np.int64) if limits.cost_N is None else limits.cost_N
-    pool_G, taken_G = np.zeros(len(limits.values), dtype=np.int64), np.zeros(len(limits.values), dtype=np.int64)
-    np.add.at(pool_G, limits.codes_N[limits.allowed_N], cost_N[limits.allowed_N])
-    np.add.at(taken_G, limits.codes_N[row_index], cost_N[row_index])
-    caps = [int(cap) if cap < limits.budget else None for cap in limits.cap_G]
-    floors = [int(floor) or None for floor in limits.floor_G]
-    columns = {
-        "taken": taken_G,
-        "pool": pool_G,
-        "floor": pa.array(floors, pa.int64()),
-        "cap": pa.array(caps, pa.int64()),
-    }
-    return pa.table({"value": pa.array(limits.values, pa.string()), **columns})
+    taken_G, pool_G = (
+        np.bincount(limits.codes_N[rows], cost_N[rows], len(limits.values)).astype(np.int64)
+        for rows in (row_index, limits.allowed_N)
+    )
+    return pa.table(
+        {
+            "value": pa.array(limits.values, pa.string()),
+            "taken": taken_G,
+            "pool": pool_G,
+            "floor": pa.array([int(floor) or None for floor in limits.floor_G], pa.int64()),
+            "cap": pa.array([int(cap) if cap < limits.budget else None for cap in limits.cap_G], pa.int64()),
+        }
+    )

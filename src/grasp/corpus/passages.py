@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,13 +87,8 @@ def write_passages(
     passages = read_passages(sources=sources, exclude_texts=exclude_texts, per_source=per_source, counts=counts)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
-        batch: list[dict[str, str]] = []
-        for passage in passages:
-            batch.append(passage)
-            if len(batch) == _BATCH:
-                writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
-                batch = []
-        writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+        while batch := list(islice(passages, _BATCH)):
+            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
     return counts
 
 

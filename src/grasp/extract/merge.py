@@ -69,7 +69,8 @@ def _require_alike(first: ArtifactReader, part: ArtifactReader) -> None:
     found += [
         f"moments.{name}: other numbers"
         for name in sorted({*first.moments, *part.moments})
-        if not _same_moment(first, part, name)
+        if not (name in first.moments and name in part.moments)
+        or not np.array_equal(first.moments[name], part.moments[name])
     ]
     found += _unit_differences(first.units, part.units)
     if found:
@@ -91,11 +92,6 @@ def _meaning(part: ArtifactReader) -> dict[str, Any]:
             for name, entry in manifest.arrays.items()
         },
     }
-
-
-def _same_moment(first: ArtifactReader, part: ArtifactReader, name: str) -> bool:
-    both = name in first.moments and name in part.moments
-    return both and np.array_equal(first.moments[name], part.moments[name])
 
 
 def _unit_differences(then: pa.Table, now: pa.Table) -> Iterator[str]:
@@ -147,7 +143,9 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
     first = parts[0].manifest
     n_rows = sum(part.n_rows for part in parts)
     sums = {name: np.sum([part.sums[name] for part in parts], axis=0) for name in parts[0].sums}
-    gains = {name: sketch_gain(sums[f"{name}.square"], n_rows) for name in first.arrays if not _per_unit(name)}
+    gains = {
+        name: sketch_gain(sums[f"{name}.square"], n_rows) for name in first.arrays if not name.startswith(PER_UNIT)
+    }
     dtypes = {group.dtype for part in parts for entry in part.manifest.arrays.values() for group in entry.groups}
     arrays = {
         name: ArraySpec(
@@ -173,10 +171,6 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
             writer.write_shard(k, numbers, table, {})
             progress.advance(table.num_rows, 0)
         writer.finish(manifest=given, moments=dict(parts[0].moments), units=parts[0].units, sums=sums, gains=gains)
-
-
-def _per_unit(name: str) -> bool:
-    return name.startswith(PER_UNIT)
 
 
 def _without_gains(part: ArtifactReader) -> ArtifactReader:
@@ -213,25 +207,21 @@ def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[st
     origins = [
         {"path": part.where, "rows": part.n_rows, "corpus": part.manifest.fingerprints.get("corpus")} for part in parts
     ]
+    corpora_of_parts = repr([(origin["corpus"], origin["rows"]) for origin in origins]).encode()
+    corpus = hashlib.blake2b(corpora_of_parts, digest_size=16).hexdigest()
     known = [manifest.details for manifest in manifests]
     counted = {name: sum(manifest.detail(name) for manifest in manifests) for name in COUNTED}
     corpora = [manifest.settings.get("corpus") or {} for manifest in manifests]
     shared = {name: value for name, value in corpora[0].items() if all(one.get(name) == value for one in corpora)}
     return {
         "made_by": first.made_by | {"program": f"grasp {grasp.__version__}"},
-        "fingerprints": first.fingerprints | {"corpus": _fingerprint(origins)},
+        "fingerprints": first.fingerprints | {"corpus": corpus},
         "settings": first.settings | {"like": None, "keep_tokens": False, "keep_features": False, "corpus": shared},
         "skipped": _skipped([manifest.skipped for manifest in manifests]),
         "details": first.details
         | counted
         | {"labels": list(labels), "build_seconds": _seconds(known), "parts": origins},
     }
-
-
-def _fingerprint(origins: Sequence[Mapping[str, Any]]) -> str:
-    """Of the corpora of the parts, in their order."""
-    content = repr([(origin["corpus"], origin["rows"]) for origin in origins])
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _skipped(known: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import readable
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
 from grasp.audit.explain_images import picture_url, row_pictures
+from grasp.audit.explanation import row_places
 from grasp.corpus.images import HASH_LABEL
 from grasp.errors import SettingsError
 from grasp.report.texts import number, signed
@@ -46,7 +44,11 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str], f
         SettingsError: no such file, not such a table, or one of another artifact.
     """
     record, lines = _table(path, artifact, flag)
-    index = _row_index(artifact, [line["row_id"] for line in lines], f"{flag}: {path}")
+    names = [line["row_id"] for line in lines]
+    places = row_places(artifact, names)
+    if strange := [name for name in names if name not in places]:
+        raise SettingsError(f"{flag}: {path}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
+    index = np.array([places[name] for name in names], dtype=np.int64)
     units = artifact.units.select(["unit_id", "prompt", "completion"]).to_pylist()
     return ShownSuspects(
         record,
@@ -76,20 +78,6 @@ def _table(path: Path, artifact: ArtifactReader, flag: str) -> tuple[DetectionRe
         listed = ", ".join(f"{what} {theirs.get(what)!r}, here {own[what]!r}" for what in others)
         raise SettingsError(f"{flag}: {path} was made from another artifact: {listed}; run grasp detect on this one")
     return record, batch.to_pylist()
-
-
-def _row_index(artifact: ArtifactReader, names: Sequence[str], where: str) -> NDArray[np.int64]:
-    """Positions of some rows by name."""
-    wanted = pa.array(names, pa.string())
-    found: dict[str, int] = {}
-    start = 0
-    for batch in artifact.row_batches(["row_id"]):
-        here = np.flatnonzero(pc.is_in(batch.column(0), value_set=wanted).to_numpy(zero_copy_only=False))
-        found |= {batch.column(0)[int(i)].as_py(): start + int(i) for i in here}
-        start += batch.num_rows
-    if strange := [name for name in names if name not in found]:
-        raise SettingsError(f"{where}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
-    return np.array([found[name] for name in names], dtype=np.int64)
 
 
 def suspects_view(found: ShownSuspects) -> dict[str, Any]:

@@ -56,15 +56,12 @@ def label_trends(
 
 def checkpoint_names(artifacts: Sequence[ArtifactReader]) -> tuple[str, ...]:
     """Names that tell the artifacts apart: those of their models' directories, else their own paths."""
-    for of in (_model_name, lambda artifact: artifact.path.name, lambda artifact: str(artifact.path)):
-        names = tuple(of(artifact) for artifact in artifacts)
+    models = [str(artifact.manifest.settings.get("model", {}).get("path", "")) for artifact in artifacts]
+    paths = [artifact.path for artifact in artifacts]
+    for names in (tuple(Path(model).name for model in models), tuple(p.name for p in paths), tuple(map(str, paths))):
         if len(set(names)) == len(names):
             return names
     return tuple(f"{artifact.path} ({place + 1})" for place, artifact in enumerate(artifacts))
-
-
-def _model_name(artifact: ArtifactReader) -> str:
-    return Path(str(artifact.manifest.settings.get("model", {}).get("path", ""))).name
 
 
 def _check_belongs(artifact: ArtifactReader, last: ArtifactReader, targets: Sequence[str]) -> None:
