@@ -7,12 +7,12 @@ of it, and a checksum of every file. The directory is written aside and renamed:
 
 import datetime
 import decimal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, Self, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from grasp.corpus.sources import JsonRecord, open_source
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import check_place, discard, entry_of, written_aside
+from grasp.predict.row_arrays import row_tokens
 from grasp.settings import CorpusSettings
 from grasp.text import json_text
 from grasp.yaml_files import write_yaml
@@ -38,6 +39,7 @@ OWN = ("row_id", "doc_id", "n_tokens")
 UNNEEDED = ("row_index", "loss", "snippet")  # columns of the row table that training has no use for
 
 Decode = Callable[[list[list[int]]], list[str]]
+Item = pa.Table | dict[str, Any]  # some rows, or a JSON record
 IsKept = Callable[[int, int], NDArray[np.bool_]]  # of records [start, stop), asked for in order; fewer where they end
 
 
@@ -87,16 +89,9 @@ def write_rows(
     """
     order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     order_N[row_index] = np.arange(len(row_index))
-
-    def write(writer: _Writer) -> int:
-        tokens = 0
-        for table in _row_tables(artifact, rows, order_N, relevance, decode):
-            tokens += int(np.sum(table["n_tokens"].to_numpy()))
-            writer.table(table)
-        return tokens
-
+    tokens = int(row_tokens(artifact)[row_index].sum())
     facts = {"holds": "rows", "order": "of the corpus; column `order` has the place in the choice"}
-    return _written(out, kind, write, {**asked, **facts})
+    return _written(out, kind, _row_tables(artifact, rows, order_N, relevance, decode), tokens, {**asked, **facts})
 
 
 def write_documents(
@@ -110,23 +105,24 @@ def write_documents(
         CorpusError: records that the format cannot hold.
         MissingExtraError: `datasets` is asked for and not installed.
     """
+    facts = {"holds": "documents", "order": "of the corpus"}
+    return _written(out, kind, _kept_records(corpus, kept), tokens, {**asked, **facts})
 
-    def write(writer: _Writer) -> int:
-        for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
-            size = 1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows
-            known_M = kept(chunk.index, chunk.index + size)
-            if not len(known_M):
-                break
-            if isinstance(chunk, JsonRecord):
-                if known_M[0]:
-                    writer.record(chunk.record)
-            elif known_M.any():
-                batch = chunk.batch.slice(0, len(known_M))
-                table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-                writer.table(table.filter(pa.array(known_M)).replace_schema_metadata(None))
-        return tokens
 
-    return _written(out, kind, write, {**asked, "holds": "documents", "order": "of the corpus"})
+def _kept_records(corpus: CorpusSettings, kept: IsKept) -> Iterator[Item]:
+    """The records that are kept, as they are; it ends where `kept` knows no more of them."""
+    for chunk in open_source(corpus.path, corpus.split).chunks(0, lambda schema, _: list(schema.names)):
+        size = 1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows
+        known_M = kept(chunk.index, chunk.index + size)
+        if not len(known_M):
+            return
+        if isinstance(chunk, JsonRecord):
+            if known_M[0]:
+                yield chunk.record
+        elif known_M.any():
+            batch = chunk.batch.slice(0, len(known_M))
+            table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
+            yield table.filter(pa.array(known_M)).replace_schema_metadata(None)
 
 
 def _row_tables(
@@ -165,121 +161,81 @@ def _text(row: Row, decode: Decode) -> str:
     return decode([row.input_ids.tolist()])[0] if row.text is None else row.text
 
 
-def _written(out: Path, kind: Format, write: "Callable[[_Writer], int]", facts: Mapping[str, Any]) -> Export:
+def _written(out: Path, kind: Format, items: Iterable[Item], tokens: int, facts: Mapping[str, Any]) -> Export:
     check_place(out)
     if kind == "datasets":
         require("datasets", extra="datasets", feature="writing a `datasets` directory")
     with written_aside(out) as part:
         shards = part / "shards" if kind == "datasets" else part
         shards.mkdir(parents=True)
-        with _JsonLines(shards) if kind == "jsonl" else _Parquet(shards) as writer:
-            tokens = write(writer)
+        n_records = (_json_lines if kind == "jsonl" else _parquet)(shards, items)
         if kind == "datasets":
             _as_datasets(shards, part)
         files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
-        made = {**facts, "records": writer.n_records, "tokens": tokens, "format": kind, "files": files}
+        made = {**facts, "records": n_records, "tokens": tokens, "format": kind, "files": files}
         write_yaml(made, part / MANIFEST)
-    return Export(out, facts["holds"], writer.n_records, tokens)
+    return Export(out, facts["holds"], n_records, tokens)
 
 
-class _Writer(Protocol):
-    def table(self, table: pa.Table) -> None: ...
-    def record(self, record: dict[str, Any]) -> None: ...
+def _json_lines(shards: Path, items: Iterable[Item]) -> int:
+    """part-00000.jsonl, ...: one record a line; returns how many."""
+    n_records = 0
+    with ExitStack() as stack:
+        for record in (one for item in items for one in (item.to_pylist() if isinstance(item, pa.Table) else [item])):
+            if n_records % SHARD_RECORDS == 0:
+                stack.close()
+                path = shards / f"part-{n_records // SHARD_RECORDS:05d}.jsonl"
+                # halves of surrogate pairs, which JSON may spell and UTF-8 cannot, become question marks
+                file = stack.enter_context(path.open("w", encoding="utf-8", errors="replace", newline="\n"))
+            try:
+                file.write(f"{json_text(record, None, only_ascii=False, default=_plain)}\n")
+            except TypeError as err:
+                raise CorpusError(f"record {n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
+            n_records += 1
+    return n_records
 
 
-class _JsonLines:
-    """part-00000.jsonl, ...: one record a line."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._stack = ExitStack()
-        self._file: IO[str] | None = None
-        self.n_records = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def table(self, table: pa.Table) -> None:
-        for record in table.to_pylist():
-            self.record(record)
-
-    def record(self, record: dict[str, Any]) -> None:
-        if self.n_records % SHARD_RECORDS == 0:
-            self._open()
-        assert self._file is not None
-        try:
-            self._file.write(f"{json_text(record, None, only_ascii=False, default=_plain)}\n")
-        except TypeError as err:
-            raise CorpusError(f"record {self.n_records:,}: {err}; JSON lines cannot hold it, write parquet") from err
-        self.n_records += 1
-
-    def _open(self) -> None:
-        self._stack.close()
-        path = self._directory / f"part-{self.n_records // SHARD_RECORDS:05d}.jsonl"
-        # halves of surrogate pairs, which JSON may spell and UTF-8 cannot, become question marks
-        self._file = self._stack.enter_context(path.open("w", encoding="utf-8", errors="replace", newline="\n"))
+def _parquet(shards: Path, items: Iterable[Item]) -> int:
+    """part-00000.parquet, ...: tables as they are, a new file where the columns change; returns how many records."""
+    writer: pq.ParquetWriter | None = None
+    n_records = n_files = in_file = 0
+    with ExitStack() as stack:
+        for table, is_whole in _tables(items):
+            if writer is None or is_whole or in_file >= SHARD_RECORDS or not writer.schema.equals(table.schema):
+                stack.close()
+                path = shards / f"part-{n_files:05d}.parquet"
+                writer = stack.enter_context(pq.ParquetWriter(path, table.schema, compression="zstd"))
+                n_files, in_file = n_files + 1, 0
+            writer.write_table(table)
+            in_file, n_records = in_file + table.num_rows, n_records + table.num_rows
+    return n_records
 
 
-class _Parquet:
-    """part-00000.parquet, ...: tables as they are; a new file where the columns change."""
+def _tables(items: Iterable[Item]) -> Iterator[tuple[pa.Table, bool]]:
+    """Items as tables, and whether a table is to be a file of its own: so many JSON records as fit into one."""
+    waiting: list[dict[str, Any]] = []
+    chars = done = 0
+    for item in items:
+        if isinstance(item, pa.Table):
+            yield item, False
+            continue
+        waiting.append(item)
+        chars += sum(len(value) for value in item.values() if isinstance(value, str))
+        if len(waiting) == SHARD_RECORDS or chars >= SHARD_CHARS:
+            yield _table_of(waiting, done), True
+            done, chars, waiting = done + len(waiting), 0, []
+    if waiting:
+        yield _table_of(waiting, done), True
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._writer: pq.ParquetWriter | None = None
-        self._n_files = 0
-        self._in_file = 0
-        self._waiting: list[dict[str, Any]] = []
-        self._chars = 0
-        self.n_records = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._flush()
-        if self._writer is not None:
-            self._writer.close()
-
-    def table(self, table: pa.Table) -> None:
-        self._write(table, new_file=False)
-
-    def record(self, record: dict[str, Any]) -> None:
-        self._waiting.append(record)
-        self._chars += sum(len(value) for value in record.values() if isinstance(value, str))
-        if len(self._waiting) == SHARD_RECORDS or self._chars >= SHARD_CHARS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._waiting:
-            return
-        names = list(dict.fromkeys(name for record in self._waiting for name in record))
-        try:
-            columns = {name: pa.array([record.get(name) for record in self._waiting]) for name in names}
-        except (pa.ArrowException, OverflowError) as err:
-            raise CorpusError(
-                f"records {self.n_records:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
-            ) from err
-        self._waiting, self._chars = [], 0
-        self._write(pa.table(columns), new_file=True)
-
-    def _write(self, table: pa.Table, *, new_file: bool) -> None:
-        if self._writer is not None and (
-            new_file or self._in_file >= SHARD_RECORDS or not self._writer.schema.equals(table.schema)
-        ):
-            self._writer.close()
-            self._writer = None
-        if self._writer is None:
-            path = self._directory / f"part-{self._n_files:05d}.parquet"
-            self._writer = pq.ParquetWriter(path, table.schema, compression="zstd")
-            self._n_files += 1
-            self._in_file = 0
-        self._writer.write_table(table)
-        self._in_file += table.num_rows
-        self.n_records += table.num_rows
+def _table_of(records: Sequence[Mapping[str, Any]], first: int) -> pa.Table:
+    names = list(dict.fromkeys(name for record in records for name in record))
+    try:
+        return pa.table({name: pa.array([record.get(name) for record in records]) for name in names})
+    except (pa.ArrowException, OverflowError) as err:
+        raise CorpusError(
+            f"records {first:,} on: {' '.join(str(err).split())}; a table cannot hold it, write jsonl"
+        ) from err
 
 
 def _plain(value: object) -> object:
