@@ -29,6 +29,7 @@ from grasp.extras import require
 from grasp.settings import CorpusSettings
 
 IMAGE_FILES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+BINARY: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 IMAGE_COLUMN: Final = "image"
 CLASS_COLUMN: Final = "label"
 FILES_AT_ONCE: Final = 64
@@ -95,7 +96,7 @@ def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSe
             )
     check_id_columns(settings, list(columns), where)
     kind = columns[image]
-    if kind is not None and not (_is_binary(kind) or is_text(kind) or _is_struct(kind)):
+    if kind is not None and not (is_text(kind) or any(test(kind) for test in BINARY) or _holds_bytes(kind)):
         raise CorpusError(
             f"{where}: image column {image!r} holds {kind}, expected encoded images (binary), paths (text) or "
             "a struct of bytes and path"
@@ -179,11 +180,7 @@ def _encoded(image: Any, name: str, fetch: bool) -> bytes | None:
     return content
 
 
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
-
-
-def _is_struct(kind: pa.DataType) -> bool:
+def _holds_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_struct(kind)) and "bytes" in [kind.field(i).name for i in range(kind.num_fields)]
 
 
@@ -406,6 +403,7 @@ def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) ->
     digest = pixel_hash(image)
     doc_id = record.given_id or f"{digest}-{record.index}"
     name = classes[index] if classes else str(index)
+    ours: dict[str, Label] = {CLASS_LABEL: name, HASH_LABEL: digest}
     assert record.encoded is not None
     return ImageRow(
         row_id=record.row_id or doc_id,
@@ -416,12 +414,7 @@ def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) ->
         encoded=record.encoded,
         class_index=index,
         snippet=f"{name}, {image.width} x {image.height} pixels",
-        labels={_theirs(label): value for label, value in record.labels.items()}
-        | {CLASS_LABEL: name, HASH_LABEL: digest},
+        # a column of the corpus goes by its own name, unless ours has it
+        labels={f"{label}_" if label in ours else label: value for label, value in record.labels.items()} | ours,
         ignored=record.ignored,
     )
-
-
-def _theirs(label: str) -> str:
-    """A column of the corpus under its own name, unless ours has it."""
-    return f"{label}_" if label in (CLASS_LABEL, HASH_LABEL) else label

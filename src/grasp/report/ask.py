@@ -4,12 +4,11 @@ The verbs are those of Python and of the command line, without what writes a fil
 be a page or an agent, and reaches nothing but the artifact.
 """
 
-import functools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -24,23 +23,11 @@ from grasp.text import json_text, printable
 from grasp.verbs.predict import parse_weights, predict
 from grasp.verbs.score import score
 
-P = ParamSpec("P")
 Answer = dict[str, Any]
 Count = Annotated[int, Field(ge=0, le=1000)]
 
 MOST_LINES = 1000  # of an answer
 LISTS = ("weight", "floor", "cap")  # arguments that may be given several times
-
-
-def _one_at_a_time(verb: "Callable[Concatenate[Ask, P], Answer]") -> "Callable[Concatenate[Ask, P], Answer]":
-    """Answer one question after the other: a model and its caches are for one thread."""
-
-    @functools.wraps(verb)
-    def alone(self: "Ask", /, *args: P.args, **kwargs: P.kwargs) -> Answer:
-        with self._lock:
-            return verb(self, *args, **kwargs)
-
-    return alone
 
 
 class Ask:
@@ -52,9 +39,8 @@ class Ask:
         self.artifact = artifact
         self._runs = runs
         self._explainer = Explainer(artifact, None if model is None else {"model": {"path": str(model)}})
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # who asks holds it: a model and its caches are for one thread
 
-    @_one_at_a_time
     def predict(
         self,
         drop: str | None = None,
@@ -80,7 +66,6 @@ class Ask:
         )
         return _table(found)
 
-    @_one_at_a_time
     def score(
         self,
         target: str | None = None,
@@ -100,7 +85,6 @@ class Ask:
         """
         return _table(score(self.artifact, target, unit=unit, where=where, top=top, bottom=bottom))
 
-    @_one_at_a_time
     def explain(self, row: str, target: str | None = None, unit: str | None = None) -> Answer:
         """Why does a row count for a target? What each of its words adds, and the questions it helps and hurts most.
 
@@ -116,7 +100,6 @@ class Ask:
         said = {} if found.answer is None else {"answer": found.answer_shades}
         return _table(Result(lines, found.headline, found.notes), shades=found.shades, **said)
 
-    @_one_at_a_time
     def select(
         self,
         budget: str | None = None,

@@ -116,18 +116,19 @@ def serve_mcp(
     about = f"{INSTRUCTIONS} This artifact: {artifact.n_rows:,} rows; targets: {targets}; labels: {labels}."
     server = mcpserver.MCPServer("grasp", instructions=plain(about), version=grasp.__version__, log_level="WARNING")
     for verb in VERBS:
-        server.add_tool(_tool(getattr(ask, verb)), annotations={"readOnlyHint": True})
+        server.add_tool(_tool(ask, getattr(ask, verb)), annotations={"readOnlyHint": True})
     server.run("stdio")
 
 
-def _tool(verb: Verb) -> Verb:
+def _tool(ask: Ask, verb: Verb) -> Verb:
     """A verb whose mistakes are told to the agent; what else goes wrong is not."""
     exceptions = require("mcp.server.mcpserver.exceptions", extra=EXTRA, feature="grasp serve --mcp")
 
     @functools.wraps(verb)
     def tool(**arguments: Any) -> Answer:
         try:
-            return verb(**arguments)
+            with ask.lock:
+                return verb(**arguments)
         except GraspError as err:
             raise exceptions.ToolError(plain(err)) from None
 
@@ -212,7 +213,8 @@ def answered(ask: Ask, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer,
     if unknown := [name for name in arguments if name not in known]:
         return {"error": f"{verb}: got {plain(', '.join(unknown), 60)}, expected {', '.join(known)}"}, 400
     try:
-        return validate_call(method)(**arguments), 200
+        with ask.lock:
+            return validate_call(method)(**arguments), 200
     except ValidationError as err:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
         return {"error": plain(f"{verb}: {wrong}")}, 400
