@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +39,7 @@ OWN = ("row_id", "doc_id", "n_tokens")
 UNNEEDED = ("row_index", "loss", "snippet")  # columns of the row table that training has no use for
 
 Decode = Callable[[list[list[int]]], list[str]]
-Item = pa.Table | dict[str, Any]  # some rows, or a JSON record
+Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record
 IsKept = Callable[[int, int], NDArray[np.bool_]]  # of records [start, stop), asked for in order; fewer where they end
 
 
