@@ -41,10 +41,10 @@ def in_colour() -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> None:
+def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table, as wide as the terminal is."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-    print(text_table(title, headings, rows, left=left, width=width))
+    print(text_table(title, headings, rows, width=width))
 
 
 def tell(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:

@@ -50,8 +50,8 @@ class ImageRecord:
     ignored: tuple[str, ...] = field(default=(), repr=False)
 
 
-def read_images(settings: CorpusSettings, *, start: int = 0, fetch: bool = True) -> Iterator[ImageRecord]:
-    """Stream the images of a corpus from position `start` on, files sorted by name.
+def read_images(settings: CorpusSettings, *, fetch: bool = True) -> Iterator[ImageRecord]:
+    """Stream the images of a corpus, files sorted by name.
 
     Args:
         fetch: images that are named by a URL are fetched; or there is nothing of them.
@@ -59,7 +59,7 @@ def read_images(settings: CorpusSettings, *, start: int = 0, fetch: bool = True)
         CorpusError: at the call, when there is nothing to read; while streaming, when a file is damaged or lacks
             the column of images or of classes.
     """
-    return images_of(open_images(settings.path, settings.split), settings, start=start, fetch=fetch)
+    return images_of(open_images(settings.path, settings.split), settings, fetch=fetch)
 
 
 def images_of(source: Source, settings: CorpusSettings, *, start: int = 0, fetch: bool = True) -> Iterator[ImageRecord]:

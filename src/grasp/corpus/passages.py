@@ -75,16 +75,10 @@ def read_passages(
     return _read(task_root(), names, exclude_texts, per_source, counts or PassageCounts())
 
 
-def write_passages(
-    path: Path,
-    *,
-    sources: Iterable[str] | None = None,
-    exclude_texts: Container[str] = (),
-    per_source: int | None = None,
-) -> PassageCounts:
+def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source: int | None = None) -> PassageCounts:
     """Write the passages to Parquet, whole or not at all; arguments and errors as for `read_passages`."""
     counts = PassageCounts()
-    passages = read_passages(sources=sources, exclude_texts=exclude_texts, per_source=per_source, counts=counts)
+    passages = read_passages(exclude_texts=exclude_texts, per_source=per_source, counts=counts)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
         while batch := list(islice(passages, _BATCH)):

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +54,7 @@ class Cluster:
                 f"--workers: got {asked}, but the cluster has {self._gpus} GPUs and {cores} CPU cores, room for {room} "
                 f"of {spec.threads} threads; ask for {room} or fewer, or for fewer threads"
             )
+        self._room = {"num_cpus": self._threads} | ({"num_gpus": 1} if self._gpus else {})  # that a worker takes
         free = self._wait_for_room(1 if spec.workers is None else spec.workers)
         self.workers = min(asked, free)
 
@@ -80,18 +81,12 @@ class Cluster:
 
     def actors(self, kind: type, *arguments: Any) -> list[Any]:
         """One actor a worker; a dead one is started again, with the same arguments."""
-        options = {"num_cpus": self._threads, "max_restarts": -1, "max_task_retries": RETRIES}
-        if self._gpus:
-            options["num_gpus"] = 1
-        remote = self._ray.remote(kind).options(**options)
+        remote = self._ray.remote(kind).options(**self._room, max_restarts=-1, max_task_retries=RETRIES)
         return [remote.remote(*arguments) for _ in range(self.workers)]
 
     def tasks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The same call once a worker, as references; a call whose worker dies is made again."""
-        options: dict[str, Any] = {"num_cpus": self._threads, "max_retries": RETRIES}
-        if self._gpus:
-            options["num_gpus"] = 1
-        remote = self._ray.remote(_from_directory).options(**options)
+        remote = self._ray.remote(_from_directory).options(**self._room, max_retries=RETRIES)
         return [remote.remote(os.getcwd(), function, *arguments) for _ in range(self.workers)]
 
     def done(self, references: Sequence[Any], seconds: float) -> bool:
@@ -135,30 +130,32 @@ class Cluster:
             call: makes a reference of an actor and a job.
             wait: no job is begun while this is true and another is under way.
         """
-        queue = _Queue(list(actors), deque(actor for _ in range(JOBS_A_WORKER) for actor in actors))
-        for k, job in jobs:
-            while not queue.free or (queue.running and wait is not None and wait()):
-                yield from self._ended(queue, call)
-            actor = queue.free.popleft()
-            queue.running[call(actor, job)] = _Run(k, job, actor)
-        while queue.running:
-            yield from self._ended(queue, call)
+        free = deque(actor for _ in range(JOBS_A_WORKER) for actor in actors)  # places at actors
+        running: dict[Any, _Run] = {}
 
-    def _ended(self, queue: "_Queue", call: Callable[[Any, Any], Any]) -> Iterator[tuple[int, Any]]:
-        """Wait until a job ends; what it gave, or nothing where its node was lost: another worker has it then."""
-        (reference, *_), _ = self._ray.wait(list(queue.running), num_returns=1)
-        run = queue.running.pop(reference)
-        try:
-            found = self.result(reference)
-        except EngineError:
-            if run.losses == RETRIES:
-                raise
-            others = [actor for actor in queue.actors if actor is not run.actor] or [run.actor]
-            again = call(others[run.losses % len(others)], run.job)
-            queue.running[again] = replace(run, losses=run.losses + 1)
-            return
-        queue.free.append(run.actor)
-        yield run.k, found
+        def ended() -> Iterator[tuple[int, Any]]:
+            """Wait until a job ends; what it gave, or nothing where its node was lost: another worker has it then."""
+            (reference, *_), _ = self._ray.wait(list(running), num_returns=1)
+            run = running.pop(reference)
+            try:
+                found = self.result(reference)
+            except EngineError:
+                if run.losses == RETRIES:
+                    raise
+                others = [actor for actor in actors if actor is not run.actor] or [run.actor]
+                again = call(others[run.losses % len(others)], run.job)
+                running[again] = replace(run, losses=run.losses + 1)
+                return
+            free.append(run.actor)
+            yield run.k, found
+
+        for k, job in jobs:
+            while not free or (running and wait is not None and wait()):
+                yield from ended()
+            actor = free.popleft()
+            running[call(actor, job)] = _Run(k, job, actor)
+        while running:
+            yield from ended()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +166,6 @@ class _Run:
     job: Any
     actor: Any  # whose place it has, though after a loss another one does it
     losses: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Queue:
-    """Places at actors that are free, and what the others are at."""
-
-    actors: list[Any]
-    free: deque[Any]
-    running: dict[Any, _Run] = field(default_factory=dict)
 
 
 @contextmanager

@@ -37,17 +37,17 @@ class ShownSuspects:
     units: Mapping[str, Mapping[str, str]]
 
 
-def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str], flag: str = "--detect") -> ShownSuspects:
+def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
     """The first rows of a table that `grasp detect --out` wrote of this artifact.
 
     Raises:
         SettingsError: no such file, not such a table, or one of another artifact.
     """
-    record, lines = _table(path, artifact, flag)
+    record, lines = _table(path, artifact)
     names = [line["row_id"] for line in lines]
     places = row_places(artifact, names)
     if strange := [name for name in names if name not in places]:
-        raise SettingsError(f"{flag}: {path}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
+        raise SettingsError(f"--detect: {path}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
     index = np.array([places[name] for name in names], dtype=np.int64)
     units = artifact.units.select(["unit_id", "prompt", "completion"]).to_pylist()
     return ShownSuspects(
@@ -60,23 +60,23 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str], f
     )
 
 
-def _table(path: Path, artifact: ArtifactReader, flag: str) -> tuple[DetectionRecord, list[dict[str, Any]]]:
+def _table(path: Path, artifact: ArtifactReader) -> tuple[DetectionRecord, list[dict[str, Any]]]:
     written = "the .parquet that grasp detect --out writes"
     expected = f"expected {written}"
-    with readable(f"{flag}: {path}", SettingsError, written), pq.ParquetFile(path) as file:
+    with readable(f"--detect: {path}", SettingsError, written), pq.ParquetFile(path) as file:
         metadata = (file.schema_arrow.metadata or {}).get(RECORD)
         batch = next(file.iter_batches(batch_size=SHOWN), None)
     if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
-        raise SettingsError(f"{flag}: {path} does not say what was detected; {expected}")
+        raise SettingsError(f"--detect: {path} does not say what was detected; {expected}")
     try:
         record = TypeAdapter(DetectionRecord).validate_json(metadata)
     except ValidationError as err:
-        raise SettingsError(f"{describe(err, f'{flag}: {path}')}; {expected}") from err
+        raise SettingsError(f"{describe(err, f'--detect: {path}')}; {expected}") from err
     own = made_from(artifact, record.target) | {"rows": str(artifact.n_rows)}
     theirs = record.made_from | {"rows": str(record.rows)}
     if others := [what for what in own if own[what] != theirs.get(what)]:
         listed = ", ".join(f"{what} {theirs.get(what)!r}, here {own[what]!r}" for what in others)
-        raise SettingsError(f"{flag}: {path} was made from another artifact: {listed}; run grasp detect on this one")
+        raise SettingsError(f"--detect: {path} was made from another artifact: {listed}; run grasp detect on this one")
     return record, batch.to_pylist()
 
 
