@@ -13,8 +13,6 @@ from grasp.text import WIDTH, plain, printable, text_table
 if TYPE_CHECKING:
     from grasp.results import Result
 
-MOST_LINES = 30  # of a label's values that are printed
-
 
 class PlainStream:
     """Standard output through which nothing passes that steers a terminal, whatever a file, label or name holds."""
