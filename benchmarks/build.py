@@ -37,9 +37,8 @@ from grasp.corpus.store import RowStore
 from grasp.extract.forward import PositionBatch, PositionSums, TokenKernel, forward_units
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
-from grasp.features.extract import extract
+from grasp.features.extract import extract, position_mask, supervised_positions
 from grasp.features.input_match import hidden_gradient, input_relevance
-from grasp.features.positions import position_mask, supervised_positions
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
@@ -250,10 +249,10 @@ PROFILED = {
     "sums for moments": ("extract/forward.py", "_add"),
     "gradients by hidden states": ("features/input_match.py", "hidden_gradient"),
     "token and input kernels": ("features/token_match.py", "token_relevance"),
-    "shift kernel": ("features/shift_match.py", "shift_relevance"),
+    "shift kernel": ("features/input_match.py", "shift_relevance"),
     "neighbour kernel": ("features/neighbour_match.py", "neighbour_relevance"),
-    "product sketch": ("features/product_sketch.py", "apply"),
-    "pooling": ("features/pooling.py", "pool"),
+    "product sketch": ("features/sketch.py", "apply"),
+    "pooling": ("features/residuals.py", "pool"),
     "whitening": ("extract/finish.py", "whiten"),
     "writing": ("artifact/writer.py", "write_shard"),
 }

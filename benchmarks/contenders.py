@@ -188,9 +188,8 @@ def grasp_build(match: str) -> Callable[[Job], int]:
 def own_method(name: str, **settings: Any) -> Callable[[Job], Path]:
     def run(job: Job) -> Path:
         from grasp.artifact.reader import ArtifactReader  # noqa: PLC0415
-        from grasp.runs.configured import configured_methods  # noqa: PLC0415
-        from grasp.runs.material import Material  # noqa: PLC0415
-        from grasp.runs.method_scores import scores  # noqa: PLC0415
+        from grasp.runs.contract import Material  # noqa: PLC0415
+        from grasp.runs.methods import configured_methods, scores  # noqa: PLC0415
 
         artifact, out = ArtifactReader.open(job.artifact), job.out / "run"
         material = Material(artifact, batch_tokens=job.batch * job.length)
@@ -322,7 +321,7 @@ class Contender:
 
 
 TORCH, OWN = ("torch", "transformers.models.llama"), ("grasp.extract.local", "transformers.models.llama")
-METHODS = ("grasp.runs.method_scores", "grasp.runs.material", *OWN)
+METHODS = ("grasp.runs.methods", "grasp.runs.contract", *OWN)
 CONTENDERS: dict[str, Contender] = {
     "body forward": Contender(body_forward, TORCH, (1, 4, 8), "no head"),
     "full forward": Contender(full_forward, TORCH, (1, 2, 4), "head and loss at all positions"),

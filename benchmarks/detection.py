@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
 
 CLUSTERS, TOPICS, WIDTH, SHARD_ROWS = 400, 40, 64, 16_384
 PLANTED = 0.01

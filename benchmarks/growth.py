@@ -32,11 +32,10 @@ from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.predict.families import parse_family
-from grasp.predict.label_slices import label_slices
+from grasp.predict.label_slices import label_slices, slice_effects
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.row_arrays import row_tokens
-from grasp.predict.slice_effects import slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.report.verb import report
 from grasp.verbs.predict import prediction_table

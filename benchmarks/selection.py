@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
 
 CLUSTERS, WIDTH, SHARD_ROWS = 200, 64, 16_384
 UNITS = {"unit_id": ["a", "b", "c", "d"], "target": ["sciq", "sciq", "boolq", "boolq"]}

@@ -10,11 +10,10 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import explain
 from grasp.choose.select import select
-from grasp.predict.label_slices import label_slices
+from grasp.predict.label_slices import SliceFormula, label_slices
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol, save_protocol
 from grasp.predict.row_arrays import row_tokens
-from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import SliceShares
 from grasp.report.ask import Ask

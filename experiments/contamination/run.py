@@ -27,8 +27,7 @@ from grasp.corpus.store import RowStore
 from grasp.extract.local import build
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.runs.configured import configured_methods
-from grasp.runs.method_scores import method_rows
+from grasp.runs.methods import configured_methods, method_rows
 from grasp.runs.recipe import TrainingRecipe, named_recipe
 from grasp.runs.train import train
 from grasp.seeds import stream

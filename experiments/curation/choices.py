@@ -30,8 +30,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import UnitSelection
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
-from grasp.runs.configured import configured_methods
-from grasp.runs.method_scores import method_rows
+from grasp.runs.methods import configured_methods, method_rows
 from grasp.seeds import stream
 
 I64 = NDArray[np.int64]

@@ -21,7 +21,7 @@ from grasp.errors import SettingsError
 from grasp.files import write_whole
 from grasp.locks import one_at_a_time
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
-from grasp.runs.material import Material
+from grasp.runs.contract import Material
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
 from grasp.targets import Unit, load_units

@@ -21,9 +21,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
 from grasp.predict.relevance import counted
-from grasp.runs.development import Development
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
+from grasp.runs.selection import Development
 
 F64 = NDArray[np.float64]
 

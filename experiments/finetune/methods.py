@@ -42,8 +42,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.extract.build import build
 from grasp.extract.reopen import Origin
 from grasp.models.tokenizer import HfTokenizer
-from grasp.runs.configured import configured_methods
-from grasp.runs.method_scores import method_rows
+from grasp.runs.methods import configured_methods, method_rows
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]

@@ -20,13 +20,19 @@ from numpy.typing import NDArray
 
 from experiments.finetune.features import Features
 from grasp.features.input_match import input_tokens
-from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
+from grasp.features.moments import (
+    LabelledStates,
+    MomentAccumulator,
+    Moments,
+    PositionMoments,
+    Whitener,
+    preconditioner,
+    whitening_map,
+)
 from grasp.features.neighbour_match import neighbour_relevance, prepare_neighbours
 from grasp.features.pooled_match import pooled_relevance, prepare_units
-from grasp.features.pooling import PooledFeatures, pool
-from grasp.features.residuals import SparseResidual
+from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.features.token_match import prepare_targets, token_relevance
-from grasp.features.whitening import Whitener, preconditioner, whitening_map
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

@@ -34,11 +34,11 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.extract.forward import forward_units
 from grasp.extract.moments import unspool_position_moments
 from grasp.extract.passes import row_passes
-from grasp.features.whitening import Whitener
+from grasp.features.moments import Whitener
 from grasp.files import write_whole
 from grasp.predict.protocol import default_protocol
+from grasp.runs.contract import Material
 from grasp.runs.environment import Environment
-from grasp.runs.material import Material
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.scored import Scored
 from grasp.seeds import stream

@@ -16,8 +16,7 @@ from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import Calibration, ScoringProtocol, load_protocol
-from grasp.runs.configured import configured_methods
-from grasp.runs.method_scores import method_rows
+from grasp.runs.methods import configured_methods, method_rows
 from grasp.settings import build_settings
 
 F64 = NDArray[np.float64]

@@ -21,10 +21,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
 from grasp.predict.protocol import default_protocol
 from grasp.runs.candidates import Candidate, ProtocolFamily, candidate_of, default_family
-from grasp.runs.development import Development
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import evaluate
-from grasp.runs.selection import select
+from grasp.runs.selection import Development, select
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
 

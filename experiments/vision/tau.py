@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from experiments.vision.run import CLASSES, World
 from grasp.audit.detection import auroc, mean_ranks
 from grasp.audit.neighbours import disagreement
+from grasp.features.moments import preconditioner, whitening_map
 from grasp.features.sketch import gaussian_projection
-from grasp.features.whitening import preconditioner, whitening_map
 from grasp.models.fitted_head import fit_linear
 
 F64 = NDArray[np.float64]

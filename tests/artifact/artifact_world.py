@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grasp.artifact.extension import ArtifactExtension
 from grasp.artifact.layout import MARKER
-from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactExtension, ArtifactWriter
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 from artifact_world import contents
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArraySpec
+from grasp.artifact.shards import ArraySpec
 from grasp.errors import ArtifactError
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from artifact_world import World, contents
 
-from grasp.artifact.extension import ArtifactExtension
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.writer import ArtifactExtension
 from grasp.errors import ArtifactError
 
 

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from grasp.artifact.features import FeatureSpool
+from grasp.artifact.shards import FeatureSpool
 from grasp.errors import ArtifactError
 
 ARRAYS = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from artifact_world import World, contents
 
-from grasp.artifact.features import FeatureSpool
 from grasp.artifact.inspection import info, verify
+from grasp.artifact.shards import FeatureSpool
 from grasp.errors import ArtifactError
 
 

@@ -10,7 +10,8 @@ from artifact_world import World, contents
 
 from grasp.artifact.manifest import parse_manifest
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArraySpec, lock_artifact
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import lock_artifact
 from grasp.errors import ArtifactError, ShapeError
 
 

@@ -16,7 +16,7 @@ from grasp.audit.sketched import RANKS, Kernels
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_moments
-from grasp.features.whitening import Whitener
+from grasp.features.moments import Whitener
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.weights import as_csr
 from grasp.runs.scored import Scored

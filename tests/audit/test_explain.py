@@ -19,7 +19,7 @@ from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_position_moments
 from grasp.features.extract import extract
-from grasp.features.whitening import Whitener
+from grasp.features.moments import Whitener
 from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.protocol import ScoringProtocol

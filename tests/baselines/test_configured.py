@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError
-from grasp.runs.configured import configured_methods, entry_of
+from grasp.runs.methods import configured_methods, entry_of
 from tests.baselines.world import METHODS
 
 

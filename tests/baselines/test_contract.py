@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grasp.runs.configured import entry_of
 from grasp.runs.contract import RowMethod, SubsetMethod
-from grasp.runs.method_scores import predict, scores
+from grasp.runs.methods import entry_of, predict, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, copies, matrix
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.

@@ -9,8 +9,8 @@ import pytest
 from grasp.baselines.oracles import lasso_oracle, mask_features
 from grasp.errors import EnvironmentDataError, MissingExtraError, SettingsError, SubsetError
 from grasp.predict.families import parse_family
-from grasp.runs.material import Material, Retrained
-from grasp.runs.method_scores import predict
+from grasp.runs.contract import Material, Retrained
+from grasp.runs.methods import predict
 from grasp.runs.metrics import spearman
 from tests.baselines.world import N_ROWS, asked, cache
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grasp.runs.configured import configured_methods, entry_of
+from grasp.runs.methods import configured_methods, entry_of
 from tests.baselines.world import METHODS
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from grasp.baselines.gradients.session import checkpoint_weights, exact_plan, ro
 from grasp.baselines.less import adam_update, recorded_betas
 from grasp.baselines.trak import newton_map
 from grasp.errors import ModelError, SettingsError
-from grasp.runs.method_scores import scores
+from grasp.runs.methods import scores
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
 

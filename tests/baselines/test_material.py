@@ -13,9 +13,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.errors import ArtifactError, SettingsError
 from grasp.models import causal_lm
-from grasp.runs.configured import entry_of
-from grasp.runs.material import Material
-from grasp.runs.method_scores import scores
+from grasp.runs.contract import Material
+from grasp.runs.methods import entry_of, scores
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix

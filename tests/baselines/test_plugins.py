@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
-from grasp.runs.configured import configured_methods, entry_of, methods
-from grasp.runs.method_scores import scores
+from grasp.runs.methods import configured_methods, entry_of, methods, scores
 from tests.baselines.test_documentation import TEXT
 from tests.baselines.world import matrix
 from tests.cli.grasp_command import refused, succeed

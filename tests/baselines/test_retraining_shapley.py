@@ -12,7 +12,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.environment import Environment
-from grasp.runs.method_scores import predict, scores
+from grasp.runs.methods import predict, scores
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.train import train
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix

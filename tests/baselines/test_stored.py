@@ -16,9 +16,8 @@ from grasp.baselines.stored import BlockMethod, RowScorer, identity, place_of, s
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.configured import entry_of
 from grasp.runs.contract import Account, NoSettings, Seconds
-from grasp.runs.method_scores import scores
+from grasp.runs.methods import entry_of, scores
 from grasp.runs.predictions import read_row_scores
 from tests.baselines.test_contract import Clock, Killed
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix

@@ -14,10 +14,9 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
 from grasp.models.tokenizer import train_tokenizer
-from grasp.runs.configured import ConfiguredMethod, configured_methods, methods
-from grasp.runs.contract import MethodScores
+from grasp.runs.contract import Material, MethodScores, Retrained
 from grasp.runs.environment import Environment
-from grasp.runs.material import Material, Retrained
+from grasp.runs.methods import ConfiguredMethod, configured_methods, methods
 from grasp.runs.retrain import retrain
 from grasp.runs.scored import Scored
 from grasp.settings import build_settings, retrain_settings

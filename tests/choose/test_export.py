@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
 from grasp.choose.export import checked_format, write_documents, write_rows
 from grasp.choose.records import read_exclusion

@@ -20,9 +20,8 @@ from grasp.features.input_match import (
     input_whitener,
     prepare_input_targets,
 )
-from grasp.features.moments import MomentAccumulator
+from grasp.features.moments import MomentAccumulator, Whitener
 from grasp.features.residuals import sparse_residual
-from grasp.features.whitening import Whitener
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.head import OutputHead
 from tests.features.test_residuals import dense

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grasp.features.moments import MomentAccumulator
+from grasp.features.moments import MomentAccumulator, preconditioner, whitening_map
 from grasp.features.sketch import CountSketch, gaussian_projection
-from grasp.features.whitening import preconditioner, whitening_map
 
 
 def samples(seed: int, count: int):

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.features import neighbour_match
-from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments
+from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments, Whitener
 from grasp.features.neighbour_match import PRIOR, WIDTH, neighbour_relevance, prepare_neighbours
 from grasp.features.residuals import sparse_residual
-from grasp.features.whitening import Whitener
 
 V, H, E, N, M = 12, 6, 5, 4, 40
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grasp.features.positions import position_mask, supervised_positions
+from grasp.features.extract import position_mask, supervised_positions
 from grasp.features.residuals import head_residual, sparse_residual, stack_residuals, top_k
 from grasp.models.head import OutputHead
 

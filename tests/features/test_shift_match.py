@@ -3,11 +3,9 @@
 import numpy as np
 import torch
 
-from grasp.features.input_match import hidden_gradient, input_tokens, input_whitener
-from grasp.features.moments import MomentAccumulator
+from grasp.features.input_match import hidden_gradient, input_tokens, input_whitener, prepare_shift, shift_relevance
+from grasp.features.moments import MomentAccumulator, Whitener
 from grasp.features.residuals import sparse_residual
-from grasp.features.shift_match import prepare_shift, shift_relevance
-from grasp.features.whitening import Whitener
 from grasp.models.head import OutputHead
 
 V, H, E, N = 20, 6, 4, 3

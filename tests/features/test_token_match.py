@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.features import token_match
-from grasp.features.moments import MomentAccumulator
-from grasp.features.pooling import pool
-from grasp.features.product_sketch import ProductSketch
-from grasp.features.residuals import sparse_residual
-from grasp.features.whitening import Whitener
+from grasp.features.moments import MomentAccumulator, Whitener
+from grasp.features.residuals import pool, sparse_residual
+from grasp.features.sketch import ProductSketch
 from tests.features.test_residuals import dense
 
 V, H, E, N = 50, 8, 6, 5

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grasp.errors import ModelError
 from grasp.features.extract import extract
+from grasp.features.moments import Whitener
 from grasp.features.token_match import prepare_targets, token_relevance
-from grasp.features.whitening import Whitener
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.tokenizer import train_tokenizer
 from grasp.settings import ModelSettings

@@ -23,10 +23,9 @@ from transformers import (
 from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.features.extract import extract_images
-from grasp.models.classifier import ImageClassifier
+from grasp.models.classifier import ByProcessor, BySettings, ImageClassifier, own_preprocessing
 from grasp.models.factory import make_module, own_code
 from grasp.models.fitted_head import FittedHead, fit_linear
-from grasp.models.preprocessing import ByProcessor, BySettings, own_preprocessing
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings, build_settings
 from tests.models.images_world import TinyNet, encoded, picture, pictures, settings, write_weights
 

@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ProtocolError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor

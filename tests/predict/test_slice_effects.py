@@ -7,12 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.errors import SubsetError
-from grasp.predict.label_slices import LabelSlices, Slice, label_slices, sensible_labels
+from grasp.predict.label_slices import (
+    LabelSlices,
+    Slice,
+    SliceFormula,
+    dropped_intervals,
+    label_slices,
+    sensible_labels,
+    slice_effects,
+)
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.slice_effects import dropped_intervals, slice_effects
-from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.weights import SliceShares
 from tests.predict.source import FakeSource, counted
 

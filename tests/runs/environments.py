@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArraySpec, ArtifactWriter
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.families import parse_family
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from grasp.errors import ShapeError
-from grasp.runs import controls as module
-from grasp.runs.controls import CONTROLS, ShuffledPairs, ShuffledRows, named_controls
+from grasp.runs import scored as module
+from grasp.runs.candidates import CONTROLS
+from grasp.runs.scored import ShuffledPairs, ShuffledRows
 
 FULL = ("joint.self", "joint.pair", "hidden.raw", "residual.raw", "product.cent")
 LEFT = {
@@ -28,7 +29,7 @@ def test_a_control_leaves_what_it_says(control):
 
 
 def test_every_control_has_a_name_of_its_own():
-    assert list(named_controls()) == list(LEFT)
+    assert [control.name for control in CONTROLS] == list(LEFT)
 
 
 def gram(condensed, n):

@@ -12,14 +12,29 @@ from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import Calibration, default_protocol, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import Binding, Candidate, ProtocolFamily, candidate_of, default_family, load_family
-from grasp.runs.controls import named_controls
-from grasp.runs.development import Development, variant_names
+from grasp.runs.candidates import (
+    CONTROLS,
+    Binding,
+    Candidate,
+    ProtocolFamily,
+    candidate_of,
+    default_family,
+    load_family,
+)
 from grasp.runs.environment import Environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import evaluate
 from grasp.runs.scored import Scored
-from grasp.runs.selection import freeze, provenance, provenance_path, select, standard_errors, write_provenance
+from grasp.runs.selection import (
+    Development,
+    freeze,
+    provenance,
+    provenance_path,
+    select,
+    standard_errors,
+    variant_names,
+    write_provenance,
+)
 from tests.predict.source import FakeSource
 
 N_ROWS = 40
@@ -286,7 +301,7 @@ def test_shuffled_pairs_are_standardised_and_lose_the_planted_signal(tmp_path, s
 
 def test_controls_restrict_the_family():
     family = ProtocolFamily(components=((), ("joint.self", "joint.pair"), ("hidden.raw",)), omegas=(-0.5, 0.5))
-    controls = named_controls()
+    controls = {control.name: control for control in CONTROLS}
     assert family.restricted(controls["additive"]).components == ((),)
     assert family.restricted(controls["pair-only"]).components == ((), ("joint.pair",), ("hidden.pair",))
     only = family.restricted(controls["pair-only"]).members(FakeSource().array_names)[0]
@@ -299,7 +314,7 @@ def test_controls_restrict_the_family():
 
 
 def test_controls_are_selected_but_never_frozen(development):
-    family = SMALL.restricted(named_controls()["pair-only"])
+    family = SMALL.restricted(next(one for one in CONTROLS if one.name == "pair-only"))
     found = select(family, [development], resamples=20)
     assert found.best.candidate.omega == (("joint.pair", -0.5),)
     with pytest.raises(ProtocolError, match="a control cannot be frozen"):

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from grasp.artifact.features import FeatureSpool
 from grasp.artifact.layout import (
     BUILD,
     MANIFEST,
@@ -37,6 +36,7 @@ from grasp.artifact.manifest import (
     read_record,
 )
 from grasp.artifact.remote import RemoteFiles, local_path, remote_url
+from grasp.artifact.shards import FeatureSpool
 from grasp.artifact.tables import units_per_target
 from grasp.errors import ArtifactError
 from grasp.files import FileEntry, Reads, fault, kind_of

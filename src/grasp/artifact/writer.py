@@ -1,4 +1,8 @@
-"""Writing an artifact: created or resumed under a lock, shard by shard, the manifest last."""
+"""Writing an artifact: created or resumed under a lock, shard by shard, the manifest last; or targets added to one.
+
+The columns of new targets are new arrays beside the old ones. Nothing that is there is written again, so the artifact
+stays readable as it was until the manifest is replaced.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.features import FeatureSpool, tensor_bytes
 from grasp.artifact.layout import (
     BUILD,
     MANIFEST,
@@ -18,16 +21,24 @@ from grasp.artifact.layout import (
     SUM,
     TOKENS,
     ShardGrid,
+    part_dir,
     part_file,
 )
-from grasp.artifact.manifest import ArrayEntry, Manifest, provenance, read_manifest, write_manifest
-from grasp.artifact.shards import ArraySpec, PartWriter, parquet_bytes
+from grasp.artifact.manifest import (
+    ArrayEntry,
+    BuildRecord,
+    Manifest,
+    provenance,
+    read_manifest,
+    read_record,
+    write_manifest,
+)
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.shards import ArraySpec, FeatureSpool, PartWriter, parquet_bytes, tensor_bytes
 from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table, units_per_target
 from grasp.errors import ArtifactError, ShapeError
-from grasp.files import FileEntry, entry_of, is_part, out_of_space, own_directory, write_whole
+from grasp.files import FileEntry, checksum, entry_of, is_part, out_of_space, own_directory, write_whole
 from grasp.locks import DirectoryLock
-
-__all__ = ["ArraySpec", "ArtifactWriter"]
 
 
 class ArtifactWriter(PartWriter):
@@ -206,3 +217,177 @@ def _unit_columns(arrays: Mapping[str, ArraySpec]) -> int | None:
     if len(set(widths.values())) > 1:
         raise ShapeError(f"relevance arrays have different widths {widths}; each has one column for each unit")
     return next(iter(widths.values()), None)
+
+
+class ArtifactExtension(PartWriter):
+    """New units of an artifact being written, with the discipline of a build: lock, whole shards, resume."""
+
+    _artifact: ArtifactReader
+    _units: pa.Table
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        identity: Mapping[str, Any],
+        units: pa.Table,
+        arrays: Mapping[str, ArraySpec],
+        dtype: str,
+        resume: bool = True,
+        lock: DirectoryLock | None = None,
+    ) -> Self:
+        """Begin to add `units`, or go on with the extension that was begun.
+
+        Args:
+            identity: all that decides what the numbers will be; JSON.
+            units: of targets that the artifact does not have; one for each new column, in their order.
+            arrays: name of a relevance array -> spec of its new columns; all relevance arrays.
+            dtype: of the new columns; need not be that of the old ones.
+        Raises:
+            ArtifactError: as `ArtifactWriter.open`; also a target that is there already, and arrays that are
+                not the artifact's relevance arrays.
+        """
+        path = Path(path)
+        ArtifactReader.open(path)  # before the lock, which would make the directory
+        held = lock or lock_artifact(path)
+        try:
+            artifact = ArtifactReader.open(path)
+            check_units(units, _common_width(artifact, arrays))
+            part, key = len(artifact.manifest.units), {**identity, "units": _units_key(units)}
+            extension = cls(path, part, artifact.grid, arrays, dtype, key)
+            if (done := _done_as(artifact, extension.record)) is None:
+                _check_targets_are_new(artifact, units)
+            else:
+                extension = cls(path, done, artifact.grid, arrays, dtype, key)
+            extension._artifact, extension._units = artifact, units
+            extension.begin(held, owns_lock=lock is None, resume=resume)
+            return extension
+        except BaseException:
+            if lock is None:
+                held.release()
+            raise
+
+    @property
+    def complete(self) -> bool:
+        """Whether these units are in the artifact already: nothing is left to write."""
+        return self._part < len(self._artifact.manifest.units)
+
+    def write_shard(self, k: int, arrays: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[np.float64]]) -> None:
+        """Write the new columns of shard k whole, in any order of k.
+
+        Args:
+            arrays: name -> (rows of the shard, new units).
+            sums: name -> float64 totals over the rows of the shard, joined on the last axis to the totals of
+                that name which the artifact has.
+        Raises:
+            ArtifactError, ShapeError: as `ArtifactWriter.write_shard`.
+        """
+        self._require_writable()
+        unknown = sorted(set(sums) - set(self._artifact.sums))
+        if unknown:
+            raise ArtifactError(f"sums: the artifact has no {unknown} to join to, only {list(self._artifact.sums)}")
+        start, _ = self.bounds(k)
+        self._write(k, arrays, None, sums, lambda i: self._row_name(start + i))
+
+    def finish(
+        self, *, manifest: Mapping[str, Any] | None = None, moments: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        """Replace the manifest: from now on the new targets are part of the artifact.
+
+        Args:
+            manifest: entries that replace those of the same name within `made_by`, `fingerprints`, `settings`,
+                `skipped` and `details`.
+            moments: further moments, under names that the artifact does not have yet.
+        """
+        self._require_writable()
+        given = provenance(manifest or {})
+        clash = sorted(set(moments or {}) & set(self._artifact.moments))
+        if clash:
+            raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
+        contents = moment_bytes(moments or {}, self.sums())
+        units, moment_file = (part_file(*names, self._part) for names in _TABLES)
+        with out_of_space(f"{self.path}: the targets were not added", self.progress):
+            write_whole(self.path / units, parquet_bytes(self._units))
+            write_whole(self.path / moment_file, contents)
+            write_manifest(self.path, self._manifest(given, units, moment_file))
+        self._artifact = ArtifactReader.open(self.path)
+
+    def _row_name(self, row: int) -> str:
+        row_id = self._artifact.rows(np.array([row]))["row_id"][0].as_py()
+        return f"row {row} (row_id {row_id!r})"
+
+    def _require_writable(self) -> None:
+        super()._require_writable()
+        if self.complete:
+            raise ArtifactError(f"{self.path}: these targets are in the artifact already")
+
+    def _manifest(self, given: Mapping[str, dict[str, Any]], units: str, moments: str) -> Manifest:
+        old = self._artifact.manifest
+        build = (part_dir(self._part) / BUILD).as_posix()
+        new_files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in (build, units, moments)}
+        groups = self._groups({name: entry.width for name, entry in old.arrays.items()})
+        widened = {
+            name: ArrayEntry(
+                width=group.stop,
+                unit=old.arrays[name].unit,
+                sign=old.arrays[name].sign,
+                gain=old.arrays[name].gain,
+                groups=(*old.arrays[name].groups, group),
+            )
+            for name, group in groups.items()
+        }
+        return old.model_copy(
+            update={
+                "targets": old.targets | units_per_target(self._units),
+                "arrays": old.arrays | widened,
+                "units": (*old.units, units),
+                "moments": (*old.moments, moments),
+                "files": old.files | new_files | self._files(),
+                **{name: getattr(old, name) | entries for name, entries in given.items()},
+            }
+        )
+
+
+_TABLES = (("units", ".parquet"), ("moments", ".safetensors"))
+
+
+def _common_width(artifact: ArtifactReader, arrays: Mapping[str, ArraySpec]) -> int:
+    """Number of new columns, the same in all relevance arrays, which mean what the old columns mean."""
+    wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
+    if sorted(wanted) != sorted(arrays):
+        raise ArtifactError(f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}")
+    if not wanted:
+        raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
+    widths = {spec.width for spec in arrays.values()}
+    if len(widths) > 1:
+        raise ArtifactError(f"arrays to extend: got widths {sorted(widths)}, expected one: a column for each unit")
+    for name, spec in arrays.items():
+        old = artifact.manifest.arrays[name]
+        if (spec.unit, spec.sign) != (old.unit, old.sign):
+            raise ArtifactError(
+                f"{name}: got unit {spec.unit!r} and sign {spec.sign!r}, the artifact has {old.unit!r} "
+                f"and {old.sign!r}; columns of one array mean one thing"
+            )
+    return widths.pop()
+
+
+def _units_key(units: pa.Table) -> str:
+    pairs = zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True)
+    return checksum(repr(list(pairs)).encode())
+
+
+def _done_as(artifact: ArtifactReader, record: BuildRecord) -> int | None:
+    """The extension that is this very one, if it was finished before."""
+    for part in range(1, len(artifact.manifest.units)):
+        if read_record(artifact.path / part_dir(part) / BUILD, BuildRecord) == record:
+            return part
+    return None
+
+
+def _check_targets_are_new(artifact: ArtifactReader, units: pa.Table) -> None:
+    if known := sorted(set(units_per_target(units)) & set(artifact.targets)):
+        raise ArtifactError(
+            f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
+            "or build a new artifact"
+        )

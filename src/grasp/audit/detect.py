@@ -36,8 +36,7 @@ from grasp.predict.row_arrays import only_target
 from grasp.predict.slices import LabelTable
 from grasp.predict.standardize import ComponentMoments, RowMoments
 from grasp.results import Result
-from grasp.runs.configured import configured_methods
-from grasp.runs.method_scores import MethodRows, method_rows
+from grasp.runs.methods import MethodRows, configured_methods, method_rows
 from grasp.text import json_text
 
 F64 = NDArray[np.float64]

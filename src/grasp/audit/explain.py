@@ -35,10 +35,8 @@ from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import PositionBatch, TokenKernel, UnitFeatures, forward_units
 from grasp.extract.passes import row_passes
 from grasp.extract.reopen import Origin
-from grasp.features.extract import BatchFeatures
-from grasp.features.pooling import PooledFeatures, pool
-from grasp.features.positions import position_mask, supervised_positions
-from grasp.features.residuals import SparseResidual
+from grasp.features.extract import BatchFeatures, position_mask, supervised_positions
+from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol

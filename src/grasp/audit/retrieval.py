@@ -28,8 +28,7 @@ from grasp.predict.relevance import UnitSelection
 from grasp.predict.row_arrays import F32, F64
 from grasp.predict.slices import LabelTable
 from grasp.results import Result
-from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
-from grasp.runs.method_scores import MethodRows, method_rows
+from grasp.runs.methods import GRASP, ConfiguredMethod, MethodRows, configured_methods, method_rows
 from grasp.runs.metrics import Estimate, interval
 from grasp.seeds import bootstrap_weights
 from grasp.text import several

@@ -20,10 +20,9 @@ from grasp.audit.measures import Check, check, missing
 from grasp.audit.sample import SampleFeatures
 from grasp.extract.finish import PooledKernel, whiten
 from grasp.extract.moments import unspool_moments
-from grasp.features.moments import Moments
-from grasp.features.pooling import PooledFeatures
-from grasp.features.product_sketch import ProductSketch
-from grasp.features.whitening import Whitener
+from grasp.features.moments import Moments, Whitener
+from grasp.features.residuals import PooledFeatures
+from grasp.features.sketch import ProductSketch
 from grasp.settings import FeatureSettings
 
 F64 = NDArray[np.float64]

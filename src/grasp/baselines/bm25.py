@@ -18,8 +18,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import TargetError
 from grasp.extras import require
-from grasp.runs.contract import Account, Scores
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, Scores
 from grasp.settings import Settings
 from grasp.targets.units import Unit
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from grasp.errors import ModelError
 from grasp.files import entry_of
 from grasp.models.causal_lm import ReferenceModel
+from grasp.runs.contract import Material
 from grasp.runs.llama import StackedLlama
-from grasp.runs.material import Material
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.train import OPTIMIZER, RECORD, WEIGHTS
 

@@ -39,8 +39,7 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
-from grasp.runs.contract import Account
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material
 from grasp.settings import refuse_idle
 
 F64 = NDArray[np.float64]

@@ -18,8 +18,7 @@ from grasp.errors import EnvironmentDataError
 from grasp.extras import require
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.slices import LabelTable
-from grasp.runs.contract import Account, SubsetMethod
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, SubsetMethod
 from grasp.runs.predictions import Predictions
 from grasp.settings import Settings
 

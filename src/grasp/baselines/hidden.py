@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grasp.errors import ModelError
-from grasp.features.positions import position_mask, supervised_positions
+from grasp.features.extract import position_mask, supervised_positions
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 
 F32 = NDArray[np.float32]

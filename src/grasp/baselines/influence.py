@@ -38,8 +38,7 @@ from grasp.baselines.gradients.session import (
 from grasp.baselines.gradients.settings import LayerSettings, Patterns
 from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Account
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material
 from grasp.seeds import stream
 from grasp.settings import refuse_idle
 

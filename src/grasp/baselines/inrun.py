@@ -23,8 +23,7 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.runs.contract import Account, Scores
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 

@@ -17,7 +17,7 @@ from grasp.baselines.gradients.session import chosen_checkpoints
 from grasp.baselines.gradients.settings import WeightedSettings
 from grasp.baselines.gradients.store import Update
 from grasp.errors import ModelError, SettingsError
-from grasp.runs.material import Material
+from grasp.runs.contract import Material
 from grasp.runs.train import RECORD
 from grasp.settings import refuse_idle
 

@@ -23,8 +23,7 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.predict.geometry import Weighting
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
-from grasp.runs.contract import Account, Scores, Seconds
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, Scores, Seconds
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain_plan import resolved_device
 from grasp.runs.train import Trainer, train_stacked

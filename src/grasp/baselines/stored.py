@@ -34,8 +34,7 @@ from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.files import write_whole
-from grasp.runs.contract import Account, MethodScores, RowMethod, Scores, Seconds
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, MethodScores, RowMethod, Scores, Seconds
 from grasp.settings import Settings
 
 SCORES, IDS, RECORD, PROGRESS, LOCK = "scores.npy", "scores.ids.json", "method.json", "progress.json", "lock"

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
 from grasp.baselines.gradients.settings import WeightedSettings
-from grasp.runs.material import Material
+from grasp.runs.contract import Material
 
 
 class TracInSettings(WeightedSettings):

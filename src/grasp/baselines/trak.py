@@ -22,8 +22,7 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_sec
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
-from grasp.runs.contract import Account, Scores
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, Scores
 
 F64 = NDArray[np.float64]
 

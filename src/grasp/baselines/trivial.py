@@ -11,8 +11,7 @@ from pydantic import Field
 
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Account, NoSettings, Scores
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, NoSettings, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
 

@@ -29,7 +29,7 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
 from grasp.predict.row_arrays import label_column, only_target, row_documents
 from grasp.results import Result
-from grasp.runs.material import Material
+from grasp.runs.contract import Material
 from grasp.seeds import stream
 
 FOLDS = 5

@@ -24,9 +24,9 @@ import numpy as np
 
 from grasp.choose.limits import I64, Limits, best_rows
 from grasp.predict.geometry import QuadraticWeights, SubsetMass, Weighting
+from grasp.predict.geometry_terms import Sketch
 from grasp.predict.predictor import Predictor
 from grasp.predict.row_arrays import F64
-from grasp.predict.sketches import Sketch
 
 CHOSEN_ROWS = 65_536  # that are read at once
 

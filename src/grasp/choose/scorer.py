@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
-from grasp.artifact.features import tensor_bytes
 from grasp.artifact.manifest import Record, signed_json
+from grasp.artifact.shards import tensor_bytes
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over
 from grasp.errors import ArtifactError
 from grasp.files import UNSIGNED, FileEntry, check_place, fault, is_signed, kind_of, write_whole, written_aside

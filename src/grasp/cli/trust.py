@@ -62,8 +62,8 @@ def methods(
 
     They are what `grasp evaluate --methods` and `grasp score --method` take.
     """
-    from grasp.runs.configured import entry_of
-    from grasp.runs.configured import methods as installed
+    from grasp.runs.methods import entry_of
+    from grasp.runs.methods import methods as installed
 
     if name is None:
         show("methods", ("name", "text"), [(entry.name, entry.says()) for entry in installed().values()])

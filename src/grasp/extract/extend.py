@@ -7,9 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.extension import ArtifactExtension
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import lock_artifact
+from grasp.artifact.writer import ArtifactExtension, lock_artifact
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard
 from grasp.extract.inputs import Inputs, identity, prepare, unit_table

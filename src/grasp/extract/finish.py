@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from grasp.features.moments import F64, Moments
+from grasp.features.moments import F64, Moments, Whitener
 from grasp.features.pooled_match import PreparedUnits, pooled_relevance, prepare_units
-from grasp.features.pooling import PooledFeatures
+from grasp.features.residuals import PooledFeatures
 from grasp.features.sketch import CountSketch, gaussian_projection
-from grasp.features.whitening import Whitener
 from grasp.settings import FeatureSettings
 
 

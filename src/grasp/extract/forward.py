@@ -26,15 +26,14 @@ from grasp.features.input_match import (
     input_tokens,
     input_whitener,
     prepare_input_targets,
+    prepare_shift,
+    shift_relevance,
 )
-from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments
+from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments, Whitener
 from grasp.features.neighbour_match import NeighbourTargets, neighbour_relevance, prepare_neighbours
-from grasp.features.pooling import PooledFeatures, pool
-from grasp.features.product_sketch import ProductSketch
-from grasp.features.residuals import SparseResidual, stack_residuals
-from grasp.features.shift_match import prepare_shift, shift_relevance
+from grasp.features.residuals import PooledFeatures, SparseResidual, pool, stack_residuals
+from grasp.features.sketch import ProductSketch
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
-from grasp.features.whitening import Whitener
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.head import OutputHead
 from grasp.models.reference import Reference

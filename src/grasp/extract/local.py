@@ -17,11 +17,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.features import FeatureSpool
 from grasp.artifact.layout import BUILD, MANIFEST, RUN
 from grasp.artifact.manifest import read_manifest
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec
+from grasp.artifact.shards import ArraySpec, FeatureSpool
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError
 from grasp.extract.cluster import ClusterSpec

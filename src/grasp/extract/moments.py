@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.features import FeatureSpool
+from grasp.artifact.shards import FeatureSpool
 from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.extract.engine import Workers

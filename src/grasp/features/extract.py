@@ -1,5 +1,6 @@
 """One forward pass over one batch: hidden states and sparse residuals at the positions that are used.
 
+Position t predicts token t + 1: a row of L has at most L - 1 supervised positions.
 Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
 """
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
-from grasp.features.positions import position_mask, supervised_positions
 from grasp.features.residuals import SparseResidual, head_residual
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.classifier import ImageClassifier
@@ -104,3 +105,22 @@ def bad_rows(features: BatchFeatures, n_rows: int) -> list[int]:
     bad = torch.zeros(n_rows, dtype=torch.bool, device=finite_P.device)
     bad[features.row_P[~finite_P]] = True
     return [int(row) for row in bad.nonzero()[:, 0]]
+
+
+def supervised_positions(labelled_BL: Tensor) -> Tensor:
+    """Boolean (B, L): position t predicts a token that carries loss."""
+    return F.pad(labelled_BL[:, 1:], (0, 1))
+
+
+def position_mask(spec: str, supervised_BL: Tensor) -> Tensor:
+    """Boolean (B, L): supervised position t of row b is used.
+
+    Args:
+        spec: `all`, `tail:n` (the last n supervised positions) or `stride:n` (every n-th, the last one included).
+    Source: eq:sequence-pooling (tail:32). Deviation: `all` and `stride` are ours.
+    """
+    kind, _, number = spec.partition(":")
+    if kind == "all":
+        return supervised_BL
+    place_BL = supervised_BL.flip(1).cumsum(1).flip(1)  # 1 for the last supervised position, 2 for the one before it
+    return supervised_BL & (place_BL <= int(number) if kind == "tail" else (place_BL - 1) % int(number) == 0)

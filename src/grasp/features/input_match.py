@@ -9,6 +9,13 @@ where the body is the identity.
 
 This is the token kernel with delta in the place of h and onehot(x) in that of xi, so its kernel is used as it is; only
 tokens that units have cost anything.
+The shift kernel compares one vector that is added to every hidden state, the mean of delta over positions:
+
+    a_{i,e} = <delta~_i, delta~_e>,  delta_i = 1/|P_i| sum_{t in P_i} W^T xi_t
+
+It asks what a row and a unit want said more often, wherever it is said: the tone, not the fact. A short fine-tuning of
+a model that knows the language moves little else. It is the mean of the input kernel over all pairs of positions,
+whatever their tokens.
 Shape letters: P row positions, S unit positions, E units, K kept per residual, H hidden width, V vocabulary.
 """
 
@@ -18,10 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grasp.features.moments import Moments
+from grasp.features.moments import Moments, Whitener, preconditioner, whitening_map
 from grasp.features.residuals import SparseResidual
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
-from grasp.features.whitening import Whitener, preconditioner, whitening_map
 from grasp.models.head import OutputHead
 
 # Rows of a half-precision output matrix upcast at once, in elements: 64 MB in float32.
@@ -114,3 +120,32 @@ def input_relevance(
     matched_N = torch.bincount(row_P[match_P], minlength=n_rows)
     positions_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
     return matched * (matched_N / positions_N)[:, None]
+
+
+def prepare_shift(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whitener) -> Tensor:
+    """Whitening and the mean over positions folded into the units, (E, H), float32.
+
+    Args:
+        delta_SH: `hidden_gradient` at the units' supervised positions.
+        unit_S: which unit each belongs to.
+        whitener: of `input_whitener`.
+    Source: ours, not in the paper; as eq:kfac-inner-product, of a bias of the hidden states.
+    """
+    square_HH = torch.from_numpy(whitener.map_HH @ whitener.map_HH).to(delta_SH.device)
+    return (_means(delta_SH.double(), unit_S, n_units) @ square_HH).float()
+
+
+def shift_relevance(unit_EH: Tensor, delta_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
+    """Relevance of `n_rows` rows for all units, (n_rows, E), float32.
+
+    Args:
+        delta_PH: `hidden_gradient` at the rows' used positions.
+        row_P: which row each belongs to, in [0, n_rows).
+    Positive: training on the row should lower the unit's loss.
+    """
+    return _means(delta_PH, row_P, n_rows) @ unit_EH.T
+
+
+def _means(value_PH: Tensor, row_P: Tensor, n_rows: int) -> Tensor:
+    count_N = torch.bincount(row_P, minlength=n_rows).clamp(min=1)
+    return value_PH.new_zeros(n_rows, value_PH.shape[1]).index_add_(0, row_P, value_PH) / count_N[:, None]

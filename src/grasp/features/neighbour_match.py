@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grasp.features.moments import PositionMoments
+from grasp.features.moments import PositionMoments, Whitener
 from grasp.features.residuals import SparseResidual
-from grasp.features.whitening import Whitener
 
 WIDTH = 0.25  # tau in distances
 PRIOR = 0.1  # lambda

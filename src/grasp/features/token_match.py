@@ -21,8 +21,8 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from grasp.features.moments import Whitener
 from grasp.features.residuals import SparseResidual
-from grasp.features.whitening import Whitener
 
 # Elements of one block of G, (coordinates x rows x H): 64 MB in float32.
 BLOCK_ELEMENTS = 16 * 1024 * 1024

@@ -1,12 +1,14 @@
 """The values of a label as slices that people look at: a few, named, each with the expression that selects it.
 
-A label with too many values keeps the largest of them; the others share one slice, and how many they are is said.
-Shape letters: G slices, N rows.
+A label with too many values keeps the largest of them; the others share one slice, and how many they are is said. What
+each is worth is in `slice_effects`; `SliceFormula` is the predictor in one weight a slice.
+Shape letters: G slices, N rows, E units, T targets, R resamples.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +16,15 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
-from grasp.predict.conditions import equals, none_of
-from grasp.predict.labels import Label, LabelColumn
-from grasp.predict.row_arrays import RowArrays
+from grasp.predict.blocks import Side
+from grasp.predict.geometry import JOINT, QuadraticWeights, SketchSums, SubsetMass, Weighting
+from grasp.predict.labels import Label, LabelColumn, equals, none_of
+from grasp.predict.predictor import Predictor, SubsetSums
+from grasp.predict.relevance import relevance_blocks
+from grasp.predict.row_arrays import F64, RowArrays
+from grasp.predict.row_sums import BlockSums
 from grasp.predict.weights import SliceShares, indicators
+from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
 MOST_SLICES = 100
@@ -138,3 +145,181 @@ def _n_values(source: RowArrays, name: str, most: int) -> int:
 def _rest(column: LabelColumn, values: Sequence[Label], grouped: Sequence[Label]) -> str:
     others = none_of(column.name, values)
     return f"{equals(column.name, None)} OR {others}" if None in grouped else others
+
+
+RESAMPLES = 1_000
+TAILS = (0.025, 0.975)
+DROPPED, DOUBLED = -1.0, 1.0
+SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
+
+
+@dataclass(frozen=True, slots=True)
+class SliceEffects:
+    """What every slice of one label is worth: (G, T) each, but for redundancy, which has no target."""
+
+    sums: SubsetSums  # of the slices
+    effect_GT: F64  # mean over the rows of the slice; helps or hurts: above or below the corpus average
+    dropped_GT: F64  # change against the whole corpus; nan where nothing would be left
+    doubled_GT: F64
+    redundancy_G: F64 | None  # cosine of the sketch sum to that of all other rows; None without sketches
+
+
+def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
+    """What dropping, and doubling, each slice changes; the cost is linear in the slices."""
+    sums, corpus = predictor.sums(slices.indicators()), predictor.whole()
+    rows_G = sums.mass.retained_B
+    dropped_GT = predictor.change_of(sums.from_whole(corpus, DROPPED))
+    dropped_GT[rows_G == predictor.n_rows] = np.nan
+    return SliceEffects(
+        sums=sums,
+        effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
+        dropped_GT=dropped_GT,
+        doubled_GT=predictor.change_of(sums.from_whole(corpus, DOUBLED)),
+        redundancy_G=_redundancy(sums, corpus),
+    )
+
+
+def dropped_intervals(
+    artifact: RowArrays, predictor: Predictor, effects: SliceEffects, slices: LabelSlices, *, seed: int = 0
+) -> tuple[F64, F64]:
+    """95 % interval of each slice's `dropped`, low and high, (G, T); nan where a target has a single unit.
+
+    A target's units are a sample of what the target stands for, so units are what is resampled: a task's effect is a
+    mean over units, in a unit of measurement that stays fixed (geometry is the same for all units). An interval says
+    how far a change would move with other units of the same kind; it says nothing of how well predictions agree with
+    retraining.
+
+    Cost: one more pass over the relevance of every kernel; memory: slices x units.
+    """
+    n_slices = len(slices.slices)
+    without = effects.sums.from_whole(predictor.whole(), DROPPED)
+    part_GE = _unit_parts(artifact, predictor, slices)
+    mean_E = part_GE.sum(axis=0) / predictor.n_rows
+    rest_GE = np.outer(effects.sums.mass.retained_B, mean_E) - part_GE  # all other rows, counted from the mean
+    offset_E = mean_E if predictor.protocol.weighting == "count" else np.zeros_like(mean_E)
+    change_GE = predictor.relative(rest_GE, offset_E, without.mass)
+    geometry_G = predictor.geometry_change(without)
+    bounds = np.full((2, len(predictor.targets), n_slices), np.nan)
+    stops = np.cumsum(predictor.units.counts_T)
+    for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
+        if stop - start > 1:
+            weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=seed) / (stop - start)
+            change_GR = predictor.task.gain_C[t] * (change_GE[:, start:stop] @ weights_RE.T)
+            bounds[:, t] = np.quantile(change_GR, TAILS, axis=1) + geometry_G
+    empty_G = effects.sums.mass.retained_B == predictor.n_rows
+    bounds[:, :, empty_G] = np.nan
+    return bounds[0].T, bounds[1].T
+
+
+def _unit_parts(artifact: RowArrays, predictor: Predictor, slices: LabelSlices) -> F64:
+    """Sums over slices of what each unit adds to the effect of its task, times the task's units: (G, E)."""
+    units, negative = predictor.units, predictor.protocol.negative
+    sums = BlockSums(slices.indicators())
+    out_GE = np.zeros((len(slices.slices), len(units.columns_E)))
+    for kernel, share_T in predictor.task.shares.items():
+        part_GE = np.zeros_like(out_GE)
+        for start, block in relevance_blocks(artifact, kernel, units.columns_E, negative):
+            part_GE += sums.product(start, block)
+        out_GE += part_GE * (units.of_task(share_T) * predictor.unit_scales[kernel])
+    return out_GE
+
+
+def _redundancy(slices: SubsetSums, corpus: SubsetSums) -> F64 | None:
+    """Cosine of each slice's sketch sum to the sum of all other rows, (G,); NaN where either is zero."""
+    halves = [half for half in SIMILAR if half in slices.sketch]
+    if not halves:
+        return None
+    slice_GD, corpus_1D = (_joined([of.sketch[half] for half in halves]) for of in (slices, corpus))
+    rest_GD = corpus_1D - slice_GD
+    norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+    floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
+    product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
+    return np.asarray(np.divide(product_G, norm_G, out=np.full_like(norm_G, np.nan), where=norm_G > floor))
+
+
+def _joined(parts: list[SketchSums]) -> F64:
+    return np.concatenate([part.total_BD for part in parts], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceFormula:
+    """The predictor as a formula in one weight a slice: G and G x G numbers that a page can compute with by itself.
+
+    Give every row of slice g the weight f_g: 0 drops the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the
+    rows and e_g the sum of the effects of a slice, the change against the corpus is
+
+        sum_g f_g e_g / sum_g f_g n_g
+
+    for an additive protocol of the retained side and the mean. In general, with u = f on the retained side and 1 - f on
+    the omitted one, N the rows, c = 1 or 1 / sum |u_g| n_g by the weighting, the Gram matrix of the slices' sketch sums
+    C_gh = <Phi_g, Phi_h>, and p_g the sum of ||phi_i||^2 over the slice, it is
+
+        c (sum_g f_g relevance_g - taken) + c^2 (raw u'C u + own sum_g u_g^2 p_g + cent v'C v) - corpus,
+        v_g = u_g - sum_h u_h n_h / N                                (sum_g Phi_g is N times the mean sketch),
+
+    with `corpus` the value of the same at f = 1. Keeping each row with the weight f_g gives the relevance that a random
+    part f_g of the slice has on average; quadratic terms see lighter rows, not fewer.
+    Source: eq:component-predictor, eq:grasp-subset-relevance, eq:ia-components.
+    """
+
+    side: Side
+    weighting: Weighting
+    rows_G: F64
+    relevance_GT: F64
+    taken_T: F64  # 0 on the retained side
+    corpus_T: F64
+    quadratic: Mapping[str, QuadraticWeights]  # by half; empty for an additive protocol
+    gram_GG: Mapping[str, F64]  # by half; joint where hidden and residual are there
+    norm_G: Mapping[str, F64]
+
+    @classmethod
+    def of(cls, predictor: Predictor, slices: SubsetSums) -> Self:
+        """Coefficients of a predictor for the slices whose sums these are."""
+        protocol, rows_G = predictor.protocol, slices.mass.retained_B
+        gain_T, offset_T = predictor.task.gain_C, predictor.task.offset_C
+        grams, norms = _grams(slices)
+        halves = {} if predictor.geometry is None else predictor.geometry.halves
+        whole = predictor.whole()
+        factor = float(SubsetMass.whole(predictor.n_rows).factor(protocol.side, protocol.weighting)[0])
+        total_T = predictor.n_rows * gain_T * offset_T
+        corpus_T = factor * total_T if protocol.side == "retained" else np.zeros_like(total_T)
+        bend = 0.0
+        if protocol.side == "retained":
+            for half, weights in halves.items():
+                total_D, norm = whole.sketch[half].total_BD[0], float(whole.sketch[half].norm_B[0])
+                bend += factor**2 * (weights.raw * float(total_D @ total_D) + weights.own * norm)
+        return cls(
+            side=protocol.side,
+            weighting=protocol.weighting,
+            rows_G=rows_G,
+            relevance_GT=gain_T * (slices.effect_BT + np.outer(rows_G, offset_T)),
+            taken_T=total_T * (protocol.side == "omitted"),
+            corpus_T=corpus_T + bend,
+            quadratic=halves,
+            gram_GG=grams,
+            norm_G=norms,
+        )
+
+    def cosines(self, half: str) -> F64:
+        """(G, G) cosine of the slices' sketch sums, the mean sketch of the corpus taken off every row first.
+
+        nan where a sum is zero; the diagonal is 1.
+        """
+        gram_GG, rows_G = self.gram_GG[half], self.rows_G
+        shift_GG = np.eye(len(rows_G)) - np.outer(rows_G, np.ones(len(rows_G))) / rows_G.sum()
+        centred_GG = shift_GG @ gram_GG @ shift_GG.T
+        size_G = np.sqrt(np.maximum(np.diag(centred_GG), 0.0))
+        product_GG = np.outer(size_G, size_G)
+        floor = 1e-12 * float(np.trace(gram_GG))
+        cosine_GG = np.divide(centred_GG, product_GG, out=np.full_like(gram_GG, np.nan), where=product_GG > floor)
+        return np.asarray(np.clip(cosine_GG, -1.0, 1.0))
+
+
+def _grams(slices: SubsetSums) -> tuple[dict[str, F64], dict[str, F64]]:
+    """Gram matrices of the slices and sums of squared norms, by half; joint adds. Source: eq:feature-sketch."""
+    grams = {half: sums.total_BD @ sums.total_BD.T for half, sums in slices.sketch.items()}
+    norms = {half: sums.norm_B for half, sums in slices.sketch.items()}
+    if all(half in grams for half in JOINT):
+        grams["joint"] = sum((grams[half] for half in JOINT), np.zeros_like(grams[JOINT[0]]))
+        norms["joint"] = sum((norms[half] for half in JOINT), np.zeros_like(norms[JOINT[0]]))
+    return grams, norms

@@ -22,12 +22,11 @@ from typing import Self
 import numpy as np
 
 from grasp.predict.geometry import SketchSums, SubsetMass, halves_needed, subset_relevance
-from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, family_moments
+from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch, family_moments
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.relevance import Kernel, UnitSelection, effects
 from grasp.predict.row_arrays import F32, F64, RowArrays, checked_targets
 from grasp.predict.row_sums import RowSums
-from grasp.predict.sketches import Sketch
 from grasp.predict.standardize import ComponentMoments
 from grasp.predict.weights import Weights, squared, weight_sums
 

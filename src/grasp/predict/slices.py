@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.tables import readable
 from grasp.errors import SubsetError
-from grasp.predict.conditions import identifier
-from grasp.predict.labels import Label, LabelColumn
+from grasp.predict.labels import Label, LabelColumn, identifier
 from grasp.text import plain
 
 BATCH = 1 << 16

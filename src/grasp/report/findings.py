@@ -17,13 +17,18 @@ from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.label_slices import LabelSlices, label_slices, sensible_labels
+from grasp.predict.label_slices import (
+    LabelSlices,
+    SliceFormula,
+    dropped_intervals,
+    label_slices,
+    sensible_labels,
+    slice_effects,
+)
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64, checked_targets, row_tokens
-from grasp.predict.slice_effects import dropped_intervals, slice_effects
-from grasp.predict.slice_formula import SliceFormula
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.report.rows import HeldRows, crossed, held_rows

@@ -6,11 +6,11 @@ retraining, protocols selected on development runs, and intervals. To be read in
     verbs        what retrain, evaluate and calibrate do, step by step; each is one page
     environment  runs on disk: what was trained is in environment_info, the tables are in run_tables
     retrain      one run after the other, by any number of workers; retrain_plan decides everything before
-    train        one model, or K at once, by a recipe: training_rows feeds it, llama with fused is the model
-    compare      methods side by side: ours from scored, others' from predictions and method_scores; evaluate and
-                 metrics say how well they agree with the runs
-    selection    the protocol that agrees best: candidates lists them, development says on what, controls are ablations
-    contract     what a published method is: material is what it may look at, configured finds it by name
+    train        one model, or K at once, by a recipe: training_rows feeds it, llama is the model
+    compare      methods side by side: ours from scored, others' from predictions and methods; evaluate and metrics say
+                 how well they agree with the runs
+    selection    the protocol that agrees best, on development runs alone: candidates lists them, and their controls
+    contract     what a published method is, and what it may look at
     table        runs that somebody else made, as readers find them; imported makes them an environment of an artifact
     learning     what runs teach a predictor, with intervals in their unit: learned is the fit, covariance its kernels
 

@@ -1,5 +1,7 @@
 """A finite family of protocols, as a file that can be read and edited: what selection chooses from, and no more.
 
+A control says which parts of a predictor are left: whether relevance counts, and what becomes of each geometric
+component (`half.kind`). Weights of what is left follow the same development-only selection as the full predictor's.
 And how many retrained subsets it takes to choose among how many of them.
 """
 
@@ -20,13 +22,13 @@ from grasp.predict.blocks import Side
 from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.predict.protocol import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
 from grasp.predict.row_arrays import RowArrays
-from grasp.runs.controls import Control
 from grasp.settings import Settings
 from grasp.yaml_files import validated_yaml
 
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
 MAX_MEMBERS = 20_000
+EXACT_ROWS = 12_000  # pair similarities are permuted one by one up to here: 4 bytes a pair, 288 MB
 DELTA = 0.05  # that a bound of any member fails
 # How far below its mean rho the bound of a protocol may lie by the length of the list alone, before luck decides.
 WIDEST = 0.6
@@ -107,6 +109,73 @@ def candidate_of(protocol: ScoringProtocol, source: RowArrays) -> Candidate:
     assert isinstance(fitted.match, dict)
     binding = Binding(fitted.side, fitted.weighting, fitted.standardize.task, fitted.negative)
     return Candidate(binding, tuple(fitted.match.items()), tuple(fitted.components.items()))
+
+
+# ------------------------------------------------------------------------------------- controls and ablations
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One control of the paper: which components of the full predictor it leaves."""
+
+    name: str
+    says: str
+    relevance: bool = True
+    kinds: tuple[str, ...] | None = None  # kinds of geometry that stay; None: all
+    halves: Literal["all", "without-hidden", "without-residual"] = "all"
+    shuffled: bool = False
+
+    def components(self, full: Sequence[str]) -> tuple[str, ...]:
+        """Components of the full predictor that stay, renamed where only a half of one stays."""
+        kept = [left for name in full if (left := self._left(name)) is not None]
+        return tuple(dict.fromkeys(kept))
+
+    def _left(self, name: str) -> str | None:
+        half, kind = name.split(".")
+        if self.kinds is not None and kind not in self.kinds:
+            # raw = self + pair: without one of the two it is the other
+            if kind != "raw" or len(self.kinds) != 1:
+                return None
+            kind = self.kinds[0]
+        if self.halves == "all":
+            return f"{half}.{kind}"
+        other = "residual" if self.halves == "without-hidden" else "hidden"
+        return f"{other}.{kind}" if half in ("joint", other) else None
+
+
+CONTROLS = (
+    Control("full", "everything"),
+    Control("additive", "relevance alone", kinds=()),
+    Control("additive-self-norm", "relevance and K_self: additive still, but with a norm", kinds=("self",)),
+    Control("pair-only", "K_pair alone: cross-example geometry without relevance", relevance=False, kinds=("pair",)),
+    Control(
+        "pair-shuffled",
+        "everything, with the similarity of every pair moved to another pair; for more than "
+        f"{EXACT_ROWS:,} rows, with the sketches moved to other rows",
+        shuffled=True,
+    ),
+    Control(
+        "without-hidden-geometry",
+        "geometry of the residual half alone; the product sketch, which has hidden states in it, is left out",
+        halves="without-hidden",
+    ),
+    Control(
+        "without-residual-geometry",
+        "geometry of the hidden half alone; relevance stays",
+        halves="without-residual",
+    ),
+    Control(
+        "without-residual-alignment",
+        "no residuals at all: geometry of the hidden half alone, and no relevance, which is residual match x hidden "
+        "match and cannot be taken apart in an artifact",
+        relevance=False,
+        halves="without-residual",
+    ),
+    Control("without-self", "K_self left out, K_raw replaced by K_pair", kinds=("pair",)),
+)
+
+
+# --------------------------------------------------------------------------------------------------- the family
 
 
 class ProtocolFamily(Settings):

@@ -13,19 +13,16 @@ from grasp.predict.blocks import Side
 from grasp.predict.protocol import Match, ScoringProtocol, chosen_on
 from grasp.predict.row_arrays import F64
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import Binding, Candidate, ProtocolFamily, candidate_of, needed_arrays
-from grasp.runs.configured import ConfiguredMethod
-from grasp.runs.controls import CONTROLS
-from grasp.runs.development import Development
+from grasp.runs.candidates import CONTROLS, Binding, Candidate, ProtocolFamily, candidate_of, needed_arrays
+from grasp.runs.contract import Material, Retrained
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_info import Role
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluate
-from grasp.runs.material import Material, Retrained
-from grasp.runs.method_scores import predict
+from grasp.runs.methods import ConfiguredMethod, predict
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Cost, Predictions, read_predictions
 from grasp.runs.scored import Scored
-from grasp.runs.selection import select
+from grasp.runs.selection import Development, select
 
 PLAIN = Binding("retained", "mean", "mean_relevance")
 ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {

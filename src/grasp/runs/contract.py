@@ -4,23 +4,197 @@ A `RowMethod` scores rows: (N, E) for the units of the artifact, or (N, 1) where
 A `SubsetMethod` predicts subsets, (B, E), itself. Sign, always: positive means that training on the row should lower
 the unit's loss. A method is found by name through the entry point group `grasp.methods`; see docs/baselines.md.
 
+`Material` is what a method may look at: the artifact's rows and units, its reference model, checkpoints, retrained
+subsets. Everything is read when it is asked for, in blocks where it is as long as the corpus, and proved to be what the
+artifact was made from: fingerprints of tokens, tokenizer, model and units.
+
 Shape letters: N rows, n rows of a block, E units, B subsets.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from grasp.errors import SettingsError, ShapeError
+from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.store import RowShard, RowStore
+from grasp.errors import ArtifactError, SettingsError, ShapeError
+from grasp.extract.progress import Progress, Silent
+from grasp.extract.reopen import Origin
 from grasp.predict.blocks import SubsetBlock
-from grasp.runs.material import Material
+from grasp.runs.environment import Environment, Utilities
 from grasp.runs.predictions import Predictions
-from grasp.settings import Settings
+from grasp.runs.scored import Scored
+from grasp.settings import BuildSettings, Settings
+from grasp.targets.units import UnitSet, UnitTokens
+
+if TYPE_CHECKING:
+    from grasp.models.causal_lm import ReferenceModel
+    from grasp.models.tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Retrained:
+    """An environment seen from the artifact: targets have the artifact's names, those not in common are left out."""
+
+    environment: Environment
+    utilities: Utilities
+    subsets: tuple[SubsetBlock, ...]
+
+    @classmethod
+    def of(cls, scored: Scored, utilities: Utilities) -> "Retrained":
+        """Of utilities whose targets have the environment's names."""
+        own = {name: mine for mine, name in scored.renamed.items()}
+        renamed = replace(utilities, targets=tuple(own[name] for name in utilities.targets))
+        return cls(scored.environment, renamed, scored.blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """One artifact, opened for methods.
+
+    Args:
+        block_rows: rows of one block; none: those of a shard.
+        batch_tokens: tokens of one forward pass, padding included; none: as the build had them.
+        checkpoint_places: directories of checkpoints given by the user; none: beside the artifact's model.
+        retrained: what is known of the environment, for methods that need one.
+    """
+
+    artifact: ArtifactReader
+    block_rows: int | None = None
+    batch_tokens: int | None = None
+    checkpoint_places: tuple[Path, ...] = ()
+    retrained: Retrained | None = None
+    progress: Progress = Silent()  # noqa: RUF009 - it has no state
+
+    # ------------------------------------------------------------------------------------------- rows
+
+    @property
+    def n_rows(self) -> int:
+        return self.artifact.n_rows
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, int]]:
+        """(first row, row after the last) of every block from row `start` on."""
+        size = self.block_rows or self.artifact.grid.shard_rows
+        while start < self.n_rows:
+            stop = min(self.n_rows, start - start % size + size)
+            yield start, stop
+            start = stop
+
+    def rows(self, start: int, stop: int) -> RowShard:
+        """Token ids and labels of rows [start, stop); `.start` is `start`.
+
+        Raises:
+            ArtifactError: the artifact did not keep its tokens, or they are not its own.
+        """
+        return replace(self.store.rows(np.arange(start, stop)), start=start)
+
+    def rows_at(self, row_index: NDArray[np.int64]) -> RowShard:
+        """Rows by index, in the order given; only the shards they lie in are read. Raises as `rows`."""
+        return self.store.rows(row_index)
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Text of rows [start, stop), decoded from their tokens: what the model read, cut where the row was cut."""
+        rows = self.rows(start, stop)
+        return self.tokenizer.decode([rows.ids(i).tolist() for i in range(len(rows))])
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """A numeric column of the row table, (N,): `loss` (nats a token) or `n_tokens`."""
+        return np.concatenate(
+            [np.asarray(batch.column(name), dtype=np.float64) for batch in self.artifact.row_batches([name])]
+        )
+
+    def require_tokens(self) -> None:
+        """See that the rows' tokens are there, and the artifact's own.
+
+        Raises:
+            ArtifactError: they are not.
+        """
+        _ = self.store
+
+    @cached_property
+    def store(self) -> RowStore:
+        """All rows, as training reads them.
+
+        Raises:
+            ArtifactError: rows are images; the artifact did not keep its tokens, or they are not its own.
+        """
+        if self.origin.has_images:
+            raise ArtifactError(
+                f"{self.artifact.where}: rows are images, and the method reads tokens; its scores can be handed to "
+                "`grasp evaluate --predictions`"
+            )
+        rows = self.origin.rows
+        assert isinstance(rows, RowStore)
+        return rows
+
+    # ------------------------------------------------------------------------------------------- units
+
+    @property
+    def units(self) -> UnitSet:
+        """All units of the artifact, in the order of its columns."""
+        return self.origin.units
+
+    @property
+    def n_units(self) -> int:
+        return len(self.units.units)
+
+    @property
+    def unit_tokens(self) -> list[UnitTokens]:
+        """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
+        return self.origin.unit_tokens
+
+    # ------------------------------------------------------------------------------------------- model
+
+    @cached_property
+    def origin(self) -> Origin:
+        """What the artifact was built from."""
+        return Origin(self.artifact)
+
+    @property
+    def settings(self) -> BuildSettings:
+        """Settings of the build; dtype as it was resolved then, so that the same weights are loaded anywhere."""
+        return self.origin.settings
+
+    @property
+    def tokenizer(self) -> "HfTokenizer":
+        """The reference model's tokenizer; the model's weights are not read for it."""
+        return self.origin.tokenizer
+
+    @cached_property
+    def model(self) -> "ReferenceModel":
+        """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode.
+
+        Raises:
+            ModelError: it cannot be loaded.
+            ArtifactError: it is not the one that the artifact was built with.
+        """
+        from grasp.models.causal_lm import ReferenceModel  # noqa: PLC0415 - brings torch
+
+        model = self.origin.model
+        assert isinstance(model, ReferenceModel)
+        if self.batch_tokens is not None:
+            model.batch_tokens = self.batch_tokens
+        return model
+
+    # ------------------------------------------------------------------------------------- environment
+
+    @property
+    def environment(self) -> Retrained:
+        """The environment, for methods that look at one.
+
+        Raises:
+            SettingsError: none was given.
+        """
+        if self.retrained is None:
+            raise SettingsError("this method is fitted on retrained subsets; name their directory (--environment)")
+        return self.retrained
+
 
 Scores = NDArray[np.floating[Any]]
 

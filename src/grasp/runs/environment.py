@@ -34,8 +34,18 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result
 from grasp.runs.candidates import evidence
 from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
-from grasp.runs.failures import failed_line, failures
-from grasp.runs.run_tables import EXAMPLES, FULL, MaskDigest, Run, read_runs, run_bytes, runs_in, write_subsets
+from grasp.runs.run_tables import (
+    EXAMPLES,
+    FULL,
+    MaskDigest,
+    Run,
+    failed_line,
+    failures,
+    read_runs,
+    run_bytes,
+    runs_in,
+    write_subsets,
+)
 
 F64 = NDArray[np.float64]
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead

@@ -1,6 +1,7 @@
 """The tables of an environment: results line by line, checked on reading; and the subsets that were trained on.
 
-Results are `subset_id, seed, target, unit_id, utility` in any order; subsets are `subset_id, row_id, weight`.
+Results are `subset_id, seed, target, unit_id, utility` in any order; subsets are `subset_id, row_id, weight`. Of runs
+that failed since `grasp retrain` was last called, `failed/<run>.txt` says why in a line.
 
 Shape letters: R runs, E units.
 """
@@ -17,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.errors import EnvironmentDataError
-from grasp.files import checksum
+from grasp.errors import EnvironmentDataError, ModelError
+from grasp.files import checksum, discard, write_whole
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.subset_tables import RowIndex
 
@@ -239,3 +240,44 @@ class MaskDigest:
                 self._digest.update(weights.astype("<f8").tobytes())
             self.ids.append(subset_id)
             self.checksums.append(self._digest.hexdigest())
+
+
+DIRECTORY = "failed"
+
+
+def mark_failed(environment: Path, run: Run, why: str) -> None:
+    """Keep why a run failed."""
+    (environment / DIRECTORY).mkdir(exist_ok=True)
+    write_whole(environment / DIRECTORY / f"{run.stem}.txt", " ".join(why.split()).encode())
+
+
+def failures(environment: Path) -> dict[str, str]:
+    """Why each run failed, by its stem."""
+    files = sorted((environment / DIRECTORY).glob("[!.]*.txt"))
+    return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
+
+
+def forget_failures(environment: Path) -> None:
+    """What failed is tried again."""
+    discard(environment / DIRECTORY)
+
+
+def failed_line(environment: Path, total: int) -> str | None:
+    """How many runs failed, and why the first of them did; none: no run failed."""
+    failed = failures(environment)
+    if not failed:
+        return None
+    stem, why = next(iter(failed.items()))
+    again = f"the same command tries {'it' if len(failed) == 1 else 'them'} again"
+    return f"{len(failed)} of {total} runs failed, e.g. {stem}: {why}; {again}"
+
+
+def refuse_all_failed(environment: Path, total: int) -> None:
+    """See that not every run failed.
+
+    Raises:
+        ModelError: every one did.
+    """
+    line = failed_line(environment, total)
+    if line is not None and len(failures(environment)) == total:
+        raise ModelError(f"{environment}: {line}")

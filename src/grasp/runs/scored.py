@@ -9,27 +9,29 @@ from functools import cached_property
 from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ProtocolError
+from grasp.errors import ProtocolError, ShapeError
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import SubsetMass, Weighting, halves_needed
-from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms
+from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import Calibration, Match, ScoringProtocol
 from grasp.predict.row_arrays import F64, RowArrays
-from grasp.predict.sketches import Sketch
 from grasp.predict.slices import LabelTable
 from grasp.predict.standardize import RowMoments, has_closed_form, relevance_moments, sampled_moments
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import Binding, Candidate, candidate_of
-from grasp.runs.controls import EXACT_ROWS, ShuffledPairs, ShuffledRows
+from grasp.runs.candidates import EXACT_ROWS, Binding, Candidate, candidate_of
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
 from grasp.runs.predictions import Predictions
+from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"
+F32 = NDArray[np.float32]
+_ROWS_AT_ONCE = 256
 SHUFFLED = "shuffled "  # before the name of a component that comes from shuffled pairs
 
 
@@ -271,10 +273,10 @@ class Scored:
         return CalibrationFamily.of(self.calibration, self.source)
 
     @cached_property
-    def _sketches(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
+    def _sketches(self) -> dict[str, tuple[F64, "ShuffledPairs | ShuffledRows"]]:
         return {}
 
-    def _sketch(self, half: str) -> tuple[F64, ShuffledPairs | ShuffledRows]:
+    def _sketch(self, half: str) -> "tuple[F64, ShuffledPairs | ShuffledRows]":
         """A sketch in memory, (N, D), joint is hidden beside residual, and its shuffle; both are kept."""
         if half not in self._sketches:
             arrays = [self.source.array_blocks(f"{part}_sketch") for part in halves_needed({f"{half}.pair": 1.0})]
@@ -283,3 +285,73 @@ class Scored:
             shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
             self._sketches[half] = sketch_ND, shuffle.of(sketch_ND, seed=0)
         return self._sketches[half]
+
+
+# ------------------------------------------------------------------------ pairs shuffled, for the paper's control
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledPairs:
+    """G_ij = <phi_i, phi_j> of every unordered pair i < j, moved to another pair by one fixed permutation.
+
+    Preserves the multiset of pair similarities exactly, and nothing of which pair has which. What it gives is no
+    Gram matrix any more: K_pair may be lower than -K_self.
+    """
+
+    n_rows: int
+    condensed: F32  # row i of the upper triangle starts at i N - i (i + 1) / 2
+
+    @classmethod
+    def of(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
+        """Permute the pair similarities of a sketch; memory 2 N^2 bytes, time O(N^2 D)."""
+        sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
+        n_rows = len(sketch_ND)
+        if n_rows > EXACT_ROWS:
+            raise ShapeError(f"shuffled pairs: got {n_rows} rows, expected at most {EXACT_ROWS}; shuffle rows instead")
+        condensed = np.empty(n_rows * (n_rows - 1) // 2, dtype=np.float32)
+        end = 0
+        for start in range(0, n_rows, _ROWS_AT_ONCE):
+            block = sketch_ND[start : start + _ROWS_AT_ONCE] @ sketch_ND.T
+            for i, row in enumerate(block, start=start):
+                begin, end = end, end + n_rows - 1 - i
+                condensed[begin:end] = row[i + 1 :]
+        stream(seed, "fidelity", "pair-shuffled").shuffle(condensed)
+        return cls(n_rows, condensed)
+
+    def pair(self, weights_BN: NDArray[np.floating]) -> F64:
+        """K_pair = 2 sum_{i<j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
+        weights_BN = np.asarray(weights_BN, dtype=np.float64)
+        if weights_BN.shape[1] != self.n_rows:
+            raise ShapeError(f"shuffled pairs: weights {weights_BN.shape} for {self.n_rows} rows")
+        total_B = np.zeros(len(weights_BN))
+        end = 0
+        for start in range(0, self.n_rows, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, self.n_rows)
+            block = np.zeros((stop - start, self.n_rows))
+            for i in range(start, stop):
+                begin, end = end, end + self.n_rows - 1 - i
+                block[i - start, i + 1 :] = self.condensed[begin:end]
+            total_B += np.einsum("bi,bi->b", weights_BN[:, start:stop], weights_BN @ block.T)
+        return np.asarray(2.0 * total_B)
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledRows:
+    """Every row's sketch taken from another row, where pairs are too many to be permuted one by one.
+
+    With phi_i replaced by phi_perm(i) in K_pair alone, the Gram matrix is permuted by rows and columns alike: the
+    multiset of pair similarities, the norms and the spectrum are all preserved, and which training row has which
+    sketch is destroyed. The exact shuffle destroys the Gram structure as well. Needs no N x N matrix.
+    """
+
+    moved_ND: NDArray[np.floating]
+
+    @classmethod
+    def of(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledRows":
+        return cls(sketch_ND[stream(seed, "fidelity", "row-shuffled").permutation(len(sketch_ND))])
+
+    def pair(self, weights_BN: F64) -> F64:
+        """K_pair with the sketches that were moved, (B,)."""
+        total_BD = weights_BN @ self.moved_ND
+        self_B = weights_BN**2 @ np.einsum("nd,nd->n", self.moved_ND, self.moved_ND)
+        return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - self_B)

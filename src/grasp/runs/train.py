@@ -35,8 +35,7 @@ from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
-from grasp.runs.fused import head_loss
-from grasp.runs.llama import StackedLlama
+from grasp.runs.llama import StackedLlama, head_loss
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.training_rows import Share, TokenBatch, batch_order, token_batches
 from grasp.targets.units import UnitTokens

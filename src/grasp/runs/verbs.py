@@ -22,13 +22,20 @@ from grasp.predict.protocol import ScoringProtocol, default_protocol, load_proto
 from grasp.results import Result
 from grasp.runs.candidates import DELTA, Candidate, ProtocolFamily, default_family, family_for, load_family
 from grasp.runs.compare import compare, control_methods
-from grasp.runs.configured import configured_methods, published_methods
-from grasp.runs.development import developments_of
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import Evaluation
 from grasp.runs.imported import runs_beside
+from grasp.runs.methods import configured_methods, published_methods
 from grasp.runs.metrics import RESAMPLES
-from grasp.runs.selection import Selection, freeze, provenance, provenance_path, select, write_provenance
+from grasp.runs.selection import (
+    Selection,
+    developments_of,
+    freeze,
+    provenance,
+    provenance_path,
+    select,
+    write_provenance,
+)
 from grasp.runs.table import RunTable, any_runs
 from grasp.settings import retrain_settings, without_foreign_code
 from grasp.text import several

@@ -18,12 +18,11 @@ from grasp.errors import SettingsError, ShapeError
 from grasp.files import written_aside
 from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
-from grasp.predict.label_slices import LabelSlices, label_slices
+from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_intervals, label_slices, slice_effects
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import F64, RowArrays, checked_targets, row_tokens
-from grasp.predict.slice_effects import SliceEffects, dropped_intervals, slice_effects
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result, write_table

@@ -21,10 +21,9 @@ from grasp.predict.ranking import SHORT, additive_predictor, ranked, ranked_tabl
 from grasp.predict.row_arrays import only_target, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.results import Result
-from grasp.runs.configured import GRASP, ConfiguredMethod, configured_methods
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
-from grasp.runs.method_scores import method_rows
+from grasp.runs.methods import GRASP, ConfiguredMethod, configured_methods, method_rows
 from grasp.runs.table import RunTable
 from grasp.text import several
 from grasp.yaml_files import read_yaml

@@ -39,8 +39,7 @@ from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Account
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material
 
 F64 = NDArray[np.float64]
 S = TypeVar("S", bound=LayerSettings)

@@ -19,8 +19,7 @@ from grasp.baselines.gradients.store import FeatureStore, ready_seconds
 from grasp.baselines.stored import RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
-from grasp.runs.contract import Account, Scores
-from grasp.runs.material import Material
+from grasp.runs.contract import Account, Material, Scores
 
 F64 = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
 from grasp.baselines.gradients.layers import Block, choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.queries import Sizes, choose_dense, query_elements
-from grasp.runs.material import Material
+from grasp.runs.contract import Material
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]

@@ -21,8 +21,7 @@ from grasp.baselines.gradients.queries import Transform
 from grasp.baselines.gradients.session import open_engine, row_examples, typical_tokens, unit_examples
 from grasp.baselines.stored import digest
 from grasp.baselines.work import WorkArea
-from grasp.runs.contract import Seconds
-from grasp.runs.material import Material
+from grasp.runs.contract import Material, Seconds
 
 READY = "ready-"
 
