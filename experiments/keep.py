@@ -6,7 +6,32 @@ python experiments/keep.py bench-out/environments/cc-topic experiments/environme
 import argparse
 from pathlib import Path
 
-from grasp.runs.environment import Environment
+from grasp.files import write_whole
+from grasp.runs.environment import REFERENCE, SUBSETS, UTILITIES, Environment
+from grasp.runs.environment_info import INFO
+
+MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
+
+
+def keep(environment: Environment, out: Path, *, max_subsets_bytes: int = MAX_SUBSETS_BYTES) -> dict[str, int]:
+    """Copy the small files of a complete environment; returns bytes by file name.
+
+    subsets.parquet is left out where it is larger than `max_subsets_bytes` and the family can draw it again; the
+    checksum of the masks proves that what is drawn is what was trained on.
+    """
+    environment.compact()
+    out.mkdir(parents=True, exist_ok=True)
+    sizes: dict[str, int] = {}
+    for name in (SUBSETS, UTILITIES, REFERENCE, INFO):
+        source = environment.path / name
+        if not source.exists():
+            continue
+        data = source.read_bytes()
+        if name == SUBSETS and environment.info.family is not None and len(data) > max_subsets_bytes:
+            continue
+        write_whole(out / name, data)
+        sizes[name] = len(data)
+    return sizes
 
 
 def main() -> None:
@@ -14,7 +39,7 @@ def main() -> None:
     parser.add_argument("environment", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    for name, size in Environment.open(args.environment).export(args.out).items():
+    for name, size in keep(Environment.open(args.environment), args.out).items():
         print(f"{args.out / name}: {size:,} bytes")
 
 

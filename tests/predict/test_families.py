@@ -49,10 +49,9 @@ def test_bernoulli_keeps_rows_with_its_probability():
     assert abs(block.sizes_B.mean() / 500 - 0.3) < 0.005
 
 
-def test_empty_draws_are_made_again_and_counted():
+def test_empty_draws_are_made_again():
     blocks = list(Family("bernoulli", fraction=0.05).draw(50, n_rows=4, seed=0, purpose="t", block=10))
-    assert min(int(block.sizes_B.min()) for block in blocks) >= 1
-    assert sum(block.redrawn for block in blocks) > 50  # 4 in 5 draws of 4 rows at 5 % are empty
+    assert min(int(block.sizes_B.min()) for block in blocks) >= 1  # 4 in 5 draws of 4 rows at 5 % are empty
 
 
 def test_a_family_that_never_fills_is_refused():

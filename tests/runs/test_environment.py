@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from experiments.keep import keep
 from grasp.errors import EnvironmentDataError, SubsetError
 from grasp.files import aside
 from grasp.predict.families import parse_family
@@ -309,13 +310,13 @@ def test_a_dev_environment_may_hold_out_targets(tmp_path):
     assert (task.role_of("sciq"), task.role_of("sciq@all")) == ("held-out", "held-out")
 
 
-def test_export_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):
+def test_a_copy_keeps_what_is_small_and_can_draw_the_rest_again(tmp_path):
     env = filled(tmp_path / "env")
     (tmp_path / "env" / "reference").mkdir()
-    sizes = env.export(tmp_path / "kept")
+    sizes = keep(env, tmp_path / "kept")
     assert sorted(sizes) == ["environment.json", "reference.parquet", "subsets.parquet", "utilities.parquet"]
     assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "kept").iterdir()}
-    lean = env.export(tmp_path / "lean", max_subsets_bytes=10)
+    lean = keep(env, tmp_path / "lean", max_subsets_bytes=10)
     assert "subsets.parquet" not in lean
     kept = Environment.open(tmp_path / "lean")
     np.testing.assert_array_equal(kept.utilities().values_BSE, env.utilities().values_BSE)

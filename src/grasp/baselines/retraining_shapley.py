@@ -19,13 +19,13 @@ from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_sha
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.models.causal_lm import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.geometry import Weighting
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
 from grasp.runs.contract import Account, Material, Scores, Seconds
 from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.retrain_plan import resolved_device
 from grasp.runs.train import Trainer, train_stacked
 from grasp.settings import Settings, refuse_idle
 from grasp.yaml_files import describe
@@ -155,7 +155,7 @@ class RetrainingGame:
     ) -> None:
         self._material, self._store, self._player_N = material, store, player_N
         self._recipe, self._seed = recipe, seed
-        self._device = resolved_device(material.settings.model.device)
+        self._device = str(device_of(material.settings.model.device))
         self.stack = 1
         self.trained = 0  # by this object
         self.ready = store.seconds  # spent before it

@@ -6,18 +6,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import NoReturn, TextIO, cast
 
-from grasp.cli import (  # noqa: F401 - commands register themselves
-    ask,
-    calibrate,
-    choose,
-    evaluate,
-    find,
-    predict,
-    retrain,
-    runs,
-    start,
-    trust,
-)
+from grasp.cli import ask, choose, find, runs, start, trust  # noqa: F401 - commands register themselves
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.errors import GraspError

@@ -1,4 +1,4 @@
-"""Ask what rows and slices are worth: grasp score, explain, report, serve."""
+"""Ask what rows and slices are worth: grasp predict, score, explain, report, serve."""
 
 import shlex
 import sys
@@ -24,6 +24,7 @@ from grasp.cli.options import (
     Quiet,
     ResultFile,
     TargetNames,
+    distinct_names,
     merged,
     names,
 )
@@ -236,3 +237,62 @@ def serve(
 
 def _tell(address: str) -> None:
     print(f"{address} (and {address}ask); stop with Ctrl-C", flush=True)
+
+
+@command(
+    "grasp predict art --by topic --target sciq",
+    "grasp predict art --drop \"topic = 'Games' AND format != 'FAQs'\"",
+    "grasp predict art --weight \"topic = 'Games': 0.3\" --weight \"topic = 'Health': 2\"",
+    "grasp predict art --subsets subsets.parquet --out predictions.parquet",
+    "grasp predict art --by topic --environment dev",
+)
+def predict(
+    art: Art,
+    by: str | None = option("--by LABEL", "What dropping each value of a label does.", None),
+    drop: str | None = option("--drop EXPR", "Drop the rows for which it is true, e.g. \"topic = 'Games'\".", None),
+    keep: str | None = option("--keep EXPR", "Keep only the rows for which it is true.", None),
+    weight: list[str] = option(
+        "--weight EXPR:NUMBER", "Weight of the rows for which it is true, 1 for others; repeatable.", []
+    ),
+    subsets: Path | None = option(
+        "--subsets FILE", "Many subsets at once: Parquet of row_id[, subset_id, weight].", None
+    ),
+    target: TargetNames = None,
+    environment: EnvironmentPath = None,
+    out: ResultFile = None,
+    protocol: ProtocolFile = None,
+    omitted: bool = rare("--omitted", "The subsets of --subsets name the rows that are left out.", False),
+    family: str | None = rare("--family", "Draw subsets: uniform:F, bernoulli:Q, mixture:L or groups:L.", None),
+    count: int = rare("-B N", "Subsets drawn with --family.", 100, min=1),
+    seed: int = rare("--seed N", "Seed of that draw.", 0, min=0),
+    units: bool = rare("--units", "A line for every unit as well.", False),
+    components: bool = rare("--components", "The level, and what each part of the prediction adds.", False),
+) -> None:
+    """What happens to a target if rows are dropped, kept or re-weighted?
+
+    The change against the whole corpus, 0 = the corpus, higher is better.
+    """
+    from grasp.verbs.predict import parse_weights
+
+    weights = parse_weights(weight, "--weight")
+    artifact = grasp.open(art)
+    read = {"--subsets reads": subsets, "--protocol reads": protocol, "is the environment": environment}
+    check_outputs({"--out": out}, artifact.files.reads | read)
+    result = artifact.predict(
+        drop=drop,
+        keep=keep,
+        weight=weights or None,
+        by=by,
+        subsets=subsets,
+        omitted=omitted,
+        family=family,
+        count=count,
+        seed=seed,
+        target=distinct_names("--target", target),
+        protocol=protocol,
+        runs=environment,
+        components=components,
+        units=units,
+        out=out,
+    )
+    tell(result, out, written=result.lines)

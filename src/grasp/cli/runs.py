@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 import grasp
-from grasp.cli.app import MORE, app, command
+from grasp.cli.app import app, command, option, rare
 from grasp.cli.console import tell
 from grasp.cli.options import ResultFile, names
 from grasp.files import check_outputs
@@ -36,29 +36,17 @@ def import_runs(
     results: Path | None = typer.Argument(
         None, metavar="[RESULTS]", help="What came out: CSV, Parquet, or a directory of lm-evaluation-harness."
     ),
-    out: Path = typer.Option(..., "--out", metavar="DIR", help="Directory of the runs, for --environment."),
-    label: str | None = typer.Option(
-        None, "--label", metavar="LABEL", help="Column of the corpus whose values the weights are of, e.g. source."
+    out: Path = option("--out DIR", "Directory of the runs, for --environment."),
+    label: str | None = option(
+        "--label LABEL", "Column of the corpus whose values the weights are of, e.g. source.", None
     ),
-    times: bool = typer.Option(False, "--times", help="Weights say how often each value is seen; default: shares."),
-    columns: list[str] = typer.Option(
-        [], "--weights", metavar="PATTERN", help="Columns that are weights, e.g. 'train_*'; repeatable."
-    ),
-    metrics: list[str] = typer.Option(
-        [], "--metrics", metavar="PATTERN", help="Columns that are results, e.g. 'eval/*'; repeatable."
-    ),
-    higher: list[str] = typer.Option(
-        [], "--higher", metavar="PATTERN", help="Results of which more is better.", rich_help_panel=MORE
-    ),
-    lower: list[str] = typer.Option(
-        [], "--lower", metavar="PATTERN", help="Results of which less is better.", rich_help_panel=MORE
-    ),
-    size: str | None = typer.Option(
-        None, "--size", metavar="SIZE", help="Runs of this model size alone.", rich_help_panel=MORE
-    ),
-    skip_failed: bool = typer.Option(
-        False, "--skip-failed", help="Leave out runs with a result that is no number.", rich_help_panel=MORE
-    ),
+    times: bool = option("--times", "Weights say how often each value is seen; default: shares.", False),
+    columns: list[str] = option("--weights PATTERN", "Columns that are weights, e.g. 'train_*'; repeatable.", []),
+    metrics: list[str] = option("--metrics PATTERN", "Columns that are results, e.g. 'eval/*'; repeatable.", []),
+    higher: list[str] = rare("--higher PATTERN", "Results of which more is better.", []),
+    lower: list[str] = rare("--lower PATTERN", "Results of which less is better.", []),
+    size: str | None = rare("--size SIZE", "Runs of this model size alone.", None),
+    skip_failed: bool = rare("--skip-failed", "Leave out runs with a result that is no number.", False),
 ) -> None:
     """Read runs that you have made: what each was trained on, and what came out.
 
@@ -83,9 +71,7 @@ def import_runs(
 
 
 RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Imported runs, see grasp runs import.")]
-Metrics = Annotated[
-    str | None, typer.Option("--metric", metavar="NAMES", help="Metrics, separated by commas. Default: all of them.")
-]
+Metrics = Annotated[str | None, option("--metric NAMES", "Metrics, separated by commas. Default: all of them.")]
 
 
 @command(
@@ -114,8 +100,8 @@ def predict_runs(
 def mix_runs(
     directory: RunsDirectory,
     metric: Metrics = None,
-    cautious: float = typer.Option(
-        0.0, "--cautious", min=0, metavar="K", help="Take K standard deviations off: the little known counts as worse."
+    cautious: float = option(
+        "--cautious K", "Take K standard deviations off: the little known counts as worse.", 0.0, min=0
     ),
     out: ResultFile = None,
 ) -> None:
@@ -137,17 +123,13 @@ def mix_runs(
 def propose_runs(
     directory: RunsDirectory,
     metric: Metrics = None,
-    count: int = typer.Option(4, "--count", min=1, metavar="N", help="Mixtures to propose."),
-    decide: str = typer.Option(
-        "best", "--decide", metavar="WHAT", help="best: which mixture is; values: what each value is worth."
+    count: int = option("--count N", "Mixtures to propose.", 4, min=1),
+    decide: str = option("--decide WHAT", "best: which mixture is; values: what each value is worth.", "best"),
+    art: Path | None = option("--art ART", "Artifact of the corpus: for retrained runs, and for --subsets.", None),
+    subsets: Path | None = option(
+        "--subsets FILE", "The mixtures as weights of rows, for retrain --set subsets=FILE.", None
     ),
-    art: Path | None = typer.Option(
-        None, "--art", metavar="ART", help="Artifact of the corpus: for retrained runs, and for --subsets."
-    ),
-    subsets: Path | None = typer.Option(
-        None, "--subsets", metavar="FILE", help="The mixtures as weights of rows, for retrain --set subsets=FILE."
-    ),
-    seed: int = typer.Option(0, "--seed", min=0, metavar="N", help="Seed of the mixtures that are looked at."),
+    seed: int = option("--seed N", "Seed of the mixtures that are looked at.", 0, min=0),
     out: ResultFile = None,
 ) -> None:
     """Which mixtures should be trained next, so that a decision becomes surest for the fewest runs?"""

@@ -1,4 +1,4 @@
-"""See how far to trust it: grasp diagnose, methods."""
+"""See how far to trust it: grasp retrain, evaluate, calibrate, diagnose, methods."""
 
 import textwrap
 from pathlib import Path
@@ -7,9 +7,31 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import show
-from grasp.cli.options import Art, JsonFile, OwnSettings, ProtocolFile, merged
-from grasp.files import check_outputs
+from grasp.cli.console import show, tell
+from grasp.cli.options import (
+    Address,
+    Art,
+    Assignments,
+    Cache,
+    Checkpoints,
+    ConfigFile,
+    JsonFile,
+    MethodSettings,
+    OwnSettings,
+    Partial,
+    ProtocolFile,
+    Quiet,
+    Resamples,
+    TargetNames,
+    asked_names,
+    cluster,
+    merged,
+    names,
+)
+from grasp.cli.progress import Watch
+from grasp.errors import SettingsError
+from grasp.files import STREAMS, Reads, check_outputs, write_whole
+from grasp.text import printable
 
 
 @command(
@@ -80,3 +102,228 @@ def methods(
         default = "must be given" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
         print(f"\n{field}, {default}")
         print(textwrap.fill(info.description or "", width=100, initial_indent="    ", subsequent_indent="    "))
+
+
+@command(
+    "grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env",
+    "grasp retrain --like art --family mixture:topic --out env",
+    "grasp retrain --out env --resume -B 64",
+    "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
+    "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
+)
+def retrain(
+    out: Path = option("--out DIR", "Directory of the environment; several processes may share it."),
+    corpus: str | None = option("--corpus PATH", "Parquet, JSONL(.gz/.zst), a directory, or a URL.", None),
+    targets: str | None = option("--targets NAMES", "Tasks or JSONL files, separated by commas.", None),
+    like: str | None = option(
+        "--like ART", "Corpus, targets and tokenizer of this artifact: runs to judge it by.", None
+    ),
+    recipe: str | None = option("--recipe NAME", "Model and training: tiny, small or paper-50m. Default: tiny.", None),
+    family: str | None = option("--family FAMILY", "How subsets are drawn. Default: mixture:topic.", None),
+    count: int | None = option("-B N", "Subsets. Default: 24. More may be added to the same --out later.", None, min=1),
+    seeds: int | None = option(
+        "--seeds N", "Trainings of each subset; two or more show the noise. Default: 2.", None, min=1
+    ),
+    role: str | None = option(
+        "--role ROLE", "dev: protocols may be chosen on it. held-out: only judged. Default: dev.", None
+    ),
+    resume: bool = option("--resume", "Go on with the settings of the run.yaml that is there.", False),
+    config: ConfigFile = None,
+    text_column: str | None = rare("--text-column NAME", "Column with the text. Default: text.", None),
+    id_column: str | None = rare("--id-column NAME", "Column that names rows. Default: row_id or id.", None),
+    assign: Assignments = [],
+    workers: int | None = rare(
+        "--workers N", "Processes that train. Default: one; on a cluster, one for each GPU or core.", None, min=1
+    ),
+    train_command: str | None = rare(
+        "--train-command COMMAND",
+        "Your own trainer: reads {corpus} (JSON lines), draws by {seed}, leaves {checkpoint}.",
+        None,
+    ),
+    print_jobs: bool = rare(
+        "--print-jobs",
+        "Score what earlier jobs left; print a shell line for each run of --train-command that is left.",
+        False,
+    ),
+    stack: int | None = rare("--stack N", "Models that a worker trains as one program.", None, min=1),
+    engine: str = rare(
+        "--engine NAME", "local: processes here; ray: of a Ray cluster whose nodes all reach --out.", "local"
+    ),
+    address: Address = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model on each of many subsets, and score it.
+
+    Says first what it will cost. What is finished is never trained again: the same command, or --resume, goes on after
+    a kill, and adds subsets or seeds.
+    """
+    settings = merged(config or {}, assign, {}) if config or assign else None
+    spec = cluster(engine, workers, address, None)
+    with Watch(quiet=quiet) as watch:
+        environment = grasp.retrain(
+            corpus,
+            names(targets),
+            out=out,
+            like=like,
+            text_column=text_column,
+            id_column=id_column,
+            family=family,
+            count=count,
+            seeds=seeds,
+            recipe=recipe,
+            train_command=train_command,
+            jobs=print if print_jobs else None,
+            role=role,
+            workers=workers,
+            stack=stack,
+            settings=settings,
+            resume=resume,
+            cluster=spec,
+            progress=watch.runs,
+        )
+    if not (print_jobs and environment.pending()):  # lines are for a scheduler: nothing else on standard output
+        tell(environment.summary())
+
+
+@command(
+    "grasp evaluate art --environment env --protocol protocol.yaml --csv result.csv",
+    "grasp evaluate art --environment test --controls --development dev --oracle ridge",
+    "grasp evaluate art --environment env --methods bm25,loss,datamodels",
+    "grasp evaluate art --environment env --method-settings methods.yaml --checkpoints env/reference/seed-0",
+    "grasp evaluate art --environment env --predictions theirs.parquet --predictions row_scores.npy",
+)
+def evaluate(
+    path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
+    environment: Path = option("--environment DIR", "Directory of retrained subsets; see grasp retrain."),
+    protocol: Path | None = option("--protocol FILE", "Protocol file, compared beside the one that ships.", None),
+    target: TargetNames = None,
+    methods: str | None = option("--methods NAMES", "Published methods, separated by commas; see grasp methods.", None),
+    predictions: list[Path] = option(
+        "--predictions FILE",
+        "Predictions of your own: Parquet or .npy, a value a subset, or a score a row; repeatable.",
+        [],
+    ),
+    csv_file: Path | None = option("--csv FILE", "A line a method and target, as CSV.", None),
+    json_file: JsonFile = None,
+    partial: Partial = False,
+    controls: bool = rare("--controls", "The paper's controls and ablations as well.", False),
+    development: list[Path] = rare(
+        "--development DIR", "Environment that the controls' weights are selected on; repeatable.", []
+    ),
+    family: Path | None = rare("--family FILE", "Protocols that the controls take parts away from.", None),
+    method_settings: MethodSettings = None,
+    checkpoints: Checkpoints = [],
+    cache: Cache = None,
+    oracle: list[str] = rare(
+        "--oracle NAME", "ridge or lasso, fitted on the retrained subsets; :masks or :LABEL says on what.", []
+    ),
+    resamples: Resamples = 1_000,
+    quiet: Quiet = False,
+) -> None:
+    """Compare predictions with retraining, method by method.
+
+    Rho is Spearman's, with 95 % intervals, beside the noise ceiling: what a perfect predictor would reach. Scores of
+    published methods are computed once and kept; after a kill the same command goes on where it was.
+    """
+    art = grasp.open(path)
+    read: dict[str, Reads] = {
+        "is the environment": environment,
+        "is a checkpoint": checkpoints,
+        "--development reads": development,
+        "--predictions reads": predictions,
+        "--protocol reads": protocol,
+        "--family reads": family,
+        "--method-settings reads": method_settings,
+    }
+    check_outputs({"--json": json_file, "--csv": csv_file}, art.files.reads | read, streamed=("--json", "--csv"))
+    with Watch(quiet=quiet) as watch:
+        result = grasp.evaluate(
+            art,
+            environment,
+            protocol=protocol,
+            target=names(target),
+            methods=asked_names("--methods", methods),
+            method_settings=method_settings,
+            controls=controls,
+            development=development,
+            family=family,
+            predictions=predictions,
+            oracles=oracle,
+            checkpoints=checkpoints,
+            cache=cache,
+            partial=partial,
+            resamples=resamples,
+            progress=watch,
+        )
+    if not {json_file, csv_file} & {*STREAMS}:
+        print(result)
+    for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):
+        if file in STREAMS:
+            print(printable(text()), end="")
+        elif file is not None:
+            write_whole(file, text().encode())
+
+
+@command(
+    "grasp calibrate art --environment dev-topic --environment dev-source --out protocol.yaml",
+    "grasp calibrate --list family.yaml",
+    "grasp calibrate art other-art --environment dev --family family.yaml --out protocol.json",
+)
+def calibrate(
+    paths: list[Path] = typer.Argument(
+        None, metavar="[ART]...", help="Artifacts; each serves the environments of its corpus."
+    ),
+    environments: list[Path] = option("--environment DIR", "Development environment to choose on; repeatable.", []),
+    out: Path | None = option("--out FILE", "The chosen protocol, .yaml or .json.", None),
+    target: TargetNames = None,
+    family: Path | None = option(
+        "--family FILE", "Protocols to choose from. Default: those that ship, few where there are few subsets.", None
+    ),
+    listing: Path | None = option("--list FILE", "Write the protocols that ship, to be edited, and stop.", None),
+    delta: float = rare("--delta SHARE", "Chance that the bound of any protocol is wrong.", 0.05),
+    resamples: Resamples = 1_000,
+) -> None:
+    """Choose a protocol on retrained subsets, and freeze it.
+
+    Many ways to add up relevance are tried. The one is kept that predicts the
+    runs best, with a margin for luck: the highest lower confidence bound of its
+    mean rank correlation.
+    """
+    if listing is not None:
+        check_outputs({"--list": listing})
+        _list(listing, paths, environments, family, out)
+        return
+    missing = [flag for flag, given in (("ART", paths), ("--environment", environments), ("--out", out)) if not given]
+    if missing or out is None:
+        raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
+    from grasp.runs.selection import provenance_path
+
+    arts = [grasp.open(path) for path in paths]
+    for art in arts:
+        read = art.files.reads | {"is an environment": environments, "--family reads": family}
+        check_outputs({"--out": out, "the record of --out": provenance_path(out)}, read)
+    result = grasp.calibrate(
+        arts,
+        environments,
+        family=family,
+        target=names(target),
+        delta=delta,
+        resamples=resamples,
+        name=out.stem,
+    )
+    record = result.save(out)
+    tell(result)
+    print(f"{out}: written; how it was chosen: {record}")
+
+
+def _list(listing: Path, paths: list[Path], environments: list[Path], family: Path | None, out: Path | None) -> None:
+    idle = {"ART": paths, "--environment": environments, "--family": family, "--out": out}
+    if any(idle.values()):
+        useless = ", ".join(flag for flag, value in idle.items() if value)
+        raise SettingsError(f"calibrate: {useless} has no meaning with --list; leave it out")
+    if listing.exists():
+        raise SettingsError(f"--list: {listing} is there already; give another name, or remove it")
+    from grasp.runs.candidates import write_default_family
+
+    write_default_family(listing)
+    print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")

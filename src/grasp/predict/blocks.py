@@ -35,12 +35,10 @@ class SubsetBlock:
         subset_ids: names of the B subsets, in the order of the rows of `weights_BN`.
         weights: (B, N), finite and >= 0, each row with a positive sum; in the form that suits their shape. Entries of a
             csr_array that name a row twice are added up, as scipy has it.
-        redrawn: draws of this block that came out empty (or, for groups, whole) and were drawn again.
     """
 
     subset_ids: tuple[str, ...]
     weights: Weights
-    redrawn: int = 0
 
     def __post_init__(self) -> None:
         if self.weights.shape[0] != len(self.subset_ids):
@@ -71,7 +69,6 @@ class WeightedRows:
     subset_id: str
     row_index: NDArray[np.int64]
     weights: NDArray[np.float64] | None = None
-    redrawn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,6 @@ class MissingRows:
 
     subset_id: str
     row_index: NDArray[np.int64]
-    redrawn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,6 @@ class _MaskedRows:
 
     subset_id: str
     bits_N: NDArray[np.uint8]
-    redrawn: int = 0
 
 
 _Compacted = WeightedRows | MissingRows | _MaskedRows
@@ -138,14 +133,14 @@ def _compacted(item: WeightedRows | MissingRows, n_rows: int) -> _Compacted:
             return item
         mask_N = np.ones(n_rows, dtype=np.bool_)
         mask_N[item.row_index] = False
-        return _compacted(WeightedRows(item.subset_id, np.flatnonzero(mask_N), None, item.redrawn), n_rows)
+        return _compacted(WeightedRows(item.subset_id, np.flatnonzero(mask_N)), n_rows)
     kept = len(item.row_index)
     if item.weights is not None or kept <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
         return item
     mask_N = _mask(item.row_index, n_rows)
     if n_rows - kept < n_rows * OMITTED_SHARE:
-        return MissingRows(item.subset_id, np.flatnonzero(~mask_N), item.redrawn)
-    return _MaskedRows(item.subset_id, np.packbits(mask_N), item.redrawn)
+        return MissingRows(item.subset_id, np.flatnonzero(~mask_N))
+    return _MaskedRows(item.subset_id, np.packbits(mask_N))
 
 
 def _stacked(items: Sequence[_Compacted], n_rows: int) -> SubsetBlock:
@@ -160,7 +155,7 @@ def _stacked(items: Sequence[_Compacted], n_rows: int) -> SubsetBlock:
 
 
 def _block(items: Sequence[_Compacted], weights: Weights) -> SubsetBlock:
-    return SubsetBlock(tuple(item.subset_id for item in items), weights, sum(item.redrawn for item in items))
+    return SubsetBlock(tuple(item.subset_id for item in items), weights)
 
 
 def _entries(

@@ -11,7 +11,7 @@ They are drawn when they are needed: subset b depends on (seed, purpose, b) alon
 `dirichlet:LABEL` shares of the values over decades, some of them 0, from a Dirichlet distribution around those of the
                 corpus; rows of a value that gets twice its share have the weight 2, so they are seen twice as often.
 
-A draw that comes out empty (for groups: or whole) is made again from the same stream, and counted.
+A draw that comes out empty (for groups: or whole) is made again from the same stream.
 """
 
 import math
@@ -83,9 +83,8 @@ class Family:
         for first in range(0, n_subsets, block):
             last = min(first + block, n_subsets)
             drawn = [draw(stream(seed, "family", purpose, b), column.counts) for b in range(first, last)]
-            weights = SliceShares(np.stack([weight_G for weight_G, _ in drawn]), column.codes_N)
             names = tuple(_name(purpose, b) for b in range(first, last))
-            yield SubsetBlock(names, weights, sum(redrawn for _, redrawn in drawn))
+            yield SubsetBlock(names, SliceShares(np.stack(drawn), column.codes_N))
 
     def _subsets(
         self, n_subsets: int, n_rows: int, column: LabelColumn | None, seed: int, purpose: str
@@ -101,7 +100,7 @@ class Family:
                         f"family {self}: {MAX_REDRAWS} draws in a row left none of the {n_rows} rows; "
                         "ask for a larger fraction"
                     )
-            yield WeightedRows(_name(purpose, b), rows, None, redrawn)
+            yield WeightedRows(_name(purpose, b), rows)
 
     def _rows(self, rng: np.random.Generator, n_rows: int, parts: "_Parts | None") -> NDArray[np.int64]:
         if parts is not None:
@@ -154,18 +153,17 @@ class _Parts:
         return np.sort(np.concatenate(picks))
 
 
-def _union(rng: np.random.Generator, count_G: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
-    """Each value kept with probability 1/2, and how many draws were empty or whole."""
-    redrawn = 0
+def _union(rng: np.random.Generator, count_G: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Each value kept with probability 1/2, but never none, nor all."""
     while (keep_G := rng.random(len(count_G)) < 0.5).all() or not keep_G.any():
-        redrawn += 1
-    return keep_G.astype(np.float64), redrawn
+        pass
+    return keep_G.astype(np.float64)
 
 
-def _mixture(rng: np.random.Generator, count_G: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
+def _mixture(rng: np.random.Generator, count_G: NDArray[np.int64]) -> NDArray[np.float64]:
     """Weights of the values' rows, of mean 1 over the corpus."""
     even_G = count_G / count_G.sum()
-    return dirichlet_shares(rng, even_G) / even_G, 0
+    return dirichlet_shares(rng, even_G) / even_G
 
 
 def dirichlet_shares(rng: np.random.Generator, around_G: NDArray[np.float64]) -> NDArray[np.float64]:

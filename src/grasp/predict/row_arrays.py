@@ -49,20 +49,18 @@ class RowArrays(Protocol):
         """The row table from first row to last."""
 
 
-def checked_targets(artifact: RowArrays, target: str | Sequence[str] | None, where: str = "target") -> tuple[str, ...]:
+def checked_targets(artifact: RowArrays, target: str | Sequence[str] | None) -> tuple[str, ...]:
     """The targets asked for, all of the artifact's if none were.
 
-    Args:
-        where: what a message names.
     Raises:
         ProtocolError: no target, one that the artifact lacks, or one twice.
     """
     chosen = tuple(artifact.targets) if target is None else several(target)
     unknown = [target for target in chosen if target not in artifact.targets]
     if unknown or not chosen:
-        raise ProtocolError(f"{where}: got {list(chosen)}, the artifact has {list(artifact.targets)}")
+        raise ProtocolError(f"target: got {list(chosen)}, the artifact has {list(artifact.targets)}")
     if twice := sorted({target for target in chosen if chosen.count(target) > 1}):
-        raise ProtocolError(f"{where}: got {', '.join(twice)} more than once; name each once")
+        raise ProtocolError(f"target: got {', '.join(twice)} more than once; name each once")
     return chosen
 
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -114,13 +115,20 @@ def read_subsets(
 
 
 def write_subsets(
-    path: Path | str, blocks: Iterable[SubsetBlock], row_index_of: RowIndex, *, weights: bool = False, corpus: str = ""
+    path: Path | str,
+    blocks: Iterable[SubsetBlock],
+    row_index_of: RowIndex,
+    *,
+    weights: bool = False,
+    corpus: str = "",
+    compression_level: int | None = None,
 ) -> None:
     """Write long-form Parquet, with weights and a corpus' fingerprint if given; the file appears only when whole."""
     row_ids = row_index_of.ids()
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
     schema = pa.schema(fields, {CORPUS: corpus} if corpus else None)
-    with written_aside(Path(path)) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+    how: dict[str, Any] = {"compression": "zstd", "compression_level": compression_level}
+    with written_aside(Path(path)) as part, pq.ParquetWriter(part, schema, **how) as writer:
         for block in blocks:
             matrix = block.weights_BN
             ids = pa.array(block.subset_ids, pa.string()).take(

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +31,7 @@ from grasp.locks import TTL_SECONDS, Lease, take
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
-from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.results import Result
 from grasp.runs.candidates import evidence
 from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
@@ -44,11 +45,9 @@ from grasp.runs.run_tables import (
     read_runs,
     run_bytes,
     runs_in,
-    write_subsets,
 )
 
 F64 = NDArray[np.float64]
-MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
 ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
 MARKER = ".grasp-environment"  # whose directory it is; the lock of those who prepare it
 SUBSETS = "subsets.parquet"
@@ -128,11 +127,13 @@ class Environment:
         """
         path.mkdir(parents=True, exist_ok=True)
         with written_aside(path / SUBSETS) as part:
-            ids, checksums = write_subsets(part, blocks, rows, path / SUBSETS)
-            info = info.model_copy(update={"subset_ids": ids, "masks_checksum": checksums[-1]})
+            digest = MaskDigest()
+            write_subsets(part, digest.seen(blocks), rows, weights=True, compression_level=19)
+            digest.check_names(path / SUBSETS)
+            info = info.model_copy(update={"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]})
             if (path / INFO).exists():
                 begun = read_info(path / INFO)
-                check_growth(path, begun, info, checksums)
+                check_growth(path, begun, info, digest.checksums)
                 if begun == info.model_copy(update={"made_by": begun.made_by}):
                     info = begun
         write_whole(path / INFO, signed_json(info))
@@ -186,23 +187,23 @@ class Environment:
     def subset_ids(self) -> tuple[str, ...]:
         return self.info.subset_ids
 
-    @property
+    @cached_property
     def unit(self) -> str:
         """What columns of realized utilities are called."""
         return "nats"
 
-    @property
+    @cached_property
     def described(self) -> tuple[str, str]:
         """What was measured, and of which models, in words."""
         seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
         return "nats a token", f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
 
-    @property
+    @cached_property
     def label(self) -> str | None:
         """The label that the subsets were drawn by."""
         return None if self.info.family is None else parse_family(self.info.family.spec).label
 
-    @property
+    @cached_property
     def notes(self) -> list[str]:
         """What should be known of the runs."""
         return []
@@ -249,12 +250,13 @@ class Environment:
         failed = failures(self.path)
         return tuple(run for run in self.pending() if run.stem not in failed)
 
-    def claim(self, limit: int = 1, *, ttl: float = TTL_SECONDS, seed: int | None = None) -> dict[Run, Lease]:
+    def claim(self, limit: int = 1, *, ttl: float = TTL_SECONDS) -> dict[Run, Lease]:
         """Lease up to `limit` untried runs of one seed; fewer, or none, where others hold the rest.
 
         A run on the whole corpus comes alone. A run whose lease is older than `ttl` seconds is taken over.
         """
         claimed: dict[Run, Lease] = {}
+        seed: int | None = None
         for run in self.untried():
             alone = run.subset_id == FULL
             if len(claimed) == limit:
@@ -419,26 +421,6 @@ class Environment:
                 f"{self.info.corpus_fingerprint}; build from the same corpus, tokenizer and packing"
             )
 
-    def export(self, out: Path, *, max_subsets_bytes: int = MAX_SUBSETS_BYTES) -> dict[str, int]:
-        """Copy the small files of a complete environment, for keeping; returns bytes by file name.
-
-        subsets.parquet is left out where it is larger than `max_subsets_bytes` and the family can draw it again;
-        the checksum of the masks proves that what is drawn is what was trained on.
-        """
-        self.compact()
-        out.mkdir(parents=True, exist_ok=True)
-        sizes: dict[str, int] = {}
-        for name in (SUBSETS, UTILITIES, REFERENCE, INFO):
-            source = self.path / name
-            if not source.exists():
-                continue
-            data = source.read_bytes()
-            if name == SUBSETS and self.info.family is not None and len(data) > max_subsets_bytes:
-                continue
-            write_whole(out / name, data)
-            sizes[name] = len(data)
-        return sizes
-
     # ------------------------------------------------------------------------------------------- inside
 
     @property
@@ -502,9 +484,7 @@ class Environment:
 
     def _checked_blocks(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
         digest = MaskDigest()
-        for block in blocks:
-            digest.add(block)
-            yield block
+        yield from digest.seen(blocks)
         if tuple(digest.ids) != self.subset_ids or digest.checksums[-1] != self.info.masks_checksum:
             raise EnvironmentDataError(
                 f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import to_jsonable_python
 
 from grasp.errors import EnvironmentDataError
@@ -20,13 +20,7 @@ FORMAT_VERSION = 1
 INFO = "environment.json"
 
 
-class Record(BaseModel):
-    """A part of environment.json: immutable; a field that is not known is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TargetInfo(Record):
+class TargetInfo(Settings):
     """One target as it was scored."""
 
     fingerprint: str = Field(description="Of its units: ids, prompts, completions, tokens that carry loss.")
@@ -34,7 +28,7 @@ class TargetInfo(Record):
     unit_ids: tuple[str, ...]
 
 
-class FamilyInfo(Record):
+class FamilyInfo(Settings):
     """How the subsets were drawn, so that they can be drawn again."""
 
     spec: str = Field(description="E.g. mixture:topic.")
@@ -42,7 +36,7 @@ class FamilyInfo(Record):
     purpose: str
 
 
-class EnvironmentInfo(Record):
+class EnvironmentInfo(Settings):
     """environment.json."""
 
     format: Literal["grasp-environment"] = "grasp-environment"

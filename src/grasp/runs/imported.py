@@ -71,28 +71,12 @@ class ImportedRuns(Environment):
         )
         self._subsets, said = row_weights(table, artifact)
         same = [f"{target}: {name}" for target, name in metric_of.items() if name != target]
-        self._notes = [f"metrics of the runs: {'; '.join(same)}"] if same else []
-        self._notes += [*said, "the runs have results of whole tasks, so what is made of single units is undefined"]
-        self._unit = _unit(table, metric_of)
+        self.notes = [f"metrics of the runs: {'; '.join(same)}"] if same else []
+        self.notes += [*said, "the runs have results of whole tasks, so what is made of single units is undefined"]
+        self.unit = _unit(table, metric_of)
         metrics = ", ".join(metric_of.values())
-        self._described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
-        self._label = table.info.label
-
-    @property
-    def unit(self) -> str:
-        return self._unit
-
-    @property
-    def described(self) -> tuple[str, str]:
-        return self._described
-
-    @property
-    def label(self) -> str | None:
-        return self._label
-
-    @property
-    def notes(self) -> list[str]:
-        return self._notes
+        self.described = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
+        self.label = table.info.label
 
     def pending(self) -> tuple[Run, ...]:
         return ()

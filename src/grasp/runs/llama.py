@@ -18,13 +18,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.errors import ModelError
 from grasp.seeds import stream
+from grasp.settings import Settings
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
@@ -32,10 +33,8 @@ NORM_EPS = 1e-6
 Size = Annotated[int, Field(ge=1)]
 
 
-class LlamaShape(BaseModel):
+class LlamaShape(Settings):
     """Sizes of a Llama with as many key and value heads as query heads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: Size
     hidden: Size

@@ -12,16 +12,15 @@ The second moment decays slowly (0.99): at 0.95 a `tiny` run amplifies rounding 
 from difflib import get_close_matches
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from grasp.errors import ModelError
 from grasp.runs.llama import LlamaShape, Size
+from grasp.settings import Settings
 
 
-class TrainingRecipe(BaseModel):
+class TrainingRecipe(Settings):
     """Architecture, budget and optimizer of a retrain, frozen."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="Name of the recipe.")
     shape: LlamaShape = Field(description="Sizes of the model; its context is the longest row, in tokens.")

@@ -28,6 +28,7 @@ from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.locks import held
+from grasp.models.causal_lm import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment
@@ -37,7 +38,6 @@ from grasp.runs.retrain_plan import (
     kept_steps,
     prepare,
     recorded_targets,
-    resolved_device,
     resolved_recipe,
     row_index,
     tokenizer_of,
@@ -208,7 +208,7 @@ class Worker:
         self.settings = settings
         self.environment = environment
         self.recipe = resolved_recipe(settings)
-        self.device = resolved_device(settings.device)
+        self.device = str(device_of(settings.device))
         hf_logging.disable_progress_bar()
         torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // (settings.workers or 1)))
         self.store = RowStore.open(environment.path / "tokens")

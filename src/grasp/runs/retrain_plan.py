@@ -14,6 +14,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
 from grasp.locks import one_at_a_time
+from grasp.models.causal_lm import device_of
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
@@ -109,13 +110,6 @@ def _overridden_recipe(settings: RetrainSettings) -> TrainingRecipe:
     if not isinstance(shape, dict):
         raise SettingsError(f"overrides.shape: got {shape!r}, expected a group of settings, e.g. {{layers: 2}}")
     return validated(TrainingRecipe, named | settings.overrides | {"shape": named["shape"] | shape}, "overrides")
-
-
-def resolved_device(name: str) -> str:
-    """`auto` is cuda where there is one."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def kept_steps(settings: RetrainSettings, recipe: TrainingRecipe) -> tuple[int, ...]:
@@ -276,7 +270,7 @@ def _info(
         made_by={
             "program": f"grasp {grasp.__version__}",
             "torch": torch.__version__,
-            "device": resolved_device(settings.device),
+            "device": str(device_of(settings.device)),
             "stack": settings.stack,
             "corpus": settings.corpus.model_dump(mode="json"),
             "targets": settings.targets.model_dump(mode="json"),

@@ -7,7 +7,8 @@ Shape letters: R runs, E units.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from grasp.errors import EnvironmentDataError, ModelError
 from grasp.files import checksum, discard, write_whole
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.subset_tables import RowIndex
 
 F64 = NDArray[np.float64]
 
@@ -184,43 +184,6 @@ def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int]
 # ---------------------------------------------------------------------------------------------------------- subsets
 
 
-def write_subsets(
-    part: Path, blocks: Iterable[SubsetBlock], rows: RowIndex, where: Path
-) -> tuple[tuple[str, ...], list[str]]:
-    """Write a table of subsets; its ids, and the checksum after each subset.
-
-    Args:
-        where: the name it will have, for messages.
-    Raises:
-        EnvironmentDataError: the subsets are none, unnamed or repeated.
-    """
-    digest, names_N = MaskDigest(), rows.ids()
-    schema = pa.schema([("subset_id", pa.string()), ("row_id", pa.string()), ("weight", pa.float64())])
-    with pq.ParquetWriter(part, schema, compression="zstd", compression_level=19) as writer:
-        for block in blocks:
-            digest.add(block)
-            subset_of = np.repeat(np.arange(len(block.subset_ids)), block.sizes_B)
-            names = pa.array(block.subset_ids, pa.string()).take(pa.array(subset_of))
-            matrix = block.weights_BN
-            row_ids = names_N.take(pa.array(matrix.indices)).combine_chunks()
-            writer.write_table(pa.table([names, row_ids, pa.array(matrix.data)], schema=schema))
-    ids = digest.ids
-    if not ids:
-        raise EnvironmentDataError(f"{where}: got no subsets, expected at least one")
-    wrong = sorted({name for name in ids if ids.count(name) > 1} | ({FULL} & set(ids)))
-    if wrong:
-        raise EnvironmentDataError(
-            f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
-        )
-    long = [name for name in ids if len(Run(0, name).stem) > STEM_BYTES]
-    if long:
-        raise EnvironmentDataError(
-            f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
-            f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
-        )
-    return tuple(ids), digest.checksums
-
-
 class MaskDigest:
     """Running checksum over the ids and rows of subsets, and weights other than 1, in order."""
 
@@ -229,7 +192,33 @@ class MaskDigest:
         self.ids: list[str] = []
         self.checksums: list[str] = []  # after each subset
 
-    def add(self, block: SubsetBlock) -> None:
+    def seen(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
+        """The same blocks, each of which is added as it passes."""
+        for block in blocks:
+            self._add(block)
+            yield block
+
+    def check_names(self, where: Path) -> None:
+        """See that runs can be called by the ids; `where` begins the message.
+
+        Raises:
+            EnvironmentDataError: there are no subsets, or some are repeated, reserved, or too long for a file.
+        """
+        if not self.ids:
+            raise EnvironmentDataError(f"{where}: got no subsets, expected at least one")
+        wrong = sorted({name for name, count in Counter(self.ids).items() if count > 1} | ({FULL} & set(self.ids)))
+        if wrong:
+            raise EnvironmentDataError(
+                f"{where}: subset ids {wrong[:EXAMPLES]} are repeated or reserved; name every subset once"
+            )
+        long = [name for name in self.ids if len(Run(0, name).stem) > STEM_BYTES]
+        if long:
+            raise EnvironmentDataError(
+                f"{where}: subset id {long[0][:40]!r}... takes {len(Run(0, long[0]).stem)} bytes in the name of a file "
+                f"({len(long)} such), expected at most {STEM_BYTES}; shorten it"
+            )
+
+    def _add(self, block: SubsetBlock) -> None:
         matrix = block.weights_BN
         for b, subset_id in enumerate(block.subset_ids):
             own = slice(matrix.indptr[b], matrix.indptr[b + 1])

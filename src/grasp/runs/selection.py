@@ -169,6 +169,7 @@ def _shared_out(
 
 
 TIE = 1e-9
+LISTED = 20  # candidates, in a provenance
 COLUMNS_AT_ONCE = 2_048
 
 
@@ -305,14 +306,8 @@ def freeze(
     )
 
 
-def provenance(
-    selection: Selection, developments: Sequence[Development], family: ProtocolFamily, *, listed: int = 20
-) -> dict[str, Any]:
-    """All that is needed to see how a protocol was chosen, as plain JSON.
-
-    Args:
-        listed: candidates that are shown, from the best on.
-    """
+def provenance(selection: Selection, developments: Sequence[Development], family: ProtocolFamily) -> dict[str, Any]:
+    """All that is needed to see how a protocol was chosen, as plain JSON; of the candidates the best ones."""
     text = json.dumps(family.model_dump(mode="json"), sort_keys=True)
     return {
         "made_by": f"grasp {grasp.__version__}",
@@ -329,7 +324,7 @@ def provenance(
         "environments": [_described(one) for one in developments],
         "best": [
             {"protocol": s.candidate.name, "mean": s.mean, "se": s.se, "lcb": s.lcb, "results": dict(s.agreement)}
-            for s in selection.scores[:listed]
+            for s in selection.scores[:LISTED]
         ],
     }
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from scipy.stats import rankdata
 
 from grasp.artifact.manifest import signed_json
@@ -38,6 +38,7 @@ from grasp.files import (
 from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.environment import Environment
 from grasp.runs.run_tables import LARGEST
+from grasp.settings import Settings
 from grasp.text import text_table
 from grasp.yaml_files import describe
 
@@ -68,10 +69,8 @@ RESULTS_SCHEMA = pa.schema(
 )
 
 
-class RunsInfo(BaseModel):
+class RunsInfo(Settings):
     """runs.json."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["grasp-runs"] = "grasp-runs"
     format_version: Literal[1] = 1
