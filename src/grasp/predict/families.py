@@ -163,7 +163,7 @@ def _union(rng: np.random.Generator, count_G: NDArray[np.int64]) -> NDArray[np.f
 def _mixture(rng: np.random.Generator, count_G: NDArray[np.int64]) -> NDArray[np.float64]:
     """Weights of the values' rows, of mean 1 over the corpus."""
     even_G = count_G / count_G.sum()
-    return dirichlet_shares(rng, even_G) / even_G
+    return np.asarray(dirichlet_shares(rng, even_G) / even_G)
 
 
 def dirichlet_shares(rng: np.random.Generator, around_G: NDArray[np.float64]) -> NDArray[np.float64]:
