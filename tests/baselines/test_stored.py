@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grasp.baselines.stored import BlockMethod, RowScorer, identity, place_of, shared_of, stored_scores
+from grasp.baselines.stored import BlockMethod, RowScorer, identity, place_of, shared_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.predict.subset_tables import RowIndex
@@ -67,7 +67,7 @@ def kind(**attributes):
 
 def test_parts_are_added_up(world, tmp_path):
     method, material = kind(n_parts=3)(), world.material()
-    found = stored_scores(method, material, cache(tmp_path, material))
+    found = method.scores(material, cache(tmp_path, material))
     np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
     assert found.account == FakeScorer(method, 0).account()
 
@@ -77,9 +77,9 @@ def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(k
     first, second = kind(n_parts=3)(), kind(n_parts=3)()
     material = world.material(progress=Clock(left=kill))
     with pytest.raises(Killed):
-        stored_scores(first, material, cache(tmp_path, material))
+        first.scores(material, cache(tmp_path, material))
     material = world.material()
-    found = stored_scores(second, material, cache(tmp_path, material))
+    found = second.scores(material, cache(tmp_path, material))
     np.testing.assert_array_equal(matrix(found), value(0) + value(1) + value(2))
     blocks = [(part, *bounds) for part in range(3) for bounds in material.blocks()]
     assert first.asked + second.asked == blocks
@@ -96,9 +96,9 @@ def test_a_kill_between_the_last_block_and_the_name_loses_nothing(dtype, world, 
     with monkeypatch.context() as patch:
         patch.setattr("grasp.baselines.stored._Run._write_result", killed)
         with pytest.raises(Killed):
-            stored_scores(kind(dtype=dtype)(), material, cache(tmp_path, material))
+            kind(dtype=dtype)().scores(material, cache(tmp_path, material))
     second = kind(dtype=dtype)()
-    found = stored_scores(second, material, cache(tmp_path, material))
+    found = second.scores(material, cache(tmp_path, material))
     np.testing.assert_array_equal(matrix(found), value(0).astype(dtype))
     assert second.asked == []
 
@@ -120,8 +120,8 @@ def test_a_kill_before_the_record_or_before_the_name_loses_nothing(dtype, world,
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", killed_at(name))
             with pytest.raises(Killed):
-                stored_scores(kind(dtype=dtype)(), material, cache(tmp_path, material))
-    found = stored_scores(kind(dtype=dtype)(), material, cache(tmp_path, material))
+                kind(dtype=dtype)().scores(material, cache(tmp_path, material))
+    found = kind(dtype=dtype)().scores(material, cache(tmp_path, material))
     np.testing.assert_array_equal(matrix(found), value(0).astype(dtype))
     assert sorted(path.name for path in found.path.iterdir()) == ["method.json", "scores.ids.json", "scores.npy"]
 
@@ -140,7 +140,7 @@ def test_another_type_of_the_model_is_advised_only_where_it_may_help(looks_at, d
     material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})
     method = kind(spoil={(19, 4): np.nan}, looks_at=frozenset(looks_at))()
     with pytest.raises(ModelError, match=f"a number that float32 holds; {advice}$"):
-        stored_scores(method, material, cache(tmp_path, material))
+        method.scores(material, cache(tmp_path, material))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -148,19 +148,19 @@ def test_a_score_that_is_no_number_is_refused_with_row_and_unit(bad, world, tmp_
     material = world.material()
     unit = material.units.units[4].unit_id
     with pytest.raises(ModelError, match=rf"score of row 19 for unit '{unit}' is {bad} \(1 such in this block\)"):
-        stored_scores(kind(spoil={(19, 4): bad})(), material, cache(tmp_path, material))
+        kind(spoil={(19, 4): bad})().scores(material, cache(tmp_path, material))
 
 
 def test_a_score_that_overflows_its_type_is_refused(world, tmp_path):
     material = world.material()
     with pytest.raises(ModelError, match=r"is 70000\.0 .* expected a number that float16 holds"):
-        stored_scores(kind(spoil={(2, 0): 7e4}, dtype="float16")(), material, cache(tmp_path, material))
+        kind(spoil={(2, 0): 7e4}, dtype="float16")().scores(material, cache(tmp_path, material))
 
 
 def test_scores_of_another_shape_are_refused(world, tmp_path):
     material = world.material()
     with pytest.raises(ShapeError, match=r"rows 0 to 16: got shape \(16, 2\), expected \(16, 6\) or \(16, 1\)"):
-        stored_scores(kind(shape=(16, 2))(), material, cache(tmp_path, material))
+        kind(shape=(16, 2))().scores(material, cache(tmp_path, material))
 
 
 def test_what_decides_the_numbers_decides_the_name(world):
@@ -217,9 +217,9 @@ def test_what_an_artifact_was_made_with_decides_the_name(name, world):
 
 def test_the_losses_of_another_model_are_not_handed_out(world, tmp_path):
     material = world.material()
-    stored_scores(asked("loss").method, material, cache(tmp_path, material))
+    asked("loss").method.scores(material, cache(tmp_path, material))
     material = other(material, fingerprints={"model": "f" * 32})
-    stored_scores(asked("loss").method, material, cache(tmp_path, material))
+    asked("loss").method.scores(material, cache(tmp_path, material))
     assert len(list(tmp_path.glob("loss-*"))) == 2
 
 
@@ -265,7 +265,7 @@ def test_what_methods_share_is_of_one_artifact_and_one_version(world, tmp_path):
 def test_a_method_without_a_pass_over_the_rows_stores_nothing(world, tmp_path):
     material = world.material()
     with pytest.raises(ModelError, match="Fake: got 0 passes over the rows, expected at least 1"):
-        stored_scores(kind(n_parts=0)(), material, cache(tmp_path, material))
+        kind(n_parts=0)().scores(material, cache(tmp_path, material))
     assert not list(tmp_path.glob("fake-*/method.json"))
 
 
@@ -277,23 +277,23 @@ def test_two_processes_do_not_compute_the_same(world, tmp_path):
     with (part / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(SettingsError, match="another process computes these scores; wait for it, or stop it"):
-            stored_scores(method, material, cache(tmp_path, material))
+            method.scores(material, cache(tmp_path, material))
     assert method.asked == []
 
 
 def test_a_damaged_result_is_refused(world, tmp_path):
     material = world.material()
-    found = stored_scores(kind()(), material, cache(tmp_path, material))
+    found = kind()().scores(material, cache(tmp_path, material))
     (found.path / "scores.npy").write_bytes(b"no array")
     with pytest.raises(SettingsError, match=r"fake-[0-9a-f]+: damaged: .*; delete it, it is made again"):
-        stored_scores(kind()(), material, cache(tmp_path, material))
+        kind()().scores(material, cache(tmp_path, material))
 
 
 def test_a_place_that_cannot_be_written_names_the_flag(world, tmp_path):
     (tmp_path / "file").write_text("")
     material = world.material()
     with pytest.raises(SettingsError, match=r"scores cannot be kept here .* name another place with --cache"):
-        stored_scores(kind()(), material, cache(tmp_path / "file", material))
+        kind()().scores(material, cache(tmp_path / "file", material))
 
 
 def test_stored_scores_of_units_are_a_file_of_predictions(world, tmp_path):

@@ -88,7 +88,21 @@ class BlockMethod(RowMethod[S]):
             checkpoints_of(material)
 
     def scores(self, material: Material, cache: Path) -> "StoredScores":
-        return stored_scores(self, material, cache)
+        """Scores that are read if they are there, else computed, going on where a killed run was.
+
+        Raises:
+            GraspError: what the method needs is not there. Nothing that was finished is lost.
+            SettingsError: another process computes the same scores.
+        """
+        described = identity(self, material)
+        place = place_of(cache, described)
+        if not place.exists():
+            part = place.with_name(place.name + ".part")
+            _make(part)
+            with _alone(part):
+                if not place.exists():
+                    _Run(part, shared_of(cache, material, self.version), self, material).finish(place, described)
+        return _read(place)
 
 
 @dataclass(frozen=True)
@@ -120,24 +134,6 @@ def shared_of(cache: Path, material: Material, version: int) -> Path:
     fingerprints = material.artifact.manifest.fingerprints
     decided = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
     return cache / f"shared-{digest(decided)}"
-
-
-def stored_scores(method: BlockMethod[Any], material: Material, cache: Path) -> StoredScores:
-    """The scores of a method: read if they are there, else computed, going on where a killed run was.
-
-    Raises:
-        GraspError: what the method needs is not there. Nothing that was finished is lost.
-        SettingsError: another process computes the same scores.
-    """
-    described = identity(method, material)
-    place = place_of(cache, described)
-    if not place.exists():
-        part = place.with_name(place.name + ".part")
-        _make(part)
-        with _alone(part):
-            if not place.exists():
-                _Run(part, shared_of(cache, material, method.version), method, material).finish(place, described)
-    return _read(place)
 
 
 def identity(method: BlockMethod[Any], material: Material) -> dict[str, Any]:

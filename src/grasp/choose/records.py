@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import readable
 from grasp.errors import SettingsError
-from grasp.predict.row_arrays import RowArrays
 
 NAMES = ("row_id", "doc_id")
 EXPECTED = "Parquet with a column row_id or doc_id, or text with one name a line"
@@ -28,7 +28,7 @@ class Exclusion:
     unknown: int  # of these, names that the corpus does not have
 
 
-def read_exclusion(artifact: RowArrays, given: Path | str | Sequence[str]) -> Exclusion:
+def read_exclusion(artifact: ArtifactReader, given: Path | str | Sequence[str]) -> Exclusion:
     """Rows named in a list, or in a file: Parquet with a column row_id or doc_id, or text with one name a line.
 
     Raises:
@@ -56,7 +56,7 @@ def read_exclusion(artifact: RowArrays, given: Path | str | Sequence[str]) -> Ex
     return Exclusion(where, mask_N, len(values), int((~seen).sum()))
 
 
-def rows_in_order(artifact: RowArrays, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
+def rows_in_order(artifact: ArtifactReader, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
     """Columns of chosen rows, in the order given; the row table streams past."""
     wanted_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     wanted_N[row_index] = True

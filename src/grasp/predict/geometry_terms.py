@@ -16,6 +16,7 @@ from typing import Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import Family
 from grasp.predict.geometry import (
@@ -34,7 +35,7 @@ from grasp.predict.geometry import (
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import Calibration, ScoringProtocol
 from grasp.predict.relevance import Kernel
-from grasp.predict.row_arrays import F32, F64, Blocks, RowArrays, label_column
+from grasp.predict.row_arrays import F32, F64, Blocks, label_column
 from grasp.predict.row_sums import RowSums
 from grasp.predict.standardize import (
     ComponentMoments,
@@ -58,11 +59,11 @@ class Sketch:
     totals: SketchTotals
     norms: RowMoments  # of ||phi||^2 over the corpus
     held: RowSums  # of the sketch, and of ||phi||^2 as the last column
-    artifact: RowArrays
+    artifact: ArtifactReader
     name: str  # of its array
 
     @classmethod
-    def of(cls, artifact: RowArrays, half: str) -> Self:
+    def of(cls, artifact: ArtifactReader, half: str) -> Self:
         """Read the sketch once for its totals, and once more to hold it where it fits."""
 
         name = f"{half}_sketch"
@@ -131,7 +132,7 @@ class CalibrationFamily:
     labels: LabelColumn | None
 
     @classmethod
-    def of(cls, calibration: Calibration, artifact: RowArrays) -> Self:
+    def of(cls, calibration: Calibration, artifact: ArtifactReader) -> Self:
         """The family of a protocol, with the labels of the artifact's rows where it draws by one."""
         family = calibration.parsed
         labels = None if family.label is None else label_column(artifact, family.label)
@@ -157,7 +158,11 @@ class GeometryTerms:
 
     @classmethod
     def of(
-        cls, artifact: RowArrays, protocol: ScoringProtocol, sketches: Mapping[str, Sketch], family: CalibrationFamily
+        cls,
+        artifact: ArtifactReader,
+        protocol: ScoringProtocol,
+        sketches: Mapping[str, Sketch],
+        family: CalibrationFamily,
     ) -> Self:
         """Moments of every component of the protocol.
 

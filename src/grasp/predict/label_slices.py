@@ -15,13 +15,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SubsetError
 from grasp.predict.blocks import Side
 from grasp.predict.geometry import JOINT, QuadraticWeights, SketchSums, SubsetMass, Weighting
 from grasp.predict.labels import Label, LabelColumn, equals, none_of
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
-from grasp.predict.row_arrays import F64, RowArrays
+from grasp.predict.row_arrays import F64
 from grasp.predict.row_sums import BlockSums
 from grasp.predict.weights import SliceShares, indicators
 from grasp.seeds import bootstrap_weights
@@ -113,7 +114,7 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     return LabelSlices(column.name, tuple(slices), codes_N, len(grouped))
 
 
-def sensible_labels(source: RowArrays, *, most: int = MOST_SLICES) -> tuple[str, ...]:
+def sensible_labels(source: ArtifactReader, *, most: int = MOST_SLICES) -> tuple[str, ...]:
     """Label columns that cut the corpus into 2 to `most` slices: text if there is any, else whole numbers and flags.
 
     A column with another value in every row tells none apart. Reads each no further than it takes to see that it has
@@ -131,7 +132,7 @@ def sensible_labels(source: RowArrays, *, most: int = MOST_SLICES) -> tuple[str,
     return ()
 
 
-def _n_values(source: RowArrays, name: str, most: int) -> int:
+def _n_values(source: ArtifactReader, name: str, most: int) -> int:
     """Different values, counted up to one more than `most`."""
     seen: set[Label] = set()
     batches: Iterator[pa.RecordBatch] = source.row_batches([name])
@@ -180,7 +181,7 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
 
 
 def dropped_intervals(
-    artifact: RowArrays, predictor: Predictor, effects: SliceEffects, slices: LabelSlices, *, seed: int = 0
+    artifact: ArtifactReader, predictor: Predictor, effects: SliceEffects, slices: LabelSlices, *, seed: int = 0
 ) -> tuple[F64, F64]:
     """95 % interval of each slice's `dropped`, low and high, (G, T); nan where a target has a single unit.
 
@@ -211,7 +212,7 @@ def dropped_intervals(
     return bounds[0].T, bounds[1].T
 
 
-def _unit_parts(artifact: RowArrays, predictor: Predictor, slices: LabelSlices) -> F64:
+def _unit_parts(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> F64:
     """Sums over slices of what each unit adds to the effect of its task, times the task's units: (G, E)."""
     units, negative = predictor.units, predictor.protocol.negative
     sums = BlockSums(slices.indicators())

@@ -21,11 +21,12 @@ from typing import Self
 
 import numpy as np
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.predict.geometry import SketchSums, SubsetMass, halves_needed, subset_relevance
 from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch, family_moments
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.relevance import Kernel, UnitSelection, effects
-from grasp.predict.row_arrays import F32, F64, RowArrays, checked_targets
+from grasp.predict.row_arrays import F32, F64, checked_targets
 from grasp.predict.row_sums import RowSums
 from grasp.predict.standardize import ComponentMoments
 from grasp.predict.weights import Weights, squared, weight_sums
@@ -106,7 +107,7 @@ class Predictor:
     @classmethod
     def of(
         cls,
-        artifact: RowArrays,
+        artifact: ArtifactReader,
         protocol: ScoringProtocol | None = None,
         targets: Sequence[str] | None = None,
         *,

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.relevance import UnitSelection
-from grasp.predict.row_arrays import RowArrays
 from grasp.results import write_table
 
 ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
@@ -24,7 +24,7 @@ SHORT = 32  # tokens: the relevance of shorter rows is noisy
 
 
 def additive_predictor(
-    artifact: RowArrays,
+    artifact: ArtifactReader,
     target: str,
     *,
     protocol: ScoringProtocol | Path | str | None = None,
@@ -58,7 +58,7 @@ def short_rows(tokens_N: NDArray[np.int64], row_index: NDArray[np.int64]) -> int
 
 
 def write_ranked(
-    artifact: RowArrays, values_N: NDArray[np.floating[Any]], order: NDArray[np.int64], path: Path, by: str
+    artifact: ArtifactReader, values_N: NDArray[np.floating[Any]], order: NDArray[np.int64], path: Path, by: str
 ) -> None:
     """Rows in order; Parquet some at a time. The file appears only when whole."""
     if path.suffix != ".parquet":
@@ -71,7 +71,7 @@ def write_ranked(
 
 
 def ranked_table(
-    artifact: RowArrays, row_index: NDArray[np.int64], values_N: NDArray[np.floating[Any]], by: str
+    artifact: ArtifactReader, row_index: NDArray[np.int64], values_N: NDArray[np.floating[Any]], by: str
 ) -> pa.Table:
     """Chosen rows of the row table, in the order given, with what they are ordered by."""
     table = artifact.rows(row_index)
@@ -80,7 +80,7 @@ def ranked_table(
     return table.select(kept).append_column(by, values)
 
 
-def _one_unit(artifact: RowArrays, target: str, unit: str | None) -> UnitSelection | None:
+def _one_unit(artifact: ArtifactReader, target: str, unit: str | None) -> UnitSelection | None:
     if unit is None:
         return None
     columns = artifact.unit_columns(target)

@@ -13,8 +13,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
-from grasp.predict.row_arrays import F64, Blocks, RowArrays
+from grasp.predict.row_arrays import F64, Blocks
 from grasp.predict.row_sums import RowSums
 from grasp.predict.standardize import ComponentMoments, RowMoments
 
@@ -42,7 +43,7 @@ class UnitSelection:
     counts_T: NDArray[np.int64]
 
     @classmethod
-    def of(cls, artifact: RowArrays, targets: Sequence[str]) -> Self:
+    def of(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
         """All units of the targets.
 
         Raises:
@@ -73,14 +74,14 @@ class Kernel:
     held: RowSums
 
     @classmethod
-    def of_units(cls, artifact: RowArrays, kernel: str, units: UnitSelection, negative: float) -> Self:
+    def of_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
         """Every unit a column; one pass for the moments, and one to hold the matrix where it fits."""
         blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
         return cls(_moments(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
 
     @classmethod
     def of_tasks(
-        cls, artifact: RowArrays, kernel: str, units: UnitSelection, negative: float, inverse_E: F64 | float
+        cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, inverse_E: F64 | float
     ) -> Self:
         """Every task a column; one pass, always held: 4 bytes a row and task.
 
@@ -137,7 +138,9 @@ def effects(
     return RowSums.over(held_NC), spread
 
 
-def relevance_blocks(artifact: RowArrays, kernel: str, columns: NDArray[np.int64], negative: float = 1.0) -> Blocks:
+def relevance_blocks(
+    artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64], negative: float = 1.0
+) -> Blocks:
     """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
     for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns):
         yield start, counted(block, negative)

@@ -16,19 +16,18 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator
 from scipy.stats import norm
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.files import written_aside
 from grasp.predict.blocks import Side
 from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.predict.protocol import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
-from grasp.predict.row_arrays import RowArrays
 from grasp.settings import Settings
 from grasp.yaml_files import validated_yaml
 
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
 MAX_MEMBERS = 20_000
-EXACT_ROWS = 12_000  # pair similarities are permuted one by one up to here: 4 bytes a pair, 288 MB
 DELTA = 0.05  # that a bound of any member fails
 # How far below its mean rho the bound of a protocol may lie by the length of the list alone, before luck decides.
 WIDEST = 0.6
@@ -52,7 +51,7 @@ class Binding:
             name="parts",
             side=self.side,
             weighting=self.weighting,
-            match=dict.fromkeys(kernels, 1.0),
+            match=dict.fromkeys(kernels, 1.0) or "auto",
             negative=self.negative,
             components=dict.fromkeys(components, 1.0),
             standardize=Standardize(task=self.task),
@@ -99,7 +98,7 @@ class Candidate:
         )
 
 
-def candidate_of(protocol: ScoringProtocol, source: RowArrays) -> Candidate:
+def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate:
     """A protocol as a candidate, bound to an artifact.
 
     Raises:
@@ -119,7 +118,6 @@ class Control:
     """One control of the paper: which components of the full predictor it leaves."""
 
     name: str
-    says: str
     relevance: bool = True
     kinds: tuple[str, ...] | None = None  # kinds of geometry that stay; None: all
     halves: Literal["all", "without-hidden", "without-residual"] = "all"
@@ -144,34 +142,16 @@ class Control:
 
 
 CONTROLS = (
-    Control("full", "everything"),
-    Control("additive", "relevance alone", kinds=()),
-    Control("additive-self-norm", "relevance and K_self: additive still, but with a norm", kinds=("self",)),
-    Control("pair-only", "K_pair alone: cross-example geometry without relevance", relevance=False, kinds=("pair",)),
-    Control(
-        "pair-shuffled",
-        "everything, with the similarity of every pair moved to another pair; for more than "
-        f"{EXACT_ROWS:,} rows, with the sketches moved to other rows",
-        shuffled=True,
-    ),
-    Control(
-        "without-hidden-geometry",
-        "geometry of the residual half alone; the product sketch, which has hidden states in it, is left out",
-        halves="without-hidden",
-    ),
-    Control(
-        "without-residual-geometry",
-        "geometry of the hidden half alone; relevance stays",
-        halves="without-residual",
-    ),
-    Control(
-        "without-residual-alignment",
-        "no residuals at all: geometry of the hidden half alone, and no relevance, which is residual match x hidden "
-        "match and cannot be taken apart in an artifact",
-        relevance=False,
-        halves="without-residual",
-    ),
-    Control("without-self", "K_self left out, K_raw replaced by K_pair", kinds=("pair",)),
+    Control("full"),
+    Control("additive", kinds=()),
+    Control("additive-self-norm", kinds=("self",)),  # additive still, but with a norm
+    Control("pair-only", relevance=False, kinds=("pair",)),  # cross-example geometry without relevance
+    Control("pair-shuffled", shuffled=True),  # everything, with similarities moved to other pairs: see `ShuffledPairs`
+    Control("without-hidden-geometry", halves="without-hidden"),  # the product sketch has hidden states in it too
+    Control("without-residual-geometry", halves="without-residual"),
+    # relevance is residual match x hidden match, and cannot be taken apart in an artifact
+    Control("without-residual-alignment", relevance=False, halves="without-residual"),
+    Control("without-self", kinds=("pair",)),  # K_raw is replaced by K_pair
 )
 
 

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowShard, RowStore
-from grasp.errors import ArtifactError, SettingsError, ShapeError
+from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import Origin
 from grasp.predict.blocks import SubsetBlock
@@ -259,19 +259,6 @@ class MethodScores:
 
     def __iter__(self) -> Iterator[tuple[int, Scores]]:
         return iter(self.blocks)
-
-    def checked(self, label: str, material: Material) -> "MethodScores":
-        """The same.
-
-        Raises:
-            ShapeError: not a score for every row, and for every unit or for all together.
-        """
-        expected = [(material.n_rows, material.n_units), (material.n_rows, 1)]
-        if self.shape not in expected:
-            raise ShapeError(
-                f"method {label}: got scores of shape {self.shape}, expected {expected[0]} or {expected[1]}"
-            )
-        return self
 
 
 class Method(ABC, Generic[S]):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import MissingExtraError, SettingsError
+from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
 from grasp.predict.blocks import Side, SubsetBlock
@@ -317,7 +317,12 @@ def scores(configured: ConfiguredMethod, material: Material, cache: Path | None 
         raise SettingsError(f"method {configured.label}: predicts subsets and scores no rows; see it in grasp evaluate")
     method.check(material)
     found = method.scores(material, cache if cache is not None else material.artifact.path / CACHE)
-    return found.checked(configured.label, material)
+    expected = [(material.n_rows, material.n_units), (material.n_rows, 1)]
+    if found.shape not in expected:
+        raise ShapeError(
+            f"method {configured.label}: got scores of shape {found.shape}, expected {expected[0]} or {expected[1]}"
+        )
+    return found
 
 
 def _summed(

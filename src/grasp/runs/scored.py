@@ -6,24 +6,23 @@ Every candidate is a weighted sum of components. Shape letters: B subsets, E uni
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ProtocolError, ShapeError
+from grasp.errors import ShapeError
 from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import SubsetMass, Weighting, halves_needed
 from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import Calibration, Match, ScoringProtocol
-from grasp.predict.row_arrays import F64, RowArrays
+from grasp.predict.protocol import Calibration, ScoringProtocol
+from grasp.predict.row_arrays import F64
 from grasp.predict.slices import LabelTable
 from grasp.predict.standardize import RowMoments, has_closed_form, relevance_moments, sampled_moments
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import EXACT_ROWS, Binding, Candidate, candidate_of
+from grasp.runs.candidates import Binding, Candidate, candidate_of
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
 from grasp.runs.predictions import Predictions
@@ -31,6 +30,7 @@ from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"
 F32 = NDArray[np.float32]
+EXACT_ROWS = 12_000  # pair similarities are permuted one by one up to here: 4 bytes a pair, 288 MB
 _ROWS_AT_ONCE = 256
 SHUFFLED = "shuffled "  # before the name of a component that comes from shuffled pairs
 
@@ -100,11 +100,10 @@ class Scored:
     """An artifact beside an environment: gives predictions for the environment's subsets, whatever its role."""
 
     environment: Environment
-    source: RowArrays
+    source: ArtifactReader
     renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
     calibration: Calibration  # by which geometry is standardised here
-    fingerprints: Mapping[str, str]  # of the artifact
 
     @classmethod
     def of(cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> "Scored":
@@ -128,7 +127,6 @@ class Scored:
             renamed={own: name for name, own in common.items()},
             blocks=blocks,
             calibration=calibration,
-            fingerprints=dict(artifact.manifest.fingerprints),
         )
 
     @property
@@ -221,7 +219,7 @@ class Scored:
         """z-scores of geometric components over the family, (B, 1)."""
         if not components:
             return {}
-        protocol = binding.protocol([self._any_kernel()], components)
+        protocol = binding.protocol([], components)
         fitted = protocol.fitted(self.source.array_names, self.source.feature_settings)
         sketches = {half: Sketch.of(self.source, half) for half in halves_needed(fitted.components)}
         terms = GeometryTerms.of(self.source, fitted, sketches, self._family)
@@ -232,13 +230,6 @@ class Scored:
             for block in self.blocks
         ]
         return {name: np.concatenate([part[name] for part in z])[:, None] for name in components}
-
-    def _any_kernel(self) -> Match:
-        every: tuple[Match, ...] = get_args(Match)
-        served = [kernel for kernel in every if f"relevance_{kernel}" in self.source.array_names]
-        if not served:
-            raise ProtocolError("the artifact has no relevance, build it with features.match: both")
-        return served[0]
 
     def _shuffled(self, binding: Binding, candidates: Sequence[Candidate]) -> dict[str, F64]:
         """z-scores of K_pair, and of K_raw = K_self + K_pair, with the pairs of every half shuffled; (B, 1)."""

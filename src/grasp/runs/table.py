@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
-from scipy.stats import rankdata
 
 from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
@@ -37,6 +36,7 @@ from grasp.files import (
 )
 from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.environment import Environment
+from grasp.runs.metrics import mean_defined, spearman
 from grasp.runs.run_tables import LARGEST
 from grasp.settings import Settings
 from grasp.text import text_table
@@ -199,20 +199,16 @@ class RunTable:
 
         Rank correlation (Spearman's), mean over the metrics that both have; nan below three runs.
         """
-        mean = self.results.group_by(["size", "metric", "run"]).aggregate([("value", "mean")]).to_pylist()
         values: dict[tuple[str, str], dict[str, float]] = {}
-        for line in mean:
+        for line in self.results.group_by(["size", "metric", "run"]).aggregate([("value", "mean")]).to_pylist():
             values.setdefault((line["size"], line["metric"]), {})[line["run"]] = line["value_mean"]
         found = []
         for one, other in itertools.combinations(self.sizes, 2):
             pairs = [(values.get((one, name), {}), values.get((other, name), {})) for name in self.metrics]
-            common = [[run for run in a if run in b] for a, b in pairs]
-            rhos = [
-                np.corrcoef(rankdata([a[run] for run in runs]), rankdata([b[run] for run in runs]))[0, 1]
-                for (a, b), runs in zip(pairs, common, strict=True)
-                if len(runs) >= FEWEST and len({a[run] for run in runs}) > 1 and len({b[run] for run in runs}) > 1
-            ]
-            found.append((one, other, max(map(len, common)), float(np.mean(rhos)) if rhos else float("nan")))
+            common = [np.array([(a[run], b[run]) for run in a if run in b]).reshape(-1, 2) for a, b in pairs]
+            rhos = [spearman(both[:, :1], both[:, 1:])[0] for both in common if len(both) >= FEWEST]
+            rho = mean_defined(np.array(rhos), axis=0)
+            found.append((one, other, max(map(len, common)), float(rho)))
         return found
 
     def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix

@@ -22,7 +22,7 @@ from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_interv
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.predict.row_arrays import F64, RowArrays, checked_targets, row_tokens
+from grasp.predict.row_arrays import F64, checked_targets, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result, write_table
@@ -381,7 +381,7 @@ class PredictionTable:
 
 def prediction_table(
     predictor: Predictor,
-    artifact: RowArrays,
+    artifact: ArtifactReader,
     blocks: Iterable[SubsetBlock],
     *,
     components: bool = False,
