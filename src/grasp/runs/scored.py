@@ -104,6 +104,7 @@ class Scored:
     renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
     calibration: Calibration  # by which geometry is standardised here
+    fingerprints: Mapping[str, str]  # of the artifact
 
     @classmethod
     def of(cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> "Scored":
@@ -127,6 +128,7 @@ class Scored:
             renamed={own: name for name, own in common.items()},
             blocks=blocks,
             calibration=calibration,
+            fingerprints=dict(artifact.manifest.fingerprints),
         )
 
     @property

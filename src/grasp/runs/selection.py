@@ -351,9 +351,7 @@ def _described(one: Development) -> dict[str, Any]:
         "corpus": info.corpus_fingerprint,
         "masks": info.masks_checksum,
         "targets": {name: info.targets[name].fingerprint for name in one.targets},
-        "artifacts": {
-            variant or "only": dict(scored.source.manifest.fingerprints) for variant, scored in one.variants.items()
-        },
+        "artifacts": {variant or "only": dict(scored.fingerprints) for variant, scored in one.variants.items()},
     }
 
 
