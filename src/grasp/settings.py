@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from grasp.dotted import leaf, put
 from grasp.errors import SettingsError
-from grasp.yaml_files import validated
+from grasp.yaml_files import leaf, put, validated
 
 
 class Settings(BaseModel):

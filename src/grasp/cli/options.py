@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from grasp.cli.app import option, rare
-from grasp.dotted import put, put_all
 from grasp.errors import SettingsError
-from grasp.yaml_files import parse_yaml, read_yaml
+from grasp.yaml_files import parse_yaml, put, put_all, read_yaml
 
 if TYPE_CHECKING:
     from grasp.extract.cluster import ClusterSpec

@@ -12,12 +12,11 @@ from grasp.cli.app import command, option, rare
 from grasp.cli.console import show
 from grasp.cli.options import Address, Assignments, ConfigFile, IdColumn, Quiet, Split, TextColumn, cluster, merged
 from grasp.cli.progress import Watch
-from grasp.dotted import leaf, require
 from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.settings import FitSettings
 from grasp.text import json_text, plain, size_text, skipped_text
-from grasp.yaml_files import validated
+from grasp.yaml_files import leaf, require, validated
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo

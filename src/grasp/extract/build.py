@@ -16,7 +16,6 @@ from torch import nn
 from grasp.artifact import remote
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
-from grasp.dotted import leaf, over, put, put_all, require, take
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.extend import Source as Added
@@ -28,7 +27,7 @@ from grasp.models.causal_lm import ReferenceModel, dtype_name
 from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
 from grasp.targets.records import records_of, units_of
 from grasp.targets.units import Unit
-from grasp.yaml_files import plain_settings, read_yaml, validated
+from grasp.yaml_files import leaf, over, plain_settings, put, put_all, read_yaml, require, take, validated
 
 REQUIRED = {
     "--model": ("model.path",),

@@ -13,7 +13,7 @@ from grasp.extract.forward import (
 )
 from grasp.extract.passes import Pass, Rows
 from grasp.extract.progress import Advance, ignore
-from grasp.models.reference import Reference
+from grasp.models.classifier import Reference
 from grasp.settings import FeatureSettings
 
 

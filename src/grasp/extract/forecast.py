@@ -11,7 +11,7 @@ from grasp.errors import ModelError
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
 from grasp.extract.moments import reads_once
 from grasp.extract.passes import Pass, Rows
-from grasp.models.reference import Reference
+from grasp.models.classifier import Reference
 from grasp.settings import FeatureSettings
 
 TOKENS = 2_048  # of the rows that are looked at

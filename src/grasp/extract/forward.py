@@ -35,8 +35,8 @@ from grasp.features.residuals import PooledFeatures, SparseResidual, pool, stack
 from grasp.features.sketch import ProductSketch
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.models.causal_lm import BATCH_ROWS
+from grasp.models.classifier import Reference
 from grasp.models.head import OutputHead
-from grasp.models.reference import Reference
 from grasp.settings import FeatureSettings
 
 KNOWN = 0.5  # of ln V: a model with less loss on the corpus knows the language

@@ -22,8 +22,7 @@ from grasp.extract.moments import Store
 from grasp.extract.passes import Units
 from grasp.extract.progress import Progress
 from grasp.models.causal_lm import ReferenceModel, refuse_unreadable
-from grasp.models.classifier import ImageClassifier
-from grasp.models.reference import Reference, load_reference
+from grasp.models.classifier import ImageClassifier, Reference, load_reference
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.images import load_image_units

@@ -19,7 +19,7 @@ from grasp.extract.engine import Workers
 from grasp.extract.forward import PositionSums, ShardForward, resolved
 from grasp.extract.progress import Progress
 from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
-from grasp.models.reference import Reference
+from grasp.models.classifier import Reference
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 

@@ -10,8 +10,7 @@ from grasp.corpus.images import ImageShard
 from grasp.corpus.store import RowShard
 from grasp.features.extract import BatchFeatures, extract, extract_images
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
-from grasp.models.classifier import ImageClassifier
-from grasp.models.reference import Reference
+from grasp.models.classifier import ImageClassifier, Reference
 from grasp.targets.units import UnitTokens
 
 Rows = RowShard | ImageShard

@@ -28,7 +28,7 @@ from grasp.extract.forward import (
 from grasp.extract.passes import Rows
 from grasp.extract.progress import Advance, ignore
 from grasp.features.moments import PositionMoments
-from grasp.models.reference import Reference, load_reference
+from grasp.models.classifier import Reference, load_reference
 from grasp.settings import FeatureSettings, ModelSettings
 
 

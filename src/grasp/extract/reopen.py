@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
-from grasp.dotted import leaf
 from grasp.errors import ArtifactError, CorpusError
 from grasp.settings import BuildSettings, found_settings
 from grasp.targets.units import Unit, UnitSet, UnitTokens
+from grasp.yaml_files import leaf
 
 if TYPE_CHECKING:
-    from grasp.models.reference import Reference
+    from grasp.models.classifier import Reference
     from grasp.models.tokenizer import HfTokenizer
 
 
@@ -93,7 +93,7 @@ class Origin:
     @cached_property
     def model(self) -> "Reference":
         """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
-        from grasp.models.reference import load_reference  # noqa: PLC0415 - brings torch
+        from grasp.models.classifier import load_reference  # noqa: PLC0415 - brings torch
 
         model = load_reference(self.settings.model)
         reader, fingerprint = model.reader

@@ -91,7 +91,11 @@ class ReferenceModel:
         dtype_name(next(model.parameters()).dtype)
         vocab_size, _ = head_shape(output_head(model).linear)
         reference = cls(model, HfTokenizer(tokenizer, vocab_size=vocab_size), batch_tokens=settings.batch_tokens)
-        reference._check_tokenizer(settings, len(tokenizer))
+        if len(tokenizer) > vocab_size:
+            raise ModelError(
+                f"{settings.tokenizer or settings.path}: the tokenizer has {len(tokenizer)} tokens, the model's head "
+                f"{vocab_size}; they do not belong together: pass the model's own tokenizer"
+            )
         if settings.check:
             try:
                 reference.check_head()
@@ -180,13 +184,6 @@ class ReferenceModel:
             digest.update(name.encode())
             digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-    def _check_tokenizer(self, settings: ModelSettings, tokenizer_size: int) -> None:
-        if tokenizer_size > self.vocab_size:
-            raise ModelError(
-                f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer_size} tokens, the model's head "
-                f"{self.vocab_size}; they do not belong together: pass the model's own tokenizer"
-            )
 
 
 def device_of(name: str) -> torch.device:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.extras import require
-from grasp.models.causal_lm import HEAD_TOLERANCE, device_of, dtype_of, load_beside, load_checkpoint
+from grasp.models.causal_lm import HEAD_TOLERANCE, ReferenceModel, device_of, dtype_of, load_beside, load_checkpoint
 from grasp.models.factory import make_module, own_code
 from grasp.models.fitted_head import FittedHead, linear_head
 from grasp.models.head import OutputHead
@@ -334,3 +334,15 @@ def _hugging_face(
     names: Mapping[Any, str] = model.config.id2label
     classes = tuple(names[k] for k in sorted(names, key=int))
     return model, _chosen(chosen) or ByProcessor.of(settings), classes
+
+
+Reference = ReferenceModel | ImageClassifier
+
+
+def load_reference(settings: ModelSettings) -> Reference:
+    """A causal LM, or an image classifier where the settings have one.
+
+    Raises:
+        ModelError: as the loader of its kind.
+    """
+    return ReferenceModel.load(settings) if settings.classifier is None else ImageClassifier.load(settings)

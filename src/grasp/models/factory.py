@@ -63,7 +63,11 @@ def _factory(name: str) -> Callable[..., Any]:
     if not colon or not path or not source:
         raise ModelError(f"{where}: expected package.module:name or FILE.py:name, e.g. torchvision.models:resnet18")
     try:
-        found: Any = _from_file(Path(source), where) if source.endswith(".py") else _imported(source)
+        if source.endswith(".py"):
+            found: Any = _from_file(Path(source), where)
+        else:
+            _look_in(Path.cwd())  # a module that is installed, or else lies in the current directory
+            found = importlib.import_module(source)
         for step in path.split("."):
             found = getattr(found, step)
     except ModelError:
@@ -78,12 +82,6 @@ def _factory(name: str) -> Callable[..., Any]:
         )
     made: Callable[..., Any] = found
     return made
-
-
-def _imported(name: str) -> ModuleType:
-    """A module that is installed, or else lies in the current directory."""
-    _look_in(Path.cwd())
-    return importlib.import_module(name)
 
 
 def _from_file(path: Path, where: str) -> ModuleType:

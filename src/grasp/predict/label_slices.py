@@ -6,7 +6,7 @@ Shape letters: G slices, N rows, E units, T targets, R resamples.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -30,6 +30,10 @@ from grasp.text import different
 
 MOST_SLICES = 100
 MOST_LABELS = 4
+RESAMPLES = 1_000
+TAILS = (0.025, 0.975)
+DROPPED, DOUBLED = -1.0, 1.0
+SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
 OWN_COLUMNS = ("row_index", "row_id", "doc_id", "n_tokens", "loss", "snippet")
 
 
@@ -104,7 +108,9 @@ def label_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: in
     expressions = [equals(column.name, value) for value in values]
     if grouped:
         names += different([*called, f"{len(grouped):,} other values"])[-1:]
-        expressions.append(_rest(column, values, [column.values[code] for code in grouped]))
+        others = none_of(column.name, values)
+        unlabelled = None in (column.values[code] for code in grouped)
+        expressions.append(f"{equals(column.name, None)} OR {others}" if unlabelled else others)
     rows_G = np.bincount(codes_N, minlength=len(names))
     tokens_G = np.bincount(codes_N, weights=tokens_N, minlength=len(names))
     slices = [
@@ -141,17 +147,6 @@ def _n_values(source: ArtifactReader, name: str, most: int) -> int:
         if len(seen) > most:
             break
     return min(len(seen), most + 1)
-
-
-def _rest(column: LabelColumn, values: Sequence[Label], grouped: Sequence[Label]) -> str:
-    others = none_of(column.name, values)
-    return f"{equals(column.name, None)} OR {others}" if None in grouped else others
-
-
-RESAMPLES = 1_000
-TAILS = (0.025, 0.975)
-DROPPED, DOUBLED = -1.0, 1.0
-SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +216,7 @@ def _unit_parts(artifact: ArtifactReader, predictor: Predictor, slices: LabelSli
         part_GE = np.zeros_like(out_GE)
         for start, block in relevance_blocks(artifact, kernel, units.columns_E, negative):
             part_GE += sums.product(start, block)
-        out_GE += part_GE * (units.of_task(share_T) * predictor.unit_scales[kernel])
+        out_GE += part_GE * (np.repeat(share_T, units.counts_T) * predictor.unit_scales[kernel])
     return out_GE
 
 

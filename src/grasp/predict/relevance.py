@@ -61,10 +61,6 @@ class UnitSelection:
         sums_nT = np.add.reduceat(np.asarray(values_nE, dtype=np.float64), starts, axis=1)
         return np.asarray(sums_nT / self.counts_T)
 
-    def of_task(self, values_T: F64) -> F64:
-        """From a value for each task to a value for each unit, (E,): that of its task."""
-        return np.repeat(values_T, self.counts_T)
-
 
 @dataclass(frozen=True, slots=True)
 class Kernel:

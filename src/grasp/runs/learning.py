@@ -256,11 +256,13 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
         parts.append(known.corpus())
         utility_RST = np.concatenate([utility_RST, whole_ST[None]])
     features = _pick(Features.joined(parts), [predictor.targets.index(name) for name in targets])
+    centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
+    rise_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
     unit, (measured, models) = environment.unit, environment.described
     return Expected(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
-        tuple(_notes(predictor, scored, list(targets), _rise(features.relevance_BT, np.nanmean(utility_RST, axis=1)))),
+        tuple(_notes(predictor, scored, list(targets), rise_T)),
         known,
         learn_features(features, utility_RST),
         {name: t for t, name in enumerate(targets)},
@@ -281,11 +283,6 @@ def _notes(predictor: Predictor, scored: Scored, targets: Sequence[str], rise_T:
     ]
     missing = [name for name in predictor.targets if name not in targets]
     return [*notes, *([f"no runs for {', '.join(missing)}: no expected change"] if missing else [])]
-
-
-def _rise(relevance_RT: F64, utility_RT: F64) -> F64:
-    """(T,) covariance over the runs."""
-    return np.asarray(((relevance_RT - relevance_RT.mean(axis=0)) * utility_RT).sum(axis=0))
 
 
 def learn_features(features: Features, utility_RST: F64) -> Learned:

@@ -259,6 +259,7 @@ def _valid(where: str, label: str, *halves: tuple[type[Settings], Mapping[str, A
 
 CACHE = "baselines"  # inside the artifact
 ANY = ("", "any")  # the one column of scores that do not depend on the unit
+COVERED = 6  # names of what a method looked at, in a note
 COUNTED = "scores are added up over a subset, not averaged"
 
 
@@ -365,13 +366,10 @@ def _notes(label: str, account: Account) -> tuple[str, ...]:
     """One line for the report: what was covered, what was passed over, what else must be known."""
     counted = [f"{reason}: {n:,}" for reason, n in account.counts.items()]
     said = "; ".join([*account.notes, *counted])
-    covers = f"covers {_shortened(account.covers)}" if account.covers else ""
+    covered, more = ", ".join(account.covers[:COVERED]), len(account.covers) - COVERED
+    covers = f"covers {covered}" + (f" and {more} more" if more > 0 else "") if covered else ""
     line = "; ".join(part for part in (covers, said) if part)
     return (f"{label}: {line}",) if line else ()
-
-
-def _shortened(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names) if len(names) <= most else ", ".join(names[:most]) + f" and {len(names) - most} more"
 
 
 # ------------------------------------------------------------------------------------------------------ rows by rank

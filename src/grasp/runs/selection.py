@@ -464,9 +464,5 @@ def standard_errors(resampled: Sequence[F64]) -> F64:
             total_CR[:, picked] += np.where(np.isfinite(value), value, 0.0).sum(axis=1)
             count_CR[:, picked] += np.isfinite(value).sum(axis=1)
     mean_CR = np.divide(total_CR, count_CR, out=np.full_like(total_CR, np.nan), where=count_CR > 0)
-    return np.array([_deviation(row) for row in mean_CR])
-
-
-def _deviation(values: F64) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.std(ddof=1)) if len(known) > 1 else np.inf
+    known = [row[np.isfinite(row)] for row in mean_CR]
+    return np.array([row.std(ddof=1) if len(row) > 1 else np.inf for row in known])

@@ -172,7 +172,6 @@ class TrainedModel:
     """A finished training run."""
 
     model: LlamaForCausalLM  # on the CPU, float32, eval mode
-    n_retained: int
     losses: NDArray[np.float32]  # (steps,), nats a label
     checkpoints: tuple[Path, ...]  # intermediate ones, by step
 
@@ -229,7 +228,6 @@ def train(
         run.finish(trainer, model)
     return TrainedModel(
         model=model,
-        n_retained=share.n_kept,
         losses=trainer.losses[:, 0],
         checkpoints=() if run is None else run.checkpoints(),
     )

@@ -49,10 +49,6 @@ class Share:
         return cls(weight_N / weight_N.max())
 
     @property
-    def n_kept(self) -> int:
-        return int(np.count_nonzero(self.often_N))
-
-    @property
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(np.packbits(self.often_N > 0).tobytes(), digest_size=16)
         if (self.often_N[self.often_N > 0] < 1).any():

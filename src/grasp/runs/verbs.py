@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.dotted import over, put_all, require
 from grasp.errors import SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.progress import Progress
@@ -39,7 +38,7 @@ from grasp.runs.selection import (
 from grasp.runs.table import RunTable, any_runs
 from grasp.settings import retrain_settings, without_foreign_code
 from grasp.text import several
-from grasp.yaml_files import plain_settings, read_yaml
+from grasp.yaml_files import over, plain_settings, put_all, read_yaml, require
 
 if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
