@@ -162,17 +162,6 @@ def held(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]
             lease.release()
 
 
-def holder(directory: Path, run: str) -> str:
-    """Who took the run last, for messages."""
-    latest = _latest(directory, run)
-    if latest is None:
-        return "nobody"
-    try:
-        return (directory / f"{run}.{latest}").read_text(encoding="ascii").strip() or "another process"
-    except FileNotFoundError:
-        return "nobody"
-
-
 def _latest(directory: Path, run: str) -> int | None:
     """Highest generation of `run`; a name as `run.7`, where run itself may have dots."""
     found = [entry.name.rpartition(".") for entry in directory.iterdir()]
