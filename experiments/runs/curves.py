@@ -43,6 +43,7 @@ WORLDS = (
 KS = (4, 8, 16, 32, 48)
 REGMIX_KS = (4, 8, 16, 32, 64, 128, 256, 512)
 COVERAGE = 0.9
+EDGE = 0.25  # of the runs left out: those whose shares are farthest from the mean of the runs learned from
 SATURATION = 0.003  # of the logarithm of shares, as RegMix's shares need it
 
 
@@ -109,7 +110,7 @@ def ceiling(utility_RST: F64) -> float | None:
 
 
 def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float]]:
-    """One draw: by method rho by task, rho of the mean, and how often the interval covers."""
+    """One draw: by method rho by task, rho of the mean, and how often the interval covers: all, middle, edge."""
     n_runs, features = len(world.features), world.features
     order = rng.permutation(n_runs)
     chosen, rest = order[:k], order[k:]
@@ -136,15 +137,21 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
     for name, (seen, asked) in known.items():
         learned = learn_features(seen, utility_RST)
         mean_RT, spread_RT = learned.predict(asked)
-        out[name] = [*rho(mean_RT, truth_RT), _covered(learned, mean_RT, spread_RT, truth_RT, seeds)]
+        covered_RT = _covered(learned, mean_RT, spread_RT, truth_RT, seeds)
+        far_R = np.linalg.norm(asked.share_BG - seen.share_BG.mean(axis=0), axis=1)
+        edge_R = far_R > np.quantile(far_R, 1 - EDGE)
+        out[name] = [
+            *rho(mean_RT, truth_RT),
+            *(float(one.mean()) for one in (covered_RT, covered_RT[~edge_R], covered_RT[edge_R])),
+        ]
     return out
 
 
-def _covered(learned: Learned, mean_RT: F64, spread_RT: F64, truth_RT: F64, seeds: int) -> float:
-    """Of the mean over so many seeds."""
+def _covered(learned: Learned, mean_RT: F64, spread_RT: F64, truth_RT: F64, seeds: int) -> NDArray[np.bool_]:
+    """Which intervals hold the mean over so many seeds."""
     of_seeds_T = learned.scale_T**2 * learned.numbers["seed noise"] / seeds
     half_RT = learned.quantile(COVERAGE) * np.sqrt(spread_RT**2 + of_seeds_T)
-    return float((np.abs(mean_RT - truth_RT) <= half_RT).mean())
+    return np.asarray(np.abs(mean_RT - truth_RT) <= half_RT)
 
 
 def curve(world: World, ks: tuple[int, ...], draws: int) -> list[dict[str, object]]:
@@ -166,7 +173,8 @@ def curve(world: World, ks: tuple[int, ...], draws: int) -> list[dict[str, objec
                 line |= {"gain": round(float(gain.mean()), 4)}
                 line |= {"gain_interval": [round(float(gain.mean() + z * wide), 4) for z in (-1, 1)]}
             if values.shape[1] > 2:
-                line["coverage"] = round(float(values[:, 2].mean()), 4)
+                names = ("coverage", "coverage_middle", "coverage_edge")
+                line |= {name: round(float(values[:, 2 + k].mean()), 4) for k, name in enumerate(names)}
             lines.append(line)
             print(json.dumps(line), flush=True)
     return lines

@@ -1,6 +1,7 @@
 """Does it pay to choose the next run? Runs that were made are handed out one by one, by `propose` or at random.
 
-    python -m experiments.runs.propose --data ../shared/data/regmix --worlds bench-out --out propose.json
+    python -m experiments.runs.propose --data ../shared/data/regmix --worlds bench-out \\
+        --out experiments/runs/propose.json
 
 Begins with 8 runs; four more are taken at a time out of those that are left. Regret is how much worse the run is that
 is then thought best than the best of all, over the standard deviation of all; rho is of runs that are never handed out.
@@ -8,13 +9,15 @@ is then thought best than the best of all, over the standard deviation of all; r
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from experiments.runs.curves import World, of_environment, of_regmix
+from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
 from grasp.choose.alone import choose
 from grasp.runs.covariance import Features
 from grasp.runs.learning import learn_features
@@ -70,21 +73,34 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--worlds", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--trials", type=int, default=16)
+    parser.add_argument("--only", default="", help="worlds whose name begins so; the others stay as they are in --out")
     asked = parser.parse_args()
-    lines: list[dict[str, object]] = []
-    for make in (lambda: of_regmix(asked.data), lambda: of_environment("pool-source", "pool-completion", asked.worlds)):
-        world = make()
-        for how in ("random", "best", "values") if world.held is not None else ("random", "best"):
-            trials = np.array([trial(world, how, at) for at in range(asked.trials)])
-            for step in trials.transpose(1, 0, 2):
-                error = 1.96 * step.std(axis=0, ddof=1) / np.sqrt(len(step))
-                line = {"world": world.name, "how": how, "runs": int(step[0, 0]), "trials": len(step)}
-                for k, name in ((1, "regret"), (2, "rho")):
-                    line |= {name: round(float(step[:, k].mean()), 4), f"{name}_error": round(float(error[k]), 4)}
-                lines.append(line)
-                print(json.dumps(line), flush=True)
-            asked.out.write_text(json.dumps(lines, indent=1) + "\n")
+    makers: dict[str, Callable[[], World]] = {"regmix 1M": lambda: of_regmix(asked.data)}
+    for name, art in WORLDS:
+        if not art.endswith("-all"):
+            makers[name] = lambda name=name, art=art: of_environment(name, art, asked.worlds)
+    known = json.loads(asked.out.read_text()) if asked.out.exists() else []
+    lines = {name: [line for line in known if line["world"] == name] for name in makers}
+    for name, make in makers.items():
+        if name.startswith(asked.only):
+            lines[name] = simulated(make(), asked.trials)
+            asked.out.write_text(json.dumps([line for name in makers for line in lines[name]], indent=1) + "\n")
+
+
+def simulated(world: World, trials: int) -> list[dict[str, Any]]:
+    """One line a way to choose and a number of runs."""
+    lines: list[dict[str, Any]] = []
+    for how in ("random", "best", "values") if world.held is not None else ("random", "best"):
+        found = np.array([trial(world, how, at) for at in range(trials)])
+        for step in found.transpose(1, 0, 2):
+            error = 1.96 * step.std(axis=0, ddof=1) / np.sqrt(len(step))
+            line = {"world": world.name, "how": how, "runs": int(step[0, 0]), "trials": len(step)}
+            for k, name in ((1, "regret"), (2, "rho")):
+                line |= {name: round(float(step[:, k].mean()), 4), f"{name}_error": round(float(error[k]), 4)}
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    return lines
 
 
 if __name__ == "__main__":
