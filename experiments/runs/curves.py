@@ -40,6 +40,7 @@ WORLDS = (
     ("cc-format", "cc-all"),
     ("pool-source", "pool-completion"),
 )
+CROSSED = (("cc-topic", "cc-format"), ("cc-format", "cc-topic"))  # both beside cc-completion
 KS = (4, 8, 16, 32, 48)
 REGMIX_KS = (4, 8, 16, 32, 64, 128, 256, 512)
 COVERAGE = 0.9
@@ -67,9 +68,8 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     label = None if family is None else family.spec.partition(":")[2]
     column = None if label is None else LabelTable(artifact.rows_path).column(label)
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
-    known = Known.of(
-        predictor, artifact, tuple(dict.fromkeys([*([label] if label else []), *sensible_labels(artifact)]))
-    )
+    labels = {*([label] if label else []), *sensible_labels(artifact)}
+    known = Known.of(predictor, artifact, sorted(labels))
     utilities = environment.utilities()
     assert tuple(one for block in blocks for one in block.subset_ids) == utilities.subset_ids
     suffix = "@all" if art.endswith("-all") else ""
@@ -79,6 +79,12 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
         Features.joined([known.features(block.weights) for block in blocks]),
         np.stack(columns, axis=2),
     )
+
+
+def crossed(one: str, other: str, worlds: Path) -> World:
+    """Learn from mixtures of one label, rank those of another label of the same corpus."""
+    runs, held = (of_environment(name, "cc-completion", worlds) for name in (one, other))
+    return World(f"{one} to {other}", runs.features, runs.utility_RST, held.features, held.utility_RST.mean(axis=1))
 
 
 def of_regmix(data: Path) -> World:
@@ -186,20 +192,22 @@ def main() -> None:
     parser.add_argument("--worlds", type=Path, required=True, help="directory of the artifacts")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=16, help="random choices of up to 32 runs; fewer of more")
-    parser.add_argument("--only", default="", help="worlds whose name begins so")
+    parser.add_argument("--only", default="", help="worlds whose name begins so; the others stay as they are in --out")
     asked = parser.parse_args()
-    lines: list[dict[str, object]] = []
-    ceilings: dict[str, float | None] = {}
+    known = json.loads(asked.out.read_text()) if asked.out.exists() else {"ceilings": {}, "curves": []}
     makers: list[tuple[str, tuple[int, ...], Callable[[], World]]] = [
         (name, KS, lambda name=name, art=art: of_environment(name, art, asked.worlds)) for name, art in WORLDS
     ]
+    for one, other in CROSSED:
+        makers.append((f"{one} to {other}", KS, lambda one=one, other=other: crossed(one, other, asked.worlds)))
     makers.append(("regmix", REGMIX_KS, lambda: of_regmix(asked.data)))
     for name, ks, make in makers:
         if name.startswith(asked.only):
             world = make()
-            ceilings[world.name] = ceiling(world.utility_RST)
-            lines += curve(world, ks, asked.draws)
-            asked.out.write_text(json.dumps({"ceilings": ceilings, "curves": lines}, indent=1) + "\n")
+            known["ceilings"][world.name] = ceiling(world.utility_RST)
+            others = [line for line in known["curves"] if line["world"] != world.name]
+            known["curves"] = others + curve(world, ks, asked.draws)
+            asked.out.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

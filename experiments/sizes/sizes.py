@@ -43,18 +43,24 @@ class Ranked:
         return Ranked(self.name, tuple(subset_ids), self.task_BT[at], self.unit_BE[at])
 
 
-def realized(name: str, path: Path) -> tuple[Ranked, ...]:
+def tasks_of(environment: Environment, loss: str) -> dict[str, str]:
+    """Its targets of one loss, completion or all, and what an artifact calls them."""
+    chosen = [target for target in environment.targets if target.endswith("@all") == (loss == "all")]
+    return {target: target.removesuffix("@all") for target in chosen}
+
+
+def realized(name: str, path: Path, loss: str) -> tuple[Ranked, ...]:
     """What came out: the mean over the seeds, then each seed by itself where there are two."""
     environment = Environment.open(path)
     seeds = [
         seed for seed in environment.info.seeds if len(environment.utilities(seeds=[seed], partial=True).subset_ids)
     ]
     choices = [seeds, *([seed] for seed in seeds if len(seeds) > 1)]
-    return tuple(_realized(environment, chosen, name, len(seeds)) for chosen in choices)
+    return tuple(_realized(environment, chosen, name, len(seeds), loss) for chosen in choices)
 
 
-def _realized(environment: Environment, seeds: list[int], name: str, of: int) -> Ranked:
-    targets = [target for target in dict.fromkeys(environment.targets) if "@" not in target]
+def _realized(environment: Environment, seeds: list[int], name: str, of: int, loss: str) -> Ranked:
+    targets = list(tasks_of(environment, loss))
     all_units = environment.utilities(seeds=seeds, partial=True)
     unit_BE = all_units.of(*targets).values_BSE.mean(axis=1)
     task_BT = np.stack([all_units.of(target).values_BSE.mean(axis=(1, 2)) for target in targets], axis=1)
@@ -62,18 +68,18 @@ def _realized(environment: Environment, seeds: list[int], name: str, of: int) ->
     return Ranked(said, all_units.subset_ids, task_BT, unit_BE)
 
 
-def predicted(name: str, artifact: ArtifactReader, environment: Environment) -> Ranked:
+def predicted(name: str, artifact: ArtifactReader, environment: Environment, loss: str) -> Ranked:
     """The change that the shipped protocol predicts, units in the order of the environment."""
     predictor = Predictor.of(artifact, per_unit=True)
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path)))
     lines = artifact.units.take(predictor.units.columns_E).select(["target", "unit_id"]).to_pylist()
     column = {(line["target"], line["unit_id"]): e for e, line in enumerate(lines)}
-    units = [unit for unit in environment.units if "@" not in unit[0]]
-    targets = list(dict.fromkeys(target for target, _ in units))
+    tasks = tasks_of(environment, loss)
+    units = [(tasks[target], unit) for target, unit in environment.units if target in tasks]
     task_BT = np.concatenate([predictor.change(block.weights) for block in blocks])
     unit_BE = np.concatenate([predictor.unit_change(block.weights, predictor.sums(block.weights)) for block in blocks])
     ids = tuple(one for block in blocks for one in block.subset_ids)
-    order_T = [predictor.targets.index(target) for target in targets]
+    order_T = [predictor.targets.index(target) for target in tasks.values()]
     return Ranked(name, ids, task_BT[:, order_T], unit_BE[:, [column[unit] for unit in units]])
 
 
@@ -102,7 +108,7 @@ def _centred(unit_BE: F64) -> F64:
 
 
 def carried_over(
-    name: str, artifact: ArtifactReader, small: Path, targets_of: list[Ranked], subset_ids: list[str]
+    name: str, artifact: ArtifactReader, small: Path, targets_of: list[Ranked], subset_ids: list[str], loss: str
 ) -> Any:
     """Learn from the small runs on all other subsets; rank these subsets by relevance and by what was learned."""
     environment = Environment.open(small)
@@ -111,14 +117,14 @@ def carried_over(
     known = Known.of(predictor, artifact, (environment.label,))
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path))
     features = Features.joined([known.features(block.weights) for block in blocks])
-    tasks = [environment.utilities(target).values_BSE.mean(axis=2) for target in predictor.targets]
-    utility_BST = np.stack(tasks, axis=2)
+    named = {task: target for target, task in tasks_of(environment, loss).items()}
+    columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.targets]
+    utility_BST = np.stack(columns, axis=2)
     held = np.isin(environment.subset_ids, subset_ids)
     learned = learn_features(features.take(np.flatnonzero(~held)), utility_BST[~held])
     order = [environment.subset_ids.index(one) for one in subset_ids]
     asked = features.take(np.array(order))
-    targets = [target for target in dict.fromkeys(environment.targets) if "@" not in target]
-    order_T = [predictor.targets.index(target) for target in targets]
+    order_T = [predictor.targets.index(task) for task in named]
     ways = {"relevance": asked.relevance_BT, "learned": learned.predict(asked)[0]}
     ranked = [
         Ranked(f"{way} ({name})", tuple(subset_ids), value_BT[:, order_T], value_BT[:, order_T])
@@ -132,21 +138,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", action="append", required=True, metavar="SIZE=ENVIRONMENT")
     parser.add_argument("--art", action="append", required=True, metavar="SIZE=ARTIFACT")
+    parser.add_argument("--loss", choices=("completion", "all"), default="completion")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     runs = {name: Path(place) for name, _, place in (one.partition("=") for one in asked.runs)}
     arts = {name: ArtifactReader.open(place) for name, _, place in (one.partition("=") for one in asked.art)}
-    came_out = [one for name, path in runs.items() for one in realized(name, path)]
+    came_out = [one for name, path in runs.items() for one in realized(name, path, asked.loss)]
     subset_ids = [one for one in came_out[0].subset_ids if all(one in each.subset_ids for each in came_out)]
     whole = [one for one in came_out if "seed" not in one.name]
     small = Environment.open(next(iter(runs.values())))
-    references = [predicted(f"predicted by {name}", art, small) for name, art in arts.items()]
+    references = [predicted(f"predicted by {name}", art, small, asked.loss) for name, art in arts.items()]
     found = {
         "subsets": len(subset_ids),
         "retrained": [agreement(a, b, subset_ids) for a, b in itertools.combinations(came_out, 2)],
         "references": [agreement(a, b, subset_ids) for a, b in itertools.combinations(references, 2)],
         "predicted": [agreement(reference, one, subset_ids) for reference in references for one in came_out],
-        "learned": {name: carried_over(name, art, small.path, whole, subset_ids) for name, art in arts.items()},
+        "learned": {
+            name: carried_over(name, art, small.path, whole, subset_ids, asked.loss) for name, art in arts.items()
+        },
         "utility": {one.name: float(one.of(subset_ids).task_BT.mean()) for one in whole},
         "spread": {one.name: one.of(subset_ids).task_BT.std(axis=0).tolist() for one in whole},
     }
