@@ -15,8 +15,8 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
-from grasp.runs.compare import compare
 from grasp.runs.environment import Environment
+from grasp.verbs.evaluate import compare
 
 RELATIVE = 2.0**-11
 

@@ -22,7 +22,7 @@ from grasp.files import write_whole
 from grasp.predict.protocol import default_protocol
 from grasp.runs.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.runs.environment import Environment
-from grasp.runs.evaluate import evaluate
+from grasp.runs.evaluate import evaluation_of
 from grasp.runs.selection import Development, select
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
@@ -93,7 +93,7 @@ def tested(artifact: ArtifactReader, environment: Environment, candidate: Candid
     """Figures with intervals, and ceilings, by task."""
     development = Development.of(environment, [artifact])
     predictions = development.variants[""].predictions({"protocol": candidate}, development.targets)
-    report = evaluate(environment, predictions, targets=development.targets)
+    report = evaluation_of(environment, predictions, targets=development.targets)
     wanted = (*METRICS, "task_ceiling", "lds_ceiling")
     return {
         record["target"]: {name: value for name, value in record.items() if name.startswith(wanted)}

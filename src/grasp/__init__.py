@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from grasp.results import Result
     from grasp.runs.environment import Environment
     from grasp.runs.readers import import_runs
-    from grasp.runs.verbs import calibrate, evaluate, open_runs, retrain
+    from grasp.verbs.calibrate import calibrate
+    from grasp.verbs.evaluate import evaluate
+    from grasp.verbs.retrain import open_runs, retrain
 
 __version__ = "0.1.0"
 
@@ -30,16 +32,16 @@ _HOMES = {
     "Scorer": "grasp.choose.scorer",
     "apply": "grasp.choose.apply",
     "build": "grasp.api",
-    "calibrate": "grasp.runs.verbs",
-    "evaluate": "grasp.runs.verbs",
+    "calibrate": "grasp.verbs.calibrate",
+    "evaluate": "grasp.verbs.evaluate",
     "import_runs": "grasp.runs.readers",
     "merge": "grasp.api",
     "mix_runs": "grasp.choose.alone",
     "open": "grasp.api",
-    "open_runs": "grasp.runs.verbs",
+    "open_runs": "grasp.verbs.retrain",
     "predict_runs": "grasp.choose.alone",
     "propose_runs": "grasp.choose.alone",
-    "retrain": "grasp.runs.verbs",
+    "retrain": "grasp.verbs.retrain",
 }
 __all__ = [
     "Artifact",

@@ -9,7 +9,7 @@ from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.runs.environment import Utilities
-from grasp.runs.evaluate import evaluate
+from grasp.runs.evaluate import evaluation_of
 from tests.runs.worlds import ROWS, create
 
 LABELS = LabelColumn.of([f"v{i % 6}" for i in range(300)], "topic")
@@ -114,7 +114,7 @@ def test_an_oracle_is_evaluated_like_any_other_prediction(tmp_path):
     for run in env.pending():
         env.write_run(run, rng.normal(size=5))
     features = oracles.mask_features(env.subset_blocks(ROWS))
-    report = evaluate(env, [oracles.ridge_oracle(features, env.utilities())], resamples=9)
+    report = evaluation_of(env, [oracles.ridge_oracle(features, env.utilities())], resamples=9)
     assert report.methods[0].method == "oracle-ridge-masks"
     assert report.methods[0].targets[0]["task_rho"].value is not None
 

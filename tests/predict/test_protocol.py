@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from grasp.errors import ProtocolError
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
-from grasp.runs.compare import additive_methods
+from grasp.verbs.evaluate import additive_methods
 from tests.predict.source import FakeSource
 
 FULL = ScoringProtocol(

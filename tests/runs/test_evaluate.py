@@ -13,7 +13,7 @@ from scipy import stats
 
 from grasp.errors import EnvironmentDataError
 from grasp.runs.environment import Environment
-from grasp.runs.evaluate import artifact_targets, evaluate, target_fingerprint
+from grasp.runs.evaluate import artifact_targets, evaluation_of, target_fingerprint
 from grasp.runs.predictions import Predictions, RowScores, read_predictions, read_row_scores
 from grasp.targets.units import Unit
 from tests.runs.worlds import ROWS, create, filled, result
@@ -65,11 +65,11 @@ def save_array(path, predictions):
 def test_a_table_and_an_array_give_what_the_numbers_give(env, tmp_path):
     noisy = truth(env)
     noisy = Predictions("m", noisy.subset_ids, UNITS, noisy.values_BE + np.random.default_rng(2).normal(size=(10, 5)))
-    direct = evaluate(env, [noisy], resamples=50)
+    direct = evaluation_of(env, [noisy], resamples=50)
     table = read(env, save_table(tmp_path / "m.parquet", noisy))
     array = read(env, save_array(tmp_path / "m.npy", noisy))
     for other in (table, array):
-        assert evaluate(env, [other], resamples=50).records() == direct.records()
+        assert evaluation_of(env, [other], resamples=50).records() == direct.records()
     row = direct.methods[0].targets[0]
     realized = env.utilities("sciq").values_BSE.mean(axis=(1, 2))
     expected = stats.spearmanr(noisy.values_BE[:, :3].mean(axis=1), realized).statistic
@@ -85,12 +85,12 @@ def test_subsets_and_units_meet_by_name(env):
         tuple(UNITS[i] for i in e),
         np.concatenate([right.values_BE[b][:, e], np.zeros((1, 5))]),
     )
-    assert evaluate(env, [mixed], resamples=20).records() == evaluate(env, [right], resamples=20).records()
+    assert evaluation_of(env, [mixed], resamples=20).records() == evaluation_of(env, [right], resamples=20).records()
     assert mixed.aligned(right.subset_ids, "sciq", ("u0", "u1", "u2"))[0] == pytest.approx(right.values_BE[:, :3])
 
 
 def test_a_table_of_tasks_has_task_metrics_only(env, tmp_path):
-    report = evaluate(env, [read(env, save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20)
+    report = evaluation_of(env, [read(env, save_table(tmp_path / "t.parquet", truth(env), units=False))], resamples=20)
     row = report.methods[0].targets[1]
     assert row["task_rho"].value == pytest.approx(1)
     assert row["mean_lds"].value is None
@@ -117,7 +117,7 @@ def test_row_scores_are_summed_over_the_subset(env, tmp_path, weighting, side):
         np.testing.assert_allclose(got.values_BE, expected, rtol=1e-6)
         if (weighting, side) == ("mean", "retained"):
             np.testing.assert_array_equal(read(env, path).values_BE, got.values_BE)
-        assert evaluate(env, [got], resamples=9).methods[0].targets[0]["task_rho"].value is not None
+        assert evaluation_of(env, [got], resamples=9).methods[0].targets[0]["task_rho"].value is not None
 
 
 def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
@@ -128,7 +128,7 @@ def test_scores_of_whole_tasks_are_summed_too(env, tmp_path):
     masks = np.concatenate([block.weights_BN.toarray() for block in env.subset_blocks(ROWS)])
     np.testing.assert_allclose(got.task_B["sciq"], masks @ np.arange(30) / masks.sum(axis=1))
     assert got.units == ()
-    assert [row.target for row in evaluate(env, [got], resamples=9).methods[0].targets] == ["sciq"]
+    assert [row.target for row in evaluation_of(env, [got], resamples=9).methods[0].targets] == ["sciq"]
 
 
 def test_row_scores_that_are_not_finite_name_row_and_unit(env):
@@ -156,7 +156,7 @@ def test_tables_with_holes_are_refused(env, tmp_path, change, message):
     path = save_table(tmp_path / "m.parquet", truth(env), shuffle=False)
     pq.write_table(pa.Table.from_pylist(change(pq.read_table(path).to_pylist())), path)
     with pytest.raises(EnvironmentDataError, match=message):
-        evaluate(env, [read(env, path)], resamples=9)
+        evaluation_of(env, [read(env, path)], resamples=9)
 
 
 def test_arrays_without_names_are_refused(env, tmp_path):
@@ -202,7 +202,7 @@ def test_predictions_that_are_no_numbers_are_refused(env, tmp_path):
 
 def test_constant_predictions_are_said_to_be_undefined_everywhere(env):
     flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
-    report = evaluate(env, [flat], resamples=9)
+    report = evaluation_of(env, [flat], resamples=9)
     table = repr(report)
     assert "undefined: task_rho of flat on sciq: predictions are constant" in table
     assert "left out: 3 of 3 units of sciq for flat: predictions are constant" in table
@@ -213,7 +213,7 @@ def test_constant_predictions_are_said_to_be_undefined_everywhere(env):
 
 
 def test_a_target_named_average_is_not_the_average(env):
-    (result,) = evaluate(env, [truth(env)], resamples=9).methods
+    (result,) = evaluation_of(env, [truth(env)], resamples=9).methods
     assert result.average_name == "average"
     renamed = tuple(replace(row, target="average") for row in result.targets[:1])
     assert replace(result, targets=renamed + result.targets[1:]).average_name == "average #2"
@@ -221,7 +221,7 @@ def test_a_target_named_average_is_not_the_average(env):
 
 def test_the_report_says_the_same_as_text_json_and_csv(env):
     other = Predictions("noise", env.subset_ids, UNITS, np.random.default_rng(7).normal(size=(10, 5)))
-    report = evaluate(env, [truth(env), other], resamples=50)
+    report = evaluation_of(env, [truth(env), other], resamples=50)
     records = json.loads(report.to_json())["results"]
     assert [(r["method"], r["target"]) for r in records] == [
         (method, target) for method in ("truth", "noise") for target in ("sciq", "sciq@all", "average")
@@ -237,7 +237,7 @@ def test_the_report_says_the_same_as_text_json_and_csv(env):
 
 def test_one_seed_and_held_out_targets_are_marked(tmp_path):
     env = filled(tmp_path, seeds=(0,), held_out_targets=("sciq@all",))
-    report = evaluate(env, [truth(env)], resamples=9)
+    report = evaluation_of(env, [truth(env)], resamples=9)
     assert "sciq@all (held-out)" in repr(report)
     assert "undefined: task_ceiling on sciq: one seed" in repr(report)
     assert report.records()[0]["task_ceiling"] is None
@@ -249,20 +249,20 @@ def test_an_unfinished_environment_is_evaluated_only_when_asked(tmp_path):
         env.write_run(run, result(env, run))
     predicted = Predictions("m", env.subset_ids, UNITS, np.random.default_rng(8).normal(size=(6, 5)))
     with pytest.raises(EnvironmentDataError, match="runs are missing"):
-        evaluate(env, [predicted])
+        evaluation_of(env, [predicted])
     with pytest.raises(EnvironmentDataError, match="no subset has a result for every seed yet"):
-        evaluate(env, [predicted], partial=True)
-    assert evaluate(env, [predicted], partial=True, seeds=[0], resamples=9).n_subsets == 5
+        evaluation_of(env, [predicted], partial=True)
+    assert evaluation_of(env, [predicted], partial=True, seeds=[0], resamples=9).n_subsets == 5
 
 
 def test_targets_that_nobody_predicts_are_refused(env):
     wrong = Predictions("m", env.subset_ids, (("boolq", "u0"),), np.ones((10, 1)))
     with pytest.raises(EnvironmentDataError, match="none is common to all"):
-        evaluate(env, [wrong])
+        evaluation_of(env, [wrong])
     with pytest.raises(EnvironmentDataError, match="m: predicts nothing for 'sciq', only"):
-        evaluate(env, [wrong], targets=["sciq"])
+        evaluation_of(env, [wrong], targets=["sciq"])
     with pytest.raises(EnvironmentDataError, match="got no predictions"):
-        evaluate(env, [])
+        evaluation_of(env, [])
 
 
 class FakeArtifact:

@@ -23,7 +23,7 @@ from grasp.runs.candidates import (
 )
 from grasp.runs.environment import Environment
 from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.runs.evaluate import evaluate
+from grasp.runs.evaluate import evaluation_of
 from grasp.runs.scored import Scored
 from grasp.runs.selection import (
     Development,
@@ -275,7 +275,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
 
 def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
     predictions = development.variants[""].predictions({"full": TRUE}, ("sciq", "boolq"))
-    report = evaluate(development.environment, predictions, resamples=20)
+    report = evaluation_of(development.environment, predictions, resamples=20)
     rows = report.methods[0].targets
     assert [row.target for row in rows] == ["sciq", "boolq"]
     assert all(row["task_rho"].value > 0.98 for row in rows)

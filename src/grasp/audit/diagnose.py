@@ -36,11 +36,11 @@ from grasp.files import write_whole
 from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.results import Result
-from grasp.runs.compare import agreement
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
 from grasp.text import json_text, plain
+from grasp.verbs.evaluate import agreement
 
 F64 = NDArray[np.float64]
 T = TypeVar("T")

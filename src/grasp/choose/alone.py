@@ -37,8 +37,8 @@ from grasp.runs.learned import Learned
 from grasp.runs.learning import COVERAGE, learn_features
 from grasp.runs.readers import read_mixtures
 from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, any_runs
-from grasp.runs.verbs import Opened
 from grasp.seeds import stream
+from grasp.verbs.retrain import Opened
 
 F64 = NDArray[np.float64]
 Runs = RunTable | Path | str

@@ -35,9 +35,9 @@ from grasp.report.rows import HeldRows, crossed, held_rows
 from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
-from grasp.runs.compare import Agreement, agreement
 from grasp.runs.environment import Environment
 from grasp.runs.learning import Expected, LearningCurve, learn, learning_curve, measures
+from grasp.verbs.evaluate import Agreement, agreement
 from grasp.yaml_files import read_yaml, yaml_text
 
 BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth

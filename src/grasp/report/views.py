@@ -14,11 +14,11 @@ from grasp.predict.row_arrays import F64
 from grasp.report.findings import Missing, Retraining
 from grasp.report.texts import interval, number, signed
 from grasp.report.trends import LabelTrend
-from grasp.runs.compare import Agreement, TargetPoints
 from grasp.runs.evaluate import Evaluation, MethodResult
 from grasp.runs.learning import DRAWS, Expected, LearningCurve
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.text import LONGEST_CELL, different, name, plain
+from grasp.verbs.evaluate import Agreement, TargetPoints
 
 View = dict[str, Any]
 

@@ -1,14 +1,14 @@
 """What was trained on and what came out, and what that says of predictions.
 
 In: subsets and a corpus to retrain on, or environments that exist. Out: environments, agreement of predictions with
-retraining, protocols selected on development runs, and intervals. To be read in this order:
+retraining, protocols selected on development runs, and intervals. To be read in this order (the verbs
+retrain, evaluate and calibrate are in `grasp.verbs`):
 
-    verbs        what retrain, evaluate and calibrate do, step by step; each is one page
     environment  runs on disk: what was trained is in environment_info, the tables are in run_tables
     retrain      one run after the other, by any number of workers; retrain_plan decides everything before
     train        one model, or K at once, by a recipe: training_rows feeds it, llama is the model
-    compare      methods side by side: ours from scored, others' from predictions and methods; evaluate and metrics say
-                 how well they agree with the runs
+    evaluate     figures of predictions beside what retraining gave: ours come from scored, others' from predictions and
+                 methods; metrics are the figures
     selection    the protocol that agrees best, on development runs alone: candidates lists them, and their controls
     contract     what a published method is, and what it may look at
     table        runs that somebody else made, as readers find them; imported makes them an environment of an artifact

@@ -180,7 +180,7 @@ class Evaluation(Result):
         return list(lines)
 
 
-def evaluate(
+def evaluation_of(
     environment: Environment,
     predictions: Sequence[Predictions],
     *,

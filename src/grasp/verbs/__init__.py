@@ -1,4 +1,5 @@
-"""What is a part of the corpus worth? Two questions that the predictor answers, and runs where there are any.
+"""What people do with an artifact and with runs: a module a verb, each one page of steps.
 
-In: an artifact and a question. Out: a change for each subset or slice (`predict`), rows in order (`score`).
+In: an artifact, runs, a question. Out: results that print themselves. `predict` and `score` ask what parts of a corpus
+are worth, `retrain` makes runs, `evaluate` says how well predictions agree with them, `calibrate` chooses a protocol.
 """

@@ -1,8 +1,12 @@
-"""Methods side by side in one environment: additive cores, protocols, controls, published methods, and files."""
+"""Do predictions agree with retraining? The verb `evaluate`, which compares methods side by side in one environment.
+
+Additive cores, protocols, controls, published methods, and files of predictions.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,19 +14,36 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side
-from grasp.predict.protocol import Match, ScoringProtocol, chosen_on
+from grasp.predict.families import parse_family
+from grasp.predict.protocol import Match, ScoringProtocol, chosen_on, default_protocol, load_protocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import CONTROLS, Binding, Candidate, ProtocolFamily, candidate_of, needed_arrays
+from grasp.runs.candidates import (
+    CONTROLS,
+    Binding,
+    Candidate,
+    ProtocolFamily,
+    candidate_of,
+    default_family,
+    needed_arrays,
+)
 from grasp.runs.contract import Material, Retrained
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_info import Role
-from grasp.runs.evaluate import Evaluation, artifact_targets, evaluate
-from grasp.runs.methods import ConfiguredMethod, predict
+from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
+from grasp.runs.imported import runs_beside
+from grasp.runs.methods import ConfiguredMethod, configured_methods, predict, published_methods
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Cost, Predictions, read_predictions
 from grasp.runs.scored import Scored
-from grasp.runs.selection import Development, select
+from grasp.runs.selection import (
+    Development,
+    developments_of,
+    select,
+)
+from grasp.text import several
+from grasp.verbs.calibrate import environments_of, family_of
+from grasp.verbs.retrain import Opened, Place, Runs
 
 PLAIN = Binding("retained", "mean", "mean_relevance")
 ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {
@@ -37,6 +58,120 @@ ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {
     "token+input+pooled additive": (("token", 1.0), ("input", 1.0), ("pooled", 1.0)),
 }
 SIDES: tuple[Side, ...] = ("retained", "omitted")
+
+
+def evaluate(
+    art: Opened,
+    runs: Runs,
+    *,
+    protocol: ScoringProtocol | Place | None = None,
+    target: str | Sequence[str] | None = None,
+    methods: str | Sequence[str] | None = None,
+    method_settings: Mapping[str, Any] | Place | None = None,
+    controls: bool = False,
+    development: Sequence[Runs] = (),
+    family: ProtocolFamily | Place | None = None,
+    predictions: Sequence[Place] = (),
+    oracles: str | Sequence[str] = (),
+    checkpoints: Sequence[Place] = (),
+    cache: Place | None = None,
+    partial: bool = False,
+    resamples: int = RESAMPLES,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Compare predictions with retraining: the protocol that ships, additive cores, and what is named beside them.
+
+    Figures by which a protocol or a control was chosen are marked `in sample`.
+
+    Args:
+        protocol: compared beside the one that ships.
+        target: one, or several; None: all that artifact, runs and files have in common.
+        methods: published ones by name, see `grasp methods`, or by the labels of `method_settings`; their scores are
+            computed once and kept in `cache`.
+        method_settings: settings by method, or by a label of your own; or the YAML file of them.
+        controls: the paper's controls and ablations; their weights are selected on `development`, else on `runs`.
+        family: protocols that the controls restrict; None: those that ship.
+        predictions: files of utilities by subset, or of scores by row.
+        oracles: datamodels by ridge or lasso, with `:masks` or `:LABEL` for what they see.
+        checkpoints: of training, for methods that look at several; None: those beside the artifact's model.
+        partial: use what unfinished runs have.
+    Raises:
+        EnvironmentDataError: artifact and runs are not of the same rows (the command that builds such an artifact is in
+            the message), or files and utilities are incomplete.
+        ProtocolLeakError: controls without a development environment on held-out runs.
+    """
+    environment = runs_beside(art.files, runs)
+    if not controls and (development or family is not None):
+        raise SettingsError("development, family: no meaning without controls; leave them out")
+    protocols = _protocols(protocol)
+    notes = [f"protocol {name}: {one.provenance}" for name, one in protocols.items()]
+    published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
+    published += configured_methods(None, _oracles(several(oracles), environment))
+    chosen, controls_on = dict[str, Candidate](), dict[str, str]()
+    if controls:
+        chosen, controls_on, why = _controls(
+            art.files, environment, environments_of(development, art.files), family, resamples
+        )
+        notes += why
+    return compare(
+        art.files,
+        environment,
+        protocols,
+        controls=chosen,
+        controls_on=controls_on,
+        files=[Path(place) for place in predictions],
+        methods=published,
+        checkpoints=[Path(place) for place in checkpoints],
+        cache=None if cache is None else Path(cache),
+        targets=None if target is None else several(target),
+        partial=partial,
+        resamples=resamples,
+        notes=notes,
+        progress=progress,
+    )
+
+
+def _oracles(oracles: Sequence[str], runs: Environment) -> dict[str, dict[str, str]]:
+    """Configurations of datamodels, by label; they see what the family of the runs draws by, unless told otherwise."""
+    found = {}
+    for text in oracles:
+        kind, _, sees = text.partition(":")
+        if kind not in ("ridge", "lasso"):
+            raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, alone or with :masks or :LABEL")
+        drawn_by = parse_family(runs.info.family.spec).label if runs.info.family else None
+        sees = sees or drawn_by or "masks"
+        label = f"oracle-{kind}-{sees}" + ("" if sees == "masks" else "-share-of-subset")
+        found[label] = {"method": "datamodels", "penalty": kind, "sees": sees}
+    return found
+
+
+def _protocols(protocol: ScoringProtocol | Place | None) -> dict[str, ScoringProtocol]:
+    """The protocol that ships and, beside it, one of the user's; two of one name are told apart by the file's."""
+    shipped = default_protocol()
+    if protocol is None:
+        return {shipped.name: shipped}
+    given = protocol if isinstance(protocol, ScoringProtocol) else load_protocol(protocol)
+    also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
+    return {shipped.name: shipped, given.name if given.name != shipped.name else f"{given.name} ({also})": given}
+
+
+def _controls(
+    artifact: ArtifactReader,
+    runs: Environment,
+    development: Sequence[Environment],
+    family: ProtocolFamily | Place | None,
+    resamples: int,
+) -> tuple[dict[str, Candidate], dict[str, str], list[str]]:
+    """Controls with weights selected on development runs; none given: on the evaluated ones, if they are such."""
+    if not development and runs.role != "dev":
+        raise SettingsError(
+            f"controls: {runs.path} is held out, so no weights may be selected on it; name a development environment "
+            "(--development)"
+        )
+    full = default_family() if family is None else family_of(family)
+    developments = developments_of([artifact], development or [runs], calibration_subsets=full.calibration_subsets)
+    chosen, notes = control_methods(full, developments, resamples=resamples)
+    return chosen, {name: runs for one in developments for name, runs in one.results.items()}, notes
 
 
 def compare(
@@ -100,7 +235,7 @@ def compare(
     common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
     left_out = [name for name in environment.targets if name not in common] if targets is None else []
     whole = f"not evaluated, since not every method predicts them: {', '.join(left_out)}"
-    return evaluate(
+    return evaluation_of(
         environment,
         predictions,
         targets=common or None,

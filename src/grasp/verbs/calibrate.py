@@ -1,0 +1,126 @@
+"""Which way to add up relevance predicts runs best? The verb `calibrate`: one is chosen on development runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.predict.protocol import ScoringProtocol, save_protocol
+from grasp.results import Result
+from grasp.runs.candidates import DELTA, ProtocolFamily, family_for, load_family
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
+from grasp.runs.metrics import RESAMPLES
+from grasp.runs.selection import (
+    Selection,
+    developments_of,
+    freeze,
+    provenance,
+    provenance_path,
+    select,
+    write_provenance,
+)
+from grasp.text import several
+
+if TYPE_CHECKING:
+    pass
+
+from grasp.verbs.retrain import Opened, Place, Runs
+
+SHOWN = 10  # protocols of a calibration
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Calibration(Result):
+    """The protocol that was chosen, and what it was chosen from."""
+
+    protocol: ScoringProtocol
+    selection: Selection
+    record: Mapping[str, Any]
+
+    def save(self, path: Place) -> Path:
+        """Write the protocol, and beside it the record of the choice; returns where that lies."""
+        out = Path(path)
+        save_protocol(self.protocol.model_copy(update={"name": out.stem}), out)
+        write_provenance(self.record, provenance_path(out))
+        return provenance_path(out)
+
+
+def calibrate(
+    arts: Opened | Sequence[Opened],
+    runs: Runs | Sequence[Runs],
+    *,
+    family: ProtocolFamily | Place | None = None,
+    target: str | Sequence[str] | None = None,
+    delta: float = DELTA,
+    resamples: int = RESAMPLES,
+    name: str = "calibrated",
+) -> Calibration:
+    """Choose a protocol on development runs by the highest lower confidence bound of its mean agreement, and freeze it.
+
+    Args:
+        arts: each serves the runs of its corpus.
+        family: what is chosen from; None: the list that ships, or the short one where there are few subsets.
+        target: one, or several; None: all that are not held out.
+        delta: the bounds of all protocols hold with probability 1 - delta.
+    Raises:
+        ProtocolLeakError: held-out runs.
+        ProtocolError: fewer than two results (runs x target).
+        EnvironmentDataError: runs without an artifact of their corpus.
+    """
+    artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
+    environments = environments_of(runs, artifacts[0])
+    if family is None:
+        n_subsets = len({(one.path, name) for one in environments for name in one.info.subset_ids})
+        chosen_from, why = family_for(n_subsets)
+    else:
+        chosen_from, why = family_of(family), []
+    developments = developments_of(
+        artifacts,
+        environments,
+        targets=None if target is None else several(target),
+        calibration_subsets=chosen_from.calibration_subsets,
+    )
+    selection = select(chosen_from, developments, delta=delta, resamples=resamples)
+    protocol = freeze(selection, developments, chosen_from, name)
+    mean = f"mean {selection.criterion}"
+    bounds = [
+        {"protocol": score.candidate.name, "bound": score.lcb, mean: score.mean, "se": score.se}
+        for score in selection.scores[:SHOWN]
+    ]
+    return Calibration(
+        table=pa.Table.from_pylist(bounds),
+        headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.provenance}",
+        notes=(
+            _tried(selection),
+            *why,
+            *(f"{result}: {value:+.3f}" for result, value in selection.best.agreement.items()),
+        ),
+        protocol=protocol,
+        selection=selection,
+        record=provenance(selection, developments, chosen_from),
+    )
+
+
+def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list[Environment]:
+    """One environment or several, as people give them."""
+    return [
+        runs_beside(artifact, one)
+        for one in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
+    ]
+
+
+def family_of(family: ProtocolFamily | Place) -> ProtocolFamily:
+    """A family of protocols, or its file."""
+    return family if isinstance(family, ProtocolFamily) else load_family(family)
+
+
+def _tried(selection: Selection) -> str:
+    tried = len(selection.scores) + sum(selection.undefined.values())
+    left_out = [f"{n:,} have no rho: {why}" for why, n in selection.undefined.items()]
+    left_out += [f"{selection.not_served:,} more need arrays that are not there"] if selection.not_served else []
+    bound = f"bound = mean {selection.criterion} - {selection.z:.2f} standard errors"
+    return "; ".join([f"{tried:,} protocols on {', '.join(selection.results)}", bound, *left_out])
