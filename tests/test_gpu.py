@@ -29,7 +29,9 @@ RETAINED = (None, np.arange(40) % 3 > 0, np.arange(40) < 25)
 def test_stacked_models_learn_on_a_gpu_what_they_learn_on_a_cpu():
     recipe = RECIPE.model_copy(update={"cuda_autocast": False})
     losses = {
-        device: train_stacked(recipe, ROWS, seeds=(5, 5, 6), retained=RETAINED, device=device).unit_losses(units())
+        device: train_stacked(recipe, ROWS, seeds=(5, 5, 6), retained=RETAINED, device=device).model.unit_losses(
+            units()
+        )
         for device in ("cpu", "cuda")
     }
     np.testing.assert_allclose(losses["cuda"], losses["cpu"], atol=1e-4)
@@ -45,8 +47,8 @@ def test_one_model_learns_on_a_gpu_what_it_learns_on_a_cpu():
 
 def test_low_precision_stays_close():
     recipe = RECIPE.model_copy(update={"cuda_autocast": True})
-    low = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cuda").unit_losses(units())
-    full = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cpu").unit_losses(units())
+    low = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cuda").model.unit_losses(units())
+    full = train_stacked(recipe, ROWS, seeds=(5,), retained=(None,), device="cpu").model.unit_losses(units())
     np.testing.assert_allclose(low, full, atol=0.05)
 
 

@@ -31,7 +31,6 @@ from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.runs.llama import StackedLlama
 from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.train import StackedModels
 from grasp.targets.units import UnitTokens
 
 F64 = NDArray[np.float64]
@@ -139,8 +138,6 @@ class StepUtility:
         self._base = _stacked(recipe, [state])
         self._players = _stacked(recipe, gradients)
         self._models = StackedLlama(recipe.shape, MODELS_AT_ONCE, torch.device("cpu"))
-        no_losses = np.zeros((0, MODELS_AT_ONCE), dtype=np.float32)
-        self._scored = StackedModels(recipe, (0,) * MODELS_AT_ONCE, no_losses, self._models)
         self._before_E = self._losses(np.zeros((1, len(gradients)), dtype=bool))[0]
 
     def __call__(self, masks_BP: NDArray[np.bool_]) -> F64:
@@ -156,7 +153,7 @@ class StepUtility:
             for name, weight in self._models.weights.items():
                 base, players = self._base.weights[name], self._players.weights[name]
                 torch.addmm(base.flatten(1), step_KP, players.flatten(1), out=weight.view(MODELS_AT_ONCE, -1))
-        return np.asarray(self._scored.unit_losses(self._units, ALL_TOKENS)[: len(masks_BP)])
+        return np.asarray(self._models.unit_losses(self._units, ALL_TOKENS)[: len(masks_BP)])
 
 
 def _stacked(recipe: TrainingRecipe, states: Sequence[dict[str, torch.Tensor]]) -> StackedLlama:

@@ -28,7 +28,7 @@ def alone():
 
 
 def test_utilities_are_those_of_models_trained_alone(stacked, alone):
-    losses = stacked.unit_losses(units())
+    losses = stacked.model.unit_losses(units())
     assert losses.shape == (3, 9)
     expected = [evaluate_units(one.model, units()) for one in alone]
     np.testing.assert_allclose(losses, expected, atol=1e-5)
@@ -37,18 +37,18 @@ def test_utilities_are_those_of_models_trained_alone(stacked, alone):
 
 def test_weights_and_training_losses_are_those_of_models_trained_alone(stacked, alone):
     for k, one in enumerate(alone):
-        for name, tensor in stacked.model(k).state_dict().items():
+        for name, tensor in stacked.model.to_hf(k).state_dict().items():
             torch.testing.assert_close(tensor, one.model.state_dict()[name], rtol=0, atol=1e-5)
         np.testing.assert_allclose(stacked.losses[:, k], one.losses, atol=1e-5)
 
 
 def test_a_model_does_not_depend_on_its_neighbours(stacked):
     swapped = train_stacked(RECIPE, ROWS, seeds=SEEDS[::-1], retained=RETAINED[::-1])
-    np.testing.assert_allclose(swapped.unit_losses(units())[::-1], stacked.unit_losses(units()), atol=1e-5)
+    np.testing.assert_allclose(swapped.model.unit_losses(units())[::-1], stacked.model.unit_losses(units()), atol=1e-5)
 
 
 def test_unit_losses_do_not_depend_on_the_batch(stacked):
-    np.testing.assert_allclose(stacked.unit_losses(units(), 1), stacked.unit_losses(units()), atol=1e-5)
+    np.testing.assert_allclose(stacked.model.unit_losses(units(), 1), stacked.model.unit_losses(units()), atol=1e-5)
 
 
 def test_progress_counts_the_steps():

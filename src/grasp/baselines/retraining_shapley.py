@@ -209,10 +209,10 @@ class RetrainingGame:
         tokens, large = self._material.unit_tokens, [kept_N for kept_N in kept if self._trainable(kept_N)]
         trained: list[F64] = []
         if large:
-            models = train_stacked(
+            trainer = train_stacked(
                 self._recipe, self._material.store, seeds=[self._seed] * len(large), retained=large, device=self._device
             )
-            trained = list(-models.unit_losses(tokens))
+            trained = list(-trainer.model.unit_losses(tokens))
         rest = iter(trained)
         return [next(rest) if self._trainable(kept_N) else self._untrained() for kept_N in kept]
 

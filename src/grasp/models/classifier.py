@@ -36,120 +36,10 @@ FULL_BYTE = 255.0
 INSTEAD = "give model.classifier.images (size, mean, std, ...) instead"
 
 
-class Preprocessing(Protocol):
-    """Turns a picture of PIL in RGB into (C, height, width), float32."""
-
-    @property
-    def identity(self) -> Any:
-        """JSON of all that decides what comes out."""
-
-    def __call__(self, image: Any) -> NDArray[np.float32]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class BySettings:
-    """Resized by its shorter side, cropped at the centre, scaled to [0, 1], normalised: (C, size, size)."""
-
-    settings: ImageSettings
-
-    @property
-    def identity(self) -> Any:
-        return self.settings.model_dump(mode="json")
-
-    def __call__(self, image: Any) -> NDArray[np.float32]:
-        pil = require("PIL.Image", extra="vision", feature="reading images")
-        settings = self.settings
-        how = pil.Resampling(RESAMPLING.index(settings.interpolation))
-        short = settings.resize or settings.size
-        scale = short / min(image.size)
-        image = image.resize((max(short, round(image.width * scale)), max(short, round(image.height * scale))), how)
-        left, top = (image.width - settings.size) // 2, (image.height - settings.size) // 2
-        image = image.crop((left, top, left + settings.size, top + settings.size))
-        values = np.asarray(image, dtype=np.float32) / np.float32(FULL_BYTE)
-        scaled = (values - np.asarray(settings.mean, np.float32)) / np.asarray(settings.std, np.float32)
-        return np.ascontiguousarray(scaled.transpose(2, 0, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class ByProcessor:
-    """The image processor that a Hugging Face checkpoint brings, run by transformers itself."""
-
-    processor: Any
-
-    @classmethod
-    def of(cls, settings: ModelSettings) -> Self:
-        """Load it, in the form that works on PIL where it has one: the same numbers with and without torchvision.
-
-        Raises:
-            ModelError: the checkpoint has none, or one that the installed libraries cannot load.
-        """
-        from transformers import AutoImageProcessor  # noqa: PLC0415 - slow to import
-
-        # the first word is that of transformers 5, the second of 4: each passes over the other's
-        how = {"backend": "pil", "use_fast": False}
-        try:
-            return cls(load_beside(AutoImageProcessor, settings, "has no image processor", **how))
-        except (ModelError, TypeError, AttributeError) as err:
-            raise ModelError(f"{' '.join(str(err).split())}; {INSTEAD}") from err
-
-    @property
-    def identity(self) -> Any:
-        return json.loads(self.processor.to_json_string())
-
-    def __call__(self, image: Any) -> NDArray[np.float32]:
-        try:
-            found = self.processor(images=[image], return_tensors="np")
-        except (ValueError, TypeError, KeyError, ImportError) as err:
-            raise ModelError(
-                f"preprocessor_config.json: {type(self.processor).__name__} failed on a picture of {image.width} x "
-                f"{image.height} pixels: {' '.join(str(err).split())[:200]}; {INSTEAD}"
-            ) from err
-        if list(found) != ["pixel_values"]:
-            raise ModelError(
-                f"preprocessor_config.json: {type(self.processor).__name__} gives {', '.join(found)}, expected "
-                f"pixel_values alone; {INSTEAD}"
-            )
-        return np.ascontiguousarray(found["pixel_values"][0], dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class ByTimm:
-    """The evaluation transform of timm for the data config that a module of timm carries."""
-
-    config: dict[str, Any]
-    transform: Any
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """By the config of the module itself."""
-        data = importlib.import_module("timm.data")  # there, since the module came from it
-        config = data.resolve_model_data_config(model)
-        return cls(config, data.create_transform(**config, is_training=False))
-
-    @property
-    def identity(self) -> Any:
-        return {"timm": {name: self.config[name] for name in sorted(self.config)}}
-
-    def __call__(self, image: Any) -> NDArray[np.float32]:
-        pixels: Tensor = self.transform(image)
-        return np.ascontiguousarray(pixels.numpy(), dtype=np.float32)
-
-
-def own_preprocessing(model: nn.Module) -> Preprocessing:
-    """What a module that a factory made says of its pictures; one that says nothing gets ImageNet's at 224 pixels."""
-    of_timm = any(kind.__module__.partition(".")[0] == "timm" for kind in type(model).__mro__)
-    return ByTimm.of(model) if of_timm and hasattr(model, "pretrained_cfg") else BySettings(ImageSettings())
-
-
-NOISE = (96, 160)  # height and width of the pictures that a head is checked with
-# what a module may raise that does not take such pictures
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
-
-
 class ImageClassifier:
     """Frozen image classifier that gives what its head reads, and the head."""
 
-    def __init__(self, model: nn.Module, settings: ClassifierSettings, preprocessing: Preprocessing) -> None:
+    def __init__(self, model: nn.Module, settings: ClassifierSettings, preprocessing: "Preprocessing") -> None:
         self.model = model.eval().requires_grad_(False)
         self.linear = linear_head(model, settings.head)
         self.head = OutputHead(self.linear)
@@ -288,14 +178,14 @@ class ImageClassifier:
             )
 
 
-def _made(settings: ModelSettings, chosen: ClassifierSettings) -> tuple[nn.Module, Preprocessing, tuple[str, ...]]:
+def _made(settings: ModelSettings, chosen: ClassifierSettings) -> "tuple[nn.Module, Preprocessing, tuple[str, ...]]":
     """The module that a factory makes, with the weights of the file."""
     model = make_module(chosen)
     _load_weights(model, Path(settings.path))
     return model, _chosen(chosen) or own_preprocessing(model), ()
 
 
-def _chosen(chosen: ClassifierSettings) -> Preprocessing | None:
+def _chosen(chosen: ClassifierSettings) -> "Preprocessing | None":
     return None if chosen.images is None else BySettings(chosen.images)
 
 
@@ -326,7 +216,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 def _hugging_face(
     settings: ModelSettings, chosen: ClassifierSettings
-) -> tuple[nn.Module, Preprocessing, tuple[str, ...]]:
+) -> "tuple[nn.Module, Preprocessing, tuple[str, ...]]":
     """A checkpoint of transformers, its preprocessing, and the names of its classes."""
     from transformers import AutoModelForImageClassification  # noqa: PLC0415 - slow to import
 
@@ -346,3 +236,116 @@ def load_reference(settings: ModelSettings) -> Reference:
         ModelError: as the loader of its kind.
     """
     return ReferenceModel.load(settings) if settings.classifier is None else ImageClassifier.load(settings)
+
+
+# ------------------------------------------------------------------------------- how a picture becomes an input
+
+
+class Preprocessing(Protocol):
+    """Turns a picture of PIL in RGB into (C, height, width), float32."""
+
+    @property
+    def identity(self) -> Any:
+        """JSON of all that decides what comes out."""
+
+    def __call__(self, image: Any) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BySettings:
+    """Resized by its shorter side, cropped at the centre, scaled to [0, 1], normalised: (C, size, size)."""
+
+    settings: ImageSettings
+
+    @property
+    def identity(self) -> Any:
+        return self.settings.model_dump(mode="json")
+
+    def __call__(self, image: Any) -> NDArray[np.float32]:
+        pil = require("PIL.Image", extra="vision", feature="reading images")
+        settings = self.settings
+        how = pil.Resampling(RESAMPLING.index(settings.interpolation))
+        short = settings.resize or settings.size
+        scale = short / min(image.size)
+        image = image.resize((max(short, round(image.width * scale)), max(short, round(image.height * scale))), how)
+        left, top = (image.width - settings.size) // 2, (image.height - settings.size) // 2
+        image = image.crop((left, top, left + settings.size, top + settings.size))
+        values = np.asarray(image, dtype=np.float32) / np.float32(FULL_BYTE)
+        scaled = (values - np.asarray(settings.mean, np.float32)) / np.asarray(settings.std, np.float32)
+        return np.ascontiguousarray(scaled.transpose(2, 0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ByProcessor:
+    """The image processor that a Hugging Face checkpoint brings, run by transformers itself."""
+
+    processor: Any
+
+    @classmethod
+    def of(cls, settings: ModelSettings) -> Self:
+        """Load it, in the form that works on PIL where it has one: the same numbers with and without torchvision.
+
+        Raises:
+            ModelError: the checkpoint has none, or one that the installed libraries cannot load.
+        """
+        from transformers import AutoImageProcessor  # noqa: PLC0415 - slow to import
+
+        # the first word is that of transformers 5, the second of 4: each passes over the other's
+        how = {"backend": "pil", "use_fast": False}
+        try:
+            return cls(load_beside(AutoImageProcessor, settings, "has no image processor", **how))
+        except (ModelError, TypeError, AttributeError) as err:
+            raise ModelError(f"{' '.join(str(err).split())}; {INSTEAD}") from err
+
+    @property
+    def identity(self) -> Any:
+        return json.loads(self.processor.to_json_string())
+
+    def __call__(self, image: Any) -> NDArray[np.float32]:
+        try:
+            found = self.processor(images=[image], return_tensors="np")
+        except (ValueError, TypeError, KeyError, ImportError) as err:
+            raise ModelError(
+                f"preprocessor_config.json: {type(self.processor).__name__} failed on a picture of {image.width} x "
+                f"{image.height} pixels: {' '.join(str(err).split())[:200]}; {INSTEAD}"
+            ) from err
+        if list(found) != ["pixel_values"]:
+            raise ModelError(
+                f"preprocessor_config.json: {type(self.processor).__name__} gives {', '.join(found)}, expected "
+                f"pixel_values alone; {INSTEAD}"
+            )
+        return np.ascontiguousarray(found["pixel_values"][0], dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ByTimm:
+    """The evaluation transform of timm for the data config that a module of timm carries."""
+
+    config: dict[str, Any]
+    transform: Any
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """By the config of the module itself."""
+        data = importlib.import_module("timm.data")  # there, since the module came from it
+        config = data.resolve_model_data_config(model)
+        return cls(config, data.create_transform(**config, is_training=False))
+
+    @property
+    def identity(self) -> Any:
+        return {"timm": {name: self.config[name] for name in sorted(self.config)}}
+
+    def __call__(self, image: Any) -> NDArray[np.float32]:
+        pixels: Tensor = self.transform(image)
+        return np.ascontiguousarray(pixels.numpy(), dtype=np.float32)
+
+
+def own_preprocessing(model: nn.Module) -> Preprocessing:
+    """What a module that a factory made says of its pictures; one that says nothing gets ImageNet's at 224 pixels."""
+    of_timm = any(kind.__module__.partition(".")[0] == "timm" for kind in type(model).__mro__)
+    return ByTimm.of(model) if of_timm and hasattr(model, "pretrained_cfg") else BySettings(ImageSettings())
+
+
+NOISE = (96, 160)  # height and width of the pictures that a head is checked with
+# what a module may raise that does not take such pictures
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)

@@ -18,14 +18,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.errors import ModelError
+from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
 from grasp.seeds import stream
 from grasp.settings import Settings
+from grasp.targets.units import UnitTokens
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
@@ -144,6 +147,27 @@ class StackedLlama:
             packed = _times(rms_norm(x_KTH, w[prefix + "mlp_norm"], NORM_EPS), w[prefix + "gate_up"])
             x_KTH = x_KTH + _times(swiglu(packed), w[prefix + "down"])
         return rms_norm(x_KTH, w["norm"], NORM_EPS).reshape(n_models, n_rows, length, -1)
+
+    def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> NDArray[np.float64]:
+        """`grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats a label.
+
+        Args:
+            batch_tokens: tokens of one forward pass: of all models together on a CPU, of each of them on a GPU.
+        """
+        if self.device.type == "cpu":
+            batch_tokens = max(1, batch_tokens // self.n_models)
+        losses_KE = np.full((self.n_models, len(unit_tokens)), np.nan)
+        with torch.inference_mode():
+            for index_B in length_batches([len(unit.input_ids) for unit in unit_tokens], batch_tokens):
+                ids_BL, labelled_BL = padded([unit_tokens[int(i)] for i in index_B])
+                hidden_KBLH = self.hidden(ids_BL.to(self.device).expand(self.n_models, -1, -1))
+                hidden_KPH = [supervised(hidden_BLH, labelled_BL) for hidden_BLH in hidden_KBLH]
+                pairs = zip(hidden_KPH, self.head, strict=True)
+                losses = [mean_losses(hidden_PH @ head.T, ids_BL, labelled_BL) for hidden_PH, head in pairs]
+                losses_KE[:, index_B] = np.stack(losses)
+        for losses_E in losses_KE:
+            refuse_non_finite(losses_E)
+        return losses_KE
 
     def _cos_sin(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the rotary angles, each (L, 1, head width / 2), as Hugging Face computes

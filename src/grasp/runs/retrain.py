@@ -244,7 +244,7 @@ class Worker:
         try:
             if runs[0].subset_id == FULL:
                 return [-self._reference_losses(runs[0].seed, progress)]
-            models = train_stacked(
+            trainer = train_stacked(
                 self.recipe,
                 self.store,
                 seeds=[run.seed for run in runs],
@@ -252,7 +252,7 @@ class Worker:
                 device=self.device,
                 progress=progress,
             )
-            return list(-models.unit_losses(self.tokens))
+            return list(-trainer.model.unit_losses(self.tokens))
         except ModelError as err:
             raise ModelError(f"{self.environment.path}: runs {[run.stem for run in runs]}: {err}") from err
 

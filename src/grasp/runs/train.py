@@ -34,11 +34,9 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ModelError, ShapeError
 from grasp.files import discard, remove_parts, written_aside
 from grasp.models.tokenizer import HfTokenizer
-from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
 from grasp.runs.llama import StackedLlama, head_loss
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.training_rows import Share, TokenBatch, batch_order, token_batches
-from grasp.targets.units import UnitTokens
 
 RECORD = "training.json"
 WEIGHTS = "model.safetensors"
@@ -326,48 +324,6 @@ class _Run:
 # ------------------------------------------------------------------------------------------------------- K at once
 
 
-@dataclass(frozen=True, slots=True)
-class StackedModels:
-    """K trained models."""
-
-    recipe: TrainingRecipe
-    seeds: tuple[int, ...]
-    losses: NDArray[np.float32]  # (steps, K), nats a label
-    llama: StackedLlama
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def model(self, k: int, eos_id: int | None = None) -> LlamaForCausalLM:
-        """Model k as an ordinary Hugging Face model on the CPU."""
-        return self.llama.to_hf(k, eos_id)
-
-    def unit_losses(self, unit_tokens: Sequence[UnitTokens], batch_tokens: int = 8192) -> NDArray[np.float64]:
-        """`grasp.models.unit_loss.evaluate_units` of every model, (K, E) float64, nats a label.
-
-        Args:
-            batch_tokens: tokens of one forward pass: of all models together on a CPU, of each of them on a GPU.
-        """
-        if self.llama.device.type == "cpu":
-            batch_tokens = max(1, batch_tokens // len(self))
-        losses_KE = np.full((len(self), len(unit_tokens)), np.nan)
-        lengths = [len(unit.input_ids) for unit in unit_tokens]
-        with torch.inference_mode():
-            for index_B in length_batches(lengths, batch_tokens):
-                losses_KE[:, index_B] = self._losses([unit_tokens[int(i)] for i in index_B])
-        for losses_E in losses_KE:
-            refuse_non_finite(losses_E)
-        return losses_KE
-
-    def _losses(self, units: Sequence[UnitTokens]) -> NDArray[np.float64]:
-        ids_BL, labelled_BL = padded(units)
-        ids_KBL = ids_BL.to(self.llama.device).expand(len(self), -1, -1)
-        hidden_KBLH = self.llama.hidden(ids_KBL)
-        hidden_KPH = [supervised(hidden_BLH, labelled_BL) for hidden_BLH in hidden_KBLH]
-        pairs = zip(hidden_KPH, self.llama.head, strict=True)
-        return np.stack([mean_losses(hidden @ head.T, ids_BL, labelled_BL) for hidden, head in pairs])
-
-
 def _in_cache(recipe: TrainingRecipe, n_models: int, device: str) -> TrainingRecipe:
     """On a CPU, K models read a K-th of the batch at a time: more activations at once would only leave the
     cache."""
@@ -384,8 +340,8 @@ def train_stacked(
     retained: Sequence[NDArray[np.bool_] | NDArray[np.float64] | None],
     device: str = "cpu",
     progress: Callable[[int], None] | None = None,
-) -> StackedModels:
-    """Train K models from scratch, model k from ``seeds[k]`` on the rows ``retained[k]``.
+) -> Trainer:
+    """Train K models from scratch, model k from ``seeds[k]`` on the rows ``retained[k]``; gives them in their trainer.
 
     Args:
         retained: K subsets as `train` takes them.
@@ -404,4 +360,4 @@ def train_stacked(
     for step in _steps(trainer, rows, shares, seeds):
         if progress is not None:
             progress(step)
-    return StackedModels(recipe, tuple(seeds), trainer.losses, trainer.model)
+    return trainer
