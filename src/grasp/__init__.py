@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from grasp.results import Result
     from grasp.runs.environment import Environment
     from grasp.runs.readers import import_runs
+    from grasp.runs.table import open_runs
     from grasp.verbs.calibrate import calibrate
     from grasp.verbs.evaluate import evaluate
-    from grasp.verbs.retrain import open_runs, retrain
+    from grasp.verbs.retrain import retrain
 
 __version__ = "0.1.0"
 
@@ -38,7 +39,7 @@ _HOMES = {
     "merge": "grasp.api",
     "mix_runs": "grasp.choose.alone",
     "open": "grasp.api",
-    "open_runs": "grasp.verbs.retrain",
+    "open_runs": "grasp.runs.table",
     "predict_runs": "grasp.choose.alone",
     "propose_runs": "grasp.choose.alone",
     "retrain": "grasp.verbs.retrain",

@@ -36,7 +36,7 @@ from grasp.runs.imported import row_weights
 from grasp.runs.learned import Learned
 from grasp.runs.learning import COVERAGE, learn_features
 from grasp.runs.readers import read_mixtures
-from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, any_runs
+from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
 from grasp.verbs.retrain import Opened
 
@@ -69,7 +69,7 @@ class Taught:
         Raises:
             EnvironmentDataError: not imported runs by shares, no such metric, too few runs, or runs all alike.
         """
-        table = any_runs(runs)
+        table = open_runs(runs)
         if not isinstance(table, RunTable) or table.info.kind != "shares":
             raise EnvironmentDataError(
                 f"{table.name}: mixtures alone are learned from runs by shares of a label; import them with "
@@ -199,7 +199,7 @@ def propose_runs(
             f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MOST} runs; train "
             "some, import them, and ask again"
         )
-    found = any_runs(runs)
+    found = open_runs(runs)
     if isinstance(found, Environment):
         if artifact is None:
             raise SettingsError(f"propose: {found.path} holds retrained subsets; name the artifact of their corpus")

@@ -26,7 +26,7 @@ from grasp.runs.environment_info import EnvironmentInfo, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.run_tables import Run
-from grasp.runs.table import NAMED, RunTable, any_runs
+from grasp.runs.table import NAMED, RunTable, open_runs
 
 F64 = NDArray[np.float64]
 
@@ -102,7 +102,7 @@ class ImportedRuns(Environment):
 
 def runs_beside(artifact: ArtifactReader, runs: Environment | RunTable | Path | str) -> Environment:
     """Retrained or imported runs, or the directory that holds them, as an environment beside an artifact."""
-    found = any_runs(runs)
+    found = open_runs(runs)
     if isinstance(found, Environment):
         return found
     return ImportedRuns(found, artifact, Path(runs) if isinstance(runs, Path | str) else Path(found.name))

@@ -347,8 +347,14 @@ def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> NDArray[np.int64
     return np.array([code_of[name] for name in column.to_pylist()], dtype=np.int64)
 
 
-def any_runs(runs: Environment | RunTable | Path | str) -> Environment | RunTable:
-    """Retrained or imported runs, or those that a directory holds."""
-    if not isinstance(runs, Path | str):
-        return runs
-    return RunTable.open(runs) if (Path(runs) / INFO).exists() else Environment.open(runs)
+def open_runs(path: Environment | RunTable | Path | str) -> Environment | RunTable:
+    """Open runs: models trained on parts of a corpus, and how well each did; retrained (an environment) or imported.
+
+    Args:
+        path: the directory that holds them; runs that are open are given back.
+    Raises:
+        EnvironmentDataError: nothing there, or damaged.
+    """
+    if not isinstance(path, Path | str):
+        return path
+    return RunTable.open(path) if (Path(path) / INFO).exists() else Environment.open(path)

@@ -1,4 +1,4 @@
-"""Runs: made by training a model on each of many subsets, or opened. The verbs `retrain` and `open_runs`."""
+"""Runs, made by training a model on each of many subsets: the verb `retrain`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from grasp.errors import SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.reopen import Origin
 from grasp.runs.environment import Environment
-from grasp.runs.table import RunTable, any_runs
+from grasp.runs.table import RunTable
 from grasp.settings import retrain_settings, without_foreign_code
 from grasp.yaml_files import over, plain_settings, put_all, read_yaml, require
 
@@ -27,15 +27,6 @@ class Opened(Protocol):
 
     @property
     def files(self) -> ArtifactReader: ...
-
-
-def open_runs(path: Place) -> Environment | RunTable:
-    """Open runs: models trained on parts of a corpus, and how well each did; retrained (an environment) or imported.
-
-    Raises:
-        EnvironmentDataError: nothing there, or damaged.
-    """
-    return any_runs(path)
 
 
 def retrain(
