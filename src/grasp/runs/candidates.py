@@ -264,8 +264,10 @@ def write_default_family(path: Path) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def load_family(path: Path | str) -> ProtocolFamily:
-    """Read a family from YAML; every mismatch is in the message."""
+def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
+    """Read a family from YAML, every mismatch in the message; one that was read is given back."""
+    if isinstance(path, ProtocolFamily):
+        return path
     return validated_yaml(ProtocolFamily, path, "family", ProtocolError)
 
 

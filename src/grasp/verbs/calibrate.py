@@ -77,7 +77,7 @@ def calibrate(
         n_subsets = len({(one.path, name) for one in environments for name in one.info.subset_ids})
         chosen_from, why = family_for(n_subsets)
     else:
-        chosen_from, why = family_of(family), []
+        chosen_from, why = load_family(family), []
     developments = developments_of(
         artifacts,
         environments,
@@ -111,11 +111,6 @@ def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> li
         runs_beside(artifact, one)
         for one in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
     ]
-
-
-def family_of(family: ProtocolFamily | Place) -> ProtocolFamily:
-    """A family of protocols, or its file."""
-    return family if isinstance(family, ProtocolFamily) else load_family(family)
 
 
 def _tried(selection: Selection) -> str:

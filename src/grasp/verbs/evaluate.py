@@ -15,7 +15,7 @@ from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.blocks import Side
 from grasp.predict.families import parse_family
-from grasp.predict.protocol import Match, ScoringProtocol, chosen_on, default_protocol, load_protocol
+from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import (
@@ -25,6 +25,7 @@ from grasp.runs.candidates import (
     ProtocolFamily,
     candidate_of,
     default_family,
+    load_family,
     needed_arrays,
 )
 from grasp.runs.contract import Material, Retrained
@@ -42,7 +43,7 @@ from grasp.runs.selection import (
     select,
 )
 from grasp.text import several
-from grasp.verbs.calibrate import environments_of, family_of
+from grasp.verbs.calibrate import environments_of
 from grasp.verbs.retrain import Opened, Place, Runs
 
 PLAIN = Binding("retained", "mean", "mean_relevance")
@@ -150,7 +151,7 @@ def _protocols(protocol: ScoringProtocol | Place | None) -> dict[str, ScoringPro
     shipped = default_protocol()
     if protocol is None:
         return {shipped.name: shipped}
-    given = protocol if isinstance(protocol, ScoringProtocol) else load_protocol(protocol)
+    given = as_protocol(protocol)
     also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
     return {shipped.name: shipped, given.name if given.name != shipped.name else f"{given.name} ({also})": given}
 
@@ -168,7 +169,7 @@ def _controls(
             f"controls: {runs.path} is held out, so no weights may be selected on it; name a development environment "
             "(--development)"
         )
-    full = default_family() if family is None else family_of(family)
+    full = default_family() if family is None else load_family(family)
     developments = developments_of([artifact], development or [runs], calibration_subsets=full.calibration_subsets)
     chosen, notes = control_methods(full, developments, resamples=resamples)
     return chosen, {name: runs for one in developments for name, runs in one.results.items()}, notes

@@ -95,7 +95,8 @@ def score(
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such label or method, no row that is as long, or what has no meaning beside the rest.
     """
-    published = _published(method, method_settings, runs=runs, checkpoints=checkpoints, cache=cache)
+    of_method = {"environment": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
+    published = _published(method, of_method)
     beside = None if runs is None else runs_beside(artifact, runs)
     target = only_target(artifact, target)
     if match is not None:
@@ -132,24 +133,24 @@ def score(
     )
 
 
-def _published(method: str | None, settings: Path | str | None, **looked_at: object) -> ConfiguredMethod | None:
+def _published(method: str | None, given: Mapping[str, Any]) -> ConfiguredMethod | None:
     """The method that is named; None without one.
 
     Raises:
         SettingsError: no such method, or something is given that has no meaning with it.
     """
-    given = {"environment": looked_at.pop("runs"), "checkpoints": looked_at.pop("checkpoints")}
+    named = [name for name, value in given.items() if value not in (None, (), [])]
     if method is None:
-        every = given | {"method_settings": settings, **looked_at}
-        if idle := [name for name, value in every.items() if value not in (None, (), [])]:
-            raise SettingsError(f"{', '.join(idle)}: no meaning without method; name one, or leave it out")
+        if named:
+            raise SettingsError(f"{', '.join(named)}: no meaning without method; name one, or leave it out")
         return None
     if method == GRASP:
         raise SettingsError("method: got grasp, whose relevance ranks without it; leave method out, see match")
+    settings = given["method_settings"]
     configured = {} if settings is None else read_yaml(Path(settings))
     (chosen,) = configured_methods([method], configured, "method" if settings is None else str(settings))
-    for name, value in given.items():
-        if value not in (None, (), []) and name not in chosen.method.looks_at:
+    for name in ("environment", "checkpoints"):
+        if name in named and name not in chosen.method.looks_at:
             raise SettingsError(f"{name}: no meaning with method {method}, which looks at none; leave it out")
     return chosen
 
