@@ -5,7 +5,7 @@ above 0 it helps more than the corpus does on average. Ordered once, whatever is
 Shape letters: N rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
