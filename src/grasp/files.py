@@ -373,9 +373,9 @@ def own_directory(
 
 
 def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Every leaf in which two plain values of JSON differ, as `field: was X, now Y`."""
+    """Every leaf in which two plain values of JSON differ, as `field: was X, now Y`; null is as good as absent."""
     if isinstance(then, dict) and isinstance(now, dict):
-        for key in sorted(then.keys() | now.keys()):
+        for key in sorted(key for key in then.keys() | now.keys() if (then.get(key), now.get(key)) != (None, None)):
             yield from differences(
                 then.get(key, _ABSENT), now.get(key, _ABSENT), f"{where}.{key}" if where else str(key)
             )

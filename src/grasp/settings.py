@@ -78,6 +78,12 @@ class CorpusSettings(Settings):
         ge=1,
         description="Keep only the first rows of a long document; none: keep all. `document` packing only.",
     )
+    shortest_end: int | None = Field(
+        None,
+        ge=1,
+        description="Fewest tokens of the last row of a document that is cut into several: shorter ends are left out, "
+        "since the relevance of a few tokens is noise. None: an eighth of max_length. `document` packing only.",
+    )
     limit: int | None = Field(None, ge=1, description="Read only the first so many documents.")
     snippet_chars: int = Field(240, ge=0, description="Characters of text kept per row for reading; 0 keeps none.")
     image_column: str | None = Field(

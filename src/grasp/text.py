@@ -2,7 +2,8 @@
 
 import json
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from math import isfinite, isnan
 from typing import Any
 
@@ -17,6 +18,7 @@ SKIPPED = {
     "empty": "empty documents",
     "whitespace": "documents of white space",
     "one_token": "rows of one token",
+    "short_end": "short ends of documents that were cut into rows",
     "cut": "ends of documents that were cut",
     "cut_begin": "conversations too long for a row, of which the end was kept",
     "turn_order": "conversations whose turns are out of order",
@@ -60,6 +62,13 @@ def signed(value: float | None, digits: int = 3) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """Without a sign unless it is negative; a dash where there is none."""
     return "-" if value is None or isnan(value) else f"{value:z.{digits}f}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'sciq'?)`, where a name that is there is spelled like it; case does not matter."""
+    spelled = {one.lower(): one for one in known}
+    close = get_close_matches(name.lower(), spelled, n=1)
+    return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
 
 
 def skipped_text(counts: Mapping[str, int]) -> str:

@@ -96,6 +96,14 @@ def test_everything_is_measured_and_every_line_says_what_is_healthy(of_plain):
     for finding in of_plain.checks:
         assert says_what_is_healthy(finding), finding
         assert bool(finding.advice) == (finding.verdict != "healthy")
+    idle = {name for name in LINES if any(word in name for word in ("sketch", "direct", "opposed", "compl", "pooled"))}
+    assert (
+        {one.name for one in of_plain.checks[-len(idle) :]} == idle == {x.name for x in of_plain.checks if not x.used}
+    )
+    assert of_plain.checks[0].name == "tail, token"
+    assert f" of {len(LINES) - len(idle)} checks are healthy, " in of_plain.headline
+    assert of_plain.headline.endswith(f"; {len(idle)} more are of what the protocol does not use.")
+    assert f"[not used by this protocol] direct-sum bound: {named['direct-sum bound'].measured}\n[" in repr(of_plain)
     assert named["batch invariance"].verdict == "healthy"
     assert named["ranking stability"].verdict == "not measured"
     rows = of_plain.to_arrow().to_pylist()

@@ -121,6 +121,16 @@ def test_what_questions_words_and_pairs_receive_adds_up_too(art, explainer):
         assert "".join(one.answer_tokens[pair["answer_position"] :]).startswith(pair["answer_text"])
 
 
+def test_a_row_that_helps_mostly_one_question_says_so(explainer):
+    noted = []
+    for found in (explainer.explain("facts", f"row-{k}") for k in range(12)):
+        adds = [max(0.0, added) for added in found.questions["contribution"].to_pylist()]
+        line = f"{found.questions['unit_id'][0]} alone gets {adds[0] / sum(adds):.0%} of the help" if adds[0] else "no"
+        noted.append(any(note.startswith(line) for note in found.notes))
+        assert noted[-1] == (adds[0] > sum(adds) / 2)
+    assert len(set(noted)) == 2
+
+
 def test_a_token_adds_what_a_loop_over_pairs_gives(art, explainer):
     """The token kernel from its definition, one pair of positions after the other, in float64."""
     found = explainer.explain("facts", "row-5", unit=UNIT, match="token", protocol=BOTH_SIGNS)

@@ -398,6 +398,8 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert sum(one["taken"] for one in got.labels.to_pylist()) == 5
     assert got.guarantee == "whole documents, by the mean effect of their rows"
     assert any("of the 19 documents that may be taken are above the corpus average" in note for note in got.notes)
+    assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
+    assert not any("kept in part" in note for note in got.notes)
     assert got.curve.rows[-1] == 38
     with pytest.raises(SettingsError, match="budget: documents are chosen without geometry; give rows or tokens"):
         selected(source, protocol(components=GEOMETRY), "5documents")
@@ -413,6 +415,8 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
     (line,) = [note for note in got.notes if note.startswith("left out: 30 of 40 rows (75.0 %), their mean effect -")]
     name = worst or "(no label)"
     assert f"; most of topic: {name} ({gone[worst]} of {whole[worst]}), " in line
+    of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
+    assert any(f"{of.count(1)} of 20 documents are kept in part; --documents half with --ex" in n for n in got.notes)
     assert got.write_left_out(tmp_path / "gone.parquet") == 30
     table = pq.read_table(tmp_path / "gone.parquet")
     assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]
@@ -425,6 +429,7 @@ def test_rows_too_short_to_trust_are_told_where_they_lead():
     short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
     assert short
     assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
+    assert "noisy: --min-tokens 32 passes" in ranking.notes[0]
     assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
     source.tokens[:] = 1  # images: there is nothing to choose from
     assert len(score(source, "sciq", protocol=protocol(), top=10).notes) == 1

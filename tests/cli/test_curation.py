@@ -151,19 +151,29 @@ def test_select_keeps_floors_caps_and_exclusions(art, tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_select_exports_exactly_the_chosen_rows(kind, art, root, tmp_path):
     """Text and tokens of each row, and nothing else; `grasp build` reads them as they are."""
-    kept, out = tmp_path / "kept.parquet", tmp_path / "kept"
-    said = succeed("select", art, "--budget", "20%", "--export", out, "--format", kind, "--out", kept).out
+    kept, out, gone = tmp_path / "kept.parquet", tmp_path / "kept", tmp_path / "gone"
+    asked = ("--budget", "20%", "--export", out, "--left-out", gone, "--format", kind, "--out", kept)
+    said = succeed("select", art, *asked).out
     chosen = pq.read_table(kept)
     if kind == "parquet":
-        lines = pq.read_table(out / "part-00000.parquet").to_pylist()
+        lines, left = (pq.read_table(place / "part-00000.parquet").to_pylist() for place in (out, gone))
     else:
-        lines = [json.loads(line) for line in (out / "part-00000.jsonl").read_text().splitlines()]
+        lines, left = (
+            [json.loads(line) for line in (place / "part-00000.jsonl").read_text().splitlines()]
+            for place in (out, gone)
+        )
     by_order = sorted(lines, key=lambda line: line["order"])
     assert [line["row_id"] for line in by_order] == chosen["row_id"].to_pylist()
     assert [line["relevance"] for line in by_order] == pytest.approx(chosen["effect"].to_pylist())
     assert [len(line["input_ids"]) for line in by_order] == chosen["n_tokens"].to_pylist()
+    names = ArtifactReader.open(art).row_batches(["row_id"])
+    every = [name for batch in names for name in batch.column(0).to_pylist()]
+    assert [line["row_id"] for line in left] == [name for name in every if name not in chosen["row_id"].to_pylist()]
+    worst_first = sorted(left, key=lambda line: line["order"])
+    assert [line["relevance"] for line in worst_first] == sorted(line["relevance"] for line in left)
+    assert read_yaml(gone / "_manifest.yaml")["left_out"] is True
     originals = {line["row_id"]: line for line in map(json.loads, (root / "corpus.jsonl").read_text().splitlines())}
-    for line in lines:
+    for line in [*lines, *left]:
         document = originals[line["row_id"].split("#")[0]]
         assert line["text"] in document["text"]
         assert line["topic"] == document["topic"]
@@ -178,7 +188,7 @@ def test_select_exports_exactly_the_chosen_rows(kind, art, root, tmp_path):
 
 def test_select_exports_whole_documents_and_says_first_what_that_adds(art, root, tmp_path):
     asked = ("--budget", "50%tokens", "--target", "facts", "--documents", "any", "--format", "jsonl")
-    files = ("--ids-out", tmp_path / "kept.txt", "--export", tmp_path / "kept")
+    files = ("--ids-out", tmp_path / "kept.txt", "--export", tmp_path / "kept", "--left-out", tmp_path / "gone")
     out = succeed("select", art, *asked, *files, "--out", tmp_path / "kept.parquet").out
     names = (tmp_path / "kept.txt").read_text().splitlines()
     rows = {name.split("#")[0] for name in pq.read_table(tmp_path / "kept.parquet")["row_id"].to_pylist()}
@@ -186,6 +196,10 @@ def test_select_exports_whole_documents_and_says_first_what_that_adds(art, root,
     originals = {line["row_id"]: line for line in map(json.loads, (root / "corpus.jsonl").read_text().splitlines())}
     assert set(names) == rows == {line["row_id"] for line in lines}
     assert all(originals[line["row_id"]] == line for line in lines)
+    gone = [json.loads(line) for line in (tmp_path / "gone" / "part-00000.jsonl").read_text().splitlines()]
+    assert all(originals[line["row_id"]] == line for line in gone)
+    assert {line["row_id"] for line in gone} == set(originals) - rows
+    assert f"{tmp_path / 'gone'}: {len(gone)} documents, " in out
     assert re.search(
         rf"whole documents \(any\): {len(names)} with [\d,]+ tokens; [\d,]+ of these were not chosen, 0", out
     )
@@ -209,7 +223,12 @@ def test_select_exports_whole_documents_and_says_first_what_that_adds(art, root,
         (["--exclude-where", "topic ="], "expression 'topic =': "),
         (["--exclude", "nothing.txt"], "exclude: nothing.txt: no such file"),
         (["--documents", "some"], "documents: got 'some', expected any, half or all"),
-        (["--documents", "half"], "export: documents, corpus and ids say how; name the directory that is written"),
+        (["--documents", "half"], "--documents, --ids-out, --corpus: say how documents are written; add --export DIR"),
+        (["--left-out", "gone", "--documents", "any", "--ids-out", "i"], "are written; add --export DIR"),
+        (["--left-out", "gone", "--budget", "100%"], "left out: nothing is, so that there is nothing to write"),
+        (["--left-out", "gone", "--budget", "100%", "--documents", "all"], "left out: nothing is"),
+        (["--left-out", "."], r"^\.: is there already; give another name, or remove it"),
+        (["--left-out", "gone.txt"], "gone.txt: expected a name that ends in .parquet or .csv"),
         (["--export", "kept", "--ids-out", "i"], "ids: lists whole documents; say with `documents` which"),
         (["--out", "kept.csv"], "--out: got kept.csv, expected a name that ends in .parquet"),
         (["--out", "nowhere/kept.parquet"], "--out: got nowhere/kept.parquet, but there is no directory nowhere"),

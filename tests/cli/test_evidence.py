@@ -56,7 +56,7 @@ def settings(root) -> Path:
     data = {
         "tokenizer": str(root / "model"),
         "overrides": {"steps": 4, "warmup_steps": 1, "batch_rows": 4, "shape": shape},
-        "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48},
+        "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48, "shortest_end": 1},
         "targets": {"names": [str(root / "facts.jsonl")]},
         "lease_seconds": 1.0,
         "device": "cpu",
@@ -162,7 +162,10 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, tmp_path):
     env = tmp_path / "env"
     recipe = "overrides.steps=4 overrides.warmup_steps=1 overrides.batch_rows=4 overrides.shape.hidden=16 threads=1"
     changes = [part for change in recipe.split() for part in ("--set", change)]
-    like = "retrain", "--like", art, "--family", "mixture:topic", "-B", 1, "--seeds", 1, "--out", env
+    asked = "retrain", "--like", art, "--out", env, "-B", 1, "--seeds", 1, "--family"
+    assert "art has no label 'topics', expected one of ['topic" in refused(*asked, "mixture:topics")
+    assert not env.exists()
+    like = *asked, "mixture:topic"
     succeed(*like, *changes)
     assert "1 subsets x 1 seeds" in succeed(*like, *changes).out
     assert "undefined: mean_lds" in succeed("evaluate", art, "--environment", env).out

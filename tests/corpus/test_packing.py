@@ -99,6 +99,21 @@ def test_rows_of_a_document_are_numbered_after_the_first():
     assert [row.labels for row in rows] == [{"topic": "x"}] * 3
 
 
+@pytest.mark.parametrize(("tokens", "n_rows"), [(3, 1), (32, 1), (35, 1), (36, 2), (67, 2), (68, 3)])
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_short_ends_of_documents_that_are_cut_apart_are_left_out_and_named(kind, tokens, n_rows):
+    words, log = " ".join(f"w{i}" for i in range(tokens)), SkipLog()
+    documents = [document(0, words) if kind == "text" else document(0, ids=range(tokens))]
+    rows = list(pack(documents, Words(eos_id=None), log, max_length=32))
+    assert len(rows) == n_rows
+    left = tokens - sum(len(row.input_ids) for row in rows)
+    assert left < 4
+    assert log.frozen().ids == ({"short_end": (f"d0#{n_rows}",)} if left else {})
+    assert not list(pack(documents, Words(eos_id=None), log, cursor=rows[-1].after, max_length=32))
+    every = pack(documents, Words(eos_id=None), max_length=32, shortest_end=1)
+    assert sum(len(row.input_ids) for row in every) == tokens
+
+
 def test_a_packed_row_belongs_to_the_document_with_most_tokens_the_first_on_a_tie():
     documents = [document(0, "a b", topic="x"), document(1, "c d e", topic="y"), document(2, "f", topic="z")]
     # stream: a b . c d e . f .   cut at 6: [a b . c d e] is a tie of 3 and 3; [. f .] is d2 by 2 to 1

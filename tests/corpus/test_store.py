@@ -209,6 +209,14 @@ def rewrite_in_place(corpus):
     os.utime(path, (1, 1))
 
 
+def test_a_store_that_was_begun_before_a_setting_was_there_goes_on(tmp_path, corpus):
+    store = write(tmp_path / "store", corpus)
+    plan = json.loads((tmp_path / "store" / "plan.json").read_text())
+    assert plan["settings"].pop("shortest_end", "gone") is None
+    (tmp_path / "store" / "plan.json").write_text(json.dumps(plan))
+    assert write(tmp_path / "store", corpus).fingerprint == store.fingerprint
+
+
 @pytest.mark.parametrize(
     ("change", "again", "message"),
     [
@@ -525,8 +533,10 @@ def test_real_documents(tmp_path, name, packing):
     store = write(tmp_path / "store", path, 256, tokenizer, packing=packing, max_length=128, limit=400)
     assert store.n_documents == 400
     assert {"topic", "format", "license", "source"} <= set(store.label_columns)
-    n_words = sum(len(text.split()) + 1 for text in tokenizer.seen[16:])
-    assert store.n_tokens == n_words - store.skipped.counts.get("one_token", 0)
+    n_words = [len(text.split()) + 1 for text in tokenizer.seen[16:]]
+    ends = [n % 128 for n in n_words if n > 128 and 0 < n % 128 < 16] if packing == "document" else []
+    assert store.skipped.counts.get("short_end", 0) == len(ends)
+    assert store.n_tokens == sum(n_words) - sum(ends) - store.skipped.counts.get("one_token", 0)
     rows = rows_of(store)
     assert len({row["row_id"] for row, _ in rows}) == store.n_rows
     assert all(row["snippet"] for row, _ in rows)

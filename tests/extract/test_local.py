@@ -28,7 +28,7 @@ from grasp.extract import forward
 from grasp.extract.engine import InProcess
 from grasp.extract.extend import add_target
 from grasp.extract.forward import ShardForward
-from grasp.extract.inputs import prepare
+from grasp.extract.inputs import prepare, tell_units
 from grasp.extract.local import build, build_token_kernel, regime, relevance_scale
 from grasp.extract.moments import sample_rows
 from grasp.extract.progress import Silent
@@ -38,6 +38,7 @@ from grasp.files import discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.predict.protocol import default_protocol
 from grasp.settings import BuildSettings, FeatureSettings, TargetSettings, build_settings
+from grasp.targets import load_units
 from tests.extract.world import texts, world, write_targets
 
 
@@ -358,7 +359,11 @@ def test_kept_rows_and_settings_are_verified_too(root, built, tmp_path):
 def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, tmp_path):
     notes = Notes()
     build(world(root), tmp_path / "art", progress=notes)
-    columns, labels, rows, time, which = notes.lines
+    columns, labels, rows, questions, time, which = notes.lines
+    assert questions == "questions: all 6 of facts"
+    fewer = Notes()
+    tell_units(load_units(world(root).targets.model_copy(update={"units_per_target": 4})), fewer)
+    assert fewer.lines == ["questions: 4 of the 6 of facts"]
     assert columns == "columns: text from 'text', names of rows from 'row_id'"
     assert labels == "labels: topic"
     lines = [
@@ -377,16 +382,15 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     assert re.fullmatch(r"65 rows of 40 documents, [\d,]+ tokens, at most 48 in a row \(the model reads 128\)", rows)
     assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows", time)
     assert re.fullmatch(
-        r"loss \d\.\d nats a token, \d+% of ln V: a model that learns the language \(NOT TESTED: only models at 21%, "
-        r"30%, 63% were compared with retraining\); rows rank by token, input and neighbour",
+        r"loss \d\.\d nats a token, \d+% of ln V: a model that learns the language \(NOT TESTED: like none whose "
+        r"predictions were compared with retraining, at 21%, 30%, 63%\); rows rank by token, input and neighbour",
         which,
     )
     trained = SimpleNamespace(loss=0.6 * math.log(300))
-    assert "learns the language (tested at 21%, 30%, 63%); rows rank by token" in regime(
-        FeatureSettings(), trained, 300
-    )
+    like = "(like models whose predictions were compared with retraining, at 21%, 30%, 63%); rows rank by "
+    assert f"learns the language {like}token" in regime(FeatureSettings(), trained, 300)
     tuned = SimpleNamespace(loss=0.25 * math.log(300))
-    assert regime(FeatureSettings(), tuned, 300).endswith("(tested at 21%, 30%, 63%); rows rank by shift")
+    assert regime(FeatureSettings(), tuned, 300).endswith(f"{like}shift")
     assert notes.stages == ["rows", "units", "token moments", "forward"]
 
 

@@ -70,7 +70,7 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
     features = {"top_k": 12, "hidden_width": 8, "residual_width": 8, "product_width": 8, "moment_positions": 200}
     data: dict[str, Any] = {
         "model": {"path": str(root / "model"), "threads": 1, "batch_tokens": 256},
-        "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48},
+        "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48, "shortest_end": 1},
         "targets": {"names": [str(root / "facts.jsonl")], "max_length": 64},
         "features": features | changes.pop("features", {}),
         "shard_rows": 8,

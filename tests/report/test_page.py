@@ -322,6 +322,23 @@ def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path):
     assert "For sciq, keep a and d; c costs most." in said(ArtifactReader.open(tmp_path / "art"), by=("topic",))
 
 
+def test_targets_that_want_opposite_things_are_told_first(tmp_path):
+    worth = ((4.0, 2.0), (0.0, 4.0), (-5.0, -5.0), (10.0, -1.0))
+    art = write_artifact(tmp_path / "art", topics=("a", "b", "c", "d"), worth=worth, pull=0.2)
+    text = said(art, by=("topic",))
+    assert "Targets want opposite things of d: sciq gains, boolq loses. For 2 targets, keep a; c costs most." in text
+    assert "Grey: it holds zero, or there is none: the mean has none." in text
+    assert "Few questions (sciq 5, boolq 5): an interval over fewer than 20 is too narrow." in text
+
+
+def test_a_selection_of_documents_speaks_of_documents(tmp_path):
+    art = write_artifact(tmp_path / "art", targets=("sciq",))
+    out = succeed("select", art.where, "--budget", "50documents", "--out", tmp_path / "kept.parquet").out
+    assert out.startswith("keeps 50 documents: 50 of 200 rows (25.0 %), ")
+    text = said(art, selection=tmp_path / "kept.json")
+    assert re.search(r"Keeping the best 50 documents is worth \+[0-9.]+ effect sizes", text)
+
+
 def test_a_selection_beyond_the_runs_says_so(place, tmp_path):
     asked = ("--budget", "5%", "--target", "sciq", "--environment", place / "env", "--out", tmp_path / "kept.parquet")
     succeed("select", place / "art", *asked)

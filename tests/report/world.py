@@ -55,18 +55,19 @@ def write_artifact(
     model: str = "models/last",
     seed: int = 0,
     pull: float = 2.0,
-    worth: Sequence[float] = (),
+    worth: Sequence[float | Sequence[float]] = (),
 ) -> ArtifactReader:
     """Two kernels, three sketches, a topic and a format for every row.
 
     Args:
         pull: how much a topic matters to a unit, whichever way.
-        worth: what each topic is worth to all units.
+        worth: what each topic is worth to all units, or to those of each target.
     """
     rng = np.random.default_rng(seed)
     topic = np.concatenate([np.arange(len(topics)), rng.integers(0, len(topics), n_rows - len(topics))])
     all_units = units(targets)
-    pull_GE = pull * rng.standard_normal((len(topics), len(all_units))) + np.array(worth or [0.0])[:, None]
+    worth_GE = np.array([np.repeat(one, len(all_units) // np.size(one)) for one in worth or [0.0]])
+    pull_GE = pull * rng.standard_normal((len(topics), len(all_units))) + worth_GE
     wide = rng.standard_normal((len(topics), 6))
     arrays = {
         "relevance_token": rng.standard_normal((n_rows, len(all_units))) + pull_GE[topic] + 1.0,

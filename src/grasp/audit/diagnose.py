@@ -5,7 +5,7 @@ Shape letters: N rows of the sample, B subsets, D sketch width.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,9 +64,9 @@ class Diagnosis(Result):
     """All checks of an artifact.
 
     Attributes:
-        table: check, verdict (healthy, look, or not measured), number (what the verdict is about), measured, healthy
-            (what a healthy value is), advice.
-        checks: the same, each with all its numbers.
+        table: check, verdict (healthy, look, or not measured), used (by the protocol), number (what the verdict is
+            about), measured, healthy (what a healthy value is), advice.
+        checks: the same, each with all its numbers; those that the protocol does not use stand last.
         source: where full features came from: kept features, the model, or nothing.
     """
 
@@ -76,25 +76,31 @@ class Diagnosis(Result):
     @classmethod
     def of(cls, checks: Sequence[Check], sample: str, source: str) -> "Diagnosis":
         """The checks as a table."""
-        counts = Counter(one.verdict for one in checks)
+        counts = Counter(one.verdict for one in checks if one.used)
         table = pa.table(
             {
                 "check": [one.name for one in checks],
                 "verdict": [one.verdict for one in checks],
+                "used": [one.used for one in checks],
                 "number": pa.array([next(iter(one.numbers.values()), None) for one in checks], pa.float64()),
                 "measured": [one.measured for one in checks],
                 "healthy": [one.healthy for one in checks],
                 "advice": [one.advice for one in checks],
             }
         )
-        headline = f"{counts['healthy']} of {len(checks)} checks are healthy"
+        unused = len(checks) - counts.total()
+        headline = f"{counts['healthy']} of {counts.total()} checks are healthy"
         headline += "".join(f", {counts[v]} {text}" for v, text in TOLD.items() if counts[v])
+        headline += f"; {unused} more are of what the protocol does not use" * bool(unused)
         notes = (f"{sample}, full features from {source}",)
         return cls(table, f"{headline}.", notes, checks=tuple(checks), source=source)
 
     def __repr__(self) -> str:
         lines = [self.headline]
         for one in self.checks:
+            if not one.used:
+                lines += [plain(f"[not used by this protocol] {one.name}: {one.measured}")]
+                continue
             lines += [plain(f"[{one.verdict}] {one.name}: {one.measured}")]
             lines += ["    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}")]
         return "\n".join([*lines, *map(plain, self.notes)])
@@ -105,6 +111,7 @@ class Diagnosis(Result):
         write_whole(path, (json_text(data) + "\n").encode())
 
 
+GEOMETRY, POOLED = ("sketch", "direct", "opposed", "complement"), ("pooled",)  # checks that bear on nothing else
 TOLD = {"look": "need a look", "not measured": "were not measured"}
 
 
@@ -143,13 +150,17 @@ def diagnose(
         compared = f"subsets of {environment.name} as far as they are among them"
     subject = _Subject.of(artifact, index, weight_BN, own)
     chosen = as_protocol(protocol)
-    checks = [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
-    checks += [*_tails(artifact, chosen), _draw(subject, chosen, seed), *_range(artifact)]
+    checks = [*_tails(artifact, chosen), _draw(subject, chosen, seed), *_range(artifact)]
+    checks += [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
     if environment is None:
         checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
     else:
         checks += _stability(artifact, environment, chosen)
     source = subject.features.source if isinstance(subject.features, SampleFeatures) else "nothing"
+    kernels = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
+    idle = (() if chosen.components else GEOMETRY) + (() if "pooled" in kernels else POOLED)
+    checks = [replace(one, used=not any(word in one.name for word in idle)) for one in checks]
+    checks.sort(key=lambda one: not one.used)
     return Diagnosis.of(checks, f"{len(index)} rows, {len(weight_BN)} {compared}", source)
 
 
@@ -424,7 +435,7 @@ def _draw(subject: _Subject, protocol: ScoringProtocol, seed: int) -> Check:
     worst = min(agreed, key=agreed.__getitem__)
     return check(
         name,
-        f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.2f} for {worst}, the least of "
+        f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.3f} for {worst}, the least of "
         f"{len(agreed)} targets, between two samples of {positions:,} positions",
         STEADY_RANKS,
         agreed[worst] >= STEADY,

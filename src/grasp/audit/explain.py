@@ -236,11 +236,12 @@ class _Question:
         target, unit = self.predictor.targets[0], self.units["unit_id"][0].as_py() if self.by_position else None
         total, answer = sum(here.values()), self._answer(model, added)
         where = f"{unit} of {target}" if unit else target
+        questions = None if self.by_position else _by_question(self.units, added.column_C)
         return Explanation(
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
             f"{-parts.average:+z.3f} is taken off",
-            self._notes(here, parts.effect, gap),
+            (*_mostly_one(questions), *self._notes(here, parts.effect, gap)),
             row_id=row,
             target=target,
             unit_id=unit,
@@ -252,7 +253,7 @@ class _Question:
             ),
             answer=answer,
             pairs=None if answer is None else _strongest(added.pair_LC, table, answer, self.unit_tokens[0].first),
-            questions=None if self.by_position else _by_question(self.units, added.column_C),
+            questions=questions,
             prompt=self.units["prompt"][0].as_py() if self.by_position else "",
         )
 
@@ -300,7 +301,7 @@ class _Question:
             )
         else:
             notes.append(f"the words add up to what the artifact holds, to {abs(gap):.1g}")
-        return (*notes, self.predictor.scored_by)
+        return (*notes, f"protocol {self.predictor.protocol.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +352,17 @@ def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, fi
             "contribution": pair_WC[places, columns],
         }
     )
+
+
+def _mostly_one(questions: pa.Table | None) -> tuple[str, ...]:
+    """A line, if more than half of the help goes to a single one of several questions."""
+    if questions is None or len(questions) < 3:
+        return ()
+    adds_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
+    if adds_E[0] <= adds_E.sum() / 2:
+        return ()
+    name = questions["unit_id"][0].as_py()
+    return (f"{name} alone gets {adds_E[0] / adds_E.sum():.0%} of the help: the effect on the target rests on it",)
 
 
 def _by_question(units: pa.Table, adds_E: F64) -> pa.Table:

@@ -126,7 +126,7 @@ def explain_images(
             table,
             f"row {row}: effect {one.effect:+z.3f} on {target}. The trusted images add "
             f"{one.effect - one.average:+z.3f}; the average row's {-one.average:+z.3f} is taken off",
-            (*why, predictor.scored_by),
+            (*why, f"protocol {predictor.protocol.name}"),
             row_id=row,
             row_class=str(row_class),
             target=target,

@@ -30,6 +30,7 @@ class Check:
     verdict: str  # healthy, look, or not measured
     advice: str  # what to change, or why nothing was measured
     numbers: dict[str, float]  # the first one is what the verdict is about, where it is about one
+    used: bool = True  # False: the protocol uses nothing of what is measured
 
 
 def check(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:

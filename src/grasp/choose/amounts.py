@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grasp.errors import SettingsError
-from grasp.text import several
+from grasp.text import did_you_mean, several
 
 Unit = Literal["rows", "tokens", "documents"]
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[kMBT])?\s*(rows?|tokens?|documents?)?")
@@ -121,7 +121,7 @@ def weighted_targets(
     weights: dict[str, float] = {}
     for name, weight in pairs:
         if name not in known:
-            raise SettingsError(f"target: got {name!r}, {has}")
+            raise SettingsError(f"target: got {name!r}{did_you_mean(name, known)}, {has}")
         if name in weights:
             raise SettingsError(f"target: got {name} more than once; give it one weight, e.g. {name}=2")
         if not 0 < weight < math.inf:

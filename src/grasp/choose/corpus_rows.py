@@ -21,6 +21,7 @@ from grasp.settings import CorpusSettings
 from grasp.yaml_files import validated
 
 Rule = Literal["any", "half", "all"]
+NOTHING_LEFT = "left out: nothing is, so that there is nothing to write; take a smaller budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ def proven_rows(artifact: ArtifactReader, settings: CorpusSettings, tokenizer: T
         )
 
 
-def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule) -> Kept:
-    """Which documents have any, half or all of their tokens in chosen rows.
+def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule, *, others: bool = False) -> Kept:
+    """Which documents have any, half or all of their tokens in chosen rows, or all the others.
 
     A packed row holds pieces of several documents: it counts for the one that has the most tokens in it.
 
@@ -117,7 +118,9 @@ def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule)
         tokens[row.document] = tokens.get(row.document, 0) + len(row.input_ids)
         chosen[row.document] = chosen.get(row.document, 0) + len(row.input_ids) * is_chosen
     least = {"any": 0.0, "half": 0.5, "all": 1.0}[rule]
-    kept = [d for d, own in chosen.items() if own and own >= least * tokens[d]]
+    kept = [d for d, own in chosen.items() if (own > 0 and own >= least * tokens[d]) is not others]
+    if not kept and others:
+        raise SettingsError(NOTHING_LEFT)
     if not kept:
         raise SettingsError(
             f"documents: there is no document of whose tokens {rule} were chosen; take any, or a larger budget"

@@ -300,7 +300,10 @@ def _selection(
     targets, notes = aim.judged(SUBSET, weights)
     n_tokens = int(aim.tokens_N[rows].sum())
     value = float(aim.value(sums, np.array([n_tokens]))[0])
+    table = _row_table(aim, found, asked["by"])
     headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
+    if asked["unit"] == "documents":
+        headline = f"keeps {len(table['doc_id'].unique()):,} documents: {headline.removeprefix('keeps ')}"
     more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, rows, asked["by"])]
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
@@ -309,7 +312,7 @@ def _selection(
             f"the tokens against the whole corpus, seen {training.epochs:.2g} times (R* = {training.repeat_worth:g})"
         )
     return Selection(
-        _row_table(aim, found, asked["by"]),
+        table,
         headline,
         (*more, *notes),
         targets=targets,
@@ -368,7 +371,14 @@ def _row_notes(aim: Aim, row_index: I64, by: str | None) -> list[str]:
     if short > SHORT_SHARE * len(row_index):
         said.append(
             f"{short:,} of the rows taken have fewer than {SHORT} tokens, and their relevance is noisy: "
-            f'exclude_where "n_tokens < {SHORT}" leaves such rows out'
+            f'--exclude-where "n_tokens < {SHORT}" leaves such rows out'
+        )
+    document_N = row_documents(aim.artifact)
+    kept_M, of_M = np.bincount(document_N[row_index], minlength=int(document_N.max()) + 1), np.bincount(document_N)
+    if cut := int(((kept_M > 0) & (kept_M < of_M)).sum()):
+        said.append(
+            f"rows are pieces of documents: {cut:,} of {len(of_M):,} documents are kept in part; --documents half with "
+            "--export keeps or drops whole ones"
         )
     return said
 

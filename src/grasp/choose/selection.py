@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.choice import Choice, Curve, text_of
-from grasp.choose.corpus_rows import Rule, are_records, checked_rule, corpus_settings, kept_documents, proven_rows
+from grasp.choose.corpus_rows import (
+    NOTHING_LEFT,
+    Rule,
+    are_records,
+    checked_rule,
+    corpus_settings,
+    kept_documents,
+    proven_rows,
+)
 from grasp.choose.export import Export, Format, checked_format, write_documents, write_rows
 from grasp.choose.limits import I64
 from grasp.corpus.sources import open_source
@@ -59,6 +67,10 @@ class Selection(Choice):
     def n_tokens(self) -> int:
         return int(np.sum(self.table["n_tokens"].to_numpy()))
 
+    @property
+    def n_documents(self) -> int:
+        return len(self.table["doc_id"].unique())
+
     def export(
         self,
         out: Path | str,
@@ -67,6 +79,7 @@ class Selection(Choice):
         format: str = "parquet",  # noqa: A002 - what it is called everywhere
         corpus: str | None = None,
         ids: Path | str | None = None,
+        left_out: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> Export:
         """Write a corpus to train on: exactly the chosen rows, or whole documents.
@@ -79,9 +92,10 @@ class Selection(Choice):
             format: parquet, jsonl or datasets.
             corpus: where the corpus lies now; None: where it was built from.
             ids: file for the names of the whole documents, one a line.
+            left_out: write what is not kept, rows or documents, in the place of what is.
             say: told, before anything is written, what whole documents add and drop.
         Raises:
-            SettingsError: `out` is there already, or no such rule or format.
+            SettingsError: `out` is there already, no such rule or format, or nothing to write.
             CorpusError: the corpus, or its tokenizer, is not the one that the artifact was built from.
         """
         artifact, place = self.artifact, Path(out)
@@ -90,10 +104,14 @@ class Selection(Choice):
         rows = proven_rows(artifact, settings, tokenizer)
         asked: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.where}
         asked |= {"asked": dict(self.asked)}
+        if left_out:
+            asked |= {"left_out": True}
         if rule is None and not are_records(artifact):
-            effect = self.table["effect"].to_numpy()
-            return write_rows(artifact, rows, self.row_index, effect, place, kind, asked, tokenizer.decode)
-        kept = kept_documents(rows, mask_of(self.row_index, artifact.n_rows), rule or "all")
+            index = self._left if left_out else self.row_index
+            if not len(index):
+                raise SettingsError(NOTHING_LEFT)
+            return write_rows(artifact, rows, index, self.effect_N[index], place, kind, asked, tokenizer.decode)
+        kept = kept_documents(rows, mask_of(self.row_index, artifact.n_rows), rule or "all", others=left_out)
         if say is not None and rule is not None:
             say(
                 f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens; {kept.added:,} of these "
@@ -105,15 +123,20 @@ class Selection(Choice):
         return write_documents(settings, lambda a, b: kept.mask_M[a:b], kept.tokens, place, kind, asked)
 
     def write_left_out(self, path: Path | str) -> int:
-        """Write the rows that were not chosen, worst first, with labels and text; returns how many."""
-        order = ranked(-self.effect_N, among_N=~mask_of(self.row_index, self.artifact.n_rows))
-        write_ranked(self.artifact, self.effect_N, order, Path(path), "effect")
-        return len(order)
+        """Write a table of the rows that were not chosen, worst first, with labels and snippets; returns how many."""
+        write_ranked(self.artifact, self.effect_N, self._left, Path(path), "effect")
+        return len(self._left)
+
+    @property
+    def _left(self) -> I64:
+        """The rows that were not chosen, worst first."""
+        return ranked(-self.effect_N, among_N=~mask_of(self.row_index, len(self.effect_N)))
 
     def summary(self) -> dict[str, Any]:
         """All but the rows, as plain JSON."""
         return super().summary() | {
             "rows": len(self),
+            "documents": self.n_documents if self.asked["unit"] == "documents" else None,
             "tokens": self.n_tokens,
             "corpus_rows": self.artifact.n_rows,
             "bound": self.bound,
@@ -172,7 +195,7 @@ def check_export(
     """See that an export can be made, before the work begins; arguments as in `Selection.export`."""
     kind, rule = checked_format(form), None if documents is None else checked_rule(documents)
     if out is None and (documents or corpus or ids):
-        raise SettingsError("export: documents, corpus and ids say how; name the directory that is written")
+        raise SettingsError("--documents, --ids-out, --corpus: say how documents are written; add --export DIR")
     if ids is not None and rule is None:
         raise SettingsError("ids: lists whole documents; say with `documents` which: any, half or all")
     settings = corpus_settings(artifact, corpus)

@@ -58,6 +58,7 @@ class SelectionSummary(Summary):
     corpus: str
     headline: str
     rows: int
+    documents: int | None = None  # where whole ones were chosen
     targets: tuple[TargetChange, ...]
     runs_unit: str | None = None
     value: float

@@ -32,6 +32,7 @@ from grasp.text import plain
     "grasp select art --budget 20% --target sciq --export kept",
     "grasp select art --train-tokens 100B --target sciq=2,openbookqa=1 --out kept.parquet",
     "grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet",
+    "grasp select art --budget 67% --documents half --export kept --left-out dropped",
     "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
 )
 def select(
@@ -48,7 +49,9 @@ def select(
     ),
     out: Path | None = option("--out FILE", "Parquet of row ids, best first; summary and protocol beside it.", None),
     left_out: Path | None = option(
-        "--left-out FILE", "The other rows, worst first, with labels and text: .parquet or .csv.", None
+        "--left-out PATH",
+        "What is not kept: a new directory, written as that of --export; or a .parquet or .csv of snippets and labels.",
+        None,
     ),
     by: str | None = option("--by LABEL", "Label that floors and caps speak of.", None),
     floor: list[str] = option(
@@ -61,7 +64,7 @@ def select(
     form: str = rare("--format", "Of the export: parquet, jsonl or datasets.", "parquet"),
     documents: str | None = rare(
         "--documents RULE",
-        "Export whole documents of which any, half or all was chosen. Default: exactly the rows.",
+        "Write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.",
         None,
     ),
     ids_out: Path | None = rare("--ids-out FILE", "List of these documents, one name a line.", None),
@@ -81,12 +84,15 @@ def select(
     opened = grasp.open(art)
     artifact = opened.files
     reads = {"--exclude reads": exclude, "--protocol reads": protocol, "is the environment": environment}
-    if export is not None:
-        check_place(export)
+    dropped = None if left_out is None or left_out.suffix else left_out  # a corpus; else a table
+    for place in (export, dropped):
+        if place is not None:
+            check_place(place)
     outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
     check_outputs(outputs, artifact.reads | reads)
-    if export is not None or documents or ids_out or corpus:
-        check_export(artifact, export, documents=documents, form=form, corpus=corpus, ids=ids_out)
+    written = export if ids_out else export or dropped
+    if written is not None or documents or ids_out or corpus:
+        check_export(artifact, written, documents=documents, form=form, corpus=corpus, ids=ids_out)
     with Watch(quiet=quiet) as watch:
         selection = opened.select(
             budget,
@@ -107,11 +113,13 @@ def select(
     print(selection)
     if out is not None:
         print(f"{selection.save(out)}: rows, best first; beside it {out.stem}.json, for grasp report --selection")
-    if left_out is not None:
+    if left_out is not None and dropped is None:
         print(f"{left_out}: the {selection.write_left_out(left_out):,} rows that are left out, worst first")
     if export is not None:
         say: Callable[[str], None] = lambda line: print(plain(line))  # noqa: E731
         print(selection.export(export, documents=documents, format=form, corpus=corpus, ids=ids_out, say=say))
+    if dropped is not None:
+        print(selection.export(dropped, documents=documents, format=form, corpus=corpus, left_out=True))
 
 
 @command(

@@ -19,6 +19,7 @@ from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
 
 MIN_ROW_TOKENS: Final = 2  # one token has no next token to predict
+END_SHARE: Final = 1 / 8  # of a row: the default of `shortest_end`
 LISTED_IDS: Final = 1_000
 
 
@@ -58,9 +59,10 @@ class Row(StoredRow):
 class Skipped:
     """What was left out: counts by reason, and the first ids of each.
 
-    Reasons: `empty`, `whitespace` (documents); `one_token` (rows); `cut` (documents that lost their end to
-    `max_rows_per_document`); `turn_order`, `empty_answer`, `no_answer` (see `Conversation.fault`); `no_loss`
-    (conversations of which no token carries loss); `cut_begin` (conversations that are longer than a row).
+    Reasons: `empty`, `whitespace` (documents); `one_token` (rows); `short_end` (last rows of documents that are cut
+    apart); `cut` (documents that lost their end to `max_rows_per_document`); `turn_order`, `empty_answer`, `no_answer`
+    (see `Conversation.fault`); `no_loss` (conversations of which no token carries loss); `cut_begin` (conversations
+    that are longer than a row).
     """
 
     counts: Mapping[str, int]
@@ -137,7 +139,8 @@ class Packer:
     """Cuts documents, fed in order with their tokens, into rows.
 
     Args:
-        settings: packing, max_length (which must be a number), max_rows_per_document and snippet_chars are used.
+        settings: packing, max_length (which must be a number), max_rows_per_document, shortest_end and snippet_chars
+            are used.
         tokenizer: gives the mark of a text's end, the size of the vocabulary, and the text of rows that have none.
         cursor: where the first row begins; the document fed first must be `cursor.document`.
         log: takes what is left out.
@@ -147,6 +150,7 @@ class Packer:
         assert settings.max_length is not None
         self._settings = settings
         self._length = settings.max_length
+        self._shortest_end = int(END_SHARE * self._length) if settings.shortest_end is None else settings.shortest_end
         self._tokenizer = tokenizer
         self._log = log
         self._eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype=np.int32)
@@ -193,10 +197,13 @@ class Packer:
         yield from self._flush(Cursor(self._next_document))
 
     def _cut(self, whole: _Piece) -> Iterator[Row]:
-        """`document` packing, and any that comes as ids: rows of max_length, the last one shorter."""
+        """`document` packing, and any that comes as ids: rows of max_length; the last one is shorter, or left out."""
         document, length, most = whole.document, self._length, self._settings.max_rows_per_document
         stop = whole.total if most is None else min(whole.total, most * length)
         for first in range(self._start(document), stop, length):
+            if first and whole.total - first < self._shortest_end:
+                self._log.add("short_end", f"{_base_id(document)}#{first // length}")
+                break
             after = Cursor(document.index, first + length, first // length + 1)
             yield from self._row([whole.cut(first, first + length)], after)
         if stop < whole.total:

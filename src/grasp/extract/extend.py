@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactExtension, lock_artifact
 from grasp.extract.finish import PooledKernel
+from grasp.extract.forecast import first_rows, forecast, pass_seconds
 from grasp.extract.forward import ShardForward, TokenKernel, UnitFeatures, forward_shard
 from grasp.extract.inputs import Inputs, identity, prepare, unit_table
 from grasp.extract.local import announce, column_sums, relevance_specs
@@ -56,6 +57,11 @@ def add_target(
             if extension.complete:
                 return "there already"
             kept = len(artifact.features.finished) == extension.n_shards
+            if not kept:
+                rows = first_rows(inputs.store)
+                seconds = pass_seconds(inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, token)
+                said = forecast(inputs.model, inputs.store, rows, seconds)
+                progress.note(f"{said}; a build with --keep-features spares targets that are added this pass")
             write_columns(artifact, inputs, token, pooled, extension, progress)
             added = "targets+" + "+".join(inputs.unit_set.targets)
             extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}})

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from grasp.extract.moments import reads_once
 from grasp.extract.passes import Pass, Rows
 from grasp.models.classifier import Reference
 from grasp.settings import FeatureSettings
+from grasp.text import duration_text
 
 TOKENS = 2_048  # of the rows that are looked at
 UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
@@ -53,7 +55,25 @@ def expected_seconds(
         kernel = TokenKernel.prepare(units, sums.moments(), settings, model)
     if store.n_rows > settings.moment_rows:
         sampled = store.n_tokens * settings.moment_rows / store.n_rows
+    once = pass_seconds(model, store.n_tokens + sampled, rows, settings, kernel, seen)
+    return seconds / max(1, rows.n_tokens) + once
+
+
+def pass_seconds(
+    model: Reference,
+    n_tokens: float,
+    rows: Rows,
+    settings: FeatureSettings,
+    kernel: TokenKernel | None,
+    seen: Sequence[Pass] = (),
+) -> float:
+    """Time of one pass over so many tokens."""
     begun = time.perf_counter()
     forward_shard(model, rows, settings, kernel, seen=seen)
-    seconds += (time.perf_counter() - begun) * (store.n_tokens + sampled)
-    return seconds / max(1, rows.n_tokens)
+    return (time.perf_counter() - begun) * n_tokens / max(1, rows.n_tokens)
+
+
+def forecast(model: Reference, store: RowStore | ImageStore, rows: Rows, seconds: float) -> str:
+    """The time in words."""
+    about = f"about {duration_text(seconds)}, by the first {len(rows)} rows"
+    return f"{store.n_tokens:,} tokens on {model.device}: {about}"

@@ -3,6 +3,7 @@
 import platform
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -114,6 +115,7 @@ def prepare(
         unit_set, units, store, settings = _texts(settings, model, tokens, progress, in_memory, replace)
         positions_E = [len(unit.input_ids) - unit.first for unit in units]
         tell_rows(store, model, progress)
+        tell_units(unit_set, progress)
     progress.stage("units", rows=None, tokens=None)
     return Inputs(
         settings=settings,
@@ -175,6 +177,13 @@ def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> Non
         f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
         f"{store.details['max_length']:,} in a row ({reads})"
     )
+
+
+def tell_units(unit_set: UnitSet, progress: Progress) -> None:
+    """How many of the questions that there are of each target are scored."""
+    counts, there = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
+    parts = [f"all {n:,} of {t}" if n == there[t] else f"{n:,} of the {there[t]:,} of {t}" for t, n in counts.items()]
+    progress.note(f"questions: {', '.join(parts)}")
 
 
 def _names_documents(store: RowStore, label: str) -> bool:

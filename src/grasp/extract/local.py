@@ -26,7 +26,7 @@ from grasp.errors import ArtifactError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.engine import InProcess, Workers
 from grasp.extract.finish import PooledKernel
-from grasp.extract.forecast import expected_seconds, first_rows, refuse_untrained
+from grasp.extract.forecast import expected_seconds, first_rows, forecast, refuse_untrained
 from grasp.extract.forward import KNOWN, TESTED, ShardForward, TokenKernel, resolved, tested
 from grasp.extract.inputs import (
     ON_DISK,
@@ -56,7 +56,6 @@ from grasp.features.moments import Moments, PositionMoments
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import BuildSettings, FeatureSettings
-from grasp.text import duration_text
 from grasp.yaml_files import read_yaml, write_yaml
 
 Given = dict[str, NDArray[Any]]  # moments by name, as another artifact has them
@@ -165,10 +164,7 @@ def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alo
         refuse_untrained(inputs.model, rows, features)
     if alone:
         seconds = expected_seconds(inputs.model, inputs.store, rows, inputs.units, features)
-        progress.note(
-            f"{inputs.store.n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, by the first "
-            f"{len(rows)} rows"
-        )
+        progress.note(forecast(inputs.model, inputs.store, rows, seconds))
 
 
 def has_work(out: Path) -> bool:
@@ -237,7 +233,8 @@ def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> s
     kernels = "shift" if chosen.shift else "token, input and neighbour" if chosen.neighbour else "token and input"
     what = "knows the language, as when it is fine-tuned" if share < KNOWN else "learns the language"
     levels = ", ".join(f"{level:.0%}" for level in TESTED)
-    evidence = f"tested at {levels}" if known else f"NOT TESTED: only models at {levels} were compared with retraining"
+    like = "like models" if known else "NOT TESTED: like none"
+    evidence = f"{like} whose predictions were compared with retraining, at {levels}"
     return (
         f"loss {moments.loss:.1f} nats a token, {share:.0%} of ln V: a model that {what} ({evidence}); rows rank by "
         f"{kernels}"

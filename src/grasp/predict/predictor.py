@@ -195,7 +195,12 @@ class Predictor:
     @property
     def provenance(self) -> str:
         """Unit and protocol of a change in one line."""
-        return f"change against the whole corpus in {self.unit}: 0 = the corpus, higher is better; {self.scored_by}"
+        return f"{self.scale}; {self.scored_by}"
+
+    @property
+    def scale(self) -> str:
+        """What a change is, in words."""
+        return f"change against the whole corpus in {self.unit}: 0 = the corpus, higher is better"
 
     # ------------------------------------------------------------------------------------------ prediction
 

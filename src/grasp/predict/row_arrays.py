@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.predict.labels import LabelColumn
-from grasp.text import several
+from grasp.text import did_you_mean, several
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -25,7 +25,8 @@ def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None
     chosen = tuple(artifact.targets) if target is None else several(target)
     unknown = [target for target in chosen if target not in artifact.targets]
     if unknown or not chosen:
-        raise ProtocolError(f"target: got {list(chosen)}, the artifact has {list(artifact.targets)}")
+        meant = did_you_mean(unknown[0], artifact.targets) if unknown else ""
+        raise ProtocolError(f"target: got {list(chosen)}{meant}, the artifact has {list(artifact.targets)}")
     if twice := sorted({target for target in chosen if chosen.count(target) > 1}):
         raise ProtocolError(f"target: got {', '.join(twice)} more than once; name each once")
     return chosen

@@ -6,7 +6,6 @@ memory, by a connection that has external access off and its configuration locke
 through by mistake still cannot reach a file, the environment, or another table.
 """
 
-import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from grasp.artifact.tables import readable
 from grasp.errors import SubsetError
 from grasp.predict.labels import Label, LabelColumn, identifier
-from grasp.text import plain
+from grasp.text import did_you_mean, plain
 
 BATCH = 1 << 16
 SHOWN = 5  # values in a message, each so long at most
@@ -151,11 +150,9 @@ class LabelTable:
         spelled = {column.lower(): column for column in self.columns}
         if name.lower() in spelled:
             return spelled[name.lower()]
-        close = difflib.get_close_matches(name.lower(), list(spelled), 1, cutoff=0.5)
-        meant = f" (did you mean {spelled[close[0]]!r}?)" if close else ""
         raise SubsetError(
-            f"{where}: unknown column {name!r}{meant}; the columns are {list(self.columns)}; "
-            "text goes in 'single quotes'"
+            f"{where}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
+            f"{list(self.columns)}; text goes in 'single quotes'"
         )
 
     def _columns_of(self, tree: dict[str, Any], expression: str) -> list[str]:

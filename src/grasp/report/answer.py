@@ -23,11 +23,27 @@ def headline(found: Findings, targets: Sequence[str]) -> View:
     """The sentence of the page: for all targets together what helps most of them, and what costs them most."""
     whom = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
     if not found.labels:
-        return {"whom": whom, "label": "", "keep": [], "cost": [], "alone": False}
+        return {"whom": whom, "label": "", "keep": [], "cost": [], "alone": False, "split": None}
     label = found.labels[0]
     sign_GT, alone = signs(label, list(range(len(targets))))
-    named = _named(label, sign_GT.sum(axis=1), label.worth.value_GT.mean(axis=1))
-    return {"whom": whom, "label": plain(label.slices.label, 40), "alone": alone} | named
+    value_G = label.worth.value_GT.mean(axis=1)
+    named = _named(label, sign_GT.sum(axis=1), value_G)
+    split = _split(label, sign_GT, value_G, targets)
+    return {"whom": whom, "label": plain(label.slices.label, 40), "alone": alone, "split": split} | named
+
+
+def _split(
+    label: LabelFindings, sign_GT: NDArray[np.int8], value_G: NDArray[np.float64], targets: Sequence[str]
+) -> View | None:
+    """The slice at an end of the mean over targets of which as many are sure to gain as to lose; None: there is none.
+
+    The sentence does not name it, though the table of the slices puts it first, or last.
+    """
+    for g in (int(value_G.argmax()), int(value_G.argmin())):
+        if sign_GT[g].any() and not sign_GT[g].sum():
+            gain, lose = ([name for name, s in zip(targets, sign_GT[g], strict=True) if s == side] for side in (1, -1))
+            return {"name": different(label.slices.names, LONGEST_CELL)[g], "gain": gain, "lose": lose}
+    return None
 
 
 def signs(label: LabelFindings, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
@@ -82,11 +98,13 @@ def _best(found: Findings, t: int) -> View:
     """What a choice of rows is worth: the one that was given, else the best part of them."""
     best = found.best
     value, low, high = (float(part[0, t]) for part in (best.worth.value_GT, best.worth.low_GT, best.worth.high_GT))
-    share, unit, outside = best.share, best.units[t], best.outside[t]
+    what, unit, outside = f"the best {_share(best.share)} of rows", best.units[t], best.outside[t]
     if not isinstance(found.selection, Missing):
         for one in found.selection.targets:
             if one.target == found.targets[t]:
-                share = found.selection.rows / found.built.n_rows
+                what = f"the best {_share(found.selection.rows / found.built.n_rows)} of rows"
+                if found.selection.documents is not None:
+                    what = f"the best {found.selection.documents:,} documents"
                 said = next((note for note in found.selection.notes if note.startswith(OUTSIDE)), "")
                 outside = said.partition(" (")[2].removesuffix(")")
                 known = one.nats is not None
@@ -96,13 +114,17 @@ def _best(found: Findings, t: int) -> View:
                 ends = (one.nats, one.nats_low, one.nats_high) if known else (one.change, None, None)
                 value, low, high = (float("nan") if end is None else end for end in ends)
     return {
-        "share": f"{share:.0%}" if share >= 0.01 else f"{share:.2%}",
+        "what": what,
         "value": signed(value, 2),
         "unit": unit,
         "interval": interval(low, high, 2),
         "kind": "helps" if low > 0 else "hurts" if high < 0 else "",
         "outside": plain(outside),
     }
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
 
 
 def _trust(found: Findings, target: str) -> str:

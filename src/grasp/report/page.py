@@ -23,6 +23,7 @@ from grasp.report.suspects import suspects_view
 from grasp.report.texts import signed
 from grasp.runs.learning import COVERAGE
 from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, skipped_text
+from grasp.verbs.predict import few_units
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")
@@ -169,9 +170,10 @@ SECTIONS = (
 def _interval_note(found: Findings) -> str:
     if found.unit != found.plain_unit and not isinstance(found.nats, Missing):
         return f"{COVERAGE:.0%} intervals, learned from retrained models."
+    few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(found.built.targets))
     return (
         "95 % intervals over resamples of the target's questions: what other questions of the same kind would say, "
-        "not how well predictions agree with retraining."
+        f"not how well predictions agree with retraining.{few}"
     )
 
 

@@ -37,7 +37,8 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
     drawn = [draw(target, pool, [unit.unit_id for unit in pool], settings) for target, pool in pools.items()]
     excluded = frozenset(settings.exclude_units)
     found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
-    return UnitSet(tuple(chain.from_iterable(drawn)), found)
+    sizes = {target: len(pool) for target, pool in pools.items()}
+    return UnitSet(tuple(chain.from_iterable(drawn)), found, sizes)
 
 
 def _pools(settings: TargetSettings, in_memory: Sequence[Unit]) -> dict[str, list[Unit]]:

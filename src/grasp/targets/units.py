@@ -1,8 +1,8 @@
 """Units: the scored elements of a target, as text and as tokens."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -53,6 +53,7 @@ class UnitSet:
 
     units: tuple[Unit, ...]
     excluded: tuple[str, ...] = ()  # unit_ids that were named in `exclude_units` and found
+    drawn_from: Mapping[str, int] = field(default_factory=dict)  # units that there are of each target
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 30  # lines of one target
+FEW = 20  # questions: an interval over fewer misses the truth too often
 OURS = ("change", "effect", "if_", "redundancy", "level", "part_", "value_")  # columns that are not of the runs
 
 
@@ -163,7 +164,13 @@ def notes(predictor: Predictor, intervals: Expected | None = None) -> tuple[str,
     found = [] if intervals is None else [*intervals.notes, intervals.title]
     if predictor.dropped:
         found.append(f"left out, since it does not vary: {', '.join(predictor.dropped)}")
-    return (*found, predictor.provenance)
+    return (*found, f"{predictor.scale}; protocol {predictor.protocol.name}")
+
+
+def few_units(counts: Mapping[str, int]) -> list[str]:
+    """What is to be known of intervals over the units of targets that have few."""
+    few = ", ".join(f"{target} {n}" for target, n in counts.items() if n < FEW)
+    return [f"few questions ({few}): an interval over fewer than {FEW} is too narrow"] if few else []
 
 
 def share(rows: int, of: int) -> str:
@@ -285,6 +292,8 @@ def _by(
     said = [f"{slices.n_grouped:,} of the values are small and share one slice"] if slices.n_grouped else []
     said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]
     said += ["low, high: 95 % interval of if dropped over other units of the target"] if bounds is not None else []
+    counts = dict(zip(predictor.targets, predictor.units.counts_T.tolist(), strict=True))
+    said += few_units(counts) if bounds is not None else []
     said += (
         ["redundancy: how alike the slice is to all other rows; near 1 they can stand in for it"]
         if effects.redundancy_G is not None

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import SettingsError
+from grasp.errors import SettingsError, SubsetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.reopen import Origin
+from grasp.predict.families import parse_family
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
-from grasp.settings import retrain_settings, without_foreign_code
-from grasp.yaml_files import over, plain_settings, put_all, read_yaml, require
+from grasp.settings import RetrainSettings, retrain_settings, without_foreign_code
+from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require
 
 if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
@@ -76,8 +77,6 @@ def retrain(
     from grasp.runs.retrain import retrain  # noqa: PLC0415 - brings torch
 
     data = plain_settings(settings)
-    if like is not None:
-        data = over(_like(like), data)
     arguments = {
         "corpus.path": None if corpus is None else str(corpus),
         "corpus.text_column": text_column,
@@ -93,6 +92,8 @@ def retrain(
         "stack": stack,
     }
     put_all(data, arguments)
+    if like is not None:
+        data = over(_like(like, data), data)
     begun = Path(out) / "run.yaml"
     if resume and begun.exists():
         data = over(without_foreign_code(read_yaml(begun), str(begun), data), data)
@@ -101,12 +102,17 @@ def retrain(
     return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
 
 
-def _like(art: Opened | Place) -> dict[str, Any]:
+def _like(art: Opened | Place, data: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under which retrained models read the same rows and units as the artifact's model did."""
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
     origin = Origin(files)
     if origin.has_images:
         raise SettingsError(f"like: {files.where} was built from images, and what is retrained are language models")
+    if leaf(data, "corpus.path") is None and leaf(data, "subsets") is None:
+        default = RetrainSettings.model_fields["family"].default
+        label, labels = parse_family(leaf(data, "family") or default).label, files.manifest.details.get("labels", [])
+        if label is not None and label not in labels:
+            raise SubsetError(f"family: {files.where} has no label {label!r}, expected one of {labels}")
     _ = origin.tokenizer  # still there, and its own
     built = origin.settings.model_dump(mode="json", include={"corpus", "targets"})
     shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}

@@ -115,7 +115,8 @@ def score(
     else:
         predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
         by, values_N = "effect", predictor.effect_NT[:, 0]
-        said = f"relevance in standard deviations over the rows, 0 = the corpus average; {predictor.scored_by}"
+        said = "relevance in standard deviations over the rows, 0 = the corpus average; "
+        said += f"protocol {predictor.protocol.name}"
     order = ranked(values_N, among_N=among_N)
     count = (0 if bottom else len(order)) if top is None else top
     chosen = np.concatenate([order[:count], ranked(-values_N, among_N=among_N)[:bottom]])
@@ -160,7 +161,7 @@ def _short(artifact: ArtifactReader, chosen: NDArray[np.int64]) -> tuple[str, ..
     first = min(PRINTED, len(chosen))
     short = short_rows(row_tokens(artifact), chosen[:first])
     these = "these" if first == len(chosen) else f"the first {first:,}"
-    noisy = f"tokens, and their relevance is noisy: min_tokens {SHORT} passes over them"
+    noisy = f"tokens, and their relevance is noisy: --min-tokens {SHORT} passes over them"
     return (f"{short:,} of {these} rows have fewer than {SHORT} {noisy}",) if short else ()
 
 

@@ -258,7 +258,7 @@
     $("whatif-warning").textContent = `Beyond the runs, so the interval is wider: ${times.toFixed(1)} times as far from the corpus as any of them.`;
     const which = inNats ? DATA.taughtUnit : DATA.plainUnit;
     $("whatif-unit").textContent = `Change against the whole corpus, ${which}`;
-    $("whatif-note").textContent = DATA.taught ? `Intervals: ${DATA.title}. Grey: the interval holds zero, or there are no runs.`
+    $("whatif-note").textContent = DATA.taught ? `Intervals: ${DATA.title}. Grey: the interval holds zero, or there is none.`
       : "Grey: without retrained models there is no interval.";
   }
 
