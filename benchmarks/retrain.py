@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from grasp.runs.recipe import TrainingRecipe, named_recipe
-from grasp.runs.train import Trainer
-from grasp.runs.training_rows import Share, batch_order, token_batches
+from grasp.runs.train import Share, Trainer, batch_order, token_batches
 from tests.models.toy import InMemoryRows
 
 WARM_UP = 5

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grasp.files import write_whole
 from grasp.runs.environment import REFERENCE, SUBSETS, UTILITIES, Environment
-from grasp.runs.environment_info import INFO
+from grasp.runs.environment_files import INFO
 
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
 

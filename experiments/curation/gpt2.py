@@ -27,8 +27,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain import POLL_SECONDS, Worker
 from grasp.runs.retrain_plan import row_index
-from grasp.runs.train import label_weights
-from grasp.runs.training_rows import Share, batch_order, token_batches
+from grasp.runs.train import Share, batch_order, label_weights, token_batches
 from grasp.settings import RetrainSettings
 
 NAME = "gpt2"

@@ -28,7 +28,7 @@ from grasp.errors import SettingsError
 from grasp.extract.local import build
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
-from grasp.runs.environment_info import INFO
+from grasp.runs.environment_files import INFO
 from grasp.runs.retrain import RetrainStatus, retrain
 from grasp.runs.retrain_plan import fitted_lengths, resolved_recipe
 from grasp.settings import RetrainSettings, build_settings

@@ -35,10 +35,9 @@ from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
-from grasp.runs.environment_info import EnvironmentInfo, TargetInfo
+from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo, run_bytes
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.retrain_plan import row_index
-from grasp.runs.run_tables import Run, run_bytes
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 

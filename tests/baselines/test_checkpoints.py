@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.baselines.checkpoints import checkpoints_of, find_checkpoints
 from grasp.errors import ModelError
 from grasp.runs.recipe import TrainingRecipe
-from grasp.runs.train import Trainer
-from grasp.runs.training_rows import Share, batch_order, token_batches
+from grasp.runs.train import Share, Trainer, batch_order, token_batches
 from tests.extract.world import write_checkpoint
 
 

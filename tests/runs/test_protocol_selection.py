@@ -22,7 +22,7 @@ from grasp.runs.candidates import (
     load_family,
 )
 from grasp.runs.environment import Environment
-from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import evaluation_of
 from grasp.runs.scored import Scored
 from grasp.runs.selection import (

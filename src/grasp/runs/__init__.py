@@ -4,9 +4,9 @@ In: subsets and a corpus to retrain on, or environments that exist. Out: environ
 retraining, protocols selected on development runs, and intervals. To be read in this order (the verbs
 retrain, evaluate and calibrate are in `grasp.verbs`):
 
-    environment  runs on disk: what was trained is in environment_info, the tables are in run_tables
+    environment  runs on disk: environment_files has what was trained on what, and the tables
     retrain      one run after the other, by any number of workers; retrain_plan decides everything before
-    train        one model, or K at once, by a recipe: training_rows feeds it, llama is the model
+    train        one model, or K at once, by a recipe; llama is the model
     evaluate     figures of predictions beside what retraining gave: ours come from scored, others' from predictions and
                  methods; metrics are the figures
     selection    the protocol that agrees best, on development runs alone: candidates lists them, and their controls

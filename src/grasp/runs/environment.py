@@ -34,14 +34,18 @@ from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.results import Result
 from grasp.runs.candidates import evidence
-from grasp.runs.environment_info import INFO, EnvironmentInfo, Role, check_growth, read_info
-from grasp.runs.run_tables import (
+from grasp.runs.environment_files import (
     EXAMPLES,
     FULL,
+    INFO,
+    EnvironmentInfo,
     MaskDigest,
+    Role,
     Run,
+    check_growth,
     failed_line,
     failures,
+    read_info,
     read_runs,
     run_bytes,
     runs_in,

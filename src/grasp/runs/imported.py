@@ -22,10 +22,9 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SliceShares
 from grasp.runs.environment import Environment
-from grasp.runs.environment_info import EnvironmentInfo, TargetInfo
+from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo
 from grasp.runs.evaluate import unit_fingerprints
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.run_tables import Run
 from grasp.runs.table import NAMED, RunTable, open_runs
 
 F64 = NDArray[np.float64]

@@ -32,6 +32,7 @@ from grasp.models.causal_lm import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment
+from grasp.runs.environment_files import FULL, Run, forget_failures, mark_failed, refuse_all_failed
 from grasp.runs.retrain_plan import (
     checked_tokens,
     fitted_lengths,
@@ -42,7 +43,6 @@ from grasp.runs.retrain_plan import (
     row_index,
     tokenizer_of,
 )
-from grasp.runs.run_tables import FULL, Run, forget_failures, mark_failed, refuse_all_failed
 from grasp.runs.train import train, train_stacked
 from grasp.runs.train_command import command_words, job_line, job_of, utility_by_command
 from grasp.settings import RetrainSettings

@@ -21,7 +21,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environment
-from grasp.runs.environment_info import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.recipe import TrainingRecipe, named_recipe, recipe_of_command
 from grasp.runs.train_command import ROWS, command_words, write_rows

@@ -36,8 +36,8 @@ from grasp.files import (
 )
 from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.environment import Environment
+from grasp.runs.environment_files import LARGEST
 from grasp.runs.metrics import mean_defined, spearman
-from grasp.runs.run_tables import LARGEST
 from grasp.settings import Settings
 from grasp.text import text_table
 from grasp.yaml_files import describe

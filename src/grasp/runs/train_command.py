@@ -22,7 +22,7 @@ from grasp.files import discard, written_aside
 from grasp.models.causal_lm import TOKENIZER_FILES, ReferenceModel
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.run_tables import FULL, Run
+from grasp.runs.environment_files import FULL, Run
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.targets.units import UnitTokens

@@ -30,7 +30,7 @@ from grasp.runs.candidates import (
 )
 from grasp.runs.contract import Material, Retrained
 from grasp.runs.environment import Environment, Utilities
-from grasp.runs.environment_info import Role
+from grasp.runs.environment_files import Role
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
 from grasp.runs.imported import runs_beside
 from grasp.runs.methods import ConfiguredMethod, configured_methods, predict, published_methods
