@@ -1,32 +1,37 @@
-"""Who runs the reference model over rows: this process, or workers elsewhere. What comes out is the same."""
+"""Who runs the reference model over rows: this process, or actors on a Ray cluster (`--engine ray`).
 
+They get rows and give back features; the caller alone reads and writes files.
+
+The corpus is read and tokenised by the calling process into its row store, which is resumable, fingerprinted, and cut
+into the shards that are built; what is spread is the forward pass, shard by shard. Ray Data would read the corpus in
+an order and in blocks of its own, and the shards of a resumed build would have to be matched to them again; reading
+costs a hundredth of the pass. Shards and features travel through Ray's object store, so nodes need no common disk:
+only the model has to be where the settings say, on every node.
+
+Results are those of the local engine, bit for bit on the same device with the same number of threads: shards are the
+same, batches within a shard are the same, and moments are merged in the order of the rows.
+"""
+
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+from grasp.extract.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.extract.forward import (
     PositionSums,
     ShardForward,
     TokenKernel,
+    UnitFeatures,
     forward_shard,
     position_sums,
 )
 from grasp.extract.passes import Pass, Rows
 from grasp.extract.progress import Advance, ignore
-from grasp.models.classifier import Reference
-from grasp.settings import FeatureSettings
-
-
-class Workers(Protocol):
-    """Who runs the model: gets rows, gives back features. The caller alone reads and writes files."""
-
-    def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance) -> Iterator[PositionSums]:
-        """Sums for the token-level moments of each part, in the order of the parts, whoever is done first."""
-
-    def forward(
-        self, shards: Iterable[tuple[int, Rows]], kernel: TokenKernel | None, advance: Advance, *, keep_positions: bool
-    ) -> Iterator[tuple[int, ShardForward]]:
-        """The forward half of each shard with its number, as they are done."""
+from grasp.features.moments import PositionMoments
+from grasp.models.classifier import Reference, load_reference
+from grasp.settings import FeatureSettings, ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class InProcess:
     seen: dict[int, list[Pass]] | None = None
 
     def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance = ignore) -> Iterator[PositionSums]:
+        """Sums for the token-level moments of each part, in the order of the parts."""
         for k, rows in enumerate(parts):
             keep = None if self.seen is None else self.seen.setdefault(k, [])
             yield position_sums(self.model, rows, self.features, every, advance, keep)
@@ -53,9 +59,108 @@ class InProcess:
         *,
         keep_positions: bool = False,
     ) -> Iterator[tuple[int, ShardForward]]:
+        """The forward half of each shard with its number."""
         for k, rows in shards:
             seen = [] if self.seen is None else self.seen.pop(k, [])
             shard = forward_shard(
                 self.model, rows, self.features, kernel, keep_positions=keep_positions, advance=advance, seen=seen
             )
             yield k, shard
+
+
+class ModelActor:
+    """A worker: the model, loaded when the first job comes, and the token kernel of the moments that it was given."""
+
+    def __init__(self, directory: str, settings: ModelSettings, features: FeatureSettings) -> None:
+        enter(directory)
+        self._settings = settings
+        self._features = features
+        self._model: Reference | None = None
+        self._kernel: TokenKernel | None = None
+
+    def position_sums(self, rows: Rows, every: int) -> PositionSums:
+        """See InProcess."""
+        return position_sums(self._loaded(), rows, self._features, every)
+
+    def forward(
+        self, rows: Rows, kernel: tuple[UnitFeatures, PositionMoments] | None, keep_positions: bool
+    ) -> ShardForward:
+        """See InProcess; `kernel` is what the token kernel is made of, the same in every call that has it."""
+        model = self._loaded()
+        prepared = None if kernel is None else self._prepared(*kernel)
+        return forward_shard(model, rows, self._features, prepared, keep_positions=keep_positions)
+
+    def _loaded(self) -> Reference:
+        if self._model is None:
+            self._model = load_reference(self._settings)
+        return self._model
+
+    def _prepared(self, units: UnitFeatures, moments: PositionMoments) -> TokenKernel:
+        if self._kernel is None:
+            model = self._loaded()
+            self._kernel = TokenKernel.prepare(units.to(model.device), moments, self._features, model)
+        return self._kernel
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorkers:
+    """The actors of one build."""
+
+    cluster: Cluster
+    actors: list[Any]
+    units: UnitFeatures  # on the CPU
+
+    def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance = ignore) -> Iterator[PositionSums]:
+        """In the order of the parts. Those that are done early wait for their turn, a few of them at most."""
+        early: dict[int, PositionSums] = {}
+        due, most = 0, JOBS_A_WORKER * len(self.actors)
+
+        def call(actor: Any, rows: Rows) -> Any:
+            return actor.position_sums.remote(rows, every)
+
+        size: Sizes = {}
+        jobs = _counted(enumerate(parts), size)
+        for k, sums in self.cluster.spread(self.actors, jobs, call, wait=lambda: len(early) >= most):
+            early[k] = sums
+            advance(*size.pop(k))
+            while due in early:
+                yield early.pop(due)
+                due += 1
+
+    def forward(
+        self,
+        shards: Iterable[tuple[int, Rows]],
+        kernel: TokenKernel | None,
+        advance: Advance = ignore,
+        *,
+        keep_positions: bool = False,
+    ) -> Iterator[tuple[int, ShardForward]]:
+        """As they are done."""
+        size: Sizes = {}
+        material = self.cluster.put(None if kernel is None else (self.units, kernel.moments))
+
+        def call(actor: Any, rows: Rows) -> Any:
+            return actor.forward.remote(rows, material, keep_positions)
+
+        for k, shard in self.cluster.spread(self.actors, _counted(shards, size), call):
+            advance(*size.pop(k))
+            yield k, shard
+
+
+Workers = InProcess | RayWorkers
+Sizes = dict[int, tuple[int, int]]  # rows and tokens of jobs that are under way
+
+
+def _counted(jobs: Iterable[tuple[int, Rows]], size: Sizes) -> Iterator[tuple[int, Rows]]:
+    for k, rows in jobs:
+        size[k] = len(rows), rows.n_tokens
+        yield k, rows
+
+
+@contextmanager
+def ray_workers(
+    spec: ClusterSpec, model: ModelSettings, features: FeatureSettings, units: UnitFeatures
+) -> Iterator[RayWorkers]:
+    """Workers on a Ray cluster that run what `model` loads, for as long as the `with` block lasts."""
+    with connected(spec) as cluster:
+        yield RayWorkers(cluster, cluster.actors(ModelActor, os.getcwd(), model, features), units.to("cpu"))

@@ -24,7 +24,7 @@ from grasp.artifact.shards import ArraySpec, FeatureSpool
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError
 from grasp.extract.cluster import ClusterSpec
-from grasp.extract.engine import InProcess, Workers
+from grasp.extract.engine import InProcess, Workers, ray_workers
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forecast import expected_seconds, first_rows, forecast, refuse_untrained
 from grasp.extract.forward import KNOWN, TESTED, ShardForward, TokenKernel, resolved, tested
@@ -51,7 +51,6 @@ from grasp.extract.moments import (
     unspool_position_moments,
 )
 from grasp.extract.progress import Progress, Silent
-from grasp.extract.ray_engine import ray_workers
 from grasp.features.moments import Moments, PositionMoments
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
