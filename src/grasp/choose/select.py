@@ -1,6 +1,6 @@
 """Rows to train on: the best under a budget, and what they are predicted to bring. The verb `select`.
 
-The road: `Aim` reads the effect of every row, `ranked` sorts them once, `additive.within` takes what the limits allow,
+The road: `Aim` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they allow,
 `Selection.export` writes them. Protocols with geometry take `geometric.choose_rows` instead.
 Shape letters: N rows, T targets, G values of a label.
 """

@@ -51,24 +51,29 @@ class TargetChange(Summary):
     nats_high: float | None = None
 
 
-class SelectionSummary(Summary):
-    """A selection of rows, without the rows."""
+class ChoiceSummary(Summary):
+    """What a selection and a mixture have in common."""
 
-    kind: Literal["selection"]
     corpus: str
     headline: str
-    rows: int
-    documents: int | None = None  # where whole ones were chosen
     targets: tuple[TargetChange, ...]
     runs_unit: str | None = None
     value: float
     scale: str
+    protocol: Named
+    notes: tuple[str, ...]
+
+
+class SelectionSummary(ChoiceSummary):
+    """A selection of rows, without the rows."""
+
+    kind: Literal["selection"]
+    rows: int
+    documents: int | None = None  # where whole ones were chosen
     bound: float | None
     guarantee: str
     curve: CurvePlaces
     labels: tuple[ValueShare, ...]
-    protocol: Named
-    notes: tuple[str, ...]
 
 
 class MixedSlice(Summary):
@@ -80,21 +85,13 @@ class MixedSlice(Summary):
     proposed: float
 
 
-class MixtureSummary(Summary):
+class MixtureSummary(ChoiceSummary):
     """Shares of the values of a label."""
 
     kind: Literal["mixture"]
-    corpus: str
-    headline: str
     label: str
     slices: tuple[MixedSlice, ...]
-    targets: tuple[TargetChange, ...]
-    runs_unit: str | None = None
-    value: float
-    scale: str
     optimum: str
-    protocol: Named
-    notes: tuple[str, ...]
 
 
 S = TypeVar("S", SelectionSummary, MixtureSummary)

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
@@ -168,22 +169,16 @@ class FileSource:
     def _parquet(
         self, name: str, path: str, index: int, start: int, select: Selector
     ) -> Generator[ArrowChunk, None, int]:
-        with _opened(self.fs, path, name) as handle:
-            try:
-                file = pq.ParquetFile(handle)
-                _refuse_twice(file.schema_arrow.names, name)
-                columns = list(select(file.schema_arrow, name))
-                groups, first = _groups_from(file.metadata, max(0, start - index))
-                for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
-                    skip = min(batch.num_rows, max(0, start - index - first))
-                    if skip < batch.num_rows:
-                        yield ArrowChunk(index + first + skip, name, first + skip, batch.slice(skip))
-                    first += batch.num_rows
-                return index + int(file.metadata.num_rows)
-            except (pa.ArrowException, OSError) as err:
-                raise CorpusError(
-                    f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; write it again"
-                ) from err
+        with _whole_parquet(self.fs, path, name) as file:
+            _refuse_twice(file.schema_arrow.names, name)
+            columns = list(select(file.schema_arrow, name))
+            groups, first = _groups_from(file.metadata, max(0, start - index))
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
+                skip = min(batch.num_rows, max(0, start - index - first))
+                if skip < batch.num_rows:
+                    yield ArrowChunk(index + first + skip, name, first + skip, batch.slice(skip))
+                first += batch.num_rows
+            return index + int(file.metadata.num_rows)
 
     def _json_lines(
         self, name: str, path: str, index: int, start: int, _: Selector
@@ -215,19 +210,26 @@ def _opened(fs: Any, path: str, name: str) -> Any:
         raise CorpusError(f"{name}: cannot be opened: {_one_line(err)}") from err
 
 
+@contextmanager
+def _whole_parquet(fs: Any, path: str, name: str) -> Iterator[pq.ParquetFile]:
+    """A Parquet file that is open; CorpusError where it is none, or cut short."""
+    with _opened(fs, path, name) as handle:
+        try:
+            yield pq.ParquetFile(handle)
+        except (pa.ArrowException, OSError) as err:
+            raise CorpusError(
+                f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; write it again"
+            ) from err
+
+
 def parquet_rows(fs: Any, path: str, name: str) -> int:
     """Rows of a Parquet file, by its end.
 
     Raises:
         CorpusError: it is none, or cut short.
     """
-    with _opened(fs, path, name) as handle:
-        try:
-            return int(pq.read_metadata(handle).num_rows)
-        except (pa.ArrowException, OSError) as err:
-            raise CorpusError(
-                f"{name}: damaged or cut short, expected a whole Parquet file: {_one_line(err)}; write it again"
-            ) from err
+    with _whole_parquet(fs, path, name) as file:
+        return int(file.metadata.num_rows)
 
 
 def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
