@@ -16,8 +16,7 @@ from grasp.predict.protocol import ScoringProtocol, default_protocol, save_proto
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import SliceShares
-from grasp.report.ask import Ask
-from grasp.report.serve import answered
+from grasp.report.serve import Ask, answered
 from grasp.verbs.predict import predict
 from grasp.verbs.score import score
 from grasp.yaml_files import write_yaml

@@ -15,8 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
-from grasp.choose.export import write_documents
+from grasp.choose.export import corpus_settings, kept_documents, proven_rows, write_documents
 from grasp.errors import SettingsError
 from grasp.files import write_whole
 from grasp.locks import one_at_a_time

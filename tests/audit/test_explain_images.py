@@ -16,7 +16,7 @@ from grasp.corpus.images import decode_image
 from grasp.errors import ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.files import UNSIGNED, signed
-from grasp.report.ask import Ask
+from grasp.report.serve import Ask
 from grasp.settings import build_settings
 from grasp.verbs.score import score
 from tests.cli.grasp_command import refused, succeed

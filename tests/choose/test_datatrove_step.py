@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
-from grasp.choose.corpus_rows import kept_documents
+from grasp.choose.export import kept_documents
 from grasp.choose.scorer import Scorer
 from grasp.choose.selection import write_ids
 from grasp.errors import CorpusError

@@ -13,8 +13,14 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
-from grasp.choose.corpus_rows import corpus_settings, kept_documents, proven_rows
-from grasp.choose.export import checked_format, write_documents, write_rows
+from grasp.choose.export import (
+    checked_format,
+    corpus_settings,
+    kept_documents,
+    proven_rows,
+    write_documents,
+    write_rows,
+)
 from grasp.choose.records import read_exclusion
 from grasp.choose.selection import write_ids
 from grasp.corpus import RowStore

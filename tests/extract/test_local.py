@@ -22,7 +22,7 @@ from grasp.artifact.layout import MARKER, RUN
 from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
-from grasp.choose.corpus_rows import corpus_settings
+from grasp.choose.export import corpus_settings
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.extract import forward
 from grasp.extract.engine import InProcess

@@ -14,16 +14,20 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.choice import Choice, Curve, text_of
-from grasp.choose.corpus_rows import (
+from grasp.choose.export import (
     NOTHING_LEFT,
+    Export,
+    Format,
     Rule,
     are_records,
+    checked_format,
     checked_rule,
     corpus_settings,
     kept_documents,
     proven_rows,
+    write_documents,
+    write_rows,
 )
-from grasp.choose.export import Export, Format, checked_format, write_documents, write_rows
 from grasp.choose.limits import I64
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, SettingsError
