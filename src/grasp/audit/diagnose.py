@@ -192,9 +192,6 @@ class _Subject:
     def halves(self) -> tuple[str, ...]:
         return tuple(half for half in SKETCHES if f"{half}_sketch" in self.artifact.array_names)
 
-    def without_gain(self, half: str) -> F64:
-        return self.sketch(half) / (float(self.artifact.manifest.arrays[f"{half}_sketch"].gain) or 1.0)
-
 
 def _or_error(get: Callable[[], T]) -> T | GraspError:
     try:
@@ -211,7 +208,9 @@ def _of_features(subject: _Subject) -> Iterator[Check]:
         yield from (missing(name, healthy, str(features)) for name, healthy in names.items())
         return
     kernels = Kernels.of(subject.artifact, features)
-    sketches = {half: subject.without_gain(half) for half in subject.halves}
+    arrays = subject.artifact.manifest.arrays
+    gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in subject.halves}
+    sketches = {half: subject.sketch(half) / gain for half, gain in gains.items()}
     yield from of_sketches(kernels, sketches, subject.weight_BN)
     yield _outside(measures.mass_outside(features.residual_NV), subject.artifact.feature_settings["top_k"])
     if kernels.positions is None:

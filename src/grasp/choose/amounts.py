@@ -117,7 +117,11 @@ def weighted_targets(
         if len(known) != 1:
             raise SettingsError(f"target: got none, and {has}; name one, or weigh several: {known[0]}=2,{known[1]}=1")
         return {known[0]: 1.0}
-    pairs = _pairs(given, known, has) if isinstance(given, str) else _items(given)
+    if isinstance(given, str):
+        pairs = _pairs(given, known, has)
+    else:
+        weighed = given if isinstance(given, Mapping) else None
+        pairs = [(name, 1.0 if weighed is None else float(weighed[name])) for name in given]
     weights: dict[str, float] = {}
     for name, weight in pairs:
         if name not in known:
@@ -134,12 +138,6 @@ def weighted_targets(
     return {name: weight / most / total for name, weight in weights.items()}
 
 
-def _items(given: Sequence[str] | Mapping[str, float]) -> list[tuple[str, float]]:
-    if isinstance(given, Mapping):
-        return [(name, float(weight)) for name, weight in given.items()]
-    return [(name, 1.0) for name in given]
-
-
 def _pairs(text: str, known: Sequence[str], has: str) -> list[tuple[str, float]]:
     """Names and weights of a list; where one name begins another, the longer one is meant."""
     names = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
@@ -150,20 +148,14 @@ def _pairs(text: str, known: Sequence[str], has: str) -> list[tuple[str, float]]
         found = part.match(text, at)
         if found is None:
             raise SettingsError(f"target: got {text[at:]!r}, expected target or target=weight; {has}")
-        pairs.append((found[1] or found[2], _weight(found)))
+        try:
+            pairs.append((found[1] or found[2], 1.0 if found[3] is None else float(found[3])))
+        except ValueError as err:
+            raise SettingsError(
+                f"target: got {found[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
+            ) from err
         at = found.end()
     return pairs
-
-
-def _weight(found: re.Match[str]) -> float:
-    if found[3] is None:
-        return 1.0
-    try:
-        return float(found[3])
-    except ValueError as err:
-        raise SettingsError(
-            f"target: got {found[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
-        ) from err
 
 
 def _amount(text: str, where: str, expected: str) -> Amount:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from grasp.corpus.labels import Label, is_text
 from grasp.corpus.packing import Cursor, SkipLog, StoredRow
 from grasp.corpus.records import check_id_columns, names_and_labels, read_records
-from grasp.corpus.shard_files import FORMAT, RowStream, ShardStore
+from grasp.corpus.shard_files import RowStream, ShardStore
 from grasp.corpus.sources import ArrowChunk, Chunk, Selector, Source, open_source
 from grasp.errors import CorpusError
 from grasp.extras import require
@@ -340,14 +340,11 @@ class ImageStore(ShardStore[ImageShard]):
                 corpus than the one that `directory` was begun with.
         """
         source = open_images(settings.path, settings.split)
-        plan = {  # the path is not in it: a corpus may move
-            "format": FORMAT,
-            "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
-            "classes": {"names": ", ".join(classes), "count": n_classes},
-            "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
-        }
         stream = ImageRows(source, settings, classes, n_classes)
-        return cls._write(directory, plan, stream, progress, replace=replace, details={})
+        reader = {"classes": {"names": ", ".join(classes), "count": n_classes}}
+        return cls._write(
+            directory, source, stream, reader, progress, shard_rows=shard_rows, replace=replace, details={}
+        )
 
     def _shard(self, start: int, whole: pa.Table) -> ImageShard:
         encoded = tuple(whole.column(BYTES_COLUMN).to_pylist())

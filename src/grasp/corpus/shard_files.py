@@ -23,6 +23,7 @@ from pyarrow.dataset import dataset
 
 from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, arrow_type, as_kind, column_of, kind_of_all, wider
 from grasp.corpus.packing import Cursor, SkipLog, Skipped, StoredRow
+from grasp.corpus.sources import Source
 from grasp.errors import CorpusError
 from grasp.files import aside, differences, discard, is_part, written_aside
 from grasp.settings import CorpusSettings
@@ -117,17 +118,29 @@ class ShardStore(ABC, Generic[S]):
     def _write(
         cls,
         directory: Path,
-        plan: Mapping[str, Any],
+        source: Source,
         stream: RowStream[R],
+        reader: Mapping[str, Any],
         progress: Callable[[int], None] | None,
         *,
+        shard_rows: int,
         replace: bool,
         details: Mapping[str, Any],
     ) -> Self:
-        """Every shard from the first that is missing on, then the end of the store; open what is complete."""
+        """Every shard from the first that is missing on, then the end of the store; open what is complete.
+
+        Args:
+            reader: what else than settings and corpus makes this store this store.
+        """
+        plan = {  # the path is not in it: a corpus may move
+            "format": FORMAT,
+            "settings": stream.settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
+            **reader,
+            "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
+        }
         begin(directory, plan, replace=replace)
         if not (directory / SUMMARY).exists():
-            log, size = SkipLog(), plan["settings"]["shard_rows"]
+            log, size = SkipLog(), shard_rows
             writer = _StoreWriter(directory, log)
             cursor = Cursor(**writer.states[-1]["cursor"]) if writer.states else Cursor()
             stream.next_document = cursor.document

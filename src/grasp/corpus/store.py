@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from grasp.corpus.documents import Document, Tokenizer, column_roles, documents_of
 from grasp.corpus.labels import IDS_COLUMN, LABELLED_COLUMN
 from grasp.corpus.packing import Cursor, Packer, Row, SkipLog
-from grasp.corpus.shard_files import FORMAT, RowStream, ShardStore, read_shard
+from grasp.corpus.shard_files import RowStream, ShardStore, read_shard
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError, ModelError
 from grasp.settings import CorpusSettings
@@ -122,10 +122,11 @@ class RowStore(ShardStore[RowShard]):
         documents = documents_of(source, settings)
         first = [_written_out(document, tokenizer, settings) for document in islice(documents, ENCODE_DOCUMENTS)]
         settings = settings.model_copy(update={"max_length": row_length(settings, context, first)})
-        plan = _plan(source, settings, tokenizer, shard_rows, first)
-        stream = TextRows(source, settings, tokenizer)
+        stream, reader = TextRows(source, settings, tokenizer), {"tokenizer": _identity(tokenizer, first)}
         details = {"max_length": settings.max_length, "columns": column_roles(source, settings)}
-        return cls._write(directory, plan, stream, progress, replace=replace, details=details)
+        return cls._write(
+            directory, source, stream, reader, progress, shard_rows=shard_rows, replace=replace, details=details
+        )
 
     def _shard(self, start: int, whole: pa.Table) -> RowShard:
         ids = whole.column(IDS_COLUMN).combine_chunks()
@@ -250,28 +251,16 @@ def row_length(settings: CorpusSettings, context: int | None, documents: Iterabl
     return min(max(LONGEST, longest), context or max(LONGEST, longest))
 
 
-def _plan(
-    source: Source, settings: CorpusSettings, tokenizer: Tokenizer, shard_rows: int, first: Sequence[Document]
-) -> dict[str, Any]:
-    """What makes this store this store. The path is not in it: a corpus may move."""
+def _identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict[str, Any]:
+    """What tells a tokenizer, its hash of the first texts among it: two that differ seldom agree on them."""
     eos_id, vocab_size = tokenizer.eos_id, tokenizer.vocab_size
     if eos_id is not None and not 0 <= eos_id < vocab_size:
         raise CorpusError(f"tokenizer: its EOS id {eos_id} is outside the vocabulary of {vocab_size}")
-    return {
-        "format": FORMAT,
-        "settings": settings.model_dump(mode="json", exclude={"path"}) | {"shard_rows": shard_rows},
-        "tokenizer": {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": _probe(tokenizer, first)},
-        "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
-    }
-
-
-def _probe(tokenizer: Tokenizer, first: Sequence[Document]) -> str:
-    """Hash of what the tokenizer makes of the first texts: two that differ seldom agree on them."""
-    tokenised = (document for document in first if _is_tokenised(document))
-    probes = list(islice(tokenised, PROBE_TEXTS))
+    probes = list(islice((document for document in first if _is_tokenised(document)), PROBE_TEXTS))
     encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
     encoded += [document.answers for document in probes if document.answers is not None]
-    return hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
+    encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
+    return {"eos_id": eos_id, "vocab_size": vocab_size, "encoding": encoding}
 
 
 class Fingerprint:

@@ -1,11 +1,10 @@
 """Adding targets to a finished artifact: from its kept features, or by a pass for relevance only."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactExtension, lock_artifact
@@ -62,7 +61,7 @@ def add_target(
                 seconds = pass_seconds(inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, token)
                 said = forecast(inputs.model, inputs.store, rows, seconds)
                 progress.note(f"{said}; a build with --keep-features spares targets that are added this pass")
-            write_columns(artifact, inputs, token, pooled, extension, progress)
+            write_columns(artifact, inputs, token, pooled, extension, progress, kept=kept)
             added = "targets+" + "+".join(inputs.unit_set.targets)
             extension.finish(manifest={"fingerprints": {added: inputs.unit_set.fingerprint}})
         return "kept features" if kept else "pass"
@@ -86,34 +85,22 @@ def write_columns(
     pooled: PooledKernel,
     extension: ArtifactExtension,
     progress: Progress,
+    *,
+    kept: bool,
 ) -> None:
-    """The new columns, shard by shard."""
-    left = [k for k in range(extension.n_shards) if k not in extension.finished]
-    source = _source(artifact, inputs, token)
+    """The new columns, shard by shard; `kept`: from the features that the artifact keeps, without the model."""
+    left, model = [k for k in range(extension.n_shards) if k not in extension.finished], inputs.model
     announce(progress, inputs.store, len(left))
     for k in left:
-        shard = source(k)
-        arrays = pooled.relevance(shard.pooled) | shard.token
+        if kept:
+            shard = ShardForward.unspool(artifact.features.read(k), model.vocab_size)
+        else:
+            shard = forward_shard(model, inputs.store.shard(k), inputs.settings.features, token)
+        columns = shard.token
+        if kept and token is not None:
+            assert shard.positions is not None
+            parts = [token.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), model.device)]
+            columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        arrays = pooled.relevance(shard.pooled) | columns
         extension.write_shard(k, arrays, column_sums(arrays))
         progress.advance(len(shard.loss_N), 0)
-
-
-def _source(artifact: ArtifactReader, inputs: Inputs, token: TokenKernel | None) -> Callable[[int], ShardForward]:
-    model, settings = inputs.model, inputs.settings.features
-
-    def from_kept(k: int) -> ShardForward:
-        shard = ShardForward.unspool(artifact.features.read(k), model.vocab_size)
-        if token is None:
-            return shard
-        return ShardForward(shard.pooled, shard.loss_N, _token_columns(shard, token, inputs))
-
-    def from_pass(k: int) -> ShardForward:
-        return forward_shard(model, inputs.store.shard(k), settings, token)
-
-    return from_kept if len(artifact.features.finished) == inputs.store.n_shards else from_pass
-
-
-def _token_columns(shard: ShardForward, token: TokenKernel, inputs: Inputs) -> dict[str, NDArray[np.float32]]:
-    assert shard.positions is not None
-    parts = [token.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), inputs.model.device)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
