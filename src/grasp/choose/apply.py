@@ -27,8 +27,8 @@ from grasp.choose.export import MANIFEST, write_documents
 from grasp.choose.ngrams import as_bytes
 from grasp.choose.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percents, with_interval
 from grasp.corpus.conversations import Form, form_of
+from grasp.corpus.documents import check_id_columns, id_columns
 from grasp.corpus.labels import is_text, label_text
-from grasp.corpus.records import check_id_columns, id_columns
 from grasp.corpus.sources import (
     BATCH_ROWS,
     PARQUET,

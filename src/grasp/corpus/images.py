@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from grasp.corpus.documents import check_id_columns, names_and_labels, read_records
 from grasp.corpus.labels import Label, is_text
 from grasp.corpus.packing import Cursor, SkipLog, StoredRow
-from grasp.corpus.records import check_id_columns, names_and_labels, read_records
 from grasp.corpus.shard_files import RowStream, ShardStore
 from grasp.corpus.sources import ArrowChunk, Chunk, Selector, Source, open_source
 from grasp.errors import CorpusError
