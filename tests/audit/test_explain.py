@@ -137,7 +137,7 @@ def test_a_token_adds_what_a_loop_over_pairs_gives(art, explainer):
     origin, unit = explainer._origin, unit_of(art)
     whitener = Whitener.fit(unspool_position_moments(art.moments).token, tau=0.01, alpha=1.0, epsilon=0.3)
     prompt, answer = origin.model.tokenizer.encode([unit["prompt"], unit["completion"]])
-    row = each_position(origin, whitener, origin.rows.rows(np.array([row_index(art, "row-5")])).ids(0), first=1)
+    row = each_position(origin, whitener, origin.rows.rows(row_index(art, ["row-5"])).ids(0), first=1)
     said = each_position(origin, whitener, np.array([*prompt, *answer], dtype=np.int32), first=len(prompt))
     pair = [[float(h @ g) * float(x @ (whitener.precondition_V * y)) for g, y in said] for h, x in row]
     pair_LS = np.array(pair) / (len(row) * len(said) * stored(art, "token", UNIT).std())

@@ -115,7 +115,7 @@ class Explainer:
         target = only_target(artifact, target)
         if match is not None:
             artifact.relevance_name(match)  # or it says what there is
-        index = row_index(artifact, row)
+        index = int(row_index(artifact, [row])[0])
         asked = target, unit, match, protocol
         if self._asked is None or self._asked[0] != asked:
             predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)

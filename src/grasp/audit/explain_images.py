@@ -112,7 +112,7 @@ def explain_images(
     target = only_target(artifact, target)
     if match is not None:
         artifact.relevance_name(match)  # or it says what there is
-    index = np.array([row_index(artifact, row) for row in rows])
+    index = row_index(artifact, rows)
     predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
     units = artifact.units.take(pa.array(predictor.units.columns_E))
     parts = [EffectParts.of(artifact, predictor, int(i)) for i in index]

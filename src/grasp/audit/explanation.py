@@ -321,14 +321,14 @@ def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
     return places
 
 
-def row_index(artifact: ArtifactReader, row: str) -> int:
-    """Where a row stands.
+def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> NDArray[np.int64]:
+    """Where rows stand.
 
     Raises:
-        SettingsError: there is none of this row_id.
+        SettingsError: there is none of a row_id.
     """
-    places = row_places(artifact, [row])
-    if row not in places:
+    places = row_places(artifact, rows)
+    if strange := [row for row in rows if row not in places]:
         some = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
-        raise SettingsError(f"row: got {row!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
-    return places[row]
+        raise SettingsError(f"row: got {strange[0]!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
+    return np.array([places[row] for row in rows], dtype=np.int64)
