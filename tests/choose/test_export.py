@@ -21,7 +21,7 @@ from grasp.choose.export import (
     write_documents,
     write_rows,
 )
-from grasp.choose.records import read_exclusion
+from grasp.choose.limits import read_exclusion
 from grasp.choose.selection import write_ids
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError, SettingsError

@@ -20,8 +20,7 @@ from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_ta
 from grasp.choose.choice import Aim, Curve, curve_of, even_places, protocol_of, searched
 from grasp.choose.climb import climb_rows
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
-from grasp.choose.limits import I64, Limits, within
-from grasp.choose.records import read_exclusion, rows_in_order
+from grasp.choose.limits import I64, Limits, read_exclusion, within
 from grasp.choose.repetition import REPEAT_WORTH, Training
 from grasp.choose.selection import Selection, mask_of
 from grasp.errors import SettingsError
@@ -332,7 +331,7 @@ def _selection(
 
 def _row_table(aim: Aim, found: Chosen, by: str | None) -> pa.Table:
     """subset_id, row_id, doc_id, order, effect[, gain], n_tokens[, label]"""
-    table = rows_in_order(aim.artifact, found.row_index, ["row_id", "doc_id", "n_tokens", *([by] if by else [])])
+    table = _rows_in_order(aim.artifact, found.row_index, ["row_id", "doc_id", "n_tokens", *([by] if by else [])])
     new = {"order": np.arange(len(table)), "effect": aim.effect_N[found.row_index]}
     if found.gain is not None:
         new["gain"] = found.gain
@@ -400,3 +399,15 @@ def _shares(limits: Limits, row_index: I64) -> pa.Table:
             "cap": pa.array([int(cap) if cap < limits.budget else None for cap in limits.cap_G], pa.int64()),
         }
     )
+
+
+def _rows_in_order(artifact: ArtifactReader, row_index: NDArray[np.int64], columns: list[str]) -> pa.Table:
+    """Columns of chosen rows, in the order given; the row table streams past."""
+    wanted_N = mask_of(row_index, artifact.n_rows)
+    parts: list[pa.RecordBatch] = []
+    start = 0
+    for batch in artifact.row_batches(columns):
+        parts.append(batch.filter(pa.array(wanted_N[start : start + batch.num_rows])))
+        start += batch.num_rows
+    place = np.argsort(np.argsort(row_index))  # in corpus order -> in the order taken
+    return pa.Table.from_batches(parts).take(pa.array(place)).combine_chunks()
