@@ -54,6 +54,7 @@ class TargetChange(Summary):
 class ChoiceSummary(Summary):
     """What a selection and a mixture have in common."""
 
+    kind: str
     corpus: str
     headline: str
     targets: tuple[TargetChange, ...]
