@@ -1,4 +1,4 @@
-"""An image classifier as a reference model: what its linear head reads of an image, and the head.
+"""An image classifier as a reference model: how it is shown a picture, what its linear head reads of it, and the head.
 
 Any torch module whose output is a linear layer with a name: of torchvision, of timm, a Hugging Face image classifier,
 one's own. One image is one supervised position: h is the head's input, xi = softmax - onehot(class).
@@ -34,6 +34,9 @@ from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings
 RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic")  # in the order of PIL's numbers
 FULL_BYTE = 255.0
 INSTEAD = "give model.classifier.images (size, mean, std, ...) instead"
+NOISE = (96, 160)  # height and width of the pictures that a head is checked with
+# what a module may raise that does not take such pictures
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
 
 
 class ImageClassifier:
@@ -344,8 +347,3 @@ def own_preprocessing(model: nn.Module) -> Preprocessing:
     """What a module that a factory made says of its pictures; one that says nothing gets ImageNet's at 224 pixels."""
     of_timm = any(kind.__module__.partition(".")[0] == "timm" for kind in type(model).__mro__)
     return ByTimm.of(model) if of_timm and hasattr(model, "pretrained_cfg") else BySettings(ImageSettings())
-
-
-NOISE = (96, 160)  # height and width of the pictures that a head is checked with
-# what a module may raise that does not take such pictures
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError)

@@ -1,4 +1,7 @@
-"""Tokenizers: a Hugging Face one as the corpus wants it, and a byte-level BPE trained on the spot."""
+"""Tokenizers: a Hugging Face one as the corpus wants it, and a byte-level BPE trained on the spot.
+
+A conversation is written out by the tokenizer's own chat template, and where each answer stands in it is told.
+"""
 
 import hashlib
 import json
@@ -18,6 +21,7 @@ from grasp.extras import require
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 LONGEST_CHARACTER = 4  # tokens, where each is a byte
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what marks the assistant's words in some templates
 
 
 class HfTokenizer:
@@ -126,7 +130,7 @@ def _rules(backend: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in backend.items() if key not in ("padding", "truncation")}
 
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what marks the assistant's words in some templates
+# -------------------------------------------------------------------------------------------------------- conversations
 
 
 def written_out(tokenizer: Any, conversation: Conversation, *, last_only: bool) -> tuple[str, list[Span]]:

@@ -21,6 +21,8 @@ from grasp.text import different
 Label: TypeAlias = str | int | float | bool | None
 NO_LABEL = "(no label)"
 EMPTY = "(empty)"
+PLAIN_NAME = re.compile(r"[a-z_][a-z0-9_]*")
+LONGEST_LITERAL = 80  # characters; longer text is named by its checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,7 @@ class LabelColumn:
         return tuple(of_code[code] for code in range(len(spelled)))
 
 
-PLAIN_NAME = re.compile(r"[a-z_][a-z0-9_]*")
-LONGEST_LITERAL = 80  # characters; longer text is named by its checksum
+# ----------------------------------------------------------------------------------------------------------- conditions
 
 
 def equals(column: str, value: Label) -> str:

@@ -36,6 +36,9 @@ from grasp.targets.units import UnitSet, UnitTokens
 if TYPE_CHECKING:
     from grasp.models.causal_lm import ReferenceModel
     from grasp.models.tokenizer import HfTokenizer
+Scores = NDArray[np.floating[Any]]
+# What a method may need beside the artifact's own tables; each is checked before work begins.
+Looks = Literal["tokens", "model", "checkpoints", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +194,7 @@ class Material:
         return self.retrained
 
 
-Scores = NDArray[np.floating[Any]]
-
-# What a method may need beside the artifact's own tables; each is checked before work begins.
-Looks = Literal["tokens", "model", "checkpoints", "environment"]
+# ----------------------------------------------------------------------------------------------------- what a method is
 
 
 class NoSettings(Settings):

@@ -35,6 +35,23 @@ Role = Literal["dev", "held-out"]
 
 FORMAT_VERSION = 1
 INFO = "environment.json"
+F64 = NDArray[np.float64]
+FULL = "full"  # the run on the whole corpus
+EXAMPLES = 3
+STEM_BYTES = 200  # of the file names of a run; file systems take 255, endings included
+SCHEMA = pa.schema(
+    [
+        ("subset_id", pa.string()),
+        ("seed", pa.int64()),
+        ("target", pa.string()),
+        ("unit_id", pa.string()),
+        ("utility", pa.float32()),
+    ]
+)
+COLUMNS = tuple(SCHEMA.names)
+LARGEST = 1e30  # of a utility: sums of squares stay finite
+CHECKSUM = b"grasp.checksum"  # of the lines, in the metadata of the Parquet file; a table made by hand has none
+DIRECTORY = "failed"
 
 
 class TargetInfo(Settings):
@@ -134,23 +151,7 @@ def read_info(path: Path) -> EnvironmentInfo:
     return info.model_copy(update={"checksum": ""})
 
 
-F64 = NDArray[np.float64]
-
-FULL = "full"  # the run on the whole corpus
-EXAMPLES = 3
-STEM_BYTES = 200  # of the file names of a run; file systems take 255, endings included
-SCHEMA = pa.schema(
-    [
-        ("subset_id", pa.string()),
-        ("seed", pa.int64()),
-        ("target", pa.string()),
-        ("unit_id", pa.string()),
-        ("utility", pa.float32()),
-    ]
-)
-COLUMNS = tuple(SCHEMA.names)
-LARGEST = 1e30  # of a utility: sums of squares stay finite
-CHECKSUM = b"grasp.checksum"  # of the lines, in the metadata of the Parquet file; a table made by hand has none
+# ------------------------------------------------------------------------------------------------ results, line by line
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -340,9 +341,6 @@ class MaskDigest:
                 self._digest.update(weights.astype("<f8").tobytes())
             self.ids.append(subset_id)
             self.checksums.append(self._digest.hexdigest())
-
-
-DIRECTORY = "failed"
 
 
 def mark_failed(environment: Path, run: Run, why: str) -> None:

@@ -34,6 +34,10 @@ ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 
 Size = Annotated[int, Field(ge=1)]
+CPU_CHUNK = 256  # positions: fast between 128 and 512 at a vocabulary of a few thousand
+CUDA_CHUNK_ELEMENTS = 1 << 27  # of logits; 512 MB in float32
+MIN_CUDA_POSITIONS = 256
+TINY = torch.finfo(torch.float32).tiny  # a loss beyond 87 nats reads 87; its gradient is exact all the same
 
 
 class LlamaShape(Settings):
@@ -260,10 +264,7 @@ def _attention(packed: Tensor, n_rows: int, heads: int, rotary: tuple[Tensor, Te
     return mixed.transpose(1, 2)
 
 
-CPU_CHUNK = 256  # positions: fast between 128 and 512 at a vocabulary of a few thousand
-CUDA_CHUNK_ELEMENTS = 1 << 27  # of logits; 512 MB in float32
-MIN_CUDA_POSITIONS = 256
-TINY = torch.finfo(torch.float32).tiny  # a loss beyond 87 nats reads 87; its gradient is exact all the same
+# ------------------------------------------------------------------------------ pieces with their gradients written out
 
 
 def rms_norm(x_KTH: Tensor, gain_KH: Tensor, eps: float) -> Tensor:

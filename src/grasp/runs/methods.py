@@ -41,6 +41,10 @@ from grasp.yaml_files import describe, read_yaml
 
 GROUP = "grasp.methods"
 GRASP = "grasp"  # may be named among the methods; its own predictions are always there
+CACHE = "baselines"  # inside the artifact
+ANY = ("", "any")  # the one column of scores that do not depend on the unit
+COVERED = 6  # names of what a method looked at, in a note
+COUNTED = "scores are added up over a subset, not averaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +261,7 @@ def _valid(where: str, label: str, *halves: tuple[type[Settings], Mapping[str, A
     return found
 
 
-CACHE = "baselines"  # inside the artifact
-ANY = ("", "any")  # the one column of scores that do not depend on the unit
-COVERED = 6  # names of what a method looked at, in a note
-COUNTED = "scores are added up over a subset, not averaged"
+# ------------------------------------------------------------------------------------------------------- what they give
 
 
 def predict(

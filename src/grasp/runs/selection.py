@@ -41,6 +41,10 @@ from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.scored import DEFAULT_CALIBRATION, Parts, Scored
 from grasp.seeds import bootstrap_weights, stream
 
+TIE = 1e-9
+LISTED = 20  # candidates, in a provenance
+COLUMNS_AT_ONCE = 2_048
+
 
 @dataclass(frozen=True, slots=True)
 class Development:
@@ -168,9 +172,7 @@ def _shared_out(
     return [(group, wanted) for group, wanted in shared if wanted]
 
 
-TIE = 1e-9
-LISTED = 20  # candidates, in a provenance
-COLUMNS_AT_ONCE = 2_048
+# ------------------------------------------------------------------------------------------- the choice among protocols
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,9 @@ from grasp.seeds import stream
 F64 = NDArray[np.float64]
 
 WINDOW_ROWS = 16_384  # rows fetched at once: a shard on disk is read a few times, not once a batch
+RECORD = "training.json"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +175,6 @@ def _check(
             f"row {row_index[row]} has token id {fetched.flat_ids[outside[0]]}, the recipe's vocabulary ends at"
             f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
         )
-
-
-RECORD = "training.json"
-WEIGHTS = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 
 
 # -------------------------------------------------------------------------------------------------------- one step
