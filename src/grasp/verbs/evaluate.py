@@ -225,10 +225,11 @@ def compare(
     _check_methods(methods, material, {*ADDITIVE, *protocols, *(controls or {})})
     renamed = {own: name for own, name in scored.renamed.items() if name in chosen}
     published = [predict(one, material, scored.blocks, cache, renamed=renamed) for one in methods]
+    parts = scored.parts([one for candidates in ours for one in candidates.values()], chosen, per_unit=True)
     predictions = [
-        replace(prediction, cost=cost_of(candidates[prediction.method], artifact))
+        replace(parts[one.binding].predictions(one, name, scored.renamed), cost=cost_of(one, artifact))
         for candidates in ours
-        for prediction in scored.predictions(candidates, chosen)
+        for name, one in candidates.items()
     ] + published
     for path in files:
         name = "/".join(path.parts[-2:]) if path.stem in {known.method for known in predictions} else None
