@@ -73,11 +73,11 @@ def test_float16_is_widened_before_it_is_added_up(way):
 
 
 def test_plan_follows_the_shape():
-    assert plan(50_000, 10, 10_000, 129, torch_installed=True) == "dense"
-    assert plan(100_000, 10, 10_000, 1, torch_installed=True) == "sparse"  # a column alone never repays a dense matrix
-    assert plan(1000 * 1000, 1000, 100_000, 129, torch_installed=True) == "torch"
-    assert plan(1000 * 1000, 1000, 100_000, 129, torch_installed=False) == "sparse"
-    assert plan(LARGE // 129, 100, 10_000_000, 129, torch_installed=True) == "sparse"
+    assert plan(50_000, 10, 10_000, 129, with_torch=True) == "dense"
+    assert plan(100_000, 10, 10_000, 1, with_torch=True) == "sparse"  # a column alone never repays a dense matrix
+    assert plan(1000 * 1000, 1000, 100_000, 129, with_torch=True) == "torch"
+    assert plan(1000 * 1000, 1000, 100_000, 129, with_torch=False) == "sparse"
+    assert plan(LARGE // 129, 100, 10_000_000, 129, with_torch=True) == "sparse"
 
 
 def test_shapes_that_do_not_fit_are_named():

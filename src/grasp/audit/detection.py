@@ -8,9 +8,9 @@ from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, rankdata
+from scipy.special import ndtri
 
-from grasp.audit.measures import rank_agreement
+from grasp.audit.measures import placed, placement, rank_agreement
 from grasp.errors import SettingsError
 
 F64 = NDArray[np.float64]
@@ -89,9 +89,7 @@ def _cut(hits_N: NDArray[np.int64], count: int, k: int) -> AtCut:
 
 def auroc(score_N: F64, planted_N: Bool) -> float:
     """Chance that a planted row scores higher than a clean one, ties half."""
-    count = int(planted_N.sum())
-    above = float(rankdata(score_N)[planted_N].sum()) - count * (count + 1) / 2
-    return above / (count * (len(planted_N) - count))
+    return float(placement(score_N[planted_N], np.sort(score_N[~planted_N])).mean())
 
 
 def average_precision(score_N: F64, planted_N: Bool) -> float:
@@ -106,15 +104,9 @@ def average_precision(score_N: F64, planted_N: Bool) -> float:
 def _interval(score_N: F64, planted_N: Bool) -> tuple[float, float]:
     """95 % interval of the AUROC. Source: DeLong, DeLong and Clarke-Pearson 1988."""
     planted, clean = np.sort(score_N[planted_N]), np.sort(score_N[~planted_N])
-    variance = _placement(planted, clean).var() / len(planted) + _placement(clean, planted).var() / len(clean)
-    value, reach = auroc(score_N, planted_N), norm.isf(0.025) * sqrt(float(variance))
+    variance = placement(planted, clean).var() / len(planted) + placement(clean, planted).var() / len(clean)
+    value, reach = auroc(score_N, planted_N), ndtri(0.975) * sqrt(float(variance))
     return max(value - reach, 0.0), min(value + reach, 1.0)
-
-
-def _placement(some: F64, others: F64) -> F64:
-    """Share of the other scores, sorted, that lie below each of some, ties half."""
-    below = np.searchsorted(others, some, "left") + np.searchsorted(others, some, "right")
-    return np.asarray(below / (2 * len(others)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +169,11 @@ def threshold(score_N: F64, false_positive_rate: float) -> Threshold:
     if alike:
         value = float(np.max(score_N))
     else:
-        z_P = norm.isf(tail_P[usable_P])
+        z_P = -ndtri(tail_P[usable_P])
         lean = float(z_P @ np.log(upper_P[usable_P] / lower_P[usable_P]) / (z_P @ z_P)) + SAFE / len(score_N) ** 0.5
-        value = float(np.max(middle + np.exp(lean * norm.isf(rate_R)) * (middle - low_R)))
+        value = float(np.max(middle + np.exp(-lean * ndtri(rate_R)) * (middle - low_R)))
         if lean < 0:
-            value = max(value, middle + float(upper_P[usable_P][0] / z_P[0] * norm.isf(false_positive_rate)))
+            value = max(value, middle - float(upper_P[usable_P][0] / z_P[0] * ndtri(false_positive_rate)))
     return _threshold(score_N, value, false_positive_rate, FITTED, alike=alike)
 
 
@@ -224,4 +216,4 @@ def _threshold(score_N: F64, value: float, rate: float, notes: tuple[str, ...], 
 
 def mean_ranks(scores: list[F64]) -> F64:
     """Mean of the ranks, each from 0 to 1: no score outweighs another by its unit."""
-    return np.asarray(np.mean([(rankdata(score) - 0.5) / len(score) for score in scores], axis=0))
+    return np.asarray(np.mean([placed(score) for score in scores], axis=0))

@@ -64,18 +64,19 @@ class Sketch:
 
     @classmethod
     def of(cls, artifact: ArtifactReader, half: str) -> Self:
-        """Read the sketch once for its totals, and once more to hold it where it fits."""
+        """Read the sketch, and hold it where it fits."""
 
         name = f"{half}_sketch"
 
         def blocks() -> Blocks:
             return _with_norms(artifact.array_blocks(name))
 
-        parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.of(block[:, -1:])) for _, block in blocks()]
+        width = next(blocks())[1].shape[1]
+        held = RowSums(blocks, artifact.n_rows, width)
+        parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.of(block[:, -1:])) for _, block in held.blocks()]
         total_C = np.sum([total for total, _ in parts], axis=0)
         norms = functools.reduce(RowMoments.merge, (moments for _, moments in parts))
         totals = SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows)
-        held = RowSums(blocks, artifact.n_rows, len(total_C))
         return cls(totals, norms, held, artifact, name)
 
     def blocks(self) -> Blocks:
@@ -119,7 +120,9 @@ def pair_sums(sketches: Sequence[Sketch]) -> PairSums:
 def _with_norms(blocks: Blocks) -> Iterator[tuple[int, F32]]:
     for start, block in blocks:
         norm_n = np.einsum("nd,nd->n", block, block, dtype=np.float64)
-        yield start, np.column_stack([block, norm_n]).astype(np.float32, copy=False)
+        wider = np.empty((len(block), block.shape[1] + 1), dtype=np.float32)
+        wider[:, :-1], wider[:, -1] = block, norm_n
+        yield start, wider
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ Source: eq:component-predictor, eq:grasp-subset-relevance, eq:method-additive.
 Shape letters: B subsets, N rows, E units, T targets, G slices.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -204,9 +204,14 @@ class Predictor:
 
     # ------------------------------------------------------------------------------------------ prediction
 
-    def sums(self, weights: Weights) -> SubsetSums:
-        """Sums of one block of subsets."""
-        sketch = {half: sketch.sums(weights) for half, sketch in self.sketches.items()}
+    def sums(self, weights: Weights, halves: Collection[str] | None = None) -> SubsetSums:
+        """Sums of one block of subsets.
+
+        Args:
+            halves: sketches that are summed; None: all that the predictor was made with.
+        """
+        chosen = self.sketches if halves is None else halves
+        sketch = {half: sketch.sums(weights) for half, sketch in self.sketches.items() if half in chosen}
         square_B = weight_sums(squared(weights))[0]
         return SubsetSums(SubsetMass.of(weights), square_B, self.task.effects.sums(weights), sketch)
 
@@ -223,7 +228,7 @@ class Predictor:
 
     def change(self, weights: Weights) -> F64:
         """The same for subsets given by their weights."""
-        return self.change_of(self.sums(weights))
+        return self.change_of(self.sums(weights, halves_needed(self.protocol.components)))
 
     def unit_change(self, weights: Weights, sums: SubsetSums) -> F64:
         """The same for every unit, by its own relevance, (B, E).

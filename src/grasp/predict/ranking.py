@@ -46,10 +46,21 @@ def additive_predictor(
     return Predictor.of(artifact, additive, [target], units=_one_unit(artifact, target, unit))
 
 
-def ranked(values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
-    """Row indices, highest value first; equal ones in corpus order."""
-    rows = np.arange(len(values_N)) if among_N is None else np.flatnonzero(among_N)
-    return rows[np.argsort(-values_N[rows], kind="stable")]
+def ranked(
+    values_N: NDArray[np.floating[Any]], *, among_N: NDArray[np.bool_] | None = None, count: int | None = None
+) -> NDArray[np.int64]:
+    """Row indices, highest value first; equal ones in corpus order.
+
+    Args:
+        count: the first so many, which are found without sorting all others; None: all.
+    """
+    down = -values_N if among_N is None else -values_N[among_N]
+    head = np.arange(len(down))
+    if count is not None and 0 < count < len(down):
+        last = np.partition(down, count - 1)[count - 1]
+        head = np.flatnonzero(~(down > last))  # with all that equal the last one: which come first is seen below
+    order = head[np.argsort(down[head], kind="stable")][:count]
+    return order if among_N is None else np.flatnonzero(among_N)[order]
 
 
 def short_rows(tokens_N: NDArray[np.int64], row_index: NDArray[np.int64]) -> int:

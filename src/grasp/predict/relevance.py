@@ -29,9 +29,9 @@ def counted(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
     """
     if negative == 1.0:
         return relevance_NE
-    zero, factor = relevance_NE.dtype.type(0.0), relevance_NE.dtype.type(negative)
-    less_NE = relevance_NE * factor if negative else zero  # 0 times infinity is no number
-    return np.where(relevance_NE < zero, less_NE, relevance_NE)
+    factor = relevance_NE.dtype.type(negative)
+    less_NE = relevance_NE * factor if negative else factor  # 0 times infinity is no number
+    return np.asarray(np.maximum(relevance_NE, less_NE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,14 @@ class UnitSelection:
             raise ProtocolError(f"targets: {', '.join(empty)}: has no units, expected one at least; leave it out")
         return cls(tuple(targets), np.concatenate(columns), np.array([len(part) for part in columns]))
 
-    def mean_per_task(self, values_nE: NDArray[Any]) -> F64:
-        """(n, T) mean over the units of each task, float64."""
-        starts = np.concatenate([[0], np.cumsum(self.counts_T)[:-1]])
-        sums_nT = np.add.reduceat(np.asarray(values_nE, dtype=np.float64), starts, axis=1)
-        return np.asarray(sums_nT / self.counts_T)
+    def mean_per_task(self, values_nE: NDArray[Any], scale_E: F64 | float = 1.0) -> F64:
+        """(n, T) mean over the units of each task of the values times a scale, float64."""
+        share_E = scale_E * np.repeat(1.0 / self.counts_T, self.counts_T)
+        mean_nT = np.empty((len(values_nE), len(self.counts_T)))
+        for t, stop in enumerate(np.cumsum(self.counts_T)):
+            task = slice(stop - self.counts_T[t], stop)
+            np.einsum("ne,e->n", values_nE[:, task], share_E[task], out=mean_nT[:, t])
+        return mean_nT
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,9 @@ class Kernel:
         """
         task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
 
-        def reduced() -> Iterator[tuple[int, F64]]:
-            for start, block in relevance_blocks(artifact, kernel, units.columns_E, negative):
-                part_nT = units.mean_per_task(block * inverse_E)
-                task_NT[start : start + len(block)] = part_nT
-                yield start, part_nT
-
-        return cls(_moments(reduced()), RowSums.over(task_NT))
+        blocks = relevance_blocks(artifact, kernel, units.columns_E, negative)
+        reduced = ((start, units.mean_per_task(block, inverse_E)) for start, block in blocks)
+        return cls(_moments(_written(task_NT, reduced)), RowSums.over(task_NT))
 
 
 def effects(
@@ -102,7 +101,7 @@ def effects(
 
     The order matters. Each unit's relevance is counted first (negative relevance less), then averaged over the units of
     a task. Then each kernel is divided by its spread over the rows (that is in its slope), kernels are added, and the
-    sum is divided by its own spread. That is known only when all rows were added, so rows are read twice.
+    sum is divided by its own spread. That is known only when all rows were added.
 
     Returns:
         The effects, and the mean and standard deviation that were taken out.
@@ -114,24 +113,25 @@ def effects(
     def added() -> Iterator[tuple[int, F64]]:
         readers = [kernels[name].held.blocks() for name in slopes]
         for parts in zip(*readers, strict=True):
-            start, first = parts[0]
-            terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
-            yield start, sum(terms, np.zeros(first.shape[1]))
-
-    rows = _moments(added())
-    spread = rows.spread
-    inverse_C = spread.inverse_E
+            start = parts[0][0]
+            terms = [block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True)]
+            yield start, functools.reduce(np.add, terms)
 
     def standardised() -> Blocks:
         for start, block in added():
             yield start, ((block - spread.mean_E) * inverse_C).astype(np.float32)
 
+    first = next(iter(kernels.values()))
+    shape = first.rows.n_rows, first.held.width
+    held_NC = np.empty(shape if hold else (0, shape[1]), dtype=np.float32)
+    spread = _moments(_written(held_NC, added()) if hold else added()).spread
+    inverse_C = spread.inverse_E
     if not hold:
-        return RowSums(standardised, rows.n_rows, len(inverse_C)), spread
-    held_NC = np.empty((rows.n_rows, len(inverse_C)), dtype=np.float32)
-    for start, block in standardised():
-        held_NC[start : start + len(block)] = block
-    return RowSums.over(held_NC), spread
+        return RowSums(standardised, *shape), spread
+    sums = RowSums.over(held_NC)
+    for _, block in sums.blocks():
+        block[:] = (block - spread.mean_E) * inverse_C
+    return sums, spread
 
 
 def relevance_blocks(
@@ -140,6 +140,13 @@ def relevance_blocks(
     """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
     for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns):
         yield start, counted(block, negative)
+
+
+def _written(out_NC: NDArray[np.float32], blocks: Iterable[tuple[int, F64]]) -> Iterator[tuple[int, F64]]:
+    """The same blocks, which are kept on their way."""
+    for start, block in blocks:
+        out_NC[start : start + len(block)] = block
+        yield start, block
 
 
 def _moments(blocks: Iterable[tuple[int, NDArray[Any]]]) -> RowMoments:

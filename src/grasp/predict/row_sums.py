@@ -35,6 +35,8 @@ GATHERED, SET, CELL, MULTIPLIED = 2.0, 40.0, 4.0, 0.2
 # Multiply-adds of one block from which torch repays its packing; it gathers twice as fast.
 LARGE = 50_000_000
 GATHERED_BY_TORCH = GATHERED / 2
+# Multiply-adds of all blocks from which loading torch, some seconds, is repaid as well.
+REPAID = 3_000_000_000
 # Multiply-adds of one dense block from which loading torch and moving the block to a GPU are repaid.
 LARGE_DENSE = 20_000_000_000
 # Rows of masks that are unpacked and multiplied at once.
@@ -57,6 +59,7 @@ class RowSums:
         self.held_NC = held_NC  # the values themselves, where they are in memory
         self.way: Way | None = None  # None: the one that the shape favours
         self._packed: Any = None  # a sweep_torch.PackedValues, once one is needed
+        self._gathered = 0  # multiply-adds of entries so far
         self._total_C: F64 | None = None
         self._codes_N: NDArray[np.integer[Any]] | None = None
         self._sums_GC: F64 = np.empty((0, 0))  # of the slices that `_codes_N` names
@@ -106,15 +109,17 @@ class RowSums:
 
     def _entries(self, weights_BN: csr_array, values_NC: F32) -> F64:
         n_subsets, n_rows = weights_BN.shape
-        way = self.way or plan(weights_BN.nnz, n_subsets, n_rows, self._shape[1], torch_installed=torch_installed())
+        self._gathered += weights_BN.nnz * self._shape[1]
+        with_torch = "torch" in sys.modules or (self._gathered >= REPAID and torch_installed())
+        way = self.way or plan(weights_BN.nnz, n_subsets, n_rows, self._shape[1], with_torch=with_torch)
         if way == "torch":
             from grasp.predict import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
 
             self._packed = self._packed or sweep_torch.PackedValues.pack(values_NC, sweep_torch.device())
             return sweep_torch.sums(self._packed, weights_BN)
-        if way == "sparse":
+        if way == "sparse" and weights_BN.nnz < n_rows:
             return _gathered(weights_BN, values_NC)
-        block, out_BC = BlockSums(weights_BN, dense=True), np.zeros((n_subsets, self._shape[1]))
+        block, out_BC = BlockSums(weights_BN, dense=way == "dense"), np.zeros((n_subsets, self._shape[1]))
         for start in range(0, n_rows, MASK_ROWS):
             out_BC += block.product(start, values_NC[start : start + MASK_ROWS])
         return out_BC
@@ -166,9 +171,9 @@ class BlockSums:
         return np.asarray(part.toarray() @ values_nC if dense else part @ values_nC)
 
 
-def plan(entries: int, n_subsets: int, n_rows: int, width: int, *, torch_installed: bool) -> Way:
+def plan(entries: int, n_subsets: int, n_rows: int, width: int, *, with_torch: bool) -> Way:
     """How to sum a block with `entries` nonzero weights."""
-    by_torch = torch_installed and entries * width >= LARGE
+    by_torch = with_torch and entries * width >= LARGE
     if dense_pays(entries, n_subsets * n_rows, width, gathered=GATHERED_BY_TORCH if by_torch else GATHERED):
         return "dense"
     return "torch" if by_torch else "sparse"
@@ -206,12 +211,9 @@ def _entries_of(weights: csr_array | OmittedRows | SliceShares) -> csr_array:
 
 
 def _gathered(weights_BN: csr_array, values_NC: F32) -> F64:
-    """By scipy, which widens what it multiplies with: only the rows that are used, where they are few."""
-    n_subsets, n_rows = weights_BN.shape
-    if weights_BN.nnz >= n_rows:
-        return np.asarray(weights_BN @ values_NC, dtype=np.float64)
+    """By scipy, which widens what it multiplies with: so only the rows that are used."""
     used_n, column = np.unique(weights_BN.indices, return_inverse=True)
-    weights_Bn = csr_array((weights_BN.data, column, weights_BN.indptr), shape=(n_subsets, len(used_n)))
+    weights_Bn = csr_array((weights_BN.data, column, weights_BN.indptr), shape=(weights_BN.shape[0], len(used_n)))
     return np.asarray(weights_Bn @ values_NC[used_n], dtype=np.float64)
 
 

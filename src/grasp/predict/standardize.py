@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom
 
 from grasp.errors import SubsetError
 from grasp.predict.blocks import Side
@@ -27,6 +26,7 @@ F64 = NDArray[np.float64]
 
 # A spread this small against the component's own size is rounding, not variance.
 RELATIVE_ZERO = 1e-9
+FAR = 10.0  # sizes further from their mean than so many standard deviations, and rows, do not occur
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,9 @@ class RowMoments:
     def of(cls, values_NE: NDArray[Any]) -> Self:
         """Moments of one block of rows."""
         values_NE = np.asarray(values_NE, dtype=np.float64)
-        mean_E = values_NE.mean(axis=0)
-        return cls(len(values_NE), mean_E, ((values_NE - mean_E) ** 2).sum(axis=0))
+        mean_E = np.ones(len(values_NE)) @ values_NE / len(values_NE)  # a product is the fastest sum over rows
+        apart_NE = values_NE - mean_E
+        return cls(len(values_NE), mean_E, np.einsum("ne,ne->e", apart_NE, apart_NE))
 
     def merge(self, other: Self) -> Self:
         """Moments of both sets of rows (Chan's merge)."""
@@ -216,9 +217,11 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
         size = np.array([max(1.0, float(round(fraction * n_rows)))])
         chance = np.ones(1)
     else:
-        low, high = binom.interval(1.0 - 1e-15, n_rows, fraction)
-        size = np.arange(max(1.0, low), high + 1.0)
-        chance = binom.pmf(size, n_rows, fraction)
+        mean, reach = fraction * n_rows, FAR * (1.0 + np.sqrt(fraction * (1.0 - fraction) * n_rows))
+        size = np.arange(max(1.0, np.floor(mean - reach)), min(n_rows, np.ceil(mean + reach)) + 1.0)
+        ratio = (n_rows - size[:-1]) / size[1:] * (fraction / (1.0 - fraction))  # of a chance to the one before it
+        log_chance = np.concatenate([[0.0], np.cumsum(np.log(ratio))])
+        chance = np.exp(log_chance - log_chance.max())
         chance = chance / chance.sum()
     return (size if side == "retained" else n_rows - size), chance
 

@@ -129,9 +129,14 @@ class SliceShares:
 
 def indicators(codes_N: NDArray[np.integer], n_slices: int) -> csr_array:
     """(G, N), 1 where a row is in the slice."""
-    order = np.argsort(codes_N, kind="stable")
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(codes_N, minlength=n_slices))])
-    return csr_array((np.ones(len(order)), order, indptr), shape=(n_slices, len(order)))
+    order, rows_G = grouped(codes_N, n_slices)
+    return csr_array((np.ones(len(order)), order, np.concatenate([[0], np.cumsum(rows_G)])), (n_slices, len(order)))
+
+
+def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows slice by slice, (N,), and how many each slice has, (G,)."""
+    short_N = codes_N.astype(np.int16) if n_slices < 1 << 15 else codes_N  # numpy counts 16 bits, and sorts 32
+    return np.argsort(short_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
 
 
 Compact = OmittedRows | PackedMasks | SliceShares

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.predict.blocks import WeightedRows, in_blocks
 from grasp.predict.label_slices import (
     LabelSlices,
     SliceFormula,
@@ -27,10 +27,8 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64, checked_targets, row_tokens
 from grasp.predict.slices import LabelTable
-from grasp.predict.weights import Weights
 from grasp.report.rows import HeldRows, crossed, held_rows
 from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects
@@ -316,20 +314,20 @@ def _nats(predictor: Predictor, artifact: ArtifactReader, question: Question) ->
 def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
     """Keep the rows with the highest effects, for each target by itself."""
     count, n_targets = max(1, round(BEST_SHARE * predictor.n_rows)), len(predictor.targets)
-    chosen = [np.sort(ranked(predictor.effect_NT[:, t])[:count]) for t in range(n_targets)]
-    starts = np.arange(n_targets + 1) * count
-    weights: Weights = csr_array(
-        (np.ones(n_targets * count), np.concatenate(chosen), starts), shape=(n_targets, predictor.n_rows)
-    )
-    value_T = np.diag(predictor.change(weights)).copy()
+    best = (np.argpartition(-effect_N, count - 1)[:count] for effect_N in predictor.effect_NT.T)
+    subsets = (WeightedRows(target, rows) for target, rows in zip(predictor.targets, best, strict=True))
+    blocks = list(in_blocks(subsets, predictor.n_rows, n_targets))
+    value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
     low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets
     units = ["effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit] * n_targets
     if isinstance(nats, Expected):
-        expected = nats.of(weights)
-        known_T = np.isfinite(np.diag(expected.nats_BT))
-        value_T = np.where(known_T, np.diag(expected.nats_BT), value_T)
+        tables = [nats.of(block.weights) for block in blocks]
+        bounds_3BT = np.concatenate([[table.nats_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
+        nats_T, low_T, high_T = np.diagonal(bounds_3BT, axis1=1, axis2=2)
+        known_T = np.isfinite(nats_T)
+        value_T = np.where(known_T, nats_T, value_T)
         units = [NATS.get(nats.unit, nats.unit) if known else one for one, known in zip(units, known_T, strict=True)]
-        low_T, high_T, outside = np.diag(expected.low_BT), np.diag(expected.high_BT), expected.outside
+        outside = tuple(text for table in tables for text in table.outside)
     worth = Worth(value_T[None], low_T[None], high_T[None])
     return BestRows(count / predictor.n_rows, worth, tuple(units), outside)
 

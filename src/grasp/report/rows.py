@@ -1,6 +1,6 @@
 """Rows that a report holds: the ends of every target, question and slice, and the parts of two labels crossed.
 
-Shape letters: N rows, G slices, T targets, Q questions.
+Shape letters: N rows, L rows that are long enough, G slices, T targets, Q questions.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import ranked
 from grasp.predict.relevance import UnitSelection
+from grasp.predict.weights import grouped
 
 MOST_ROWS = 1_500
 ENDS = 25  # rows on either side of a target
@@ -66,28 +67,23 @@ def held_rows(
         parts: whose best rows are wanted.
         long_N: rows that are long enough to be ranked.
     """
-    effect_NT = predictor.effect_NT
-    orders = [ranked(effect_NT[:, t], among_N=long_N) for t in range(effect_NT.shape[1])]
-    questions = _questions(artifact, predictor, long_N)
-    mean_N = effect_NT.mean(axis=1)
-    best, worst = ranked(mean_N, among_N=long_N), ranked(-mean_N, among_N=long_N)
-    wanted = [end for order in orders for end in (order[:ENDS], order[-ENDS:])]
+    effect_NT, rows_L = predictor.effect_NT, np.flatnonzero(long_N)
+    questions = _questions(artifact, predictor, rows_L)
+    mean_L = effect_NT.mean(axis=1)[rows_L]
+    wanted = [_ends(effect_N[rows_L], rows_L, ENDS, ENDS) for effect_N in effect_NT.T]
     wanted += [question.rows for question in questions]
     for one in slices:
-        wanted += [_first_of_each(one.codes_N, best, SLICE_TOP), _first_of_each(one.codes_N, worst, SLICE_BOTTOM)]
+        wanted += [_first_of_each(one, mean_L, rows_L, SLICE_TOP), _first_of_each(one, -mean_L, rows_L, SLICE_BOTTOM)]
     if parts is not None:
-        wanted.append(_first_of_each(parts.codes_N, best, 1))
+        wanted.append(_first_of_each(parts, mean_L, rows_L, 1))
     index = np.array(list(dict.fromkeys(np.concatenate(wanted).tolist()))[:MOST_ROWS], dtype=np.int64)
-    rank_KT = np.zeros((len(index), len(orders)), dtype=np.int64)
-    for t, order in enumerate(orders):
-        place_N = np.zeros(len(long_N), dtype=np.int64)
-        place_N[order] = np.arange(1, len(order) + 1)
-        rank_KT[:, t] = place_N[index]
+    ranks = [_ranks(np.sort(effect_N[rows_L]), effect_N[index]) for effect_N in effect_NT.T]
+    rank_KT = np.where(long_N[index, None], np.stack(ranks, axis=1), 0)
     rows = tuple(artifact.rows(index).to_pylist())
-    return HeldRows(rows, index, effect_NT[index], rank_KT, questions, len(orders[0]))
+    return HeldRows(rows, index, effect_NT[index], rank_KT, questions, len(rows_L))
 
 
-def _questions(artifact: ArtifactReader, predictor: Predictor, long_N: NDArray[np.bool_]) -> tuple[Question, ...]:
+def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: Rows) -> tuple[Question, ...]:
     """The first units of every target, each with the rows at its ends."""
     targets, n_rows = predictor.targets, predictor.n_rows
     each = max(1, min(QUESTIONS, QUESTION_NUMBERS // (n_rows * len(targets))))
@@ -100,18 +96,29 @@ def _questions(artifact: ArtifactReader, predictor: Predictor, long_N: NDArray[n
     effect_NQ = Predictor.of(artifact, additive, units=single).effect_NT
     found = []
     for q, unit in enumerate(units):
-        order = ranked(effect_NQ[:, q], among_N=long_N)
-        rows = np.array(list(dict.fromkeys([*order[:QUESTION_TOP], *order[-QUESTION_BOTTOM:]])), dtype=np.int64)
+        ends = _ends(effect_NQ[rows_L, q], rows_L, QUESTION_TOP, QUESTION_BOTTOM)
+        rows = np.array(list(dict.fromkeys(ends.tolist())), dtype=np.int64)
         found.append(Question(int(of_target[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
     return tuple(found)
 
 
-def _first_of_each(codes_N: NDArray[np.int32], order: Rows, count: int) -> Rows:
-    """Of every code the first rows in an order."""
-    codes = codes_N[order]
-    by_code = np.argsort(codes, kind="stable")
-    starts = np.searchsorted(codes[by_code], codes[by_code])
-    return np.asarray(order[by_code[np.arange(len(order)) - starts < count]])
+def _ends(values_L: NDArray[np.float32], rows_L: Rows, top: int, bottom: int) -> Rows:
+    """The rows with the highest values, best first, and those with the lowest, worst last."""
+    ends = [ranked(values_L, count=top), ranked(-values_L, count=bottom)[::-1]]
+    return np.asarray(rows_L[np.concatenate(ends)])
+
+
+def _ranks(sorted_L: NDArray[np.float32], values_K: NDArray[np.float32]) -> Rows:
+    """1 and the number of values that are higher."""
+    return 1 + len(sorted_L) - np.searchsorted(sorted_L, values_K, side="right")
+
+
+def _first_of_each(slices: LabelSlices, values_L: NDArray[np.float32], rows_L: Rows, count: int) -> Rows:
+    """Of every slice the rows with the highest values, best first."""
+    order_L, rows_G = grouped(slices.codes_N[rows_L], len(slices.slices))
+    groups = np.split(order_L, np.cumsum(rows_G)[:-1])
+    firsts = [group[ranked(values_L[group], count=count)] for group in groups]
+    return np.asarray(rows_L[np.concatenate(firsts)])
 
 
 def crossed(first: LabelSlices, second: LabelSlices) -> LabelSlices:

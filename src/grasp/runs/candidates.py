@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
@@ -312,4 +312,4 @@ def subsets_for(n_protocols: int, delta: float = DELTA) -> int:
     The rho of a predictor that knows nothing has a standard error of 1 / sqrt(B - 1) on B subsets, and the bound of
     one of K protocols lies z_(1 - delta/K) of them below its mean: at most WIDEST.
     """
-    return 1 + math.ceil((float(norm.ppf(1 - delta / n_protocols)) / WIDEST) ** 2)
+    return 1 + math.ceil((float(ndtri(1 - delta / n_protocols)) / WIDEST) ** 2)

@@ -34,7 +34,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from grasp.errors import EnvironmentDataError, ShapeError
 from grasp.runs.covariance import (
@@ -266,7 +266,7 @@ class Learned:
 
     def quantile(self, coverage: float) -> float:
         """Standard deviations on either side of the mean that hold `coverage`: Student's, the scale being estimated."""
-        return float(student.ppf(0.5 + coverage / 2, self.freedom))
+        return float(stdtrit(self.freedom, 0.5 + coverage / 2))
 
     def _measured(self, features: Features) -> Iterator[Features]:
         for start in range(0, len(features), BLOCK):

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.special import ndtri
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
@@ -236,7 +236,7 @@ def select(
     defined_C = np.isfinite(value_CT).all(axis=1)
     if not defined_C.any():
         raise ProtocolError("selection: no candidate has a rho on every development result; predictions are constant")
-    z = float(norm.ppf(1 - delta / len(candidates)))
+    z = float(ndtri(1 - delta / len(candidates)))
     se_C = standard_errors([value[:, :, 1:] for value in each])
     scores = [
         Score(

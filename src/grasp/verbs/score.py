@@ -117,16 +117,17 @@ def score(
         by, values_N = "effect", predictor.effect_NT[:, 0]
         said = "relevance in standard deviations over the rows, 0 = the corpus average; "
         said += f"protocol {predictor.protocol.name}"
-    order = ranked(values_N, among_N=among_N)
-    count = (0 if bottom else len(order)) if top is None else top
-    chosen = np.concatenate([order[:count], ranked(-values_N, among_N=among_N)[:bottom]])
+    n_ranked = len(values_N) if among_N is None else int(among_N.sum())
+    count = (0 if bottom else n_ranked) if top is None else top
+    best, worst = ranked(values_N, among_N=among_N, count=count), ranked(-values_N, among_N=among_N, count=bottom)
+    chosen = np.concatenate([best, worst])
     if out is not None:
         write_ranked(artifact, values_N, chosen, Path(out), by)
-    kinds = [(min(count, len(order)), "helpful"), (min(bottom, len(order)), "harmful")]
+    kinds = [(len(best), "helpful"), (len(worst), "harmful")]
     asked = " and ".join(f"the {n:,} most {kind}" for n, kind in kinds if n) if top is not None or bottom else "all"
     return RankedRows(
         ranked_table(artifact, chosen if out is None else chosen[:0], values_N, by),
-        f"{asked} of {len(order):,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
+        f"{asked} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
         (*_short(artifact, chosen), f"{by}: {said}"),
         by=by,
         shown=(by, "row_id", *shown, "snippet"),
