@@ -66,8 +66,8 @@ def build(
     ),
     targets: list[str] = option(
         "--targets NAMES",
-        "What the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl), separated by "
-        "commas; repeatable.",
+        "What the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl; a line is "
+        '{"question": ..., "answer": ...}, or prompt and completion), separated by commas; repeatable.',
         [],
     ),
     text_column: TextColumn = None,

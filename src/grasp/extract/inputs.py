@@ -176,6 +176,8 @@ def tell_rows(store: RowStore, model: ReferenceModel, progress: Progress) -> Non
     progress.note(
         f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
         f"{store.details['max_length']:,} in a row ({reads})"
+        + "; longer documents are cut into several rows"
+        * (store.n_rows > store.n_documents)
     )
 
 
