@@ -416,7 +416,7 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
     name = worst or "(no label)"
     assert f"; most of topic: {name} ({gone[worst]} of {whole[worst]}), " in line
     of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
-    assert any(f"{of.count(1)} of 20 documents are kept in part; --documents half with --ex" in n for n in got.notes)
+    assert any(f"{of.count(1)} of 20 documents are kept in part; a budget such as 20%documents" in n for n in got.notes)
     assert got.write_left_out(tmp_path / "gone.parquet") == 30
     table = pq.read_table(tmp_path / "gone.parquet")
     assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]

@@ -64,8 +64,8 @@ def select(
     """Choose the rows that help the targets most; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
 
     Args:
-        budget: 20%, 5000 (rows), 2Mtokens, 20%tokens or 300documents of the whole corpus; None: the best for
-            `train_tokens`. Whole documents are ordered by the mean effect of their rows.
+        budget: 20%, 5000 (rows), 2Mtokens, 20%tokens, 300documents or 20%documents of the whole corpus; None: the best
+            for `train_tokens`. Whole documents are ordered by the mean effect of their rows.
         target: a target, several, or targets and weights; None: the one that there is.
         train_tokens: tokens that the model will be trained on, e.g. 100B: repetition then counts as worth less, see
             `repetition`.
@@ -376,8 +376,8 @@ def _row_notes(aim: Aim, row_index: I64, by: str | None) -> list[str]:
     kept_M, of_M = np.bincount(document_N[row_index], minlength=int(document_N.max()) + 1), np.bincount(document_N)
     if cut := int(((kept_M > 0) & (kept_M < of_M)).sum()):
         said.append(
-            f"rows are pieces of documents: {cut:,} of {len(of_M):,} documents are kept in part; --documents half with "
-            "--export keeps or drops whole ones"
+            f"rows are pieces of documents: {cut:,} of {len(of_M):,} documents are kept in part; a budget such as "
+            "20%documents takes whole ones, and --export with --documents half writes whole ones"
         )
     return said
 

@@ -32,14 +32,15 @@ from grasp.text import plain
     "grasp select art --budget 20% --target sciq --export kept",
     "grasp select art --train-tokens 100B --target sciq=2,openbookqa=1 --out kept.parquet",
     "grasp select art --budget 5000 --by topic --floor 1% --cap Games:20% --out kept.parquet",
-    "grasp select art --budget 67% --documents half --export kept --left-out dropped",
+    "grasp select art --budget 67%documents --documents all --export kept --left-out dropped",
     "grasp select art --budget 20% --exclude seen.txt --export kept --documents half --ids-out kept.txt",
 )
 def select(
     art: Art,
     budget: str | None = option(
         "--budget AMOUNT",
-        "20%, 5000 (rows), 2Mtokens or 300documents, of the whole corpus. Default: the best for --train-tokens.",
+        "20% or 5000 (rows), 2Mtokens, 300documents, 67%documents of the whole corpus. Default: the best for "
+        "--train-tokens.",
         None,
     ),
     target: TargetWeights = None,
