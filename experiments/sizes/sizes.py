@@ -88,23 +88,34 @@ def agreement(one: Ranked, other: Ranked, subset_ids: list[str], *, units: bool 
 
     What a run adds to all units alike, a lucky order of rows say, is not in the last of them.
     """
-    one, other, n = one.of(subset_ids), other.of(subset_ids), len(subset_ids)
+    found: dict[str, Any] = {"one": one.name, "other": other.name, "subsets": len(subset_ids)}
+    return found | _compared([one, other], [(0, 1)], [1.0], subset_ids, units)
+
+
+def beyond_seeds(seeds: list[Ranked], other: Ranked, subset_ids: list[str]) -> dict[str, Any]:
+    """How much better a run of two seeds agrees with another size than the seeds with each other; both means of rho."""
+    pairs, signs = [(0, 2), (1, 2), (0, 1)], [0.5, 0.5, -1.0]
+    return {"other": other.name} | _compared([*seeds, other], pairs, signs, subset_ids, True)
+
+
+def _compared(
+    ranked: list[Ranked], pairs: list[tuple[int, int]], signs: list[float], subset_ids: list[str], units: bool
+) -> dict[str, Any]:
+    """A sum over pairs of rho by level, with its interval over subsets."""
+    ranked, n = [one.of(subset_ids) for one in ranked], len(subset_ids)
     rng = stream(0, "sizes", "resamples")
     weights_RB = np.concatenate([np.ones((1, n)), rng.multinomial(n, np.full(n, 1 / n), RESAMPLES)])
-    found: dict[str, Any] = {"one": one.name, "other": other.name, "subsets": n}
-    levels = {"task": (one.task_BT, other.task_BT)}
+    most = float(np.abs(signs).sum())
+    levels = {"task": [one.task_BT for one in ranked]}
     if units:
-        levels["unit"] = (one.unit_BE, other.unit_BE)
-        levels["unit, centred"] = (_centred(one.unit_BE), _centred(other.unit_BE))
-    for level, (left, right) in levels.items():
-        rho_R = mean_defined(rank_correlations([left, right], [(0, 1)], weights_RB)[0], axis=0)
-        got = interval(float(rho_R[0]), rho_R[1:], lowest=-1.0, highest=1.0, reason="")
+        levels["unit"] = [one.unit_BE for one in ranked]
+        levels["unit, centred"] = [one.unit_BE - one.unit_BE.mean(axis=1, keepdims=True) for one in ranked]
+    found = {}
+    for level, columns in levels.items():
+        rho_R = np.array(signs) @ mean_defined(rank_correlations(columns, pairs, weights_RB), axis=1)
+        got = interval(float(rho_R[0]), rho_R[1:], lowest=-most, highest=most, reason="")
         found[level] = [got.value, got.low, got.high]
     return found
-
-
-def _centred(unit_BE: F64) -> F64:
-    return unit_BE - unit_BE.mean(axis=1, keepdims=True)
 
 
 def carried_over(
@@ -151,6 +162,7 @@ def main() -> None:
     found = {
         "subsets": len(subset_ids),
         "retrained": [agreement(a, b, subset_ids) for a, b in itertools.combinations(came_out, 2)],
+        "beyond seeds": [beyond_seeds(came_out[1:3], one, subset_ids) for one in whole[1:]],
         "references": [agreement(a, b, subset_ids) for a, b in itertools.combinations(references, 2)],
         "predicted": [agreement(reference, one, subset_ids) for reference in references for one in came_out],
         "learned": {
