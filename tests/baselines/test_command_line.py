@@ -117,7 +117,7 @@ def test_scores_lie_in_the_artifact_unless_told_otherwise_and_it_stays_whole(wor
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--target", "fact"], "target: got ['fact'], the artifact has ['facts']"),
+        (["--target", "fact"], "target: got ['fact'] (did you mean 'facts'?), the artifact has"),
         (["--target", "facts", "--labels", "era"], "labels: got era; the artifact has row_index, row_id, "),
     ],
 )

@@ -476,8 +476,7 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     assert (protocol.match, protocol.components) == ({"pooled": 1.0}, {"joint.pair": -1.0})
     assert protocol.calibration.family == "mixture:topic"
     predicted = succeed("predict", art, "--keep", "topic = 'sky'", "--protocol", out).out
-    assert "protocol chosen (" in predicted
-    assert "selected on 2 development results" in predicted
+    assert predicted.rstrip().endswith("protocol chosen")
     evaluated = succeed("evaluate", art, "--environment", places[0], "--protocol", out).out
     save_protocol(protocol.model_copy(update={"name": "default"}), tmp_path / "mine.yaml")
     both = lines_of(succeed("evaluate", art, "--environment", places[0], "--protocol", tmp_path / "mine.yaml").out)

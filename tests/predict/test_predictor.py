@@ -226,7 +226,9 @@ def test_what_does_not_vary_contributes_nothing_and_is_named():
 
 
 def test_refusals():
-    with pytest.raises(ProtocolError, match=r"target: got \['sci'\], the artifact has \['sciq', 'boolq'\]"):
+    with pytest.raises(
+        ProtocolError, match=r"target: got \['sci'\] \(did you mean 'sciq'\?\), the artifact has \['sciq'"
+    ):
         Predictor.of(FakeSource(), protocol(), ["sci"])
     with pytest.raises(ProtocolError, match="requires 'all', the artifact was built with 'tail:32'"):
         Predictor.of(FakeSource(), protocol(requires={"pooling": "all"}))
