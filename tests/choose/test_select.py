@@ -397,6 +397,8 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert got.asked["unit"] == "documents"
     assert sum(one["taken"] for one in got.labels.to_pylist()) == 5
     assert got.guarantee == "whole documents, by the mean effect of their rows"
+    assert list(got.curve.effect) == sorted(got.curve.effect, reverse=True)  # of whole documents
+    assert "what the next document is worth" in repr(got)
     assert any("of the 19 documents that may be taken are above the corpus average" in note for note in got.notes)
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
     assert not any("kept in part" in note for note in got.notes)

@@ -225,19 +225,23 @@ class Curve:
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
-    effect: tuple[float, ...]  # of the last row of each beginning
+    effect: tuple[float, ...]  # of the last row, or document, of each beginning
     value: tuple[float, ...]  # of all its rows: change against the corpus, repetition counted
 
 
-def curve_of(aim: Aim, row_index: I64, places: Sequence[int]) -> Curve:
-    """The beginnings of a choice that have so many rows; `places` ascend."""
+def curve_of(aim: Aim, row_index: I64, places: Sequence[int], effect_N: F64 | None = None) -> Curve:
+    """The beginnings of a choice that have so many rows; `places` ascend.
+
+    Args:
+        effect_N: what rows are ordered by, if it is not their own effect but that of their document.
+    """
     cuts = np.concatenate([[0], places])
     parts = [np.sort(row_index[a:b]) for a, b in itertools.pairwise(cuts)]
     indices = np.concatenate(parts)
     weights_BN = csr_array((np.ones(len(indices)), indices, cuts), shape=(len(parts), aim.predictor.n_rows))
     sums = aim.predictor.sums(weights_BN).cumulated()
     tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
-    last_B = aim.effect_N[row_index[np.asarray(places) - 1]]
+    last_B = (aim.effect_N if effect_N is None else effect_N)[row_index[np.asarray(places) - 1]]
     columns = (np.asarray(places), tokens_B, last_B, aim.value(sums, tokens_B))
     return Curve(*(tuple(column.tolist()) for column in columns))
 

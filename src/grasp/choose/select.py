@@ -193,7 +193,8 @@ def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) ->
             next_P = every_P[~mask_of(picked_P, len(pool.effect_M))[every_P]]
             order_P = np.concatenate([order_P, pool.rows(next_P)])
     places = even_places(len(order_P), also=len(found.row_index))
-    return found, picked_P, curve_of(aim, order_P, places)
+    own_N = None if pool.document_N is None else pool.effect_M[pool.document_N]
+    return found, picked_P, curve_of(aim, order_P, places, own_N)
 
 
 def _worth(aim: Aim, pool: _Pool, limits: Limits) -> F64:

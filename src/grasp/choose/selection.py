@@ -117,10 +117,9 @@ class Selection(Choice):
             return write_rows(artifact, rows, index, self.effect_N[index], place, kind, asked, tokenizer.decode)
         kept = kept_documents(rows, mask_of(self.row_index, artifact.n_rows), rule or "all", others=left_out)
         if say is not None and rule is not None:
-            say(
-                f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens; {kept.added:,} of these "
-                f"were not chosen, {kept.lost:,} chosen ones are dropped"
-            )
+            moved = f"; {kept.added:,} of these were not chosen, {kept.lost:,} chosen ones are dropped"
+            tail = moved if kept.added or kept.lost else ""
+            say(f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens{tail}")
         if ids is not None:
             write_ids(kept.names, Path(ids))
         asked |= {} if rule is None else {"documents": rule}
@@ -169,9 +168,10 @@ class Selection(Choice):
             )
             for k in places
         ]
+        each = "document" if self.asked["unit"] == "documents" else "row"
         return text_table(
-            "other budgets: what the next row is worth (0 = the corpus average), and all rows together",
-            ("rows", "share", "tokens", "next row", "all rows" if self.asked["train_tokens"] is None else "value"),
+            f"other budgets: what the next {each} is worth (0 = the corpus average), and all rows together",
+            ("rows", "share", "tokens", f"next {each}", "all rows" if self.asked["train_tokens"] is None else "value"),
             lines,
             left=0,
         )

@@ -113,7 +113,8 @@ def select(
         )
     print(selection)
     if out is not None:
-        print(f"{selection.save(out)}: rows, best first; beside it {out.stem}.json, for grasp report --selection")
+        first = "rows of the best documents" if selection.asked["unit"] == "documents" else "rows, best"
+        print(f"{selection.save(out)}: {first} first; beside it {out.stem}.json, for grasp report --selection")
     if left_out is not None and dropped is None:
         print(f"{left_out}: the {selection.write_left_out(left_out):,} rows that are left out, worst first")
     if export is not None:
