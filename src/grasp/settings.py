@@ -61,9 +61,7 @@ class CorpusSettings(Settings):
         None, description="Column with the stable name of a row; none: row_id or id, if there; empty: names are made."
     )
     doc_id_column: str | None = Field(
-        None,
-        description="Column with the stable name of a document; none: doc_id, if there, or that of rows; empty: names "
-        "are made.",
+        None, description="Column with the stable name of a document; none: doc_id, if there; empty: names are made."
     )
     packing: Literal["document", "concat"] = Field(
         "document",

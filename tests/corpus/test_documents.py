@@ -158,8 +158,6 @@ def test_an_id_column_names_the_rows(tmp_path, write):
     ]
     plainly = next(read_documents(settings_for(path, row_id_column="", doc_id_column="")))
     assert (plainly.row_id, dict(plainly.labels)) == (None, {"id": 0, "doc_id_": "d0"})
-    alone = write(tmp_path / f"alone{path.suffix}", [{"id": "a", "text": "x"}])
-    assert [(d.row_id, d.doc_id) for d in read_documents(settings_for(alone))] == [("a", "a")]
 
 
 def test_a_number_that_is_none_is_a_missing_label(tmp_path):

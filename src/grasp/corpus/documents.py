@@ -107,14 +107,11 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def id_columns(settings: CorpusSettings, names: Mapping[str, Any] | Sequence[str]) -> tuple[str | None, str | None]:
-    """Columns that name rows and documents, the same if there is one alone; an empty setting asks for made names."""
+    """Columns that name the rows and the documents; an empty setting asks for made names."""
     row = settings.row_id_column
     if row is None:
         row = next((name for name in ROW_ID_COLUMNS if name in names), None)
-    doc = settings.doc_id_column
-    if doc is None:
-        doc = DOC_ID_COLUMN if DOC_ID_COLUMN in names else row
-    return row or None, doc or None
+    return row or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
 
 
 def names_and_labels(record: Record, settings: CorpusSettings) -> tuple[str | None, str | None, dict[str, Label]]:
@@ -244,7 +241,7 @@ def column_roles(source: Source, settings: CorpusSettings) -> dict[str, str]:
     first = "text" if isinstance(record.values.get(form.columns[0]), str | None) else "turns"
     content = {first: form.columns[0]} if form.kind == "text" else {name: name for name in form.columns}
     row, doc = id_columns(settings, record.values)
-    roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc if doc != row else None}
+    roles = content | {"input_ids": settings.ids_column, "row_id": row, "doc_id": doc}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
