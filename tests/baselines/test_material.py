@@ -12,7 +12,7 @@ from grasp.artifact.manifest import write_manifest
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.errors import ArtifactError, SettingsError
-from grasp.models import causal_lm
+from grasp.models import checkpoint
 from grasp.runs.contract import Material
 from grasp.runs.methods import entry_of, scores
 from grasp.settings import ModelSettings
@@ -98,7 +98,7 @@ def test_a_model_that_changed_is_refused(world, own, tmp_path):
 @pytest.fixture
 def on_a_hub(world, monkeypatch):
     """The world as if its artifact's model had been built from the hub name `me/tiny`."""
-    load = causal_lm._loaded
+    load = checkpoint._loaded
 
     def loaded(kind, field, what, **where):
         if where["pretrained_model_name_or_path"] == "me/tiny":
@@ -109,7 +109,7 @@ def on_a_hub(world, monkeypatch):
             }
         return load(kind, field, what, **where)
 
-    monkeypatch.setattr(causal_lm, "_loaded", loaded)
+    monkeypatch.setattr(checkpoint, "_loaded", loaded)
     material = world.material()
     model = material.settings.model.model_copy(update={"path": "me/tiny"})
     material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})
@@ -132,9 +132,9 @@ def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_
 def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     file = tmp_path / "tiny.gguf"
     file.touch()
-    monkeypatch.setattr(causal_lm, "require", lambda module, **_: None)
-    monkeypatch.setattr(causal_lm, "_loaded", lambda kind, field, what, **where: (field, where))
-    field, where = causal_lm._hf_tokenizer(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
+    monkeypatch.setattr(checkpoint, "require", lambda module, **_: None)
+    monkeypatch.setattr(checkpoint, "_loaded", lambda kind, field, what, **where: (field, where))
+    field, where = checkpoint._hf_tokenizer(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
     assert field == "model.tokenizer"
     assert where == {
         "pretrained_model_name_or_path": str(tmp_path),

@@ -31,7 +31,7 @@ from grasp.extract.moments import STATES
 from grasp.extract.reopen import Origin
 from grasp.features.moments import PositionMoments
 from grasp.features.residuals import PooledFeatures
-from grasp.models.causal_lm import REPOSITORY
+from grasp.models.checkpoint import REPOSITORY
 from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import UnitSelection, counted

@@ -19,7 +19,7 @@ from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_sha
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
-from grasp.models.causal_lm import device_of
+from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.geometry import Weighting
 from grasp.predict.labels import LabelColumn

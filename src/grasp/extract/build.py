@@ -23,7 +23,8 @@ from grasp.extract.extend import add_target
 from grasp.extract.inputs import InMemory
 from grasp.extract.local import build as build_local
 from grasp.extract.progress import Progress, Silent
-from grasp.models.causal_lm import ReferenceModel, dtype_name
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.device import dtype_name
 from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
 from grasp.targets.records import records_of, units_of
 from grasp.targets.units import Unit

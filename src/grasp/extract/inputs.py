@@ -22,7 +22,8 @@ from grasp.extract.forward import UnitFeatures, forward_units
 from grasp.extract.moments import Store
 from grasp.extract.passes import Units
 from grasp.extract.progress import Progress
-from grasp.models.causal_lm import ReferenceModel, refuse_unreadable
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.checkpoint import refuse_unreadable
 from grasp.models.classifier import ImageClassifier, Reference, load_reference
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units

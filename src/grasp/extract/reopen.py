@@ -72,7 +72,7 @@ class Origin:
     @cached_property
     def tokenizer(self) -> "HfTokenizer":
         """The reference model's tokenizer; the model's weights are not read for it."""
-        from grasp.models.causal_lm import load_tokenizer  # noqa: PLC0415 - brings torch
+        from grasp.models.checkpoint import load_tokenizer  # noqa: PLC0415 - brings torch
 
         tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.detail("vocab_size"))
         self.prove(tokenizer=tokenizer.fingerprint)

@@ -4,52 +4,25 @@ Shape letters: B rows of a batch, L tokens, P positions, H hidden width, V vocab
 """
 
 import hashlib
-import json
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from inspect import signature
-from pathlib import Path
-from pickle import UnpicklingError
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as hf_logging
 
-from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import ModelError
-from grasp.extras import require
+from grasp.models.checkpoint import load_causal_lm
+from grasp.models.device import device_of, dtype_name, dtype_of
 from grasp.models.head import head_shape, output_head
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-WEIGHTS = (".pth", ".pt", ".bin", ".safetensors")
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-)
-MERGED = ("LORA", "LOHA", "LOKR", "IA3")  # adapters of peft that weights can take in
-UNLOADABLE = (
-    *(OSError, ValueError, LookupError, ImportError, RuntimeError, SafetensorError, UnpicklingError),
-    # fields of config.json that cannot be meant: of another type, zero, negative
-    *(StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError),
-)
-WIDTHS = ("hidden_size", "n_embd", "d_model")
-POSITIONS = ("max_position_embeddings", "n_positions")
-FREE_POSITIONS = 1 << 28  # positions x width that hurt nobody: some types only name the context
-REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
 # Largest |head(hidden) - logits| the load check lets pass, in units of the logits' standard deviation.
 HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# Rows in one batch at most: bounds what grows with rows rather than tokens when rows are short.
+BATCH_ROWS = 64
 
 
 class ReferenceModel:
@@ -78,7 +51,7 @@ class ReferenceModel:
             torch.set_num_threads(settings.threads)
         device = device_of(settings.device)
         dtype = dtype_of(settings.dtype, device)
-        model, tokenizer = _from_pretrained(settings, dtype)
+        model, tokenizer = load_causal_lm(settings, dtype)
         return cls.of(model.to(device), tokenizer, settings)
 
     @classmethod
@@ -186,274 +159,6 @@ class ReferenceModel:
         return digest.hexdigest()
 
 
-def device_of(name: str) -> torch.device:
-    """The device that a setting names.
-
-    Raises:
-        ModelError: no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as err:
-        raise ModelError(f"model.device: got `{name}`, expected auto, cpu, cuda or cuda:N") from err
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(
-            f"model.device: got `{name}`, but torch sees {torch.cuda.device_count()} CUDA devices; use `cpu` or `auto`"
-        )
-    return device
-
-
-def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """The number format that a setting names."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """What the settings call a number format.
-
-    Raises:
-        ModelError: one that they do not know.
-    """
-    for name, known in DTYPES.items():
-        if known == dtype:
-            return name
-    raise ModelError(f"model: its weights are {dtype}, expected {', '.join(DTYPES)}; convert it, e.g. model.float()")
-
-
-def load_tokenizer(settings: ModelSettings, vocab_size: int) -> HfTokenizer:
-    """The tokenizer of a reference model, without its weights.
-
-    Args:
-        vocab_size: ids of the model's vocabulary, which is often padded beyond the tokenizer's.
-    Raises:
-        ModelError: nothing there, or nothing that transformers can load.
-    """
-    return HfTokenizer(_hf_tokenizer(settings), vocab_size=vocab_size)
-
-
-def _from_pretrained(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    refuse_unreadable(settings.path)
-    base = _base_of(settings.path)
-    name = settings.path if base is None else base
-    where = _checkpoint_at("model.path", name, settings)
-    tokenizer = _hf_tokenizer(settings)
-    model = load_weights(AutoModelForCausalLM, name, "is not a causal LM", where, dtype)
-    return model if base is None else _adapted(model, settings.path), tokenizer
-
-
-def _base_of(name: str) -> str | None:
-    """The model that an adapter of peft belongs to; None: it is no adapter.
-
-    Raises:
-        ModelError: an adapter that cannot be folded into the weights of its model.
-    """
-    adapter = _json_of(Path(name) / "adapter_config.json")
-    if not adapter:
-        return None
-    kind, base = adapter.get("peft_type"), adapter.get("base_model_name_or_path")
-    if kind not in MERGED or not isinstance(base, str):
-        raise ModelError(
-            f"model.path: `{name}` is an adapter of type {kind} for {base}, expected {', '.join(MERGED)} for a model "
-            "that is named"
-        )
-    refuse_unreadable(base)
-    return base
-
-
-def _adapted(model: nn.Module, name: str) -> Any:
-    """The model with an adapter folded into its weights."""
-    peft = require("peft", extra="peft", feature=f"{name}, which is an adapter,")
-    try:
-        with _quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # what the one library asks the other by old names
-            return peft.PeftModel.from_pretrained(model, name).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, UnpicklingError) as err:
-        raise ModelError(
-            f"model.path: `{name}` is an adapter that does not fit its model: {' '.join(str(err).split())[:300]}"
-        ) from err
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    """A mapping in a file; nothing where there is none, whose loader says what is wrong."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def refuse_unreadable(name: str) -> None:
-    """What can be seen of a causal LM without loading it: a checkpoint of images would be told it has no tokenizer.
-
-    Raises:
-        ModelError: no checkpoint, one of images, or one of quantised weights.
-    """
-    _is_local("model.path", name)
-    config = _json_of(Path(name) / "config.json")
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ModelError(
-            f"model.path: `{name}` has weights quantised by {method}, which are not read; name the original, or save "
-            "what model.dequantize() gives"
-        )
-    kinds = config.get("architectures") or []
-    if any(str(kind).endswith("ForImageClassification") for kind in kinds):
-        raise ModelError(
-            f"model.path: `{name}` is an image classifier ({kinds[0]}), not a causal LM; name its linear output layer, "
-            "e.g. --set model.classifier.head=classifier"
-        )
-
-
-def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
-    """The module of a Hugging Face checkpoint of another kind than a causal LM, whole, in float32.
-
-    Args:
-        kind: the class of transformers that loads it.
-        what: of a checkpoint that it does not load, e.g. "is not an image classifier".
-    Raises:
-        ModelError: nothing there, another kind, or weights are missing.
-    """
-    return load_weights(kind, settings.path, what, _checkpoint_at("model.path", settings.path, settings), torch.float32)
-
-
-def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> Any:
-    """What a checkpoint has beside its weights, e.g. an image processor.
-
-    Args:
-        kind, what: as in `load_checkpoint`.
-        how: more arguments of the loader.
-    Raises:
-        ModelError: nothing there, or nothing that transformers can load.
-    """
-    with _quiet():
-        return _loaded(kind, "model.path", what, **_checkpoint_at("model.path", settings.path, settings), **how)
-
-
-def load_weights(kind: Any, name: str, what: str, where: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """A module by `from_pretrained`, refused if any of its weights would be random."""
-    how = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with _quiet():
-        model, report = _loaded(kind, "model.path", what, **where, **how)
-    _refuse_random_weights(name, model, report)
-    return model.to(dtype)
-
-
-def _checkpoint_at(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:
-    where: dict[str, Any] = {
-        "pretrained_model_name_or_path": name,
-        "local_files_only": _is_local(field, name),  # a checkpoint on disk never asks a hub
-        "trust_remote_code": settings.trust_remote_code,  # said either way, so that nobody is asked
-    }
-    path = Path(name)
-    _refuse_endless(field, path)
-    if path.suffix == ".gguf":
-        for module in ("gguf", "accelerate"):
-            require(module, extra="gguf", feature="a GGUF checkpoint")
-        where |= {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return where
-
-
-def _refuse_endless(field: str, path: Path) -> None:
-    """Refuse a config of sizes for which the weights beside it have no room: making such a model would not end."""
-    config = _json_of(path / "config.json")
-    # a weight has 4 bits or more
-    room = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHTS, ".gguf"))
-    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        widths = [part[name] for name in WIDTHS if isinstance(part.get(name), int)]
-        for name, value in part.items():
-            sized = name in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", name)
-            least = room
-            if name in POSITIONS and _learns_positions(part.get("model_type")):
-                sized, least = True, max(room, FREE_POSITIONS)
-            if sized and isinstance(value, int) and widths and value * max(widths) > least and room > 0:
-                raise ModelError(
-                    f"{field}: `{path}` has a config.json with {name} {value:,} and a width of {max(widths):,}, for "
-                    "which its weights are too few; mend the config, or save the whole checkpoint again"
-                )
-
-
-def _learns_positions(kind: object) -> bool:
-    """Whether a model of this type has a row of numbers for every position, and does not compute them."""
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        return False
-    return not any(name.startswith("rope") for name in signature(CONFIG_MAPPING[kind]).parameters)
-
-
-def _hf_tokenizer(settings: ModelSettings) -> Any:
-    field, name = "model.path", settings.path
-    if settings.tokenizer is not None:
-        field, name = "model.tokenizer", settings.tokenizer
-    if Path(name).is_dir() and not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
-        base = _base_of(name)
-        if base is not None:
-            return _hf_tokenizer(settings.model_copy(update={"path": base}))
-        raise ModelError(
-            f"{field}: `{name}` holds no tokenizer; name its directory with --tokenizer (model.tokenizer), or put it "
-            "there with tokenizer.save_pretrained"
-        )
-    with _quiet():
-        return _loaded(AutoTokenizer, field, "has no tokenizer", **_checkpoint_at(field, name, settings))
-
-
-def _is_local(field: str, name: str) -> bool:
-    """Whether it lies on disk; what is not there and cannot be the name of a repository either is refused."""
-    if name.startswith(IN_MEMORY):
-        raise ModelError(f"{field}: it was {name}: it is on no disk; pass it again, or save it and name its directory")
-    path = Path(name)
-    if path.is_file() and path.suffix != ".gguf":
-        raise ModelError(
-            f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository"
-            + ("; weights of an image classifier need model.classifier.factory" if path.suffix in WEIGHTS else "")
-        )
-    if path.exists():
-        return True
-    if path.suffix == ".gguf" or not REPOSITORY.fullmatch(name):
-        raise ModelError(f"{field}: `{name}`: no such file or directory; expected a checkpoint")
-    return False
-
-
-def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
-    try:
-        return kind.from_pretrained(**where)
-    except UNLOADABLE as err:
-        name = where["pretrained_model_name_or_path"]
-        reason = " ".join(str(err).split())[:300]
-        if "trust_remote_code" in str(err):
-            raise ModelError(
-                f"{field}: `{name}` brings Python code of its own, which is not run; read it, and if you trust it "
-                "say --set model.trust_remote_code=true"
-            ) from err
-        if not where["local_files_only"]:
-            raise ModelError(f"{field}: no `{name}` on this disk, and none can be had from a hub: {reason}") from err
-        raise ModelError(f"{field}: `{name}` {what} that transformers can load: {reason}") from err
-
-
-def _refuse_random_weights(name: str, model: nn.Module, report: Mapping[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers; as a reference that is no model at all."""
-    random = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if random:
-        raise ModelError(
-            f"model.path: `{name}` lacks {len(random)} weights of its {type(model).__name__}, or has them in another "
-            f"shape: {', '.join(random[:3])}; save the whole checkpoint again"
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars and reports of transformers: what matters in them is an error here."""
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-
-
 def _body(model: nn.Module) -> nn.Module:
     """The transformer without its head."""
     prefix = getattr(model, "base_model_prefix", "")
@@ -483,10 +188,6 @@ def pad_rows(
         else:
             labelled_BL[b, own or 1 : len(row)] = True
     return torch.from_numpy(ids_BL), torch.from_numpy(labelled_BL)
-
-
-# Rows in one batch at most: bounds what grows with rows rather than tokens when rows are short.
-BATCH_ROWS = 64
 
 
 def batches(length_N: NDArray[np.int64], batch_tokens: int) -> list[NDArray[np.int64]]:

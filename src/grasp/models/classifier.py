@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.extras import require
-from grasp.models.causal_lm import HEAD_TOLERANCE, ReferenceModel, device_of, dtype_of, load_beside, load_checkpoint
+from grasp.models.causal_lm import HEAD_TOLERANCE, ReferenceModel
+from grasp.models.checkpoint import load_beside, load_checkpoint
+from grasp.models.device import device_of, dtype_of
 from grasp.models.factory import make_module, own_code
 from grasp.models.fitted_head import FittedHead, linear_head
 from grasp.models.head import OutputHead

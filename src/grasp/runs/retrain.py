@@ -28,7 +28,7 @@ from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.locks import held
-from grasp.models.causal_lm import device_of
+from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment

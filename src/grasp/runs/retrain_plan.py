@@ -14,7 +14,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
 from grasp.locks import one_at_a_time
-from grasp.models.causal_lm import device_of
+from grasp.models.device import device_of
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from grasp.corpus.store import rows_with_texts
 from grasp.errors import ModelError, SettingsError
 from grasp.files import discard, written_aside
-from grasp.models.causal_lm import TOKENIZER_FILES, ReferenceModel
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.checkpoint import TOKENIZER_FILES
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.environment_files import FULL, Run
