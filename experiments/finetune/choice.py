@@ -1,8 +1,11 @@
-"""Which kernels ship: candidates on the development results of both kinds, by the lower bound of mean LDS.
+"""Which kernels ship: candidates on development results, by the lower bound of mean LDS.
 
-    python -m experiments.finetune.choice documents cc-topic --data ../shared/data --out choice.json
+    python -m experiments.finetune.choice documents lengths --data ../shared/data --out choice.json
+    python -m experiments.finetune.choice cc-topic --out choice-from-scratch.json
 
-With a held-out environment in their place (`instructions`) the same table is a test; nothing is chosen on it.
+Every candidate stands there twice: with rows that count alike, and with rows that count by their loss tokens. The bound
+over several environments is that of `grasp.runs.selection`. A held-out environment (`instructions`) gives the same
+table as a test; it cannot stand beside others.
 """
 
 import argparse
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from experiments.finetune.compare import share_of_top_row
-from experiments.finetune.evaluate import Method, compare
+from experiments.finetune.evaluate import Method, agreement, compare
 from experiments.finetune.run import HERE
 from experiments.finetune.scores import (
     Sides,
@@ -28,14 +31,20 @@ from experiments.finetune.scores import (
     shift_kernel,
     token_kernel,
 )
+from experiments.finetune.setting import ENVIRONMENTS, NAMES
 from experiments.finetune.worlds import World, from_scratch, pretrained
+from experiments.mistakes import in_one_line
+from grasp.errors import GraspError
 from grasp.files import write_whole
+from grasp.runs.selection import standard_errors
+from grasp.seeds import bootstrap_weights
 
 F64 = NDArray[np.float64]
-SHIPPED = "token + input"
+SHIPS, SHIPPED_BEFORE = "shift", "token + input"
+BY_TOKENS = ", rows by loss tokens"
 DELTA = 0.05
 SUMS: dict[str, tuple[str, ...]] = {
-    SHIPPED: ("token", "input"),
+    SHIPPED_BEFORE: ("token", "input"),
     "token + input, alpha 1/2": ("token alpha 1/2", "input alpha 1/2"),
     "token + input + neighbour": ("token", "input", "neighbour"),
     "input + neighbour": ("input", "neighbour"),
@@ -70,8 +79,8 @@ def kernels(world: World) -> dict[str, Callable[[], F64]]:
     return out
 
 
-def report(world: World) -> dict[str, Any]:
-    """Every candidate against the runs, negative scores times .25, with the bound that the rule looks at."""
+def candidates(world: World) -> tuple[dict[str, F64], dict[str, Method]]:
+    """Matrices (N, E), computed once and kept, and what is made of them; negative scores times .25."""
     world.scores.mkdir(exist_ok=True)
     kernel_of = {}
     for name, kernel in kernels(world).items():
@@ -82,38 +91,97 @@ def report(world: World) -> dict[str, Any]:
         kernel_of[name] = np.load(path).astype(np.float64)
     parts = {name: (name,) for name in kernel_of} | SUMS
     known = {name: of for name, of in parts.items() if all(part in kernel_of for part in of)}
-    methods = {name: Method(tuple(kernel_of[part] for part in of), negative=0.25) for name, of in known.items()}
-    z = float(norm.ppf(1 - DELTA / len(methods)))
-    records = compare(methods, world.utilities, world.share_BN, base=SHIPPED)
+    tokens_N = world.sides.rows.count_N.astype(np.float64)
+    methods = {}
+    for name, of in known.items():
+        matrices = tuple(kernel_of[part] for part in of)
+        methods[name] = Method(matrices, negative=0.25)
+        methods[f"{name}{BY_TOKENS}"] = Method(matrices, negative=0.25, tokens_N=tokens_N)
+    return kernel_of, methods
+
+
+def report(world: World) -> tuple[dict[str, Any], dict[str, F64]]:
+    """Every candidate against the runs with its bound, and its mean LDS by target and resample, (T, 1 + R)."""
+    kernel_of, methods = candidates(world)
+    z = _z(len(methods))
+    weights_RB = np.concatenate([np.ones((1, len(world.share_BN))), bootstrap_weights(len(world.share_BN))])
+    figures = {
+        name: agreement(method, world.utilities, world.share_BN, weights_RB).lds_TR for name, method in methods.items()
+    }
+    records = compare(methods, world.utilities, world.share_BN, base=SHIPS)
     for record in records:
-        mean, low, high = record["mean_lds"]
-        record["bound"] = round(mean - z * (high - low) / (2 * norm.ppf(0.975)), 4)
-    return {
+        value_TR = figures[record["method"]]
+        se = float(standard_errors([value_TR[None, :, 1:]])[0])
+        record["bound"] = round(float(value_TR[:, 0].mean()) - z * se, 4)
+    found = {
         "environment": world.name,
         "role": world.environment.role,
         "subsets": len(world.utilities.subset_ids),
+        "seeds": list(world.utilities.seeds),
         "z": round(z, 3),
         "share_of_top_row": {name: round(share_of_top_row(kernel), 3) for name, kernel in kernel_of.items()},
         "methods": sorted(records, key=lambda record: -record["bound"]),
     }
+    return found, figures
 
 
-def main() -> None:
-    """Parse, compare, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", choices=("documents", "instructions", "cc-topic"))
+def together(names: list[str], figures: list[dict[str, F64]]) -> dict[str, Any]:
+    """One choice over several environments: the mean over all their targets less z of its standard errors."""
+    common = [name for name in figures[0] if all(name in one for one in figures)]
+    each = [np.stack([one[name] for name in common]) for one in figures]  # (C, T, 1 + R)
+    mean_C = np.concatenate([value[:, :, 0] for value in each], axis=1).mean(axis=1)
+    z, se_C = _z(len(common)), standard_errors([value[:, :, 1:] for value in each])
+    methods = [
+        {
+            "method": name,
+            "mean_lds": round(float(mean_C[c]), 4),
+            "se": round(float(se_C[c]), 4),
+            "bound": round(float(mean_C[c] - z * se_C[c]), 4),
+            "less_what_ships": [round(float(v), 4) for v in _apart(each, c, common.index(SHIPS))],
+        }
+        for c, name in enumerate(common)
+    ]
+    best_first = sorted(methods, key=lambda one: -one["bound"])
+    return {"environment": " + ".join(names), "candidates": len(common), "z": round(z, 3), "methods": best_first}
+
+
+def _apart(each: list[F64], c: int, base: int) -> list[float]:
+    """Mean LDS less that of the base, environments counting alike, with a 95 % interval over the subsets of each."""
+    apart_R = np.mean([(value[c] - value[base]).mean(axis=0) for value in each], axis=0)
+    spread = np.percentile(apart_R[1:] - apart_R[1:].mean(), [2.5, 97.5])
+    return [float(apart_R[0]), *(float(apart_R[0] + one) for one in spread)]
+
+
+def _z(n_candidates: int) -> float:
+    return float(norm.ppf(1 - DELTA / n_candidates))
+
+
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, compare, write, say what went wrong in one line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.choice", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=(*NAMES, "cc-topic"))
     parser.add_argument("--data", type=Path, help="Folder of pool.parquet and instructions.parquet.")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows, features and scores.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    reports = []
+    roles = {name: ENVIRONMENTS[name].role for name in given.names if name != "cc-topic"}
+    if len(given.names) > 1 and "held-out" in roles.values():
+        raise GraspError(
+            f"{', '.join(given.names)}: one of them is held out, expected it alone; nothing is chosen on it"
+        )
+    reports, figures = [], []
     for name in given.names:
         if name == "cc-topic":
             world = from_scratch(given.work / name, HERE.parent / "environments" / name)
         else:
             world = pretrained(name, given.data, given.work, HERE)
-        reports.append(report(world))
+        found, of_world = report(world)
+        reports.append(found)
+        figures.append(of_world)
+    if len(reports) > 1:
+        reports.append(together(given.names, figures))
     write_whole(given.out, (json.dumps(reports, indent=1) + "\n").encode())
 
 

@@ -123,7 +123,7 @@ class Exam:
 
 
 def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
-    """Every run that is missing, seed after seed, each method in turn."""
+    """Every run that is missing, or has no right answers, seed after seed, each method in turn."""
     model = load_model(work / "model")
     tokenizer = AutoTokenizer.from_pretrained(work / "model")
     exam = Exam(work, HfTokenizer(tokenizer, vocab_size=model.config.vocab_size))
@@ -134,7 +134,8 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
         runs.append({"method": "before", "seed": 0, **exam.taken(model)})
     for seed in SEEDS:
         for method in CHOOSERS:
-            if any((run["method"], run["seed"]) == (method, seed) for run in runs):
+            same = [run for run in runs if (run["method"], run["seed"]) == (method, seed)]
+            if any("right" in run for run in same):
                 continue
             if time.time() > until:
                 return
@@ -143,6 +144,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
             order = [int(i) for i in row_order(seed, artifact.n_rows) if int(i) in chosen]
             train(model, rows, first_N, order)
             tokens = int(sum(len(rows[i]) - first_N[i] for i in chosen))
+            runs = [run for run in runs if run not in same]
             runs.append({"method": method, "seed": seed, "tokens": tokens, **exam.taken(model)})
             write_whole(out, (json.dumps({"summary": summary(runs), "runs": runs}, indent=1) + "\n").encode())
             losses = [np.mean(losses) for losses in runs[-1]["loss"].values()]

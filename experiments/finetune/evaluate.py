@@ -27,12 +27,16 @@ class Method:
     kernels: tuple[F64, ...]
     negative: float = 1.0  # what negative scores are multiplied by
     weights: tuple[float, ...] = ()
+    tokens_N: F64 | None = None  # rows count in proportion to these; None: all alike
 
     def predict(self, share_BN: F64, targets: Sequence[str]) -> tuple[F64, F64]:
         """Predicted utility of units, (B, E), and of targets, (B, T), of subsets given as shares that add up to 1.
 
         A target's is the mean of its units' scores, standardised over rows as a whole, as the default protocol has it.
         """
+        if self.tokens_N is not None:
+            share_BN = share_BN * self.tokens_N
+            share_BN = share_BN / share_BN.sum(axis=1, keepdims=True)
         names = list(dict.fromkeys(targets))
         member_ET = np.array([[target == name for name in names] for target in targets], dtype=np.float64)
         units_BE, tasks_BT = np.zeros((len(share_BN), len(targets))), np.zeros((len(share_BN), len(names)))
@@ -55,31 +59,44 @@ def compare(
     """A record a method: estimate and 95 % interval over subsets of mean LDS (mean over targets of the mean over units)
     and of task rho, the share of units with rho above 0, mean LDS target by target, and the difference to `base`.
     """
-    realized_BE = utilities.values_BSE.mean(axis=1)
-    targets = list(utilities.targets)
-    names = list(dict.fromkeys(targets))
+    names = list(dict.fromkeys(utilities.targets))
     weights_RB = np.concatenate([np.ones((1, len(share_BN))), bootstrap_weights(len(share_BN), resamples=resamples)])
-    task_BT = np.stack([realized_BE[:, [t == name for t in targets]].mean(axis=1) for name in names], axis=1)
-    lds, task, positive, by_target = {}, {}, {}, {}
-    for name, method in methods.items():
-        units_BE, tasks_BT = method.predict(share_BN, targets)
-        rho_ER = rank_correlations([units_BE, realized_BE], [(0, 1)], weights_RB)[0]
-        of_target = {t: np.nanmean(rho_ER[[u == t for u in targets]], axis=0) for t in names}
-        lds[name] = np.mean(list(of_target.values()), axis=0)
-        task[name] = np.nanmean(rank_correlations([tasks_BT, task_BT], [(0, 1)], weights_RB)[0], axis=0)
-        positive[name] = float(np.mean(rho_ER[:, 0] > 0))
-        by_target[name] = {t: round(float(values_R[0]), 4) for t, values_R in of_target.items()}
+    found = {name: agreement(method, utilities, share_BN, weights_RB) for name, method in methods.items()}
+    lds = {name: one.lds_TR.mean(axis=0) for name, one in found.items()}
     return [
         {
             "method": name,
             "mean_lds": _interval(lds[name], -1.0, 1.0),
-            "task_rho": _interval(task[name], -1.0, 1.0),
-            "positive": round(positive[name], 4),
-            "mean_lds_of_target": by_target[name],
+            "task_rho": _interval(one.task_R, -1.0, 1.0),
+            "positive": round(one.positive, 4),
+            "mean_lds_of_target": {t: round(float(value), 4) for t, value in zip(names, one.lds_TR[:, 0], strict=True)},
             "difference": _interval(lds[name] - lds[base], -2.0, 2.0) if name != base else None,
         }
-        for name in methods
+        for name, one in found.items()
     ]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well a method foretells the runs: as they are in the first column, then resampled over subsets."""
+
+    lds_TR: F64  # mean over the units of each target
+    task_R: F64  # mean over targets
+    positive: float  # share of units with rho above 0
+
+
+def agreement(method: Method, utilities: Utilities, share_BN: F64, weights_RB: NDArray[np.floating[Any]]) -> Agreement:
+    """Of one method; `weights_RB` says how often each resample draws each subset."""
+    realized_BE, targets = utilities.values_BSE.mean(axis=1), list(utilities.targets)
+    own_TE = [[target == name for target in targets] for name in dict.fromkeys(targets)]
+    units_BE, tasks_BT = method.predict(share_BN, targets)
+    task_BT = np.stack([realized_BE[:, own_E].mean(axis=1) for own_E in own_TE], axis=1)
+    rho_ER = rank_correlations([units_BE, realized_BE], [(0, 1)], weights_RB)[0]
+    return Agreement(
+        np.stack([np.nanmean(rho_ER[own_E], axis=0) for own_E in own_TE]),
+        np.nanmean(rank_correlations([tasks_BT, task_BT], [(0, 1)], weights_RB)[0], axis=0),
+        float(np.mean(rho_ER[:, 0] > 0)),
+    )
 
 
 def noise(environment: Environment, utilities: Utilities) -> dict[str, Any]:

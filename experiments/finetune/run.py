@@ -1,9 +1,10 @@
-"""Retraining of a real pretrained model: two environments, one run after the other.
+"""Retraining of a real pretrained model: three environments, one run after the other.
 
     python -m experiments.finetune.run --data ../shared/data
 
-Killed at any moment, the same command goes on where it was: every run is a small file in `documents/runs` or
-`instructions/runs` beside this script, written when it is done. Both fill together; `--until 15:25` stops in time.
+Killed at any moment, the same command goes on where it was: every run is a small file in `documents/runs`,
+`instructions/runs` or `lengths/runs` beside this script, written when it is done. All fill together; `--until 15:25`
+stops in time.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from transformers.utils import logging as hf_logging
 
 import grasp
 from experiments.finetune.setting import (
+    ENVIRONMENTS,
     LENGTH,
     NAMES,
     Corpus,
@@ -44,15 +46,17 @@ from grasp.targets.units import LossOn
 HERE = Path(__file__).parent
 SUBSETS = 24
 SEEDS = (0, 1)
-ROLES = {"documents": "dev", "instructions": "held-out"}
 STAGES: tuple[tuple[Name, int, int, int], ...] = (  # environment, seed, first and last subset
     ("documents", 0, 0, 16),
     ("documents", 1, 0, 6),  # for the noise between seeds
     ("documents", 0, 16, SUBSETS),
     ("instructions", 0, 0, SUBSETS),
+    ("lengths", 0, 0, SUBSETS),
+    ("lengths", 1, 0, 6),
     ("instructions", 1, 0, 6),
     ("documents", 1, 6, SUBSETS),
     ("instructions", 1, 6, SUBSETS),
+    ("lengths", 1, 6, SUBSETS),
 )
 COMPLETION: LossOn = "completion"
 
@@ -73,7 +77,7 @@ def open_world(name: Name, work: Path, tokenizer: HfTokenizer, out: Path) -> Wor
     units = list(load_units(target_settings(name, work)).units)
     block = draw_subsets(corpus.label, SUBSETS)
     info = EnvironmentInfo(
-        role=ROLES[name],
+        role=ENVIRONMENTS[name].role,
         recipe=RECIPE["name"],
         recipe_settings=RECIPE,
         seeds=SEEDS,

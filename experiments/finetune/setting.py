@@ -1,7 +1,8 @@
-"""What is fine-tuned on what: two corpora, the units that are scored, and the rows of every subset. All is seeded.
+"""What is fine-tuned on what: three corpora, the units that are scored, and the rows of every subset. All is seeded.
 
     documents      16 sources of the labelled pool, 24 documents each, the first 128 tokens; every token has loss
     instructions   10 groups of instructions, 38 each, in the model's chat template; only the response has loss
+    lengths        16 other sources, 24 documents each, their first 16 to 128 tokens; every token has loss
 
 A subset keeps of every source (or group) a fraction drawn from Beta(1/2, 1/2); of what it keeps, 96 rows are trained
 on. These 96 are the subset: `subsets.parquet` names no row that a run has not seen.
@@ -26,18 +27,34 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
+from grasp.runs.environment_files import Role
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units
 
-Name = Literal["documents", "instructions"]
-NAMES: tuple[Name, ...] = ("documents", "instructions")
-LABELS: dict[Name, str] = {"documents": "source", "instructions": "group"}
+Name = Literal["documents", "instructions", "lengths"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an environment is for, and the label that its subsets are drawn by."""
+
+    role: Role
+    label: str
+
+
+ENVIRONMENTS: dict[Name, Kind] = {  # in the order in which they take their units
+    "documents": Kind("dev", "source"),
+    "instructions": Kind("held-out", "group"),
+    "lengths": Kind("dev", "source"),
+}
+NAMES = tuple(ENVIRONMENTS)
 
 LENGTH = 128  # longest row and longest unit, in tokens
 SOURCES, ROWS_OF_SOURCE = 16, 24
 MIN_DOCUMENTS = 64  # of a source that may be drawn
 MIN_WORDS = 110  # of a document that fills a row
+SHORTEST, OF_SOURCE = 16, 0.3  # of `lengths`: tokens; how far a source's rows may be longer or shorter than others'
 ROWS_OF_GROUP = 38
 UNITS_OF_GROUP = 4
 TASKS = ("sciq", "arc_easy", "hellaswag")
@@ -65,9 +82,12 @@ class Corpus:
 
 
 def write_corpora(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Both corpora as Parquet, and the held-out instructions as targets, once."""
+    """All corpora as Parquet, and the held-out instructions as targets, once."""
     if not (work / "documents.parquet").exists():
-        write_parquet(work / "documents.parquet", pa.Table.from_pylist(list(_documents(data / "pool.parquet"))))
+        usable, sources = _pool(data / "pool.parquet")
+        documents, others = (list(_documents(usable, of)) for of in sources)
+        write_parquet(work / "lengths.parquet", pa.Table.from_pylist(list(_cut(others, tokenizer))))
+        write_parquet(work / "documents.parquet", pa.Table.from_pylist(documents))
     if not (work / "instructions.parquet").exists():
         groups = _instructions(data / "instructions.parquet", tokenizer)
         for k, name in enumerate(NAMES):
@@ -83,20 +103,21 @@ def corpus_settings(name: Name, work: Path) -> CorpusSettings:
 
 
 def target_settings(name: Name, work: Path) -> TargetSettings:
-    """Three benchmarks and held-out instructions; the units of one environment are not those of the other."""
+    """Three benchmarks and held-out instructions; the units of one environment are not those of another."""
     settings = TargetSettings(names=TASKS, units_per_target=UNITS_OF_TARGET, max_length=LENGTH)
-    taken = () if name == "documents" else tuple(unit.unit_id for unit in load_units(settings).units)
-    return settings.model_copy(update={"names": (*TASKS, str(work / f"{name}-units.jsonl")), "exclude_units": taken})
+    for _ in NAMES[: NAMES.index(name)]:
+        taken = settings.exclude_units + tuple(unit.unit_id for unit in load_units(settings).units)
+        settings = settings.model_copy(update={"exclude_units": taken})
+    return settings.model_copy(update={"names": (*TASKS, str(work / f"{name}-units.jsonl"))})
 
 
 def open_corpus(name: Name, work: Path, tokenizer: HfTokenizer) -> Corpus:
     store = RowStore.write(work / f"{name}-tokens", corpus_settings(name, work), tokenizer, shard_rows=1024)
-    table = pq.read_table(work / f"{name}.parquet", columns=["doc_id", "first", LABELS[name]])
+    label = ENVIRONMENTS[name].label
+    table = pq.read_table(work / f"{name}.parquet", columns=["doc_id", "first", label])
     rows = store.shard(0).table
     assert rows.column("doc_id").to_pylist() == table.column("doc_id").to_pylist()
-    return Corpus(
-        store, table.column("first").to_numpy(), LabelColumn.of(table.column(LABELS[name]).to_pylist(), LABELS[name])
-    )
+    return Corpus(store, table.column("first").to_numpy(), LabelColumn.of(table.column(label).to_pylist(), label))
 
 
 # ---------------------------------------------------------------------------------------------------- subsets
@@ -122,15 +143,33 @@ def row_order(seed: int, n_rows: int) -> NDArray[np.int64]:
 # ----------------------------------------------------------------------------------------------------- inside
 
 
-def _documents(path: Path) -> Iterator[dict[str, Any]]:
+def _pool(path: Path) -> tuple[list[dict[str, Any]], tuple[list[str], list[str]]]:
+    """Documents that fill a row and share nothing with a question, and the sources of `documents` and of `lengths`."""
     table = pq.read_table(path, columns=["doc_id", "text", "source", "n_words", "eval_overlap"])
     usable = [row for row in table.to_pylist() if row["n_words"] >= MIN_WORDS and not row["eval_overlap"]]
     counts = Counter(row["source"] for row in usable)
     large = sorted(source for source, count in counts.items() if count >= MIN_DOCUMENTS)
-    for source in sorted(stream(0, "finetune", "sources").choice(large, size=SOURCES, replace=False)):
+    first = sorted(stream(0, "finetune", "sources").choice(large, size=SOURCES, replace=False).tolist())
+    others = [source for source in large if source not in first]
+    second = sorted(stream(0, "finetune", "other sources").choice(others, size=SOURCES, replace=False).tolist())
+    return usable, (first, second)
+
+
+def _documents(usable: list[dict[str, Any]], sources: list[str]) -> Iterator[dict[str, Any]]:
+    for source in sources:
         rows = [row for row in usable if row["source"] == source]
-        for k in sorted(stream(0, "finetune", "documents", str(source)).permutation(len(rows))[:ROWS_OF_SOURCE]):
-            yield {"doc_id": rows[k]["doc_id"], "text": rows[k]["text"][:4000], "source": str(source), "first": 1}
+        for k in sorted(stream(0, "finetune", "documents", source).permutation(len(rows))[:ROWS_OF_SOURCE]):
+            yield {"doc_id": rows[k]["doc_id"], "text": rows[k]["text"][:4000], "source": source, "first": 1}
+
+
+def _cut(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    """Rows as token ids of drawn lengths: log-uniform, and a source's as a whole somewhat longer or shorter."""
+    for row in rows:
+        shift = stream(0, "finetune", "length", row["source"]).uniform(-OF_SOURCE, OF_SOURCE)
+        drawn = stream(0, "finetune", "length", row["source"], row["doc_id"]).uniform()
+        length = round(SHORTEST * (LENGTH / SHORTEST) ** float(np.clip(drawn + shift, 0.0, 1.0)))
+        ids = tokenizer(row["text"], add_special_tokens=False)["input_ids"][:length]
+        yield row | {"input_ids": ids, "text": tokenizer.decode(ids)}
 
 
 def chat(tokenizer: PreTrainedTokenizerBase, instruction: str, response: str) -> tuple[str, str]:

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from experiments.finetune import choice
+from experiments.finetune.choice import together
 from experiments.finetune.compare import OURS, methods_of, nearest_example
 from experiments.finetune.evaluate import Method
 from experiments.finetune.features import Features
@@ -78,6 +80,33 @@ def test_a_method_adds_up_standardised_kernels():
         assert units_BE[:, e] == pytest.approx(share_BN @ expected)
     of_a = [kernel[:, :2].mean(axis=1) for kernel in (first, second)]
     assert tasks_BT[:, 0] == pytest.approx(share_BN @ sum((a - a.mean()) / a.std() for a in of_a))
+
+
+def test_rows_can_count_by_their_tokens():
+    kernel = np.array([[3.0], [0.0], [-3.0]])
+    share = np.array([[0.5, 0.5, 0.0]])
+    alike, by_tokens = (Method((kernel,), tokens_N=n).predict(share, ["a"])[0] for n in (None, np.array([1.0, 3, 9])))
+    assert by_tokens == pytest.approx(alike * (0.25 * 3.0) / (0.5 * 3.0))
+
+
+def test_a_choice_over_several_environments_takes_the_mean_of_all_their_targets():
+    generator = np.random.default_rng(0)
+    shift_TR, other_TR = np.full((2, 51), 0.3), 0.1 + 0.05 * generator.normal(size=(2, 51))
+    found = together(["a", "b"], [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "only here": other_TR}])
+    assert (found["environment"], found["candidates"]) == ("a + b", 1)
+    figures = [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "other": other_TR + 0.4}]
+    best, second = together(["a", "b"], figures)["methods"]
+    assert (best["method"], best["mean_lds"], best["bound"]) == ("shift", 0.3, 0.3)
+    assert best["less_what_ships"] == [0.0, 0.0, 0.0]
+    assert second["mean_lds"] == pytest.approx(other_TR[:, 0].mean() + 0.2, abs=1e-3)
+    assert second["bound"] < second["mean_lds"] - 0.2  # environments are resampled too, and these lie .4 apart
+
+
+def test_nothing_is_chosen_on_what_is_held_out(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        choice.main(["documents", "instructions", "--data", str(tmp_path), "--out", str(tmp_path / "choice.json")])
+    assert stopped.value.code == 2
+    assert "documents, instructions: one of them is held out, expected it alone" in capsys.readouterr().err
 
 
 def test_negative_scores_can_count_less():
