@@ -1,11 +1,14 @@
 """The front door: names that are found, verbs that give results, the same numbers as the command line."""
 
+import ast
 import contextlib
 import io
 import json
 import pydoc
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -186,3 +189,11 @@ def test_suspects_are_those_of_the_command(art, tmp_path):  # noqa: F811
     found = grasp.open(art).detect("facts", label="topic")
     succeed("detect", art, "--target", "facts", "--label", "topic", "--out", tmp_path / "d.parquet")
     assert found.to_arrow().to_pylist() == pq.read_table(tmp_path / "d.parquet").to_pylist()
+
+
+def test_one_word_names_one_class():
+    names: Counter[str] = Counter()
+    for path in Path(grasp.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names.update(n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))
+    assert not [name for name, count in names.items() if count > 1]

@@ -17,7 +17,7 @@ from grasp.files import (
     check_outputs,
     is_signed,
     own_directory,
-    signed,
+    with_checksum,
     write_whole,
     written_aside,
 )
@@ -165,7 +165,7 @@ def test_of_two_that_write_one_directory_the_second_is_told(tmp_path):
 
 
 def test_json_with_its_own_checksum():
-    data = signed(json.dumps({"checksum": UNSIGNED, "n": 10}, indent=1).encode())
+    data = with_checksum(json.dumps({"checksum": UNSIGNED, "n": 10}, indent=1).encode())
     assert is_signed(data)
     assert not is_signed(data.replace(b"10", b"11"))
     assert not is_signed(b'{"n": 10}')

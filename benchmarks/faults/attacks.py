@@ -31,7 +31,7 @@ from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, GraspError
-from grasp.files import UNSIGNED, entry_of, signed
+from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.runs.table import INFO, RESULTS, TRAINED
 from tests.cli.grasp_command import run as grasp_command
 
@@ -53,7 +53,7 @@ NAMES = (
 
 def signed_again(path: Path, raw: dict[str, Any]) -> None:
     """JSON with the checksum of what it says now."""
-    path.write_bytes(signed((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
+    path.write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
 
 
 def times(root: Path) -> dict[Path, int]:

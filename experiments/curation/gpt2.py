@@ -26,7 +26,7 @@ from grasp.predict.subset_tables import read_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.retrain import POLL_SECONDS, Worker
-from grasp.runs.retrain_plan import row_index
+from grasp.runs.retrain_plan import row_names
 from grasp.runs.train import Share, batch_order, label_weights, token_batches
 from grasp.settings import RetrainSettings
 
@@ -104,7 +104,7 @@ def fill_gpt2(settings: RetrainSettings, llama: Path, out: Path, say: Callable[[
         llama: the environment of the recipe's own architecture, whose rows, units and tokenizer are used.
     """
     worker = Worker(settings, Environment.open(llama))
-    rows = row_index(worker.store)
+    rows = row_names(worker.store)
     assert settings.subsets is not None
     info = worker.environment.info.model_copy(
         update={

@@ -18,7 +18,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import Features
+from grasp.runs.covariance import KnownFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.learning import Known
 
@@ -33,7 +33,7 @@ def of_environment(path: Path, art: Path) -> World:
     column = LabelTable(artifact.rows_path).column(environment.label)
     known = Known.of(predictor, artifact, (environment.label,))
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column)
-    features = Features.joined([known.features(block.weights) for block in blocks])
+    features = KnownFeatures.joined([known.features(block.weights) for block in blocks])
     both = environment.utilities(partial=True)
     utilities = (
         both

@@ -39,7 +39,7 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, Run, TargetInfo, run_bytes
 from grasp.runs.evaluate import target_fingerprint
-from grasp.runs.retrain_plan import row_index
+from grasp.runs.retrain_plan import row_names
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 
@@ -90,7 +90,7 @@ def open_world(name: Name, work: Path, tokenizer: HfTokenizer, out: Path) -> Wor
         reference=False,
         made_by={"program": f"grasp {grasp.__version__}", "torch": torch.__version__},
     )
-    environment = Environment.create(out / name, info, [block], row_index(corpus.store))
+    environment = Environment.create(out / name, info, [block], row_names(corpus.store))
     retained = {b: block.weights_BN[[k]].indices.astype(np.int64) for k, b in enumerate(block.subset_ids)}
     return World(environment, corpus, UnitSet(tuple(units)).tokenize(tokenizer, LENGTH), retained)
 

@@ -23,7 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment, Utilities
-from grasp.runs.retrain_plan import row_index
+from grasp.runs.retrain_plan import row_names
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
 
@@ -134,7 +134,7 @@ def _features(
 
 
 def _shares(environment: Environment, store: RowStore, utilities: Utilities) -> F64:
-    blocks = list(environment.subset_blocks(row_index(store)))
+    blocks = list(environment.subset_blocks(row_names(store)))
     ids = [subset for block in blocks for subset in block.subset_ids]
     weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])
     weight_BN = weight_BN[[ids.index(subset) for subset in utilities.subset_ids]]

@@ -34,7 +34,7 @@ from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
 from grasp.runs.environment import Environment
-from grasp.runs.retrain_plan import row_index
+from grasp.runs.retrain_plan import row_names
 from grasp.targets import load_units
 
 F64 = NDArray[np.float64]
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = kernels(model, sides, rows, [(one.input_ids, one.first) for one in tokens])
     environment = Environment.open(HERE / "documents")
     utilities = environment.utilities(seeds=(0,), partial=True)
-    blocks = list(environment.subset_blocks(row_index(corpus.store)))
+    blocks = list(environment.subset_blocks(row_names(corpus.store)))
     names = [name for block in blocks for name in block.subset_ids]
     weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])
     weight_BN = weight_BN[[names.index(name) for name in utilities.subset_ids]]

@@ -23,7 +23,7 @@ from grasp.predict.label_slices import sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import Features
+from grasp.runs.covariance import KnownFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.learned import Learned
 from grasp.runs.learning import Known, learn_features
@@ -53,9 +53,9 @@ class World:
     """Runs with what is known of each, and what came out."""
 
     name: str
-    features: Features
+    features: KnownFeatures
     utility_RST: F64
-    held: Features | None = None  # other runs that are always left out
+    held: KnownFeatures | None = None  # other runs that are always left out
     held_RT: F64 | None = None
 
 
@@ -76,7 +76,7 @@ def of_environment(name: str, art: str, worlds: Path) -> World:
     columns = [utilities.of(f"{target}{suffix}").values_BSE.mean(axis=2) for target in predictor.targets]
     return World(
         f"{name}{suffix}",
-        Features.joined([known.features(block.weights) for block in blocks]),
+        KnownFeatures.joined([known.features(block.weights) for block in blocks]),
         np.stack(columns, axis=2),
     )
 
@@ -96,7 +96,7 @@ def of_regmix(data: Path) -> World:
     assert train.values == test.values
     assert train.metrics == test.metrics
     n_tasks = len(train.metrics)
-    features, held = (Features.of_shares(one.weights_RG(), n_tasks) for one in (train, test))
+    features, held = (KnownFeatures.of_shares(one.weights_RG(), n_tasks) for one in (train, test))
     return World("regmix 1M", features, train.utility_RST(), held, test.utility_RST().mean(axis=1))
 
 
@@ -135,7 +135,10 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
     }
     n_tasks, seeds = truth_RT.shape[1], world.utility_RST.shape[1]
     known = {
-        "learned, runs alone": (Features.of_shares(runs.share_BG, n_tasks), Features.of_shares(held.share_BG, n_tasks))
+        "learned, runs alone": (
+            KnownFeatures.of_shares(runs.share_BG, n_tasks),
+            KnownFeatures.of_shares(held.share_BG, n_tasks),
+        )
     }
     if np.ptp(features.relevance_BT):
         out["relevance"] = list(rho(held.relevance_BT, truth_RT))

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
-from grasp.choose.alone import choose
-from grasp.runs.covariance import Features
+from grasp.choose.alone import most_telling
+from grasp.runs.covariance import KnownFeatures
 from grasp.runs.learning import learn_features
 from grasp.seeds import stream
 
@@ -55,17 +55,17 @@ def trial(world: World, how: str, at: int) -> list[tuple[int, float, float]]:
         if how == "random":
             taken += left[:EACH]  # the pool is in random order
         else:
-            picked, _ = choose(learned, features.take(pool[left]), EACH, how, rng)
+            picked, _ = most_telling(learned, features.take(pool[left]), EACH, how, rng)
             taken += [left[k] for k in picked]
 
 
-def with_aim(features: Features) -> Features:
+def with_aim(features: KnownFeatures) -> KnownFeatures:
     """One task more: the mean of all."""
     relevance, kernel = (
         np.concatenate([one, one.mean(axis=1, keepdims=True)], axis=1)
         for one in (features.relevance_BT, features.kernel_BTM)
     )
-    return Features(features.share_BG, relevance, kernel, features.sketch_BD)
+    return KnownFeatures(features.share_BG, relevance, kernel, features.sketch_BD)
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.covariance import Features
+from grasp.runs.covariance import KnownFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.learning import Known, learn_features
-from grasp.runs.metrics import interval, mean_defined, rank_correlations
+from grasp.runs.metrics import bootstrap_interval, mean_defined, rank_correlations
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
@@ -113,7 +113,7 @@ def _compared(
     found = {}
     for level, columns in levels.items():
         rho_R = np.array(signs) @ mean_defined(rank_correlations(columns, pairs, weights_RB), axis=1)
-        got = interval(float(rho_R[0]), rho_R[1:], lowest=-most, highest=most, reason="")
+        got = bootstrap_interval(float(rho_R[0]), rho_R[1:], lowest=-most, highest=most, reason="")
         found[level] = [got.value, got.low, got.high]
     return found
 
@@ -127,7 +127,7 @@ def carried_over(
     assert environment.label is not None
     known = Known.of(predictor, artifact, (environment.label,))
     blocks = environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path))
-    features = Features.joined([known.features(block.weights) for block in blocks])
+    features = KnownFeatures.joined([known.features(block.weights) for block in blocks])
     named = {task: target for target, task in tasks_of(environment, loss).items()}
     columns = [environment.utilities(named[task]).values_BSE.mean(axis=2) for task in predictor.targets]
     utility_BST = np.stack(columns, axis=2)

@@ -23,7 +23,7 @@ from grasp.predict.protocol import default_protocol
 from grasp.runs.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import evaluation_of
-from grasp.runs.selection import Development, select
+from grasp.runs.selection import Development, choose_protocol
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
 
@@ -65,7 +65,7 @@ def run(artifact: ArtifactReader, environments: Sequence[Environment], resamples
     }
     for tasks in CALIBRATED_ON:
         developments = [Development.of(one, [artifact], targets=tasks) for one in environments]
-        best = select(family, developments, resamples=resamples).best.candidate
+        best = choose_protocol(family, developments, resamples=resamples).best.candidate
         chosen[" + ".join(tasks)] = (tasks, best)
     measured = {
         name: {one.name: tested(artifact, one, candidate) for one in environments}

@@ -265,7 +265,7 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def signed(data: bytes) -> bytes:
+def with_checksum(data: bytes) -> bytes:
     """JSON with its own checksum in the place of the first UNSIGNED in it, which is its field `checksum`."""
     return data.replace(UNSIGNED.encode(), checksum(data).encode(), 1)
 

@@ -186,7 +186,7 @@ def put_all(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def require(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], where: str) -> None:
+def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], where: str) -> None:
     """See that nothing is left out; `flags` maps a flag to the leaves of which one must have a value.
 
     Raises:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.explain import Explainer, explain
-from grasp.audit.explanation import row_index, words
+from grasp.audit.explanation import joined_words, row_index
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_position_moments
@@ -160,7 +160,7 @@ def each_position(origin, whitener, ids, first):
 
 
 def test_words_are_tokens_joined():
-    joined, starts = words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
+    joined, starts = joined_words(["The", " nuc", "le", "ic", " ac", "", "id", ".", "\u6c34", "\u706b", " 12", "3"])
     assert joined == ["The", " nucleic", " acid", ".", "\u6c34", "\u706b", " 123"]
     assert starts.tolist() == [0, 1, 4, 7, 8, 9, 10]
 

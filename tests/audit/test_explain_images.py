@@ -15,7 +15,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.images import decode_image
 from grasp.errors import ProtocolError, SettingsError
 from grasp.extract.local import build
-from grasp.files import UNSIGNED, signed
+from grasp.files import UNSIGNED, with_checksum
 from grasp.report.serve import Ask
 from grasp.settings import build_settings
 from grasp.verbs.score import score
@@ -73,7 +73,7 @@ def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path,
     raw["settings"]["targets"]["names"] = [{"name": "x" * 5000 + "/trusted.parquet", "kind": 3}.get(change, str(given))]
     if change == "column":
         raw["settings"]["corpus"]["image_column"] = 3
-    (path / MANIFEST).write_bytes(signed((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
+    (path / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
     found = grasp.open(path).explain("trusted", "train-4")
     assert list(found.pictures) == ["train-4"]
     assert "8 of these trusted images are not at hand" in repr(found)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.runs.methods import predict, scores
+from grasp.runs.methods import method_predictions, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
 from tests.cli.grasp_command import cells, refused, succeed
 
@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_the_library(world, kept, tmp_path):
     succeed(*evaluate(world, kept, "--methods", "bm25", "--json", out))
     (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
     material = world.material()
-    found = predict(asked("bm25"), material, material.environment.subsets, cache(kept, material))
+    found = method_predictions(asked("bm25"), material, material.environment.subsets, cache(kept, material))
     realized = material.environment.utilities.values_BSE.mean(axis=1).mean(axis=1)
     ranks = [np.argsort(np.argsort(values)) for values in (found.values_BE.mean(axis=1), realized)]
     assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError
-from grasp.runs.methods import configured_methods, entry_of
+from grasp.runs.methods import configured_methods, method_named
 from tests.baselines.world import METHODS
 
 
@@ -34,7 +34,7 @@ def test_a_file_configures_methods_and_gives_them_labels():
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_entry_loads_and_says_what_it_is(name):
-    kind = entry_of(name).load()
+    kind = method_named(name).load()
     assert kind.__doc__
     assert re.search(r"Source: |\b20\d\d\b", kind.__doc__) or name in ("random", "length", "loss")
     assert all(field.description for field in kind.settings_type.model_fields.values())

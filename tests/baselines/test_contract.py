@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grasp.runs.contract import RowMethod, SubsetMethod
-from grasp.runs.methods import entry_of, predict, scores
+from grasp.runs.methods import method_named, method_predictions, scores
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, copies, matrix
 
 # Settings that make a method fit a world of 40 rows and seconds; none: its defaults.
@@ -26,8 +26,8 @@ SMALL: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-4
 
 UNTARGETED = ("random", "length", "loss")
-ROW_METHODS = [name for name in METHODS if issubclass(entry_of(name).load(), RowMethod)]
-SUBSET_METHODS = [name for name in METHODS if issubclass(entry_of(name).load(), SubsetMethod)]
+ROW_METHODS = [name for name in METHODS if issubclass(method_named(name).load(), RowMethod)]
+SUBSET_METHODS = [name for name in METHODS if issubclass(method_named(name).load(), SubsetMethod)]
 
 
 class Killed(BaseException):
@@ -100,7 +100,7 @@ def test_what_it_keeps_covers_and_took_is_said(name, scored):
 
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_a_row_that_is_the_unit_itself_helps_it_more_than_other_rows(name, world, scored):
-    kind = entry_of(name).load()
+    kind = method_named(name).load()
     if name in UNTARGETED or "environment" in kind.looks_at:
         pytest.skip("its scores are not of this row and this unit alone")
     found = matrix(scored(name))
@@ -146,7 +146,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
     subsets = material.environment.subsets
     one = asked(name, **SMALL.get(name, {}))
     kept = cache(place, material)
-    found = predict(one, material, subsets, kept, renamed={"facts": "theirs"})
+    found = method_predictions(one, material, subsets, kept, renamed={"facts": "theirs"})
     predictions = found
     assert predictions.method == name
     assert predictions.targets == ("theirs",)
@@ -155,7 +155,7 @@ def test_predictions_are_named_whole_and_independent_of_the_order_of_subsets(nam
     assert np.isfinite(predictions.values_BE).all()
     assert all(line.startswith(f"{name}: ") for line in found.notes)
     assert (predictions.standing == "supervised oracle") == one.method.supervised
-    backwards = predict(one, material, subsets[::-1], kept)
+    backwards = method_predictions(one, material, subsets[::-1], kept)
     where = [backwards.subset_ids.index(subset) for subset in predictions.subset_ids]
     np.testing.assert_allclose(backwards.values_BE[where], predictions.values_BE, rtol=1e-9, atol=1e-12)
 
@@ -166,14 +166,14 @@ def test_a_subset_is_the_mean_or_the_sum_of_its_rows_scores(name, world, place):
     one, kept = asked(name, **SMALL.get(name, {})), cache(place, material)
     found = np.broadcast_to(matrix(scores(one, material, kept)), (N_ROWS, N_UNITS))
     (block,) = material.environment.subsets
-    predicted = predict(one, material, [block], kept)
+    predicted = method_predictions(one, material, [block], kept)
     for b in range(len(block.subset_ids)):
         rows = block.weights_BN[[b]].indices
         of_rows = found[rows].mean(axis=0) if one.method.weighting == "mean" else found[rows].sum(axis=0)
         np.testing.assert_allclose(predicted.values_BE[b], of_rows, rtol=1e-6, atol=1e-9)
     assert predicted.cost is not None
     assert predicted.cost.wall_seconds > 0
-    taught = predict(replace(one, negative=0.0), material, [block], kept)
+    taught = method_predictions(replace(one, negative=0.0), material, [block], kept)
     rows = block.weights_BN[[0]].indices
     summed = np.maximum(found[rows], 0.0).sum(axis=0)
     np.testing.assert_allclose(taught.values_BE[0] * (len(rows) if one.method.weighting == "mean" else 1), summed)

@@ -10,7 +10,7 @@ from grasp.baselines.oracles import lasso_oracle, mask_features
 from grasp.errors import EnvironmentDataError, MissingExtraError, SettingsError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.runs.contract import Material, Retrained
-from grasp.runs.methods import predict
+from grasp.runs.methods import method_predictions
 from grasp.runs.metrics import spearman
 from tests.baselines.world import N_ROWS, asked, cache
 
@@ -36,7 +36,7 @@ def few_rows(masks, e):
 
 def run(material, place, **choice):
     subsets = material.environment.subsets
-    return predict(asked("datamodels", **choice), material, subsets, cache(place, material))
+    return method_predictions(asked("datamodels", **choice), material, subsets, cache(place, material))
 
 
 @pytest.mark.parametrize("penalty", ["lasso", "ridge"])
@@ -85,8 +85,8 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
     strange = replace(other, subset_ids=("mine", "yours"))
     with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'; it predicts retrained"):
-        predict(asked("datamodels"), material, [strange], cache(tmp_path, material))
+        method_predictions(asked("datamodels"), material, [strange], cache(tmp_path, material))
     with pytest.raises(SettingsError, match=r"is made from retrained subsets; name .* \(--environment\)"):
-        predict(asked("datamodels"), Material(world.artifact), [other], cache(tmp_path, material))
+        method_predictions(asked("datamodels"), Material(world.artifact), [other], cache(tmp_path, material))
     with pytest.raises(SubsetError, match="nonsense"):
         run(material, tmp_path, sees="nonsense")

@@ -14,7 +14,7 @@ from grasp.baselines.checkpoints import checkpoints_of
 from grasp.errors import ArtifactError, SettingsError
 from grasp.models import checkpoint
 from grasp.runs.contract import Material
-from grasp.runs.methods import entry_of, scores
+from grasp.runs.methods import method_named, scores
 from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
@@ -116,13 +116,13 @@ def on_a_hub(world, monkeypatch):
     return material
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in entry_of(name).load().looks_at])
+@pytest.mark.parametrize("name", [name for name in METHODS if "checkpoints" in method_named(name).load().looks_at])
 def test_a_model_that_has_no_directory_is_its_only_checkpoint(name, world, on_a_hub, tmp_path):
     settings = SMALL.get(name, {}) | ({"adam": "never"} if name == "less" else {})
     found = matrix(scores(asked(name, **settings), on_a_hub, cache(tmp_path / "hub", on_a_hub)))
     (one,) = checkpoints_of(on_a_hub)
     assert (one.fingerprint, one.has_moments) == (on_a_hub.artifact.manifest.fingerprints["model"], False)
-    if "checkpoints" in entry_of(name).load().settings_type.model_fields:
+    if "checkpoints" in method_named(name).load().settings_type.model_fields:
         settings = settings | {"checkpoints": "last"}
     material = world.material()
     expected = matrix(scores(asked(name, **settings), material, cache(tmp_path / "disk", material)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
-from grasp.runs.methods import configured_methods, entry_of, methods, scores
+from grasp.runs.methods import configured_methods, method_named, methods, scores
 from tests.baselines.test_documentation import TEXT
 from tests.baselines.world import matrix
 from tests.cli.grasp_command import refused, succeed
@@ -58,7 +58,7 @@ def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_
 
 def test_without_the_package_there_is_no_such_method():
     with pytest.raises(SettingsError, match="method: got 'loud'; there are activation_similarity, bm25, "):
-        entry_of("loud")
+        method_named("loud")
 
 
 def test_two_packages_of_one_name_are_refused(loud, install):
@@ -77,7 +77,7 @@ def test_two_packages_of_one_name_are_refused(loud, install):
 def test_a_package_that_is_broken_is_named(point, said, install):
     install("broken", SOURCE, f"loud = {point}", package="broken")
     with pytest.raises(MissingExtraError, match=said):
-        entry_of("loud").load()
+        method_named("loud").load()
 
 
 def test_what_is_no_method_is_refused(install, world):

@@ -12,7 +12,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError, SubsetError
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.environment import Environment
-from grasp.runs.methods import predict, scores
+from grasp.runs.methods import method_predictions, scores
 from grasp.runs.recipe import TrainingRecipe
 from grasp.runs.train import train
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
@@ -115,7 +115,8 @@ def test_what_was_retrained_before_is_counted_in_its_time(world, tmp_path):
     subsets = material.environment.subsets
     place = cache(tmp_path, material)
     first, second = (
-        predict(asked("retraining_shapley", players="topic", permutations=n), material, subsets, place) for n in (0, 1)
+        method_predictions(asked("retraining_shapley", players="topic", permutations=n), material, subsets, place)
+        for n in (0, 1)
     )
     assert first.cost is not None
     assert second.cost is not None
@@ -128,7 +129,7 @@ def test_how_scores_are_put_together_is_said_as_it_is_done(world, place):
     said = {}
     for weighting in ("count", "mean"):
         one = asked("retraining_shapley", players="topic", permutations=0, weighting=weighting)
-        (said[weighting],) = predict(one, material, subsets, cache(place, material)).notes
+        (said[weighting],) = method_predictions(one, material, subsets, cache(place, material)).notes
     assert said["count"].endswith("; scores are added up over a subset, not averaged")
     assert "added up" not in said["mean"]
 

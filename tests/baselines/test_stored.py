@@ -17,7 +17,7 @@ from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.contract import Account, NoSettings, Seconds
-from grasp.runs.methods import entry_of, scores
+from grasp.runs.methods import method_named, scores
 from grasp.runs.predictions import read_row_scores
 from tests.baselines.test_contract import Clock, Killed
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, asked, cache, matrix
@@ -195,7 +195,7 @@ def other(material, **changes):
     return changed
 
 
-READERS = [name for name in METHODS if {"tokens", "model"} & entry_of(name).load().looks_at]
+READERS = [name for name in METHODS if {"tokens", "model"} & method_named(name).load().looks_at]
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -8,7 +8,7 @@ import pyarrow.csv as pacsv
 import pytest
 
 import grasp
-from grasp.choose.alone import Taught, choose
+from grasp.choose.alone import Taught, most_telling
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from tests.cli.grasp_command import refused, succeed
@@ -79,7 +79,7 @@ def test_the_joint_posterior_is_that_of_single_predictions():
 def test_proposals_differ_and_those_for_values_are_new(runs, decide):
     taught = Taught.of(runs, "sciq/loss")
     share_BG = np.concatenate([taught.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
-    picked, settles = choose(taught.learned, taught.features(share_BG), 6, decide, np.random.default_rng(0))
+    picked, settles = most_telling(taught.learned, taught.features(share_BG), 6, decide, np.random.default_rng(0))
     assert len(set(picked)) == 6
     assert min(settles) >= 0
     if decide == "values":

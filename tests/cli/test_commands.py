@@ -18,7 +18,7 @@ from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.families import parse_family
 from grasp.predict.geometry_terms import CalibrationFamily
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import Calibration, load_protocol
+from grasp.predict.protocol import CalibrationSettings, load_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.verbs.predict import prediction_table
@@ -392,7 +392,7 @@ def test_what_does_not_vary_is_left_out_and_said_so(art, tmp_path):
     artifact = ArtifactReader.open(art)
 
     def family(seed: int) -> CalibrationFamily:
-        return CalibrationFamily.of(Calibration(family="groups:topic", n_subsets=2, seed=seed), artifact)
+        return CalibrationFamily.of(CalibrationSettings(family="groups:topic", n_subsets=2, seed=seed), artifact)
 
     def draws(seed: int) -> list[list[int]]:
         (block,) = family(seed).blocks(artifact.n_rows)

@@ -12,7 +12,7 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import SettingsError
-from grasp.files import UNSIGNED, entry_of, signed
+from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.predict.families import parse_family
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
@@ -104,7 +104,7 @@ def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
     succeed("select", art, "--budget", "25%", "--out", tmp_path / "kept.parquet")
     path = tmp_path / "kept.json"
     theirs = json.loads(path.read_text()) | {"corpus": "c0ffee", "checksum": UNSIGNED}
-    path.write_bytes(signed(json.dumps(theirs).encode()))
+    path.write_bytes(with_checksum(json.dumps(theirs).encode()))
     with pytest.raises(SettingsError, match=r"kept\.json was made from another artifact: corpus 'c0ffee', here '"):
         read_summary(SelectionSummary, path, ArtifactReader.open(art))
 

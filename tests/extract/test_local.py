@@ -30,7 +30,7 @@ from grasp.extract.extend import add_target
 from grasp.extract.forward import ShardForward
 from grasp.extract.inputs import prepare, tell_units
 from grasp.extract.local import build, build_token_kernel, regime, relevance_scale
-from grasp.extract.moments import sample_rows
+from grasp.extract.moments import token_sample
 from grasp.extract.progress import Silent
 from grasp.extract.reopen import Origin
 from grasp.features import extract
@@ -564,11 +564,11 @@ def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
 
 def test_sampled_rows_hold_the_positions_asked_for_and_no_more_rows_than_needed():
     length = np.random.default_rng(0).integers(2, 30, size=200)
-    index = sample_rows(length - 1, 500, seed=3)
+    index = token_sample(length - 1, 500, seed=3)
     held = (length[index] - 1).sum()
     assert held >= 500
     assert held - (length - 1).max() < 500
-    assert np.array_equal(sample_rows(length - 1, 10**9, seed=3), np.arange(200))
+    assert np.array_equal(token_sample(length - 1, 10**9, seed=3), np.arange(200))
 
 
 def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():

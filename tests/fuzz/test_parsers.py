@@ -32,7 +32,7 @@ from grasp.choose.scorer import CARD, WEIGHTS, Card, Quality, Scorer
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.corpus import read_documents
 from grasp.errors import GraspError
-from grasp.files import UNSIGNED, FileEntry, entry_of, signed
+from grasp.files import UNSIGNED, FileEntry, entry_of, with_checksum
 from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
@@ -134,7 +134,7 @@ def changed_json(draw: Callable, data: bytes) -> bytes:
     found = changed_value(draw, json.loads(data))
     if isinstance(found, dict) and "checksum" in found:
         found = found | {"checksum": UNSIGNED}
-    return signed((json.dumps(found, indent=1) + "\n").encode())
+    return with_checksum((json.dumps(found, indent=1) + "\n").encode())
 
 
 def survives(read: Callable[[], object], outside: Path) -> None:
@@ -218,7 +218,7 @@ def resigned(art: Path, name: str) -> None:
     """The manifest with the size and checksum that the file has now."""
     raw = json.loads((art / MANIFEST).read_text())
     raw["files"][name] = entry_of(art / name).model_dump()
-    (art / MANIFEST).write_bytes(signed((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
+    (art / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
 
 
 @given(data=st.data())
@@ -244,7 +244,7 @@ def ask(path: Path) -> None:
 def test_verbs_on_a_manifest(data, whole, place):
     raw = changed_value(data.draw, json.loads((whole / "in" / "art" / MANIFEST).read_text()))
     text = json.dumps(raw | {"checksum": UNSIGNED} if isinstance(raw, dict) else raw, indent=1) + "\n"
-    (place / "in" / "art" / MANIFEST).write_bytes(signed(text.encode()))
+    (place / "in" / "art" / MANIFEST).write_bytes(with_checksum(text.encode()))
     survives(lambda: ask(place / "in" / "art"), place)
 
 
@@ -395,7 +395,7 @@ def test_predictions(data, suffix, place):
 def test_summaries(data, kind, place):
     path, art = place / "in" / "given.json", ArtifactReader.open(place / "in" / "art")
     value = {"checksum": UNSIGNED, "kind": "selection", "corpus": "c0ffee", "headline": "h", "rows": 1, "targets": []}
-    path.write_bytes(changed_json(data.draw, signed((json.dumps(value, indent=1) + "\n").encode())))
+    path.write_bytes(changed_json(data.draw, with_checksum((json.dumps(value, indent=1) + "\n").encode())))
     survives(lambda: read_summary(kind, path, art), place)
 
 
@@ -412,7 +412,7 @@ def test_a_scorer(data, name, whole, place):
         (scorer / WEIGHTS).write_bytes(changed_bytes(data.draw, original[:200]) + original[200:])
         raw = json.loads((scorer / CARD).read_text())
         raw |= {"checksum": UNSIGNED, "weights": entry_of(scorer / WEIGHTS).model_dump()}
-        (scorer / CARD).write_bytes(signed((json.dumps(raw, indent=1) + "\n").encode()))
+        (scorer / CARD).write_bytes(with_checksum((json.dumps(raw, indent=1) + "\n").encode()))
     survives(lambda: str(Scorer.open(scorer).score(["one two", ""])), place)
 
 
@@ -434,7 +434,7 @@ def test_imported_runs(data, name, whole, place):
             (runs / name).write_bytes(changed_bytes(data.draw, (original / name).read_bytes()))
         raw = json.loads((runs / INFO).read_text())
         raw |= {"checksum": UNSIGNED, "files": raw["files"] | {name: entry_of(runs / name).model_dump()}}
-        (runs / INFO).write_bytes(signed((json.dumps(raw, indent=1) + "\n").encode()))
+        (runs / INFO).write_bytes(with_checksum((json.dumps(raw, indent=1) + "\n").encode()))
     survives(lambda: grasp.mix_runs(RunTable.open(runs)), place)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import grasp
 from grasp.errors import EnvironmentDataError
-from grasp.files import UNSIGNED, entry_of, signed
+from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.runs.table import RunTable
 
 SHARES = [["run", "wiki", "code", "books"], ["a", 0.5, 0.3, 0.2], ["b", 0.1, 0.1, 0.8], ["c", 0.0, 1.0, 0.0]]
@@ -203,7 +203,7 @@ def signed_again(path, **changes):
     """runs.json as its owner could rewrite it."""
     raw = json.loads((path / "runs.json").read_text()) | {"checksum": UNSIGNED}
     raw["files"] = {name: entry_of(path / name).model_dump() for name in raw["files"]}
-    (path / "runs.json").write_bytes(signed(json.dumps(raw | changes).encode()))
+    (path / "runs.json").write_bytes(with_checksum(json.dumps(raw | changes).encode()))
 
 
 @pytest.mark.parametrize(

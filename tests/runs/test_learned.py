@@ -8,7 +8,7 @@ from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
 from grasp.errors import EnvironmentDataError
-from grasp.runs.covariance import Features, Ruler
+from grasp.runs.covariance import KnownFeatures, Ruler
 from grasp.runs.learned import Learned, _Data, _Evidence
 
 N_TASKS, N_SLICES = 3, 6
@@ -24,14 +24,14 @@ def saturating(share_BG: np.ndarray) -> np.ndarray:
     return np.log(share_BG + 0.01) @ worth_GT
 
 
-def world(n: int, seed: int = 0) -> tuple[Features, np.ndarray]:
+def world(n: int, seed: int = 0) -> tuple[KnownFeatures, np.ndarray]:
     """Relevance that is right but for a part that runs must teach."""
     rng = np.random.default_rng(seed)
     share_BG = mixtures(n, rng)
     relevance_BT, other_BT = (share_BG @ rng.normal(size=(N_SLICES, N_TASKS)) for _ in range(2))
     kernels = np.stack([relevance_BT, other_BT], axis=2)
     utility_BT = relevance_BT + 0.7 * other_BT + 0.01 * rng.normal(size=relevance_BT.shape)
-    return Features(share_BG, relevance_BT, kernels, rng.normal(size=(n, 4))), utility_BT
+    return KnownFeatures(share_BG, relevance_BT, kernels, rng.normal(size=(n, 4))), utility_BT
 
 
 def rho(predicted_BT: np.ndarray, realized_BT: np.ndarray) -> float:
@@ -111,8 +111,8 @@ def test_value_that_saturates_is_learned_from_shares_alone() -> None:
     rng = np.random.default_rng(3)
     runs, rest = mixtures(40, rng), mixtures(300, rng)
     noisy = saturating(runs) + 0.05 * rng.normal(size=(40, N_TASKS))
-    learned = Learned.fit(Features.of_shares(runs, N_TASKS), noisy)
-    predicted, spread = learned.predict(Features.of_shares(rest, N_TASKS))
+    learned = Learned.fit(KnownFeatures.of_shares(runs, N_TASKS), noisy)
+    predicted, spread = learned.predict(KnownFeatures.of_shares(rest, N_TASKS))
     linear = np.linalg.lstsq(runs - runs.mean(0), noisy - noisy.mean(0), rcond=None)[0]
     assert rho(predicted, saturating(rest)) > 0.97 > rho(rest @ linear, saturating(rest)) + 0.03
     inside = np.abs(predicted - saturating(rest)) <= learned.quantile(0.9) * spread
@@ -153,11 +153,11 @@ def test_intervals_widen_away_from_the_runs() -> None:
     rng = np.random.default_rng(8)
     shares = 0.5 * mixtures(30, rng) + 0.5 / N_SLICES
     learned = Learned.fit(
-        Features.of_shares(shares, N_TASKS), saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
+        KnownFeatures.of_shares(shares, N_TASKS), saturating(shares) + 0.05 * rng.normal(size=(30, N_TASKS))
     )
-    corpus = Features.of_shares(np.full((1, N_SLICES), 1 / N_SLICES), N_TASKS)
+    corpus = KnownFeatures.of_shares(np.full((1, N_SLICES), 1 / N_SLICES), N_TASKS)
     path = [np.eye(N_SLICES)[:1] * far + (1 - far) / N_SLICES for far in (0.1, 0.4, 0.7, 0.99)]
-    _, spread = learned.change(Features.of_shares(np.concatenate(path), N_TASKS), corpus)
+    _, spread = learned.change(KnownFeatures.of_shares(np.concatenate(path), N_TASKS), corpus)
     assert (np.diff(spread, axis=0) > 0).all()
 
 

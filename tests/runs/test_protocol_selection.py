@@ -10,7 +10,7 @@ from scipy import stats
 from grasp.errors import ProtocolError, ProtocolLeakError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import Calibration, default_protocol, load_protocol, save_protocol
+from grasp.predict.protocol import CalibrationSettings, default_protocol, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.candidates import (
     CONTROLS,
@@ -27,10 +27,10 @@ from grasp.runs.evaluate import evaluation_of
 from grasp.runs.scored import Scored
 from grasp.runs.selection import (
     Development,
+    choice_provenance,
+    choose_protocol,
     freeze,
-    provenance,
     provenance_path,
-    select,
     standard_errors,
     variant_names,
     write_provenance,
@@ -54,7 +54,7 @@ def scored(environment, source):
         source=source,
         renamed={"sciq": "sciq", "boolq": "boolq"},
         blocks=blocks(len(environment.subset_ids)),
-        calibration=Calibration(family=str(FAMILY), n_subsets=64),
+        calibration=CalibrationSettings(family=str(FAMILY), n_subsets=64),
         fingerprints={"model": "m"},
     )
 
@@ -106,7 +106,7 @@ def development(tmp_path, source):
 
 
 def test_the_planted_protocol_wins(development):
-    found = select(SMALL, [development], resamples=100)
+    found = choose_protocol(SMALL, [development], resamples=100)
     assert found.best.candidate == TRUE
     assert found.best.mean > 0.98
     additive = dataclasses.replace(TRUE, omega=())
@@ -115,7 +115,7 @@ def test_the_planted_protocol_wins(development):
 
 
 def test_every_score_is_rho_and_the_bound_is_the_formula(development):
-    found = select(SMALL, [development], resamples=200)
+    found = choose_protocol(SMALL, [development], resamples=200)
     members, skipped = SMALL.members(FakeSource().array_names)
     assert (len(found.scores), len(members), skipped) == (15, 15, 0)
     assert found.z == pytest.approx(stats.norm.ppf(1 - 0.05 / 15))
@@ -134,7 +134,7 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
 
 def test_the_criterion_may_be_the_mean_over_units(development):
     family = SMALL.model_copy(update={"criterion": "mean_lds", "components": ((), ("joint.pair",))})
-    found = select(family, [development], resamples=50)
+    found = choose_protocol(family, [development], resamples=50)
     assert found.best.candidate == TRUE
     realized = development.environment.utilities()
     for score in found.scores:
@@ -147,14 +147,17 @@ def test_the_criterion_may_be_the_mean_over_units(development):
             expected = np.mean([stats.spearmanr(x, y).statistic for x, y in pairs])
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
             first += own_BE.shape[1]
-    single = select(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
-    assert provenance(found, [development], family)["rule"] != provenance(single, [development], family)["rule"]
+    single = choose_protocol(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
+    assert (
+        choice_provenance(found, [development], family)["rule"]
+        != choice_provenance(single, [development], family)["rule"]
+    )
 
 
 def test_targets_of_one_environment_share_its_resamples_however_they_are_handed_in(development):
-    together = select(SMALL, [development], resamples=100)
+    together = choose_protocol(SMALL, [development], resamples=100)
     apart = [dataclasses.replace(development, targets=(name,)) for name in ("sciq", "boolq")]
-    found = select(SMALL, apart, resamples=100)
+    found = choose_protocol(SMALL, apart, resamples=100)
     assert found.results == together.results
     assert [(s.candidate, s.lcb) for s in found.scores] == [(s.candidate, s.lcb) for s in together.scores]
 
@@ -176,7 +179,7 @@ def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
     family = ProtocolFamily(
         matches=({"token": 1.0},), components=(("product.raw",), ("product.self",), ()), omegas=(-1.0,)
     )
-    found = select(family, [development], resamples=50)
+    found = choose_protocol(family, [development], resamples=50)
     assert [score.candidate.omega for score in found.scores] == [
         (),
         (("product.raw", -1.0),),
@@ -199,27 +202,27 @@ def test_a_held_out_environment_or_target_is_refused(tmp_path, source):
 def test_fewer_than_two_results_are_refused(development):
     alone = dataclasses.replace(development, targets=("sciq",))
     with pytest.raises(ProtocolError, match=r"got 1 development results \['dev/sciq'\], expected at least 2"):
-        select(SMALL, [alone])
+        choose_protocol(SMALL, [alone])
     with pytest.raises(ProtocolError, match="got 0 development results"):
-        select(SMALL, [])
+        choose_protocol(SMALL, [])
     with pytest.raises(ProtocolError, match="are not all different"):
-        select(SMALL, [development, development])
+        choose_protocol(SMALL, [development, development])
     with pytest.raises(ProtocolError, match=r"delta is 1\.5"):
-        select(SMALL, [development], delta=1.5)
+        choose_protocol(SMALL, [development], delta=1.5)
 
 
 def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, source, development):
     source.arrays["relevance_pooled"][:] = 1.0
-    found = select(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
+    found = choose_protocol(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
     assert found.undefined == {"predictions are constant": 1}
     assert len(found.scores) == 2
     source.arrays["relevance_token"][:] = 1.0
     with pytest.raises(ProtocolError, match="no candidate has a rho on every development result"):
-        select(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
+        choose_protocol(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
     flat = make_environment(tmp_path / "flat", source, truth=dataclasses.replace(TRUE, omega=()), noise=0.0)
     nothing = Development(flat, ("sciq", "boolq"), {"": scored(flat, FakeSource(N_ROWS, seed=3))})
     with pytest.raises(ProtocolError, match=r"utilities of \['sciq', 'boolq'\] are constant"):
-        select(SMALL, [nothing], resamples=20)
+        choose_protocol(SMALL, [nothing], resamples=20)
 
 
 def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
@@ -229,26 +232,26 @@ def test_feature_settings_are_chosen_over_the_artifacts_given(tmp_path, source):
     assert names == ["top_k=64", "top_k=16"]
     variants = {name: scored(environment, one) for name, one in zip(names, (source, other), strict=True)}
     development = Development(environment, ("sciq", "boolq"), variants)
-    found = select(SMALL, [development], resamples=50)
+    found = choose_protocol(SMALL, [development], resamples=50)
     assert len(found.scores) == 30
     assert found.best.candidate.variant == "top_k=64"
     frozen = freeze(found, [development], SMALL, "chosen")
     assert frozen.requires.model_dump(exclude_none=True) == {"top_k": 64}
     elsewhere = Development(environment, ("sciq",), {"top_k=8": scored(environment, source)})
     with pytest.raises(ProtocolError, match="have none in common"):
-        select(SMALL, [dataclasses.replace(development, targets=("boolq",)), elsewhere])
+        choose_protocol(SMALL, [dataclasses.replace(development, targets=("boolq",)), elsewhere])
 
 
 def test_protocols_that_an_artifact_cannot_serve_are_counted(development, source):
     del source.arrays["relevance_token"]
-    found = select(SMALL, [development], resamples=20)
+    found = choose_protocol(SMALL, [development], resamples=20)
     assert (len(found.scores), found.not_served) == (5, 10)
     with pytest.raises(ProtocolError, match="serve none of the 1 protocols"):
-        select(ProtocolFamily(matches=({"token": 1.0},)), [development])
+        choose_protocol(ProtocolFamily(matches=({"token": 1.0},)), [development])
 
 
 def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp_path):
-    found = select(SMALL, [development], resamples=50)
+    found = choose_protocol(SMALL, [development], resamples=50)
     frozen = freeze(found, [development], SMALL, "chosen")
     assert (frozen.match, frozen.components) == ({"token": 1.0}, {"joint.pair": -0.5})
     assert frozen.calibration.family == str(FAMILY)
@@ -264,7 +267,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
         development.variants[""].predict({"chosen": loaded}, ("sciq", "boolq"))[0].task_B["sciq"],
     ):
         np.testing.assert_allclose(found_B - own_B, (found_B - own_B)[0], atol=1e-6)  # against the corpus or a mean
-    record = provenance(found, [development], SMALL)
+    record = choice_provenance(found, [development], SMALL)
     path = provenance_path(tmp_path / "chosen.yaml")
     write_provenance(record, path)
     assert path.name == "chosen.provenance.json"
@@ -315,7 +318,7 @@ def test_controls_restrict_the_family():
 
 def test_controls_are_selected_but_never_frozen(development):
     family = SMALL.restricted(next(one for one in CONTROLS if one.name == "pair-only"))
-    found = select(family, [development], resamples=20)
+    found = choose_protocol(family, [development], resamples=20)
     assert found.best.candidate.omega == (("joint.pair", -0.5),)
     with pytest.raises(ProtocolError, match="a control cannot be frozen"):
         freeze(found, [development], family, "no")

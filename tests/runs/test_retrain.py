@@ -22,7 +22,7 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.runs import retrain as module
 from grasp.runs.environment import Environment, Run
 from grasp.runs.retrain import Worker, retrain
-from grasp.runs.retrain_plan import resolved_recipe, row_index
+from grasp.runs.retrain_plan import resolved_recipe, row_names
 from grasp.runs.train import train
 from grasp.settings import retrain_settings
 from grasp.yaml_files import read_yaml
@@ -103,7 +103,7 @@ def whole(inputs, tmp_path_factory):
 def test_utilities_are_those_of_training_by_hand(inputs, whole):
     store = RowStore.open(whole.path / "tokens")
     worker = Worker(settings(inputs), whole)
-    masks = [block.weights_BN.toarray() > 0 for block in whole.subset_blocks(row_index(store))]
+    masks = [block.weights_BN.toarray() > 0 for block in whole.subset_blocks(row_names(store))]
     got = whole.utilities()
     assert got.targets == ("water",) * 3 + ("iron",) * 3 + ("water@all",) * 3 + ("iron@all",) * 3
     for seed, b in ((0, 0), (1, 2)):
@@ -123,7 +123,7 @@ def test_of_conversations_the_assistants_words_are_trained_on(inputs, tmp_path):
     found = retrain(settings(inputs, **changes), tmp_path / "env")
     store = RowStore.open(found.path / "tokens")
     assert store.supervised().sum() < store.lengths().sum() / 2
-    (mask_N, *_) = [block.weights_BN.toarray()[0] > 0 for block in found.subset_blocks(row_index(store))]
+    (mask_N, *_) = [block.weights_BN.toarray()[0] > 0 for block in found.subset_blocks(row_names(store))]
     model = train(resolved_recipe(settings(inputs, **changes)), store, seed=0, retained=mask_N).model
     by_hand = -evaluate_units(model, Worker(settings(inputs, **changes), found).tokens)
     np.testing.assert_allclose(found.utilities().values_BSE[0, 0], by_hand, atol=1e-4)
@@ -235,7 +235,7 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
     env = retrain(settings(inputs, subsets=str(tmp_path / "s.parquet"), seeds=[0]), tmp_path / "env")
     assert env.subset_ids == ("a", "b")
     assert env.info.family is None
-    sizes = [block.sizes_B.tolist() for block in env.subset_blocks(row_index(RowStore.open(env.path / "tokens")))]
+    sizes = [block.sizes_B.tolist() for block in env.subset_blocks(row_names(RowStore.open(env.path / "tokens")))]
     assert sizes == [[30, 40]]
 
 

@@ -35,7 +35,7 @@ from grasp.artifact.layout import (
     scale_file,
 )
 from grasp.errors import ArtifactError
-from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, signed, write_whole
+from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, with_checksum, write_whole
 from grasp.text import parse_json, plain
 
 ArrayDtype = Literal["float16", "float32"]
@@ -50,13 +50,13 @@ Name = Annotated[str, StringConstraints(pattern=rf"^{_STEP}\Z", max_length=100)]
 FileName = Annotated[str, StringConstraints(pattern=rf"^{_STEP}(/{_STEP})*\Z", max_length=300)]
 
 
-class Record(BaseModel):
+class JsonModel(BaseModel):
     """Base of what is written as JSON: immutable, unknown fields and wrong types refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, regex_engine="python-re", allow_inf_nan=False)
 
 
-class ColumnGroup(Record):
+class ColumnGroup(JsonModel):
     """Columns [start, stop) of an array, kept in the files of `arrays/<name>`."""
 
     name: Name
@@ -65,7 +65,7 @@ class ColumnGroup(Record):
     dtype: ArrayDtype
 
 
-class ArrayEntry(Record):
+class ArrayEntry(JsonModel):
     """One logical array of N rows: what its numbers mean, and the groups its columns are kept in."""
 
     width: int = Field(ge=1)
@@ -136,7 +136,7 @@ class _Like:
         return handler.generate_schema(self._shape)
 
 
-class Manifest(Record):
+class Manifest(JsonModel):
     """What a complete artifact holds. `files` has size and checksum of every file but this one."""
 
     format: Literal["grasp-artifact"] = "grasp-artifact"
@@ -190,7 +190,7 @@ class Manifest(Record):
 PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
 
 
-class SumEntry(Record):
+class SumEntry(JsonModel):
     """A float64 array, bit for bit: little-endian bytes in base64, a third of the size of decimal text."""
 
     shape: tuple[int, ...]
@@ -204,7 +204,7 @@ class SumEntry(Record):
         return np.frombuffer(b64decode(self.base64), dtype="<f8").astype(np.float64).reshape(self.shape)
 
 
-class ShardMark(Record):
+class ShardMark(JsonModel):
     """Written when a shard is whole: its rows, its files, and float64 sums over its rows."""
 
     start: int
@@ -213,7 +213,7 @@ class ShardMark(Record):
     sums: dict[str, SumEntry]
 
 
-class BuildRecord(Record):
+class BuildRecord(JsonModel):
     """Identity of a build in progress: a resumed build must agree in every field."""
 
     format_version: int = FORMAT_VERSION
@@ -269,7 +269,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 def signed_json(record: BaseModel) -> bytes:
     """Text of a record with its own checksum in its field `checksum`."""
-    return signed(dump_json(record.model_copy(update={"checksum": UNSIGNED})))
+    return with_checksum(dump_json(record.model_copy(update={"checksum": UNSIGNED})))
 
 
 def parse_manifest(path: Path, data: bytes) -> Manifest:

@@ -176,14 +176,14 @@ class ArtifactReader:
         return units
 
     @cached_property
-    def moments(self) -> "Moments":
+    def moments(self) -> "MomentArrays":
         """What the build kept beside the arrays; each is read when it is asked for."""
-        return Moments([self._file(name) for name in self.manifest.moments], sums=False)
+        return MomentArrays([self._file(name) for name in self.manifest.moments], sums=False)
 
     @cached_property
-    def sums(self) -> "Moments":
+    def sums(self) -> "MomentArrays":
         """float64 totals over all rows, by name, as the build gave them: before the gain of an array."""
-        return Moments([self._file(name) for name in self.manifest.moments], sums=True)
+        return MomentArrays([self._file(name) for name in self.manifest.moments], sums=True)
 
     def relevance_name(self, match: str) -> str:
         """Array that holds the relevance of a kernel: `pooled`, `token` or `input`."""
@@ -380,7 +380,7 @@ class _Pick:
     goal: slice | NDArray[np.int64]
 
 
-class Moments(Mapping[str, NDArray[Any]]):
+class MomentArrays(Mapping[str, NDArray[Any]]):
     """Named arrays of the moments files, read one by one when asked for.
 
     A total that an extension carries on (one number for each of its new columns) is joined to the first part.

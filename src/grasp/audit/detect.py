@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.copies import Copies, exact_copies
 from grasp.audit.detection import (
-    Agreement,
     Detection,
+    Likeness,
     Threshold,
-    agreement,
+    likeness,
     mean_ranks,
     measure,
     threshold,
@@ -78,7 +78,7 @@ class Suspects(Result):
     record: DetectionRecord
     shown: pa.Table
     scores: Mapping[str, F64]
-    agreements: Mapping[str, Agreement]
+    agreements: Mapping[str, Likeness]
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         rows = [
@@ -348,7 +348,7 @@ def _result(
         record=record,
         shown=_shown(artifact, table.slice(0, top), order_N[:top], scored.ranking, label, cut.beyond_chance),
         scores=scores,
-        agreements={name: agreement(scores[name], ranking_N, first) for name in others},
+        agreements={name: likeness(scores[name], ranking_N, first) for name in others},
     )
 
 

@@ -110,7 +110,7 @@ def _interval(score_N: F64, planted_N: Bool) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Likeness:
     """Two scores of the same rows."""
 
     ranks: float  # Spearman's correlation; nan where one of them is constant
@@ -118,10 +118,10 @@ class Agreement:
     shared: float  # of the first k rows of one, the share that the first k of the other have
 
 
-def agreement(one_N: F64, other_N: F64, k: int) -> Agreement:
+def likeness(one_N: F64, other_N: F64, k: int) -> Likeness:
     """How alike two scores rank the rows; ties go to the row that comes first."""
     first = [set(np.argsort(-score_N, kind="stable")[:k].tolist()) for score_N in (one_N, other_N)]
-    return Agreement(rank_agreement(one_N, other_N), k, len(first[0] & first[1]) / k)
+    return Likeness(rank_agreement(one_N, other_N), k, len(first[0] & first[1]) / k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain_images import ImageExplanation, explain_images
-from grasp.audit.explanation import EffectParts, Explanation, row_index, words
+from grasp.audit.explanation import EffectParts, Explanation, joined_words, row_index
 from grasp.audit.sample import reopened
 from grasp.corpus.store import RowShard, RowStore
 from grasp.extract.extend import kernels
@@ -339,8 +339,8 @@ def _row_table(pieces: Sequence[str], row: RowFeatures, kernel_L: Mapping[str, F
 
 def _strongest(pair_LC: NDArray[np.float32], row: pa.Table, answer: pa.Table, first: int) -> pa.Table:
     """The pairs of words that add most, either way; `first` is the token at which the answer begins."""
-    row_words, starts = words(row["text"].to_pylist())
-    answer_words, heard = words(answer["text"].to_pylist()[first:])
+    row_words, starts = joined_words(row["text"].to_pylist())
+    answer_words, heard = joined_words(answer["text"].to_pylist()[first:])
     pair_WC = np.add.reduceat(np.add.reduceat(pair_LC, starts, axis=0, dtype=np.float64), heard, axis=1)
     places, columns = np.unravel_index(np.argsort(-np.abs(pair_WC), axis=None)[:KEPT_PAIRS], pair_WC.shape)
     return pa.table(

@@ -184,7 +184,7 @@ def _coloured(word: str, _: float, share: float) -> str:
     return f"\x1b[30;48;5;{(HELPS if share > 0 else HURTS)[level - 1]}m{word}\x1b[0m"
 
 
-def words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
+def joined_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
     """Tokens joined to words, and the first token of each.
 
     A token goes on with a word where a letter or a digit follows another; of scripts that part no words, each is one.
@@ -202,7 +202,7 @@ def words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
 
 def _by_word(tokens: Sequence[str], adds: F64) -> tuple[list[str], F64]:
     """Words, and what each adds; NaN where no token of it carries loss."""
-    joined, starts = words(tokens)
+    joined, starts = joined_words(tokens)
     known = np.add.reduceat(~np.isnan(adds), starts, dtype=np.int64)
     return joined, np.where(known > 0, np.add.reduceat(np.nan_to_num(adds), starts), np.nan)
 

@@ -29,7 +29,7 @@ from grasp.predict.row_arrays import F32, F64
 from grasp.predict.slices import LabelTable
 from grasp.results import Result
 from grasp.runs.methods import GRASP, ConfiguredMethod, MethodRows, configured_methods, method_rows
-from grasp.runs.metrics import Estimate, interval
+from grasp.runs.metrics import Estimate, bootstrap_interval
 from grasp.seeds import bootstrap_weights
 from grasp.text import several
 from grasp.yaml_files import read_yaml
@@ -435,4 +435,4 @@ def mean_over_queries(values_Q: F64) -> Estimate:
     """Mean with its 95 % interval, by bootstrap over queries; the same resamples for every score."""
     weight_RQ = bootstrap_weights(len(values_Q))
     resampled_R = np.asarray(weight_RQ @ values_Q / len(values_Q), dtype=np.float64)
-    return interval(float(values_Q.mean()), resampled_R, lowest=-np.inf, highest=np.inf, reason="")
+    return bootstrap_interval(float(values_Q.mean()), resampled_R, lowest=-np.inf, highest=np.inf, reason="")

@@ -20,7 +20,7 @@ First = int | NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
+class HiddenStates:
     """Hidden states at the positions that predict a token, sequence after sequence."""
 
     hidden_PH: F32
@@ -30,7 +30,7 @@ class Positions:
 
 def hidden_at(
     model: ReferenceModel, sequences: Sequence[NDArray[np.int32]], first: Sequence[First], spec: str
-) -> Positions:
+) -> HiddenStates:
     """Hidden states at chosen positions of every sequence.
 
     Args:
@@ -40,24 +40,24 @@ def hidden_at(
     Raises:
         ModelError: a hidden state is not a number.
     """
-    parts: list[Positions] = []
+    parts: list[HiddenStates] = []
     for index_B, hidden_BLH, mask_BL, ids_BL in _passes(model, sequences, first, spec):
         row_P, t_P = mask_BL.nonzero(as_tuple=True)
         parts.append(
-            Positions(
+            HiddenStates(
                 hidden_BLH[row_P, t_P].float().cpu().numpy(),
                 ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32),
                 index_B[row_P.cpu().numpy()],
             )
         )
-    joined = Positions(
+    joined = HiddenStates(
         np.concatenate([part.hidden_PH for part in parts]),
         np.concatenate([part.label_P for part in parts]),
         np.concatenate([part.sequence_P for part in parts]),
     )
     _refuse_bad(model, joined.hidden_PH, joined.sequence_P)
     order_P = np.argsort(joined.sequence_P, kind="stable")
-    return Positions(joined.hidden_PH[order_P], joined.label_P[order_P], joined.sequence_P[order_P])
+    return HiddenStates(joined.hidden_PH[order_P], joined.label_P[order_P], joined.sequence_P[order_P])
 
 
 def pooled_hidden(

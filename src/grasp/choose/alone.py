@@ -30,7 +30,7 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import weight_sums
 from grasp.results import Result
-from grasp.runs.covariance import Features
+from grasp.runs.covariance import KnownFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import row_weights
 from grasp.runs.learned import Learned
@@ -87,13 +87,13 @@ class Taught:
         utility_RST = table.utility_RST()
         aim_RS1 = (utility_RST @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
-        features = Features.of_shares(share_RG, len(weights_T) + 1)
+        features = KnownFeatures.of_shares(share_RG, len(weights_T) + 1)
         learned = learn_features(features, np.concatenate([utility_RST, aim_RS1], axis=2))
         sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
         return cls(table, share_RG, learned, weights_T, sign_T)
 
-    def features(self, share_BG: F64) -> Features:
-        return Features.of_shares(share_BG, len(self.weights_T) + 1)
+    def features(self, share_BG: F64) -> KnownFeatures:
+        return KnownFeatures.of_shares(share_BG, len(self.weights_T) + 1)
 
     def aim(self, share_BG: F64, cautious: float = 0.0) -> F64:
         """Expected weighted mean less so many standard deviations, (B,); higher is better."""
@@ -208,7 +208,7 @@ def propose_runs(
     rng = stream(seed, "propose", len(taught.table))
     even_G = taught.share_RG.mean(axis=0)
     share_BG = np.stack([dirichlet_shares(rng, np.maximum(even_G, 1e-3)) for _ in range(CANDIDATES)])
-    picked, settles = choose(taught.learned, taught.features(share_BG), count, decide, rng)
+    picked, settles = most_telling(taught.learned, taught.features(share_BG), count, decide, rng)
     names = [f"next-{k + 1}" for k in range(len(picked))]
     if subsets is not None:
         _write_subsets(taught.table, names, share_BG[picked], artifact, Path(subsets))
@@ -221,8 +221,8 @@ def propose_runs(
     )
 
 
-def choose(
-    learned: Learned, candidates: Features, count: int, decide: str, rng: np.random.Generator
+def most_telling(
+    learned: Learned, candidates: KnownFeatures, count: int, decide: str, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
     """Candidates to run, the most telling first, and what each settles. See the head of this module."""
     n_slices, n = candidates.share_BG.shape[1], len(candidates)
@@ -231,7 +231,7 @@ def choose(
         even_G = learned.runs.share_BG.mean(axis=0)
         without_GG = np.where(np.eye(n_slices, dtype=bool), 0.0, even_G)
         share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), even_G[None]])
-        points = Features.joined([candidates, Features.of_shares(share_BG, candidates.relevance_BT.shape[1])])
+        points = KnownFeatures.joined([candidates, KnownFeatures.of_shares(share_BG, candidates.relevance_BT.shape[1])])
     mean_B, cover_BB, noise = learned.joint(points, -1)
     spread_B = np.sqrt(np.maximum(np.diag(cover_BB)[:n], 0.0))
     likely = np.argsort(-(mean_B[:n] + 2 * spread_B))[: TRIED // 2]

@@ -18,7 +18,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.limits import I64
 from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
-from grasp.files import UNSIGNED, signed, write_whole, written_aside
+from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol, save_protocol
 from grasp.predict.row_arrays import F64, row_tokens
@@ -80,7 +80,7 @@ class Choice(Result):
             marked = self.table.replace_schema_metadata({CORPUS: corpus})
             pq.write_table(marked, part, compression="zstd", row_group_size=GROUP_ROWS)
         text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS: corpus})
-        write_whole(path.with_suffix(".json"), signed(f"{text}\n".encode()))
+        write_whole(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
         save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))
         return path
 

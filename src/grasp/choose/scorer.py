@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
-from grasp.artifact.manifest import Record, signed_json
+from grasp.artifact.manifest import JsonModel, signed_json
 from grasp.artifact.shards import tensor_bytes
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over
 from grasp.errors import ArtifactError
@@ -38,7 +38,7 @@ UNFAMILIAR_SHARE = 0.01  # of held-out rows
 SHAPES = {"tables": (len(LENGTHS), SLOTS), "rarity": (SLOTS,)}
 
 
-class Quality(Record):
+class Quality(JsonModel):
     """How well held-out rows are ranked, with 95 % intervals over documents."""
 
     rows: int
@@ -51,7 +51,7 @@ class Quality(Record):
     )
 
 
-class SliceQuality(Record):
+class SliceQuality(JsonModel):
     """The same for the rows with one value of a label."""
 
     label: str
@@ -60,7 +60,7 @@ class SliceQuality(Record):
     spearman: tuple[float, float, float]
 
 
-class Card(Record):
+class Card(JsonModel):
     """What a scorer is, for programs and people."""
 
     format: Literal["grasp-scorer"] = "grasp-scorer"

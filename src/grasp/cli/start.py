@@ -16,7 +16,7 @@ from grasp.errors import SettingsError
 from grasp.files import check_outputs
 from grasp.settings import FitSettings
 from grasp.text import json_text, plain, size_text, skipped_text
-from grasp.yaml_files import leaf, require, validated
+from grasp.yaml_files import leaf, require_flags, validated
 
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo
@@ -318,7 +318,7 @@ def fit_head(
         "corpus.path": corpus,
     }
     data = merged(config, assign, flags)
-    require(data, REQUIRED, "fit-head")
+    require_flags(data, REQUIRED, "fit-head")
     settings = validated(FitSettings, data, "settings")
     read = {"is the corpus": settings.corpus.path, "is the model": settings.model.path, "--config reads": config}
     check_outputs({"--out": out}, read)

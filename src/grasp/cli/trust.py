@@ -84,13 +84,13 @@ def methods(
 
     They are what `grasp evaluate --methods` and `grasp score --method` take.
     """
-    from grasp.runs.methods import entry_of
+    from grasp.runs.methods import method_named
     from grasp.runs.methods import methods as installed
 
     if name is None:
         show("methods", ("name", "text"), [(entry.name, entry.says()) for entry in installed().values()])
         return
-    entry = entry_of(name)
+    entry = method_named(name)
     kind = entry.load()
     print(f"{entry.name}\n")
     print("\n".join(line.strip() for line in (kind.__doc__ or "").strip().splitlines()))

@@ -44,7 +44,7 @@ def arrow_type(kind: Kind) -> pa.DataType:
     return _ARROW[kind]
 
 
-def kind_of(value: Label) -> Kind:
+def label_kind(value: Label) -> Kind:
     """Kind of one value; an integer that needs more than 64 bits is text."""
     if value is None:
         return "null"
@@ -71,7 +71,7 @@ def kind_of_all(values: Iterable[Label]) -> Kind:
     """Narrowest kind that holds every value."""
     kind: Kind = "null"
     for value in values:
-        kind = wider(kind, kind_of(value))
+        kind = wider(kind, label_kind(value))
     return kind
 
 

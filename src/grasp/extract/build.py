@@ -28,7 +28,7 @@ from grasp.models.device import dtype_name
 from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
 from grasp.targets.records import records_of, units_of
 from grasp.targets.units import Unit
-from grasp.yaml_files import leaf, over, plain_settings, put, put_all, read_yaml, require, take, validated
+from grasp.yaml_files import leaf, over, plain_settings, put, put_all, read_yaml, require_flags, take, validated
 
 REQUIRED = {
     "--model": ("model.path",),
@@ -102,7 +102,7 @@ def build(
         if resume and (staged / "run.yaml").exists():
             data = over(without_foreign_code(read_yaml(staged / "run.yaml"), str(staged / "run.yaml"), data), data)
         begun = not resume or (staged / "run.yaml").exists()
-        require(data, REQUIRED, "build" if begun else f"build --resume: there is no {staged / 'run.yaml'}")
+        require_flags(data, REQUIRED, "build" if begun else f"build --resume: there is no {staged / 'run.yaml'}")
         checked, progress = build_settings(data), progress or Silent()
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from a disk; save it and name its directory")

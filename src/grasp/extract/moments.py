@@ -30,7 +30,7 @@ SEEN_BYTES = 2**30  # of what the model gave for the moments, kept for the pass 
 STATES = 8_192  # positions whose hidden states are kept for the neighbour kernel, about
 
 
-def sample_rows(supervised_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
+def token_sample(supervised_N: NDArray[np.int64], positions: int, seed: int) -> NDArray[np.int64]:
     """Whole rows, drawn uniformly, until they hold `positions` supervised positions; in row order.
 
     A corpus that has no more than that is taken whole.
@@ -69,7 +69,7 @@ def build_token_moments(
         return unspool_position_moments(work.read(0))
     length_N = store.lengths()
     supervised_N = store.supervised()
-    index = sample_rows(supervised_N, settings.moment_positions, settings.seed)
+    index = token_sample(supervised_N, settings.moment_positions, settings.seed)
     progress.stage("token moments", rows=len(index), tokens=int(length_N[index].sum()))
     rows = (store.rows(index[start : start + PART_ROWS]) for start in range(0, len(index), PART_ROWS))
     shards = (store.shard(k) for k in range(store.n_shards))

@@ -33,7 +33,7 @@ from grasp.predict.geometry import (
     subset_relevance,
 )
 from grasp.predict.labels import LabelColumn
-from grasp.predict.protocol import Calibration, ScoringProtocol
+from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
 from grasp.predict.relevance import Kernel
 from grasp.predict.row_arrays import F32, F64, Blocks, label_column
 from grasp.predict.row_sums import RowSums
@@ -135,7 +135,7 @@ class CalibrationFamily:
     labels: LabelColumn | None
 
     @classmethod
-    def of(cls, calibration: Calibration, artifact: ArtifactReader) -> Self:
+    def of(cls, calibration: CalibrationSettings, artifact: ArtifactReader) -> Self:
         """The family of a protocol, with the labels of the artifact's rows where it draws by one."""
         family = calibration.parsed
         labels = None if family.label is None else label_column(artifact, family.label)

@@ -34,7 +34,7 @@ class Standardize(Settings):
     unit: Literal["own_relevance"] = Field("own_relevance", description="A unit is scored by its own relevance.")
 
 
-class Calibration(Settings):
+class CalibrationSettings(Settings):
     """The family whose moments standardise a protocol with geometry; never the interventions that are scored."""
 
     family: str = Field("uniform:0.5", description="Family, e.g. uniform:0.5 or mixture:topic.")
@@ -89,7 +89,7 @@ class ScoringProtocol(Settings):
         {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
     )
     standardize: Standardize = Standardize()
-    calibration: Calibration = Calibration()
+    calibration: CalibrationSettings = CalibrationSettings()
     requires: Requirements = Requirements()
     selected_on: tuple[str, ...] | None = Field(
         None, description="Development environments that the protocol was selected on; null: none."

@@ -109,7 +109,7 @@ class Retraining:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ReportRequest:
     """What a report is asked to show, and of what."""
 
     targets: Sequence[str] | None = None
@@ -130,7 +130,7 @@ class Findings:
     """All of it."""
 
     built: Built
-    question: Question = field(repr=False)
+    question: ReportRequest = field(repr=False)
     artifact_path: str
     targets: tuple[str, ...]
     unit: str  # of what slices are worth: nats where all targets have runs
@@ -152,7 +152,7 @@ class Findings:
     suspects: ShownSuspects | Missing
 
 
-def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Question) -> Findings:
+def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: ReportRequest) -> Findings:
     """Gather what a report shows.
 
     Memory: as `predict`; nothing grows with the corpus but a few numbers a row.
@@ -299,7 +299,7 @@ def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, 
     return LabelFindings(slices, worth, relevance, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
 
 
-def _nats(predictor: Predictor, artifact: ArtifactReader, question: Question) -> Expected | Missing:
+def _nats(predictor: Predictor, artifact: ArtifactReader, question: ReportRequest) -> Expected | Missing:
     """What runs say, where the environment allows for it: a development one, finished, with enough subsets."""
     if question.environment is None:
         return NO_ENVIRONMENT
@@ -336,7 +336,7 @@ def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
 
 
 def _retraining(
-    artifact: ArtifactReader, protocol: ScoringProtocol, targets: Sequence[str], question: Question
+    artifact: ArtifactReader, protocol: ScoringProtocol, targets: Sequence[str], question: ReportRequest
 ) -> Retraining | Missing:
     environment = question.environment
     if environment is None:

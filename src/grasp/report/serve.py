@@ -25,7 +25,7 @@ from grasp.choose.select import select
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.predict.protocol import default_protocol
-from grasp.report.findings import Question, findings
+from grasp.report.findings import ReportRequest, findings
 from grasp.report.page import render, style, template
 from grasp.results import Result
 from grasp.runs.environment import Environment
@@ -308,7 +308,7 @@ def web(
     @functools.cache
     def page() -> str:
         shown = environment if isinstance(environment, Environment) else None
-        question = Question(environment=shown, command=f"grasp serve {artifact.where}")
+        question = ReportRequest(environment=shown, command=f"grasp serve {artifact.where}")
         return render(findings(artifact, default_protocol(), question), live="/api")
 
     def report(request: "Request") -> "Response":

@@ -10,7 +10,7 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain_images import explain_images
-from grasp.audit.explanation import words
+from grasp.audit.explanation import joined_words
 from grasp.errors import GraspError
 from grasp.extract.reopen import Origin
 from grasp.predict.protocol import ScoringProtocol
@@ -77,7 +77,7 @@ def _ends(held: HeldRows, t: int, count: int) -> list[int]:
 def _words(
     tokens: tuple[str, ...], adds: "np.ndarray[tuple[int], np.dtype[np.float64]]"
 ) -> Iterator[tuple[str, float | None]]:
-    joined, starts = words(tokens)
+    joined, starts = joined_words(tokens)
     length = 0
     for word, start, stop in zip(joined, starts, [*starts[1:], len(tokens)], strict=True):
         known = adds[start:stop][~np.isnan(adds[start:stop])]

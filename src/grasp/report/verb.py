@@ -10,7 +10,7 @@ from grasp.errors import SettingsError
 from grasp.files import Reads, check_outputs
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.report import EXPLAINED
-from grasp.report.findings import Question, findings
+from grasp.report.findings import ReportRequest, findings
 from grasp.report.page import write_report
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
@@ -68,7 +68,7 @@ def report(
     reads |= {"is an earlier checkpoint's": [one.path for one in earlier]}
     own = protocol if isinstance(protocol, Path | str) else None
     check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": None if own is None else Path(own)})
-    question = Question(
+    question = ReportRequest(
         targets=targets,
         by=by,
         previous=earlier,

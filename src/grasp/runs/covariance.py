@@ -19,7 +19,7 @@ CURVES = ("linear", "additive", "joint")
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class KnownFeatures:
     """What is known of B subsets before any run: means over the rows that they retain.
 
     Attributes:
@@ -43,7 +43,7 @@ class Features:
         )
 
     @classmethod
-    def joined(cls, parts: "Sequence[Features]") -> Self:
+    def joined(cls, parts: "Sequence[KnownFeatures]") -> Self:
         """Of several blocks, one after the other."""
         return cls(
             np.concatenate([one.share_BG for one in parts]),
@@ -60,15 +60,17 @@ class Features:
         kernel_BK = self.kernel_BTM.reshape(len(self), -1)
         return np.concatenate([self.share_BG, self.relevance_BT, kernel_BK, self.sketch_BD], axis=1)
 
-    def of_flat(self, flat_BP: F64) -> "Features":
+    def of_flat(self, flat_BP: F64) -> "KnownFeatures":
         """The opposite, for features of the same shapes as these."""
         widths = [self.share_BG.shape[1], self.relevance_BT.shape[1], int(np.prod(self.kernel_BTM.shape[1:]))]
         share_BG, relevance_BT, kernel_BK, sketch_BD = np.split(flat_BP, np.cumsum(widths), axis=1)
-        return Features(share_BG, relevance_BT, kernel_BK.reshape(-1, *self.kernel_BTM.shape[1:]), sketch_BD)
+        return KnownFeatures(share_BG, relevance_BT, kernel_BK.reshape(-1, *self.kernel_BTM.shape[1:]), sketch_BD)
 
-    def take(self, index: NDArray[np.integer] | slice) -> "Features":
+    def take(self, index: NDArray[np.integer] | slice) -> "KnownFeatures":
         """Some of the subsets."""
-        return Features(self.share_BG[index], self.relevance_BT[index], self.kernel_BTM[index], self.sketch_BD[index])
+        return KnownFeatures(
+            self.share_BG[index], self.relevance_BT[index], self.kernel_BTM[index], self.sketch_BD[index]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Ruler:
     sketch_D: tuple[F64, float]
 
     @classmethod
-    def of(cls, runs: Features) -> Self:
+    def of(cls, runs: KnownFeatures) -> Self:
         spread = float(np.sqrt(runs.sketch_BD.var(axis=0).sum())) if len(runs) else 1.0
         return cls(
             (runs.relevance_BT.mean(axis=0), inverse_of(runs.relevance_BT.std(axis=0))),
@@ -88,19 +90,19 @@ class Ruler:
             (runs.sketch_BD.mean(axis=0), float(inverse_of(np.array([spread]))[0])),
         )
 
-    def step(self, at: Features, part: float) -> Features:
+    def step(self, at: KnownFeatures, part: float) -> KnownFeatures:
         """A small part of what each feature varies by over the runs; 0 where it does not vary."""
         (_, inverse_T), (_, inverse_TM), (_, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
-        return Features(
+        return KnownFeatures(
             part * (at.share_BG + 1 / max(at.share_BG.shape[1], 1)),
             part * inverse_of(inverse_T)[None],
             part * inverse_of(inverse_TM)[None],
             np.full_like(at.sketch_BD, part * inverse_of(np.array([inverse]))[0]),
         )
 
-    def measure(self, features: Features) -> Features:
+    def measure(self, features: KnownFeatures) -> KnownFeatures:
         (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
-        return Features(
+        return KnownFeatures(
             features.share_BG,
             (features.relevance_BT - mean_T) * inverse_T,
             (features.kernel_BTM - mean_TM) * inverse_TM,
@@ -167,7 +169,7 @@ class Curves:
         return {name: part * self.units[name] for name, part in found.items()}
 
 
-def linear_parts(own: Features, runs: Features) -> dict[str, F64]:
+def linear_parts(own: KnownFeatures, runs: KnownFeatures) -> dict[str, F64]:
     """Covariances that are linear in what is known, by part: (1 or T, B, n). Both are measured by one ruler."""
     n_tasks, n_kernels = own.relevance_BT.shape[1], max(own.kernel_BTM.shape[2], 1)
     slope_TBn = np.einsum("bt,nt->tbn", own.relevance_BT, runs.relevance_BT)
@@ -179,7 +181,7 @@ def linear_parts(own: Features, runs: Features) -> dict[str, F64]:
     }
 
 
-def own_linear(own: Features) -> dict[str, F64]:
+def own_linear(own: KnownFeatures) -> dict[str, F64]:
     """The same of each subset with itself: (1 or T, B)."""
     slope_TB = (own.relevance_BT**2).T
     return {
@@ -190,7 +192,7 @@ def own_linear(own: Features) -> dict[str, F64]:
     }
 
 
-def covariance(numbers: Mapping[str, float], curves: Curves, own: Features, other: Features) -> F64:
+def covariance(numbers: Mapping[str, float], curves: Curves, own: KnownFeatures, other: KnownFeatures) -> F64:
     """(1 or T, B, n) covariance of g between two sets of measured subsets."""
     curved = curves.between(curves.seen(own.share_BG), curves.seen(other.share_BG))
     return add_parts(numbers, linear_parts(own, other) | {name: part[None] for name, part in curved.items()})

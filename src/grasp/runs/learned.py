@@ -42,7 +42,7 @@ from grasp.runs.covariance import (
     SHAPES,
     TINY,
     Curves,
-    Features,
+    KnownFeatures,
     Ruler,
     add_parts,
     covariance,
@@ -89,7 +89,7 @@ class Learned:
     """
 
     numbers: dict[str, float]
-    runs: Features
+    runs: KnownFeatures
     scale_T: F64
     freedom: float
     _ruler: Ruler
@@ -100,7 +100,9 @@ class Learned:
     _level_T: F64
 
     @classmethod
-    def fit(cls, runs: Features, utility_nT: F64, *, seeds_n: F64 | None = None, within_T: F64 | None = None) -> Self:
+    def fit(
+        cls, runs: KnownFeatures, utility_nT: F64, *, seeds_n: F64 | None = None, within_T: F64 | None = None
+    ) -> Self:
         """Learn from runs.
 
         Args:
@@ -143,7 +145,7 @@ class Learned:
             np.einsum("gn,nt->t" if len(solved.level_Gn) == 1 else "tn,nt->t", solved.level_Gn, error_nT),
         )
 
-    def predict(self, features: Features) -> tuple[F64, F64]:
+    def predict(self, features: KnownFeatures) -> tuple[F64, F64]:
         """Utility of subsets and its standard deviation, (B, T) each, for the mean of many seeds."""
         means, spreads = [], []
         for own in self._measured(features):
@@ -157,7 +159,7 @@ class Learned:
             spreads.append(self.scale_T * np.sqrt(np.maximum(variance_bG, 0.0) + self.numbers["noise"]))
         return np.concatenate(means), np.concatenate(spreads)
 
-    def joint(self, features: Features, task: int) -> tuple[F64, F64, float]:
+    def joint(self, features: KnownFeatures, task: int) -> tuple[F64, F64, float]:
         """Mean (B,) and covariance (B, B) of one task at subsets, all together, and the variance of a run's noise."""
         own, solved = self._ruler.measure(features), self._solved
         g = task if len(solved.inverse_Gnn) > 1 else 0
@@ -171,7 +173,7 @@ class Learned:
         noise = self.numbers["noise"] + self.numbers["seed noise"] + JITTER
         return self._mean_T[task] + scale * mean_b, scale**2 * covariance_bb, scale**2 * noise
 
-    def change(self, features: Features, corpus: Features) -> tuple[F64, F64]:
+    def change(self, features: KnownFeatures, corpus: KnownFeatures) -> tuple[F64, F64]:
         """Utility of subsets minus that of the corpus, and its standard deviation, (B, T) each.
 
         What no part explains grows with the distance from the corpus as the parts do, up to that of the mean run.
@@ -193,20 +195,20 @@ class Learned:
             spreads.append(self.scale_T * np.sqrt(variance_bG))
         return np.concatenate(means), np.concatenate(spreads)
 
-    def slope(self, at: Features, value: Callable[[Features], F64]) -> Features:
+    def slope(self, at: KnownFeatures, value: Callable[[KnownFeatures], F64]) -> KnownFeatures:
         """How fast a function of subsets rises with each feature of one subset, by difference quotients."""
         step_1P = self._ruler.step(at, STEP).flat()
         rise_P = value(at.of_flat(at.flat() + np.diag(step_1P[0]))) - value(at)
         return at.of_flat(np.divide(rise_P, step_1P, out=np.zeros_like(step_1P), where=step_1P > 0))
 
-    def reach(self, features: Features, corpus: Features) -> F64:
+    def reach(self, features: KnownFeatures, corpus: KnownFeatures) -> F64:
         """How far subsets are from the corpus, (B,): 1 is the run that is farthest, by the parts that were learned."""
         whole = self._ruler.measure(corpus)
         most = float(self._apart(self.runs, whole).mean(axis=1).max())
         parts = [self._apart(own, whole).mean(axis=1) for own in self._measured(features)]
         return np.sqrt(np.concatenate(parts) / max(most, TINY))
 
-    def formula(self, corpus: Features) -> dict[str, Any]:
+    def formula(self, corpus: KnownFeatures) -> dict[str, Any]:
         """The numbers that `change` is computed from, as plain JSON, for a page that computes it by itself.
 
         Subsets x and points (the runs, then the corpus w) are known by `terms`. Their covariance is, for a task t,
@@ -225,7 +227,7 @@ class Learned:
         whole, numbers, curves = self._ruler.measure(corpus), self.numbers, self._curves
         n_slices, (mean_T, inverse_T) = max(whole.share_BG.shape[1], 1), self._ruler.relevance_T
         unit = {name: numbers[name] * curves.units[name] for name in CURVES}
-        points = Features.joined([self.runs, whole])
+        points = KnownFeatures.joined([self.runs, whole])
         apart_nG = self._apart(self.runs, whole)
         return {
             "scale": self.scale_T.tolist(),
@@ -249,14 +251,14 @@ class Learned:
             "inverse": self._solved.inverse_Gnn.tolist(),
         }
 
-    def terms(self, features: Features) -> dict[str, Any]:
+    def terms(self, features: KnownFeatures) -> dict[str, Any]:
         """What `formula` takes of subsets, as plain JSON; that of a mean of rows is the mean of the terms.
 
         share: (B, G); kernel: (T, B, M) and sketch: (B, D), in such units that inner products are covariances.
         """
         return self._plain(self._ruler.measure(features))
 
-    def _plain(self, own: Features) -> dict[str, Any]:
+    def _plain(self, own: KnownFeatures) -> dict[str, Any]:
         kernel_BTM = own.kernel_BTM * np.sqrt(self.numbers["kernels"] / max(own.kernel_BTM.shape[2], 1))
         return {
             "share": own.share_BG.tolist(),
@@ -268,16 +270,16 @@ class Learned:
         """Standard deviations on either side of the mean that hold `coverage`: Student's, the scale being estimated."""
         return float(stdtrit(self.freedom, 0.5 + coverage / 2))
 
-    def _measured(self, features: Features) -> Iterator[Features]:
+    def _measured(self, features: KnownFeatures) -> Iterator[KnownFeatures]:
         for start in range(0, len(features), BLOCK):
             yield self._ruler.measure(features.take(slice(start, start + BLOCK)))
 
-    def _own(self, own: Features) -> F64:
+    def _own(self, own: KnownFeatures) -> F64:
         """(B, 1 or T) variance of g before any run."""
         parts = own_linear(own) | {k: v[None] for k, v in self._curves.own(self._curves.seen(own.share_BG)).items()}
         return np.asarray(add_parts(self.numbers, parts).T)
 
-    def _apart(self, own: Features, whole: Features) -> F64:
+    def _apart(self, own: KnownFeatures, whole: KnownFeatures) -> F64:
         """(B, 1 or T) variance of the difference of g to one subset, before any run."""
         shared_Gb1 = covariance(self.numbers, self._curves, own, whole)
         return np.asarray(np.maximum(self._own(own) + self._own(whole) - 2 * shared_Gb1[:, :, 0].T, 0.0))
@@ -290,7 +292,7 @@ class Learned:
 class _Data:
     """Measured runs and what came out; utilities have mean 0."""
 
-    runs: Features
+    runs: KnownFeatures
     utility_nT: F64
     seeds_n: F64
     within_T: F64

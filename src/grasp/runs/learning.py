@@ -20,7 +20,7 @@ from grasp.predict.row_arrays import row_tokens
 from grasp.predict.row_sums import RowSums
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import SliceShares, Weights, weight_sums
-from grasp.runs.covariance import Features
+from grasp.runs.covariance import KnownFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learned import Learned
@@ -100,20 +100,20 @@ class Known:
         kernels = [Kernel.of_tasks(artifact, name, predictor.units, negative, 1.0) for name in names]
         return cls(predictor, held, tuple(kernel.held for kernel in kernels))
 
-    def features(self, weights: Weights) -> Features:
+    def features(self, weights: Weights) -> KnownFeatures:
         """Of one block of subsets."""
         sums = self.predictor.sums(weights)
         mass_B1 = weight_sums(weights)[0][:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
         sketch = [part.total_BD / mass_B1 for half, part in sums.sketch.items() if half != "product"]
-        return Features(
+        return KnownFeatures(
             np.concatenate([nothing_B0, *(one.sums(weights) / mass_B1 for one in self.indicators)], axis=1),
             self.predictor.change_of(sums),
             np.stack([one.sums(weights) / mass_B1 for one in self.kernels], axis=2),
             np.concatenate([nothing_B0, *sketch], axis=1),
         )
 
-    def of_rows(self, slope: Features, tasks: Sequence[int]) -> F64:
+    def of_rows(self, slope: KnownFeatures, tasks: Sequence[int]) -> F64:
         """What every row adds to a linear function of the features, (N,), under the weighting `mean`.
 
         Args:
@@ -134,7 +134,7 @@ class Known:
             out_N += sketch.dot(slope_D)
         return out_N
 
-    def corpus(self) -> Features:
+    def corpus(self) -> KnownFeatures:
         """Of the corpus itself."""
         return self.features(SliceShares(np.ones((1, 1)), np.zeros(self.predictor.n_rows, dtype=np.int32)))
 
@@ -149,7 +149,7 @@ class Expected:
     known: Known
     learned: Learned
     columns: Mapping[str, int]  # target -> its task among those learned
-    runs: Features
+    runs: KnownFeatures
     utility_RST: F64
 
     def of(self, weights: Weights) -> NatsTable:
@@ -170,13 +170,13 @@ class Expected:
         """How fast the weighted change rises as one subset takes in a row, (N,), but for what all rows share."""
         chosen, corpus = self._chosen, _pick(self.known.corpus(), self._chosen)
 
-        def value(features: Features) -> F64:
+        def value(features: KnownFeatures) -> F64:
             mean_Bt, half_Bt = self._change(features, corpus)
             return np.asarray((mean_Bt - half_Bt if cautious else mean_Bt) @ weights_T[chosen])
 
         return self.known.of_rows(self.learned.slope(_pick(self.known.features(weights), chosen), value), chosen)
 
-    def _change(self, features: Features, corpus: Features) -> tuple[F64, F64]:
+    def _change(self, features: KnownFeatures, corpus: KnownFeatures) -> tuple[F64, F64]:
         """Of the tasks learned: change against the corpus, and half of the interval."""
         mean_Bt, spread_Bt = self.learned.change(features, corpus)
         return mean_Bt, self.learned.quantile(COVERAGE) * spread_Bt
@@ -255,7 +255,7 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
     if len(whole_ST) == utility_RST.shape[1]:
         parts.append(known.corpus())
         utility_RST = np.concatenate([utility_RST, whole_ST[None]])
-    features = _pick(Features.joined(parts), [predictor.targets.index(name) for name in targets])
+    features = _pick(KnownFeatures.joined(parts), [predictor.targets.index(name) for name in targets])
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
     rise_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
     unit, (measured, models) = environment.unit, environment.described
@@ -285,7 +285,7 @@ def _notes(predictor: Predictor, scored: Scored, targets: Sequence[str], rise_T:
     return [*notes, *([f"no runs for {', '.join(missing)}: no expected change"] if missing else [])]
 
 
-def learn_features(features: Features, utility_RST: F64) -> Learned:
+def learn_features(features: KnownFeatures, utility_RST: F64) -> Learned:
     """Learn from runs by their features; seeds are averaged, and their spread is told to the predictor.
 
     What a seed adds to all runs alike is taken off, where every run has every seed.
@@ -344,8 +344,8 @@ def _dot(rows: RowSums, vector_C: F64) -> F64:
     return np.concatenate([block @ vector_C for _, block in rows.blocks()])
 
 
-def _pick(features: Features, tasks: Sequence[int]) -> Features:
+def _pick(features: KnownFeatures, tasks: Sequence[int]) -> KnownFeatures:
     """The same of some of the tasks."""
-    return Features(
+    return KnownFeatures(
         features.share_BG, features.relevance_BT[:, tasks], features.kernel_BTM[:, tasks], features.sketch_BD
     )

@@ -112,7 +112,7 @@ def _installed(path: tuple[str, ...]) -> dict[str, Entry]:
     return found
 
 
-def entry_of(name: str, where: str = "method") -> Entry:
+def method_named(name: str, where: str = "method") -> Entry:
     """A method by name.
 
     Args:
@@ -209,12 +209,12 @@ def published_methods(
 def _configured(label: str, values: Any, where: str, labels: Mapping[str, Any]) -> ConfiguredMethod:
     if label not in labels and label not in methods():
         if not labels:
-            entry_of(label, where)  # says which there are
+            method_named(label, where)  # says which there are
         raise SettingsError(
             f"methods: got {label!r}; {where} has {', '.join(labels)}, and there are {', '.join(methods())}"
         )
     given, own = _split(label, values, where)
-    kind = entry_of(given["method"]).load()
+    kind = method_named(given["method"]).load()
     beside, settings = _valid(where, label, (_Beside, given), (kind.settings_type, own))
     assert isinstance(beside, _Beside)
     for module, extra in kind.needs_modules.items():
@@ -244,7 +244,7 @@ def _split(label: str, values: Any, where: str) -> tuple[dict[str, Any], dict[st
         raise SettingsError(
             f"{where}: {label}: method: got {beside['method']!r}, expected one of {', '.join(methods())}"
         )
-    entry_of(beside["method"])
+    method_named(beside["method"])
     return beside, own
 
 
@@ -264,7 +264,7 @@ def _valid(where: str, label: str, *halves: tuple[type[Settings], Mapping[str, A
 # ------------------------------------------------------------------------------------------------------- what they give
 
 
-def predict(
+def method_predictions(
     configured: ConfiguredMethod,
     material: Material,
     subsets: Sequence[SubsetBlock],

@@ -183,7 +183,7 @@ def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Weights) ->
 # ------------------------------------------------------------------------------------------ intervals
 
 
-def interval(value: float, resampled_R: F64, *, lowest: float, highest: float, reason: str) -> Estimate:
+def bootstrap_interval(value: float, resampled_R: F64, *, lowest: float, highest: float, reason: str) -> Estimate:
     """Estimate with the centred bootstrap interval of the module's head; undefined resamples are left out."""
     if not np.isfinite(value):
         return Estimate.undefined(reason)
@@ -250,7 +250,7 @@ def _ceiling(realized_BSE: F64, weights_RB: Weights) -> Estimate:
     if np.isnan(plain):
         return Estimate.undefined(CONSTANT_UTILITY)
     resampled_R = mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
-    return interval(
+    return bootstrap_interval(
         float(ceiling_from_correlation(np.array([plain]), n_seeds)[0]),
         ceiling_from_correlation(resampled_R, n_seeds),
         lowest=0.0,
@@ -319,7 +319,9 @@ def target_metrics(
     units_why = NO_UNIT_PREDICTIONS if only_task else units_why
     reasons = dict.fromkeys(METRICS, units_why) | {"task_rho": task_why, "pairwise": task_why}
     estimates = {
-        name: interval(float(values[name][0]), resamples[name], lowest=lowest, highest=1.0, reason=reasons[name])
+        name: bootstrap_interval(
+            float(values[name][0]), resamples[name], lowest=lowest, highest=1.0, reason=reasons[name]
+        )
         for name, lowest in METRICS.items()
     }
     return TargetMetrics(
@@ -405,4 +407,4 @@ def average(rows: Sequence[TargetMetrics], name: str) -> Estimate:
     if name in CEILINGS:
         return Estimate(value)
     resampled_R = np.mean([row.resamples[name] for row in rows], axis=0)
-    return interval(value, resampled_R, lowest=METRICS[name], highest=1.0, reason="")
+    return bootstrap_interval(value, resampled_R, lowest=METRICS[name], highest=1.0, reason="")

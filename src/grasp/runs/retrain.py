@@ -40,7 +40,7 @@ from grasp.runs.retrain_plan import (
     prepare,
     recorded_targets,
     resolved_recipe,
-    row_index,
+    row_names,
     tokenizer_of,
 )
 from grasp.runs.train import train, train_stacked
@@ -63,11 +63,11 @@ class RetrainStatus:
     step: int = 0
     steps: int = 0
     seconds_left: float | None = None  # from the runs that ended since this call began
-    cost: "Cost | None" = None  # told once, before the first run
+    cost: "RetrainCost | None" = None  # told once, before the first run
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class RetrainCost:
     """What is left to train, from one optimizer step that was timed."""
 
     runs: int  # without a result yet
@@ -127,7 +127,7 @@ def retrain(
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
     forget_failures(out)
     if progress is not None and cluster is None and not settings.train_command and environment.pending():
-        progress(RetrainStatus("cost", cost=cost_of(settings, environment)))
+        progress(RetrainStatus("cost", cost=retrain_cost(settings, environment)))
     if jobs is not None:
         hand_out(settings, environment, jobs)
     elif cluster is not None:
@@ -140,7 +140,7 @@ def retrain(
     return Environment.open(out)
 
 
-def cost_of(settings: RetrainSettings, environment: Environment) -> Cost:
+def retrain_cost(settings: RetrainSettings, environment: Environment) -> RetrainCost:
     """Train one step more than one, and time the last: the first pays for what comes only once."""
     worker = Worker(settings, environment)
     recipe = worker.recipe.model_copy(update={"steps": 2, "warmup_steps": 0})
@@ -156,7 +156,7 @@ def cost_of(settings: RetrainSettings, environment: Environment) -> Cost:
     train_stacked(recipe, worker.store, seeds=seeds, retained=nothing_dropped, device=worker.device, progress=step_done)
     seconds = (ends[1] - ends[0]) / settings.stack
     subsets = len(environment.info.subset_ids)
-    return Cost(len(environment.pending()), worker.recipe.steps, seconds, settings.workers or 1, subsets)
+    return RetrainCost(len(environment.pending()), worker.recipe.steps, seconds, settings.workers or 1, subsets)
 
 
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
@@ -227,7 +227,7 @@ class Worker:
         """Weights of the rows of every subset, (1, N)."""
         return {
             name: block.weights_BN[[b]]
-            for block in self.environment.subset_blocks(row_index(self.store))
+            for block in self.environment.subset_blocks(row_names(self.store))
             for b, name in enumerate(block.subset_ids)
         }
 

@@ -24,7 +24,7 @@ from grasp.runs.environment import ALL_SUFFIX, MARKER, Environment, is_environme
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.recipe import TrainingRecipe, named_recipe, recipe_of_command
-from grasp.runs.train_command import ROWS, command_words, write_rows
+from grasp.runs.train_command import ROWS, command_words, write_corpus
 from grasp.settings import RetrainSettings
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
@@ -55,10 +55,10 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> Environment:
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
         )
         if settings.train_command is not None and not (is_environment(out) and (out / ROWS).exists()):
-            write_rows(settings.corpus, tokenizer, out)
+            write_corpus(settings.corpus, tokenizer, out)
         targets = recorded_targets(settings, tokenizer)
         checked_tokens(settings, recipe, tokenizer, targets)
-        rows = row_index(store)
+        rows = row_names(store)
         blocks = _large_enough(_subsets(settings, store, rows), recipe)
         environment = Environment.create(out, _info(settings, recipe, store, targets), blocks, rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
@@ -119,7 +119,7 @@ def kept_steps(settings: RetrainSettings, recipe: TrainingRecipe) -> tuple[int, 
     return tuple(sorted({step for eighth in (1, 3, 5, 7) if (step := recipe.steps * eighth // 8) >= 1}))
 
 
-def row_index(store: RowStore) -> RowIndex:
+def row_names(store: RowStore) -> RowIndex:
     """Names of the rows of a store."""
     return RowIndex(
         store.n_rows,

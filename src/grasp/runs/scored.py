@@ -17,7 +17,7 @@ from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.geometry import SubsetMass, Weighting, halves_needed
 from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import Calibration, ScoringProtocol
+from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.slices import LabelTable
 from grasp.predict.standardize import RowMoments, has_closed_form, relevance_moments, sampled_moments
@@ -103,7 +103,7 @@ class Scored:
     source: ArtifactReader
     renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
     blocks: tuple[SubsetBlock, ...]
-    calibration: Calibration  # by which geometry is standardised here
+    calibration: CalibrationSettings  # by which geometry is standardised here
     fingerprints: Mapping[str, str]  # of the artifact
 
     @classmethod
@@ -118,7 +118,7 @@ class Scored:
         """
         common = artifact_targets(environment, artifact)
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
-        calibration = Calibration(family=spec, n_subsets=calibration_subsets)
+        calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)
         label = calibration.parsed.label
         labels = LabelTable(artifact.rows_path).column(label) if label is not None else None
         blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))

@@ -31,7 +31,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
 from grasp.files import write_whole
-from grasp.predict.protocol import Calibration, Requirements, ScoringProtocol
+from grasp.predict.protocol import CalibrationSettings, Requirements, ScoringProtocol
 from grasp.predict.row_arrays import F64
 from grasp.runs.candidates import DELTA, Candidate, Criterion, ProtocolFamily
 from grasp.runs.environment import Environment, Utilities
@@ -187,7 +187,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ProtocolChoice:
     """The result: the winner first, every other candidate after it, and what it was chosen from."""
 
     scores: tuple[Score, ...]  # by LCB, ties as the rule breaks them
@@ -204,13 +204,13 @@ class Selection:
         return self.scores[0]
 
 
-def select(
+def choose_protocol(
     family: ProtocolFamily,
     developments: Sequence[Development],
     *,
     delta: float = DELTA,
     resamples: int = RESAMPLES,
-) -> Selection:
+) -> ProtocolChoice:
     """Choose the member of the family with the highest lower confidence bound of mean agreement.
 
     Feature settings are part of the family over the artifacts that were given, where every environment has one.
@@ -247,7 +247,7 @@ def select(
         )
         if defined
     ]
-    return Selection(
+    return ProtocolChoice(
         scores=tuple(_ranked(scores)),
         criterion=family.criterion,
         undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
@@ -280,7 +280,7 @@ def _by_environment(
 
 
 def freeze(
-    selection: Selection, developments: Sequence[Development], family: ProtocolFamily, name: str
+    selection: ProtocolChoice, developments: Sequence[Development], family: ProtocolFamily, name: str
 ) -> ScoringProtocol:
     """The selected protocol, with where it comes from.
 
@@ -302,13 +302,15 @@ def freeze(
     return candidate.protocol(
         name,
         Requirements.model_validate(required),
-        calibration=Calibration(family=spec, n_subsets=family.calibration_subsets),
+        calibration=CalibrationSettings(family=spec, n_subsets=family.calibration_subsets),
         selected_on=selection.results,
         selected_runs={name: fingerprint for one in developments for name, fingerprint in one.results.items()},
     )
 
 
-def provenance(selection: Selection, developments: Sequence[Development], family: ProtocolFamily) -> dict[str, Any]:
+def choice_provenance(
+    selection: ProtocolChoice, developments: Sequence[Development], family: ProtocolFamily
+) -> dict[str, Any]:
     """All that is needed to see how a protocol was chosen, as plain JSON; of the candidates the best ones."""
     text = json.dumps(family.model_dump(mode="json"), sort_keys=True)
     return {

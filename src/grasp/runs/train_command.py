@@ -60,7 +60,7 @@ def command_words(command: str) -> list[str]:
 EXAMPLE = "'python train.py --data {corpus} --seed {seed} --out {checkpoint}'"
 
 
-def write_rows(settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
+def write_corpus(settings: CorpusSettings, tokenizer: HfTokenizer, out: Path) -> None:
     """Write every row of the corpus with its text and labels, in order; subsets are copied out of it."""
     with written_aside(out / ROWS) as part, part.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
         for row in rows_with_texts(settings, tokenizer):

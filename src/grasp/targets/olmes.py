@@ -30,7 +30,7 @@ _ZERO_SHOT = re.compile(r"(?P<style>.+)_0shot")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RequestFile:
     """One request file, and whether its prompts are cut to their last question."""
 
     path: Path
@@ -54,7 +54,7 @@ def shipped_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def find_source(name: str, variant: str, root: Path) -> Source:
+def find_source(name: str, variant: str, root: Path) -> RequestFile:
     """Where the requests of a task lie.
 
     Raises:
@@ -65,11 +65,11 @@ def find_source(name: str, variant: str, root: Path) -> Source:
     if not variants(task_dir):
         raise TargetError(_unknown_task(name, task_dir, root))
     if variant in variants(task_dir):
-        return Source(task_dir / variant / "requests.jsonl.gz", zero_shot=False)
+        return RequestFile(task_dir / variant / "requests.jsonl.gz", zero_shot=False)
     few_shot = _few_shot(variant, variants(task_dir))
     if few_shot is None:
         raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(variants(task_dir))}")
-    return Source(task_dir / few_shot / "requests.jsonl.gz", zero_shot=True)
+    return RequestFile(task_dir / few_shot / "requests.jsonl.gz", zero_shot=True)
 
 
 def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit]:
@@ -127,7 +127,7 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
         ) from err
 
 
-def _unit(name: str, doc_id: int, records: list[Mapping[str, Any]], loss_on: LossOn, source: Source) -> Unit:
+def _unit(name: str, doc_id: int, records: list[Mapping[str, Any]], loss_on: LossOn, source: RequestFile) -> Unit:
     records = sorted(records, key=lambda record: int(record["idx"]))
     gold = [k for k, record in enumerate(records) if record["idx"] == record["label"]]
     unit_id = f"{shipped_name(name)}:{doc_id}"
@@ -151,7 +151,7 @@ def _unit(name: str, doc_id: int, records: list[Mapping[str, Any]], loss_on: Los
     )
 
 
-def _last_question(record: Mapping[str, Any], unit_id: str, source: Source) -> str:
+def _last_question(record: Mapping[str, Any], unit_id: str, source: RequestFile) -> str:
     """The question block that ends a few-shot context; it must be the document's query or question,
     verbatim."""
     context = record["context"]

@@ -15,12 +15,12 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.metrics import RESAMPLES
 from grasp.runs.selection import (
-    Selection,
+    ProtocolChoice,
+    choice_provenance,
+    choose_protocol,
     developments_of,
     freeze,
-    provenance,
     provenance_path,
-    select,
     write_provenance,
 )
 from grasp.text import several
@@ -38,7 +38,7 @@ class Calibration(Result):
     """The protocol that was chosen, and what it was chosen from."""
 
     protocol: ScoringProtocol
-    selection: Selection
+    selection: ProtocolChoice
     record: Mapping[str, Any]
 
     def save(self, path: Place) -> Path:
@@ -84,7 +84,7 @@ def calibrate(
         targets=None if target is None else several(target),
         calibration_subsets=chosen_from.calibration_subsets,
     )
-    selection = select(chosen_from, developments, delta=delta, resamples=resamples)
+    selection = choose_protocol(chosen_from, developments, delta=delta, resamples=resamples)
     protocol = freeze(selection, developments, chosen_from, name)
     mean = f"mean {selection.criterion}"
     bounds = [
@@ -101,7 +101,7 @@ def calibrate(
         ),
         protocol=protocol,
         selection=selection,
-        record=provenance(selection, developments, chosen_from),
+        record=choice_provenance(selection, developments, chosen_from),
     )
 
 
@@ -113,7 +113,7 @@ def environments_of(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> li
     ]
 
 
-def _tried(selection: Selection) -> str:
+def _tried(selection: ProtocolChoice) -> str:
     tried = len(selection.scores) + sum(selection.undefined.values())
     left_out = [f"{n:,} have no rho: {why}" for why, n in selection.undefined.items()]
     left_out += [f"{selection.not_served:,} more need arrays that are not there"] if selection.not_served else []

@@ -33,14 +33,14 @@ from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_files import Role
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
 from grasp.runs.imported import runs_beside
-from grasp.runs.methods import ConfiguredMethod, configured_methods, predict, published_methods
+from grasp.runs.methods import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Cost, Predictions, read_predictions
 from grasp.runs.scored import Scored
 from grasp.runs.selection import (
     Development,
+    choose_protocol,
     developments_of,
-    select,
 )
 from grasp.text import several
 from grasp.verbs.calibrate import environments_of
@@ -224,7 +224,7 @@ def compare(
     )
     _check_methods(methods, material, {*ADDITIVE, *protocols, *(controls or {})})
     renamed = {own: name for own, name in scored.renamed.items() if name in chosen}
-    published = [predict(one, material, scored.blocks, cache, renamed=renamed) for one in methods]
+    published = [method_predictions(one, material, scored.blocks, cache, renamed=renamed) for one in methods]
     parts = scored.parts([one for candidates in ours for one in candidates.values()], chosen, per_unit=True)
     predictions = [
         replace(parts[one.binding].predictions(one, name, scored.renamed), cost=cost_of(one, artifact))
@@ -298,7 +298,7 @@ def control_methods(
         if not all(restricted.members(array_names)[0] for array_names in served):
             notes.append(f"control {name}: left out, nothing of the family remains")
             continue
-        chosen[name] = select(restricted, developments, resamples=resamples).best.candidate
+        chosen[name] = choose_protocol(restricted, developments, resamples=resamples).best.candidate
         notes.append(f"control {name}: {chosen[name].name}")
     return chosen, notes
 

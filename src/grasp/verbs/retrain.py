@@ -12,7 +12,7 @@ from grasp.predict.families import parse_family
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.settings import RetrainSettings, retrain_settings, without_foreign_code
-from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require
+from grasp.yaml_files import leaf, over, plain_settings, put_all, read_yaml, require_flags
 
 if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
@@ -98,7 +98,7 @@ def retrain(
     if resume and begun.exists():
         data = over(without_foreign_code(read_yaml(begun), str(begun), data), data)
     fresh = not resume or begun.exists()
-    require(data, REQUIRED, "retrain" if fresh else f"retrain --resume: there is no {begun}")
+    require_flags(data, REQUIRED, "retrain" if fresh else f"retrain --resume: there is no {begun}")
     return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
 
 

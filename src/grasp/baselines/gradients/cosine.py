@@ -21,8 +21,8 @@ from grasp.baselines.gradients.scorers import (
     ProjectedScorer,
     checkpoint_note,
     exact_note,
-    normalised,
     norms,
+    over_norms,
     projection_note,
 )
 from grasp.baselines.gradients.session import (
@@ -87,7 +87,7 @@ class CosineMethod(BlockMethod[S]):
             spec = FeatureSpec(self.settings.layers, form.dimension, form.projection, self.seed, update=form.update)
             store = FeatureStore(material, work, checkpoints[at], spec, update)
             unit_EK = np.asarray(store.units(), dtype=np.float64)
-            unit_EK = weight * (normalised(unit_EK, "unit") if form.units_normalised else unit_EK)
+            unit_EK = weight * (over_norms(unit_EK, "unit") if form.units_normalised else unit_EK)
             return ProjectedScorer(store, unit_EK, account, work, normalise=form.rows_normalised)
         engine = open_engine(material, checkpoints[at], self.settings.layers)
         here = groups[group]

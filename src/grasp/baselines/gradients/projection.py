@@ -108,7 +108,7 @@ class Projection:
         return None if width <= SIDE else self._signs(generator, width, SIDE**-0.5, SIDE)
 
     def _signs(self, generator: np.random.Generator, rows: int, scale: float, columns: int | None = None) -> Tensor:
-        drawn = torch.from_numpy(signs(generator, rows, columns or self.width))
+        drawn = torch.from_numpy(random_signs(generator, rows, columns or self.width))
         return drawn.to(self.device, self.dtype) * scale
 
     def zeros(self, examples: int, per_block: bool = False) -> Tensor:
@@ -125,7 +125,7 @@ class Projection:
         return self._maps[number].of_matrix(gradient_BXY)
 
 
-def signs(generator: np.random.Generator, rows: int, columns: int) -> NDArray[np.int8]:
+def random_signs(generator: np.random.Generator, rows: int, columns: int) -> NDArray[np.int8]:
     """Independent +1 and -1, (rows, columns), one random bit each."""
     bits = np.unpackbits(np.frombuffer(generator.bytes(-(-rows * columns // 8)), dtype=np.uint8))
     return (bits[: rows * columns].astype(np.int8) * 2 - 1).reshape(rows, columns)

@@ -38,7 +38,7 @@ class ProjectedScorer(RowScorer):
         if row_NK.ndim == 3:  # layers apart: side by side
             row_NK = row_NK.swapaxes(0, 1).reshape(stop - start, -1)
         if self._normalise:
-            row_NK = normalised(row_NK, "row", start)
+            row_NK = over_norms(row_NK, "row", start)
         return row_NK @ self._unit_EK.T
 
     def account(self) -> Account:
@@ -97,7 +97,7 @@ def checkpoint_note(checkpoints: Sequence[Checkpoint], weights: F64 | None = Non
     return "at " + ", ".join(names)
 
 
-def normalised(vectors_NK: F64, what: str, first: int = 0) -> F64:
+def over_norms(vectors_NK: F64, what: str, first: int = 0) -> F64:
     """Each vector over its norm.
 
     Raises:

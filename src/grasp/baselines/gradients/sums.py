@@ -24,14 +24,14 @@ from grasp.baselines.gradients.per_example import Example, PerExample
 F64 = NDArray[np.float64]
 
 
-class Sink(Protocol):
+class Collector(Protocol):
     """What wants the factors of many examples."""
 
     def at(self, index_B: NDArray[np.int64], /) -> Consumer:
         """The consumer of a batch; `index_B` says which examples it has."""
 
 
-def run_over(engine: PerExample, examples: Sequence[Example], sinks: Sequence[Sink]) -> F64:
+def run_over(engine: PerExample, examples: Sequence[Example], sinks: Sequence[Collector]) -> F64:
     """One pass over the examples, batches of like lengths at a time, for all sinks; mean losses (N,), nats."""
     loss_N = np.zeros(len(examples))
     for index_B in engine.batches(examples):
