@@ -243,11 +243,8 @@ def refused_or_finite(bench: Bench, runs: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------- names
 
 
-def hostile_name(bench: Bench) -> None:
-    """A name of a stranger's in a field that is printed or becomes a path."""
-    draw, name = bench.draw, bench.draw.choice(NAMES)
-    place = bench.fresh("named")
-    place.mkdir()
+def named_after(bench: Bench, name: str, place: Path) -> tuple[Path, Path, Path, Path]:
+    """An artifact, a scorer, imported runs and an environment, copied to a place, with the name wherever one fits."""
     art, scorer, runs, environment = (
         Path(shutil.copytree(bench.whole(verb), place / folder))
         for verb, folder in (("build", "art"), ("distil", "scorer"), ("runs-import", "runs"), ("retrain", "env"))
@@ -264,22 +261,26 @@ def hostile_name(bench: Bench) -> None:
     manifest["settings"]["model"]["path"] = name
     card |= {"target": name, "scored_by": name, "made_by": {name: name}, "fingerprints": {name: name}}
     card["slices"] = [{"label": name, "value": name, "rows": 3, "spearman": [0.1, 0.0, 0.2]}]
-    told |= {"read_from": [name], "label": draw.choice(["topic", name])}
+    told |= {"read_from": [name], "label": bench.draw.choice(["topic", name])}
     trained |= {"recipe": name, "made_by": {name: name}}
-    table = pq.read_table(runs / TRAINED)
-    spelled = pa.array([name if i == "run-0" else i for i in table["run"].to_pylist()])
-    pq.write_table(table.set_column(0, "run", spelled), runs / TRAINED)
-    results = pq.read_table(runs / RESULTS)
-    spelled = pa.array([name if i == "run-0" else i for i in results["run"].to_pylist()])
-    pq.write_table(results.set_column(0, "run", spelled), runs / RESULTS)
+    for file in (TRAINED, RESULTS):
+        table = pq.read_table(runs / file)
+        spelled = pa.array([name if i == "run-0" else i for i in table["run"].to_pylist()])
+        pq.write_table(table.set_column(0, "run", spelled), runs / file)
     told["files"] = {file: entry_of(runs / file).model_dump() for file in told["files"]}
-    for path, raw in (
-        (art / MANIFEST, manifest),
-        (scorer / CARD, card),
-        (runs / INFO, told),
-        (environment / "environment.json", trained),
-    ):
-        signed_again(path, raw)
+    signed_again(art / MANIFEST, manifest)
+    signed_again(scorer / CARD, card)
+    signed_again(runs / INFO, told)
+    signed_again(environment / "environment.json", trained)
+    return art, scorer, runs, environment
+
+
+def hostile_name(bench: Bench) -> None:
+    """A name of a stranger's in a field that is printed or becomes a path."""
+    draw, name = bench.draw, bench.draw.choice(NAMES)
+    place = bench.fresh("named")
+    place.mkdir()
+    art, scorer, runs, environment = named_after(bench, name, place)
     csv = place / "named.csv"
     commands: list[tuple[object, ...]] = [
         ("info", art),

@@ -147,13 +147,14 @@ def _oracles(oracles: Sequence[str], runs: Environment) -> dict[str, dict[str, s
 
 
 def _protocols(protocol: ScoringProtocol | Place | None) -> dict[str, ScoringProtocol]:
-    """The protocol that ships and, beside it, one of the user's; two of one name are told apart by the file's."""
+    """The protocol that ships and, beside it, one of the user's; of a name that is taken it has the file's as well."""
     shipped = default_protocol()
+    taken = {shipped.name, *ADDITIVE, *(control.name for control in CONTROLS), *(f"full-{side}" for side in SIDES)}
     if protocol is None:
         return {shipped.name: shipped}
     given = as_protocol(protocol)
     also = "yours" if isinstance(protocol, ScoringProtocol) else Path(protocol).name
-    return {shipped.name: shipped, given.name if given.name != shipped.name else f"{given.name} ({also})": given}
+    return {shipped.name: shipped, f"{given.name} ({also})" if given.name in taken else given.name: given}
 
 
 def _controls(
@@ -211,26 +212,19 @@ def compare(
     scored = Scored.of(environment, artifact)
     chosen = _checked_targets(scored, targets)
     utilities = environment.utilities(seeds=seeds, partial=partial).of(*chosen)
-    ours = [
-        additive_methods(artifact.array_names),
-        {name: candidate_of(protocol, artifact) for name, protocol in protocols.items()},
-        dict(controls or {}),
-    ]
+    ours = additive_methods(artifact.array_names)
+    ours |= {name: candidate_of(protocol, artifact) for name, protocol in protocols.items()} | dict(controls or {})
     material = Material(
         artifact,
         checkpoint_places=tuple(checkpoints),
         retrained=Retrained.of(scored, utilities),
         progress=progress or Silent(),
     )
-    _check_methods(methods, material, {*ADDITIVE, *protocols, *(controls or {})})
+    _check_methods(methods, material, {*ADDITIVE, *ours})
     renamed = {own: name for own, name in scored.renamed.items() if name in chosen}
     published = [method_predictions(one, material, scored.blocks, cache, renamed=renamed) for one in methods]
-    parts = scored.parts([one for candidates in ours for one in candidates.values()], chosen, per_unit=True)
-    predictions = [
-        replace(parts[one.binding].predictions(one, name, scored.renamed), cost=cost_of(one, artifact))
-        for candidates in ours
-        for name, one in candidates.items()
-    ] + published
+    predictions = [replace(p, cost=cost_of(ours[p.method], artifact)) for p in scored.predictions(ours, chosen)]
+    predictions += published
     for path in files:
         name = "/".join(path.parts[-2:]) if path.stem in {known.method for known in predictions} else None
         predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), scored.blocks, name))
