@@ -24,7 +24,8 @@ from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world
 from tests.models.images_world import settings as image_settings
-from tests.runs.environments import write_artifact, write_environment
+from tests.runs import environments
+from tests.runs.environments import UNITS, write_artifact, write_environment
 
 
 @pytest.fixture(scope="module")
@@ -345,13 +346,15 @@ def test_a_model_that_mixes_rows_is_found_out(plain, monkeypatch):
     assert "model.dtype: float32" in finding.advice
 
 
-def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(tmp_path):
+def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "UNITS", {"sciq": UNITS["sciq"], "pooled": UNITS["boolq"]})
     art = write_artifact(tmp_path / "art")
     env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
     found = diagnose(art, rows=60, subsets=12, runs=env)
     assert "rows, 12 subsets of env as far as they are among them" in found.notes[0]
     stable = [finding for finding in found.checks if finding.name.startswith("ranking stability, ")]
-    assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, boolq"}
+    assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, pooled"}
+    assert all(finding.used for finding in stable)  # whatever the targets are called
     assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
 
     index = sample_rows(art, 60, seed=0)

@@ -478,10 +478,11 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     predicted = succeed("predict", art, "--keep", "topic = 'sky'", "--protocol", out).out
     assert predicted.rstrip().endswith("protocol chosen")
     evaluated = succeed("evaluate", art, "--environment", places[0], "--protocol", out).out
-    save_protocol(protocol.model_copy(update={"name": "default"}), tmp_path / "mine.yaml")
-    both = lines_of(succeed("evaluate", art, "--environment", places[0], "--protocol", tmp_path / "mine.yaml").out)
-    assert both["default (mine.yaml)"][3:] == lines_of(evaluated)["chosen"][3:]
-    assert both["default"] == lines_of(evaluated)["default"]
+    for taken in ("default", "token additive"):
+        save_protocol(protocol.model_copy(update={"name": taken}), tmp_path / "mine.yaml")
+        both = lines_of(succeed("evaluate", art, "--environment", places[0], "--protocol", tmp_path / "mine.yaml").out)
+        assert both[f"{taken} (mine.yaml)"][3:] == lines_of(evaluated)["chosen"][3:]
+        assert both[taken] == lines_of(evaluated)[taken]
     assert float(lines_of(evaluated)["chosen"][3].split()[0]) > 0.95
     assert lines_of(evaluated)["chosen"][1] == "facts (in sample)"
     assert lines_of(evaluated)["default"][1] == "facts"

@@ -111,7 +111,6 @@ class Diagnosis(Result):
         write_whole(path, (json_text(data) + "\n").encode())
 
 
-GEOMETRY, POOLED = ("sketch", "direct", "opposed", "complement"), ("pooled",)  # checks that bear on nothing else
 TOLD = {"look": "need a look", "not measured": "were not measured"}
 
 
@@ -157,9 +156,9 @@ def diagnose(
     else:
         checks += _stability(artifact, environment, chosen)
     source = subject.features.source if isinstance(subject.features, SampleFeatures) else "nothing"
-    kernels = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
-    idle = (() if chosen.components else GEOMETRY) + (() if "pooled" in kernels else POOLED)
-    checks = [replace(one, used=not any(word in one.name for word in idle)) for one in checks]
+    weighed = {None, *kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))}
+    weighed |= {"geometry"} if chosen.components else set()
+    checks = [replace(one, used=one.bears_on in weighed) for one in checks]
     checks.sort(key=lambda one: not one.used)
     return Diagnosis.of(checks, f"{len(index)} rows, {len(weight_BN)} {compared}", source)
 
@@ -203,9 +202,11 @@ def _or_error(get: Callable[[], T]) -> T | GraspError:
 def _of_features(subject: _Subject) -> Iterator[Check]:
     """What takes full features of the sample."""
     features = subject.features
-    names = NAMES | {"residual beyond top-k": SMALL_TAIL, "pooled for tokens": MOST_OF_IT, "opposed gradients": ALIGNED}
     if isinstance(features, GraspError):
-        yield from (missing(name, healthy, str(features)) for name, healthy in names.items())
+        why = str(features)
+        yield from (missing(name, healthy, why, "geometry") for name, healthy in NAMES.items())
+        yield missing("residual beyond top-k", SMALL_TAIL, why)
+        yield from _without_positions(why)
         return
     kernels = Kernels.of(subject.artifact, features)
     arrays = subject.artifact.manifest.arrays
@@ -214,11 +215,15 @@ def _of_features(subject: _Subject) -> Iterator[Check]:
     yield from of_sketches(kernels, sketches, subject.weight_BN)
     yield _outside(measures.mass_outside(features.residual_NV), subject.artifact.feature_settings["top_k"])
     if kernels.positions is None:
-        why = f"positions were not kept; {HOW_TO_KEEP}"
-        yield from (missing(name, names[name], why) for name in ("pooled for tokens", "opposed gradients"))
+        yield from _without_positions(f"positions were not kept; {HOW_TO_KEEP}")
     else:
         yield _rank_one(kernels, subject.weight_BN)
         yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
+
+
+def _without_positions(why: str) -> Iterator[Check]:
+    yield missing("pooled for tokens", MOST_OF_IT, why, "pooled")
+    yield missing("opposed gradients", ALIGNED, why, "geometry")
 
 
 def _outside(share: float, top_k: int) -> Check:
@@ -247,6 +252,7 @@ def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
         "rank by the token kernel (features.match: both or token), and take geometry, if any, from product.*; the "
         "pooled kernel has lost most of the gradient",
         {"share": at.kept_share, "same_share": at.same_share, "ranks": ranks},
+        "pooled",
     )
 
 
@@ -259,6 +265,7 @@ def _opposed(pairs: float, mass: float) -> Check:
         "these rows are no aligned pool: a penalty on the norm of their update would have no diminishing returns, "
         "whatever sketch it is taken from",
         {"pairs": pairs, "mass": mass},
+        "geometry",
     )
 
 
@@ -288,6 +295,7 @@ def _bound(found: measures.DirectSumBound) -> Check:
         right and found.mean <= 0.1,
         advice,
         asdict(found) | {"tight": tight},
+        "geometry",
     )
 
 
@@ -302,6 +310,7 @@ def _rank(name: str, sketch_ND: F64) -> Check:
         "a few directions carry it: lower features.tau (hidden), raise features.epsilon (residual), or use a narrower "
         "sketch; near-duplicate rows do it too",
         {"rank": rank, "width": float(width)},
+        "geometry",
     )
 
 
@@ -314,14 +323,13 @@ def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Check]
     bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
     if not bent:
         value = f"protocol {protocol.name} weighs no pairs of rows: gains add up, and no line on sketches bears on it"
-        yield check(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
+        yield check(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0}, "geometry")
     for component, omega in bent.items():
         half = component.split(".")[0]
         lacking = {"hidden", "residual"} - set(subject.halves) if half == "joint" else {half} - set(subject.halves)
         if lacking:
-            yield missing(
-                f"{name}, {component}", ALIGNED, f"the artifact has no {' and '.join(sorted(lacking))} sketch"
-            )
+            why = f"the artifact has no {' and '.join(sorted(lacking))} sketch"
+            yield missing(f"{name}, {component}", ALIGNED, why, "geometry")
             continue
         parts = [subject.sketch(part) for part in (("hidden", "residual") if half == "joint" else (half,))]
         sketch_ND = np.concatenate(parts, axis=1)
@@ -343,6 +351,7 @@ def _complements(component: str, omega: float, pairs: float, mass: float) -> Che
         omega < 0 and mass <= 0.05,
         advice,
         {"pairs": pairs, "mass": mass, "omega": omega},
+        "geometry",
     )
 
 
@@ -357,6 +366,7 @@ def _kernels(subject: _Subject) -> Check:
         rho >= 0.5,
         "the kernels rank rows differently: prefer token, or let `grasp calibrate` choose",
         {"ranks": rho},
+        "pooled",
     )
 
 

@@ -6,7 +6,7 @@ Shape letters: N rows of a sample, P positions, B subsets, D sketch width, H hid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from scipy.spatial.distance import pdist
 F64 = NDArray[np.float64]
 F = NDArray[np.floating[Any]]
 
+BearsOn = Literal["geometry", "pooled"]
 BLOCK_ELEMENTS = 4 * 1024 * 1024  # of the gradients that are held at once
 
 
@@ -29,17 +30,26 @@ class Check:
     verdict: str  # healthy, look, or not measured
     advice: str  # what to change, or why nothing was measured
     numbers: dict[str, float]  # the first one is what the verdict is about, where it is about one
-    used: bool = True  # False: the protocol uses nothing of what is measured
+    bears_on: BearsOn | None = None  # what of a protocol it is about; None: whatever the protocol is
+    used: bool = True  # False: the protocol has nothing of what it bears on
 
 
-def check(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
+def check(
+    name: str,
+    measured: str,
+    healthy: str,
+    good: bool,
+    advice: str,
+    numbers: dict[str, float],
+    bears_on: BearsOn | None = None,
+) -> Check:
     """A measurement; the advice is kept where it is not good."""
-    return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers)
+    return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers, bears_on)
 
 
-def missing(name: str, healthy: str, why: str) -> Check:
+def missing(name: str, healthy: str, why: str, bears_on: BearsOn | None = None) -> Check:
     """A measurement that could not be taken."""
-    return Check(name, "not measured", healthy, "not measured", why, {})
+    return Check(name, "not measured", healthy, "not measured", why, {}, bears_on)
 
 
 def gram(hidden_NH: F, residual_NV: csr_array) -> tuple[F64, F64]:

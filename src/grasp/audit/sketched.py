@@ -172,9 +172,10 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
     for half in HALVES:
         if half not in sketches:
             why = "there is none: features.product_width is 0, or features.match is pooled"
-            yield missing(f"{half} sketch", HEALTHY_SKETCH, why)
+            yield missing(f"{half} sketch", HEALTHY_SKETCH, why, "geometry")
         elif (full_NN := kernels.full(half)) is None:
-            yield missing(f"{half} sketch", HEALTHY_SKETCH, "positions were not kept, and it is a sketch of theirs")
+            why = "positions were not kept, and it is a sketch of theirs"
+            yield missing(f"{half} sketch", HEALTHY_SKETCH, why, "geometry")
         else:
             yield _own(kernels, half, sketches[half], full_NN, weight_BN)
     for name in OF_PRODUCT:
@@ -210,7 +211,7 @@ def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: 
     if wide is not None:
         numbers |= {"healthy_width": float(wide.width), "healthy_ranks": wide.ranks}
     healthy = f"at most {found.allowed:.0%} off, twice what {found.width} numbers give, and ranks {RANKS} or more"
-    return check(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers)
+    return check(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers, "geometry")
 
 
 def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, width: int) -> Fit | None:
@@ -236,7 +237,8 @@ def _wider(half: str, wide: Fit | None) -> str:
 def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weight_BN: F64) -> Check:
     name = f"{half} sketch for product"
     if kernels.positions is None:
-        return missing(name, HEALTHY_PRODUCT, "positions were not kept; build with keep_features: true and match: both")
+        why = "positions were not kept; build with keep_features: true and match: both"
+        return missing(name, HEALTHY_PRODUCT, why, "geometry")
     parts = [sketches[part] for part in (("hidden", "residual") if half == "joint" else (half,))]
     if half == "joint":
         parts = [part / (sqrt(float((part**2).sum(axis=1).mean())) or 1.0) for part in parts]
@@ -261,6 +263,7 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
         numbers["ranks"] >= RANKS,
         advice,
         numbers,
+        "geometry",
     )
 
 
@@ -275,4 +278,5 @@ def _direct_sum(kernels: Kernels, weight_BN: F64) -> Check:
         ranks >= RANKS,
         "joint.* is no stand-in for the product of these rows: use product.*, wide enough, or no geometry",
         {"ranks": ranks, "error": error},
+        "geometry",
     )
