@@ -418,7 +418,12 @@ def test_what_is_left_out_is_told_and_listed_worst_first(tmp_path):
     name = worst or "(no label)"
     assert f"; most of topic: {name} ({gone[worst]} of {whole[worst]}), " in line
     of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
-    assert any(f"{of.count(1)} of 20 documents are kept in part; a budget such as 20%documents" in n for n in got.notes)
+    (cut,) = [note for note in got.notes if "kept in part" in note]
+    assert f"{of.count(1)} of 20 documents are kept in part; a budget such as 20%documents" in cut
+    for rule in ("any", "half"):  # they will be written whole, so it would be idle advice
+        assert selected(source, protocol(), "25%", documents=rule).notes == tuple(n for n in got.notes if n != cut)
+    with pytest.raises(SettingsError, match="documents: got 'some', expected any, half or all"):
+        selected(source, protocol(), "25%", documents="some")
     assert got.write_left_out(tmp_path / "gone.parquet") == 30
     table = pq.read_table(tmp_path / "gone.parquet")
     assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]

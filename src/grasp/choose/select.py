@@ -19,6 +19,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
 from grasp.choose.choice import Aim, Curve, curve_of, even_places, protocol_of, searched
 from grasp.choose.climb import climb_rows
+from grasp.choose.export import checked_rule
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
 from grasp.choose.limits import I64, Limits, read_exclusion, within
 from grasp.choose.repetition import REPEAT_WORTH, Training
@@ -54,6 +55,7 @@ def select(
     cap: str | Sequence[str] = (),
     exclude: Path | str | Sequence[str] | None = None,
     exclude_where: str | None = None,
+    documents: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
     repeat_worth: float = REPEAT_WORTH,
@@ -74,6 +76,7 @@ def select(
         cap: at most so much of it.
         exclude: row_ids or doc_ids, or a file with them.
         exclude_where: rows for which a label expression is true.
+        documents: how they will be exported, see `Selection.export`: then nothing is said of those that rows cut.
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
         repeat_worth: R* of `repetition`.
@@ -86,6 +89,8 @@ def select(
         ProtocolError: the artifact does not fit the protocol, or lacks a target.
         SubsetError: an expression that is no condition.
     """
+    if documents is not None:
+        checked_rule(documents)
     targets = weighted_targets(target, artifact.targets)
     chosen = protocol_of(protocol, diversity, artifact.array_names)
     table = LabelTable(artifact.rows_path)
@@ -122,7 +127,7 @@ def select(
         "exclude_where": exclude_where,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
-    return _selection(aim, pool, limits, asked, said, progress)
+    return _selection(aim, pool, limits, asked, said, progress, whole=documents is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +295,16 @@ def _allowed(
 
 
 def _selection(
-    aim: Aim, pool: _Pool, limits: Limits, asked: Mapping[str, Any], said: Sequence[str], progress: Progress | None
+    aim: Aim,
+    pool: _Pool,
+    limits: Limits,
+    asked: Mapping[str, Any],
+    said: Sequence[str],
+    progress: Progress | None,
+    *,
+    whole: bool,
 ) -> Selection:
-    """The choice made, and the result in words and tables."""
+    """The choice made, and the result in words and tables; of `whole` documents that will be written."""
     found, picked_P, curve = _chosen(aim, pool, limits, progress)
     training, artifact, rows = aim.training, aim.artifact, found.row_index
     weights = one_subset(SUBSET, mask_of(rows, artifact.n_rows)).weights
@@ -305,6 +317,7 @@ def _selection(
     if asked["unit"] == "documents":
         headline = f"keeps {len(table['doc_id'].unique()):,} documents: {headline.removeprefix('keeps ')}"
     more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, rows, asked["by"])]
+    more += [] if whole else _cut_documents(artifact, rows)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
         more.append(
@@ -373,14 +386,19 @@ def _row_notes(aim: Aim, row_index: I64, by: str | None) -> list[str]:
             f"{short:,} of the rows taken have fewer than {SHORT} tokens, and their relevance is noisy: "
             f'--exclude-where "n_tokens < {SHORT}" leaves such rows out'
         )
-    document_N = row_documents(aim.artifact)
-    kept_M, of_M = np.bincount(document_N[row_index], minlength=int(document_N.max()) + 1), np.bincount(document_N)
-    if cut := int(((kept_M > 0) & (kept_M < of_M)).sum()):
-        said.append(
-            f"rows are pieces of documents: {cut:,} of {len(of_M):,} documents are kept in part; a budget such as "
-            "20%documents takes whole ones, and --export with --documents half writes whole ones"
-        )
     return said
+
+
+def _cut_documents(artifact: ArtifactReader, row_index: I64) -> list[str]:
+    """A word to whoever wants whole documents."""
+    document_N = row_documents(artifact)
+    kept_M, of_M = np.bincount(document_N[row_index], minlength=int(document_N.max()) + 1), np.bincount(document_N)
+    cut = int(((kept_M > 0) & (kept_M < of_M)).sum())
+    line = (
+        f"rows are pieces of documents: {cut:,} of {len(of_M):,} documents are kept in part; a budget such as "
+        "20%documents takes whole ones, and --export with --documents half writes whole ones"
+    )
+    return [line] if cut else []
 
 
 def _shares(limits: Limits, row_index: I64) -> pa.Table:

@@ -104,6 +104,7 @@ def select(
             cap=cap,
             exclude=exclude,
             exclude_where=exclude_where,
+            documents=documents,
             protocol=protocol,
             diversity=diversity,
             repeat_worth=repeat_worth,
