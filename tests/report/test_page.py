@@ -152,7 +152,7 @@ def test_numbers_are_those_of_the_command(place, parsed):
     lines = pq.read_table(place / "by.parquet").to_pylist()
     assert len(lines) == 2 * len(HOSTILE)
     for line in lines:
-        shown = f"{-line['nats']:+.3f}".replace("-", "\N{MINUS SIGN}")  # what is lost without it
+        shown = f"{line['nats']:+.3f}".replace("-", "\N{MINUS SIGN}")
         assert shown in parsed.text
     assert "mixture:topic, 32 subsets, seed 0" in parsed.text
 
@@ -163,9 +163,9 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
     (label,) = found.labels
     for line in predict(artifact, by="topic").table.to_pylist():
         g, t = label.slices.names.index(line["value"]), found.targets.index(line["target"])
-        assert label.worth.value_GT[g, t] == pytest.approx(-line["if_dropped"])
-        assert (label.worth.low_GT[g, t], label.worth.high_GT[g, t]) == pytest.approx(
-            (-line["if_dropped_high"], -line["if_dropped_low"])
+        assert label.dropped.value_GT[g, t] == pytest.approx(line["if_dropped"])
+        assert (label.dropped.low_GT[g, t], label.dropped.high_GT[g, t]) == pytest.approx(
+            (line["if_dropped_low"], line["if_dropped_high"])
         )
 
 
@@ -220,7 +220,7 @@ def test_a_poor_artifact_says_what_is_missing_and_how_to_get_it(tmp_path):
 
 def test_without_sketches_the_slices_are_there_and_their_cosines_are_not(tmp_path):
     text = said(write_artifact(tmp_path / "art", sketches=False))
-    assert "What sciq loses without a topic" in text
+    assert "How sciq changes without a topic" in text
     assert "Stand in for each other" not in text
     assert "The artifact keeps no sketches" in text
 
@@ -249,8 +249,8 @@ def test_the_tail_of_a_label_of_many_values_is_grouped_and_said(tmp_path):
     assert "topic: 51 values with few rows share the slice \N{LEFT DOUBLE QUOTATION MARK}51 other values" in said(
         artifact, by=("topic",)
     )
-    assert "loses without a format" in said(artifact)  # topic has too many values to be chosen unasked
-    assert "loses without a topic" not in said(artifact)
+    assert "changes without a format" in said(artifact)  # topic has too many values to be chosen unasked
+    assert "changes without a topic" not in said(artifact)
 
 
 @pytest.mark.parametrize("count", [1, 5_000, 100_000])
@@ -260,7 +260,7 @@ def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, 
     page = render(findings(artifact, default_protocol(), ReportRequest(by=("topic", "format") if count > 1 else ())))
     assert len(page.encode()) < 1_500_000
     assert (f"topic: {count - 99:,} values with few rows share the slice" in page) == (count > 1)
-    assert ("loses without a format" in page) == (count == 1)
+    assert ("changes without a format" in page) == (count == 1)
 
 
 def test_a_label_of_one_value_is_refused_where_it_is_asked_for(tmp_path):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report import views
-from grasp.report.findings import NATS, Findings, LabelFindings, Missing, Worth
+from grasp.report.findings import NATS, Change, Findings, LabelFindings, Missing
 from grasp.report.texts import interval, number, signed
 from grasp.runs.learning import OUTSIDE
 from grasp.text import LONGEST_CELL, different, plain
@@ -26,20 +26,20 @@ def headline(found: Findings, targets: Sequence[str]) -> View:
         return {"whom": whom, "label": "", "keep": [], "cost": [], "alone": False, "split": None}
     label = found.labels[0]
     sign_GT, alone = signs(label, list(range(len(targets))))
-    value_G = label.worth.value_GT.mean(axis=1)
-    named = _named(label, sign_GT.sum(axis=1), value_G)
-    split = _split(label, sign_GT, value_G, targets)
+    change_G = label.dropped.value_GT.mean(axis=1)
+    named = _named(label, sign_GT.sum(axis=1), change_G)
+    split = _split(label, sign_GT, change_G, targets)
     return {"whom": whom, "label": plain(label.slices.label, 40), "alone": alone, "split": split} | named
 
 
 def _split(
-    label: LabelFindings, sign_GT: NDArray[np.int8], value_G: NDArray[np.float64], targets: Sequence[str]
+    label: LabelFindings, sign_GT: NDArray[np.int8], change_G: NDArray[np.float64], targets: Sequence[str]
 ) -> View | None:
     """The slice at an end of the mean over targets of which as many are sure to gain as to lose; None: there is none.
 
     The sentence does not name it, though the table of the slices puts it first, or last.
     """
-    for g in (int(value_G.argmax()), int(value_G.argmin())):
+    for g in (int(change_G.argmin()), int(change_G.argmax())):
         if sign_GT[g].any() and not sign_GT[g].sum():
             gain, lose = ([name for name, s in zip(targets, sign_GT[g], strict=True) if s == side] for side in (1, -1))
             return {"name": different(label.slices.names, LONGEST_CELL)[g], "gain": gain, "lose": lose}
@@ -47,24 +47,24 @@ def _split(
 
 
 def signs(label: LabelFindings, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
-    """What helps and what hurts some targets, (G, T), and whether only relevance says so.
+    """What helps (1) and what hurts (-1) some targets, (G, T), and whether only relevance says so.
 
     By runs where they are sure of any slice. A single slice often moves a model less than the noise of the runs: then
     by relevance, whose intervals tell whether other questions would say the same.
     """
-    sign_GT = label.worth.sign_GT[:, targets]
+    sign_GT = -label.dropped.sign_GT[:, targets]
     if sign_GT.any():
         return sign_GT, False
-    sign_GT = label.relevance.sign_GT[:, targets]
+    sign_GT = -label.by_relevance.sign_GT[:, targets]
     return sign_GT, bool(sign_GT.any())
 
 
-def _named(label: LabelFindings, votes_G: NDArray[np.integer[Any]], value_G: NDArray[np.float64]) -> View:
+def _named(label: LabelFindings, votes_G: NDArray[np.integer[Any]], change_G: NDArray[np.float64]) -> View:
     """Slices to keep, and the one that costs most; none whose interval holds zero."""
     names = different(label.slices.names, LONGEST_CELL)
-    order = np.argsort(-value_G, kind="stable").tolist()
-    keep = [names[g] for g in order if votes_G[g] > 0 and value_G[g] > 0][:NAMED]
-    return {"keep": keep, "cost": [names[g] for g in order if votes_G[g] < 0 and value_G[g] < 0][-1:]}
+    order = np.argsort(change_G, kind="stable").tolist()
+    keep = [names[g] for g in order if votes_G[g] > 0 and change_G[g] < 0][:NAMED]
+    return {"keep": keep, "cost": [names[g] for g in order if votes_G[g] < 0 and change_G[g] > 0][-1:]}
 
 
 def answers(found: Findings, targets: Sequence[str]) -> list[View]:
@@ -79,25 +79,28 @@ def _answer(found: Findings, t: int, target: str) -> View:
     if found.labels:
         label = found.labels[0]
         sign_G1, alone = signs(label, [t])
-        worth = label.relevance if alone else label.worth
-        view |= _named(label, sign_G1[:, 0], worth.value_GT[:, t]) | {"bars": _bars(label, worth, t), "alone": alone}
+        dropped = label.by_relevance if alone else label.dropped
+        view |= _named(label, sign_G1[:, 0], dropped.value_GT[:, t]) | {
+            "bars": _bars(label, dropped, t),
+            "alone": alone,
+        }
     return view | {"best": _best(found, t), "trust": _trust(found, found.targets[t])}
 
 
-def _bars(label: LabelFindings, worth: Worth, t: int) -> list[View]:
+def _bars(label: LabelFindings, dropped: Change, t: int) -> list[View]:
     """The slices at the ends, the best first."""
-    value_G, low_G, high_G = worth.value_GT[:, t], worth.low_GT[:, t], worth.high_GT[:, t]
+    change_G, low_G, high_G = dropped.value_GT[:, t], dropped.low_GT[:, t], dropped.high_GT[:, t]
     names = different(label.slices.names, LONGEST_CELL)
-    order = np.argsort(-value_G, kind="stable").tolist()
+    order = np.argsort(change_G, kind="stable").tolist()
     shown = order if len(order) <= 2 * BARS else order[:BARS] + order[-BARS:]
-    most = views.scale(value_G[shown])
-    return [{"name": names[g]} | views.bar(value_G[g], low_G[g], high_G[g], most) for g in shown]
+    most = views.scale(change_G[shown])
+    return [{"name": names[g]} | views.bar(change_G[g], low_G[g], high_G[g], most) for g in shown]
 
 
 def _best(found: Findings, t: int) -> View:
     """What a choice of rows is worth: the one that was given, else the best part of them."""
     best = found.best
-    value, low, high = (float(part[0, t]) for part in (best.worth.value_GT, best.worth.low_GT, best.worth.high_GT))
+    value, low, high = (float(part[0, t]) for part in (best.kept.value_GT, best.kept.low_GT, best.kept.high_GT))
     what, unit, outside = f"the best {_share(best.share)} of rows", best.units[t], best.outside[t]
     if not isinstance(found.selection, Missing):
         for one in found.selection.targets:

@@ -65,8 +65,8 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
-    """What something is worth to every target, with an interval; nan where there is none. (G, T) each."""
+class Change:
+    """The predicted change of every target, with an interval; nan where there is none. (G, T) each."""
 
     value_GT: F64
     low_GT: F64
@@ -74,17 +74,17 @@ class Worth:
 
     @property
     def sign_GT(self) -> NDArray[np.int8]:  # noqa: N802 - a shape suffix
-        """1 helps, -1 hurts, 0: the interval holds zero, or there is none."""
+        """1 a gain, -1 a loss, 0: the interval holds zero, or there is none."""
         return (self.low_GT > 0).astype(np.int8) - (self.high_GT < 0).astype(np.int8)
 
 
 @dataclass(frozen=True, slots=True)
 class LabelFindings:
-    """One label: its slices, what each target loses without them, and all that is needed to play with them."""
+    """One label: its slices, how each target changes without them, and all that is needed to play with them."""
 
     slices: LabelSlices
-    worth: Worth  # in the unit of the findings
-    relevance: Worth  # in effect sizes, with intervals over the questions of a target
+    dropped: Change  # in the unit of the findings; a slice that helps is a loss
+    by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
     mean_GT: F64  # effect of a row of the slice; 0 is the average row of the corpus
     formula: SliceFormula
 
@@ -94,7 +94,7 @@ class BestRows:
     """What is gained by keeping the best rows of each target, in effect sizes, or in nats where it has runs."""
 
     share: float
-    worth: Worth  # (1, T)
+    kept: Change  # (1, T)
     units: tuple[str, ...]
     outside: tuple[str, ...]  # in which way it lies beyond the runs
 
@@ -133,7 +133,7 @@ class Findings:
     question: ReportRequest = field(repr=False)
     artifact_path: str
     targets: tuple[str, ...]
-    unit: str  # of what slices are worth: nats where all targets have runs
+    unit: str  # of the changes: nats where all targets have runs
     plain_unit: str  # of what the formulas of the slices give
     scored_by: str  # in one line
     labels: tuple[LabelFindings, ...]
@@ -289,14 +289,14 @@ def _labels(artifact: ArtifactReader, mixture: MixtureSummary | Missing) -> tupl
 
 
 def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: Expected | None) -> LabelFindings:
-    """Slices of a label; in nats where runs say what they are worth."""
+    """Slices of a label; in nats where runs say how much a change is."""
     effects = slice_effects(predictor, slices)
     low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
-    worth = relevance = Worth(-effects.dropped_GT, -high_GT, -low_GT)
+    dropped = by_relevance = Change(effects.dropped_GT, low_GT, high_GT)
     if nats is not None:
-        dropped = nats.of(slices.weights(1.0 - np.eye(len(slices.slices))))
-        worth = Worth(-dropped.nats_BT, -dropped.high_BT, -dropped.low_BT)
-    return LabelFindings(slices, worth, relevance, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
+        learned = nats.of(slices.weights(1.0 - np.eye(len(slices.slices))))
+        dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
+    return LabelFindings(slices, dropped, by_relevance, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
 
 
 def _nats(predictor: Predictor, artifact: ArtifactReader, question: ReportRequest) -> Expected | Missing:
@@ -328,8 +328,8 @@ def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
         value_T = np.where(known_T, nats_T, value_T)
         units = [NATS.get(nats.unit, nats.unit) if known else one for one, known in zip(units, known_T, strict=True)]
         outside = tuple(text for table in tables for text in table.outside)
-    worth = Worth(value_T[None], low_T[None], high_T[None])
-    return BestRows(count / predictor.n_rows, worth, tuple(units), outside)
+    kept = Change(value_T[None], low_T[None], high_T[None])
+    return BestRows(count / predictor.n_rows, kept, tuple(units), outside)
 
 
 # -------------------------------------------------------------------------------------------- retraining

@@ -222,12 +222,12 @@ def _commands(found: Findings) -> list[str]:
 
 def _label(place: int, label: LabelFindings, found: Findings, targets: Sequence[str]) -> View:
     names = different(label.slices.names, LONGEST_CELL)
-    worth, mean_G = label.worth, label.worth.value_GT.mean(axis=1)
-    most = views.scale(worth.value_GT)
+    dropped, mean_G = label.dropped, label.dropped.value_GT.mean(axis=1)
+    most = views.scale(dropped.value_GT)
     nothing = float("nan")
     lines = []
-    for g in np.argsort(-mean_G, kind="stable").tolist():
-        ends = zip(worth.value_GT[g], worth.low_GT[g], worth.high_GT[g], strict=True)
+    for g in np.argsort(mean_G, kind="stable").tolist():
+        ends = zip(dropped.value_GT[g], dropped.low_GT[g], dropped.high_GT[g], strict=True)
         cells = [views.bar(*end, most) for end in ends]
         if len(targets) > 1:
             cells.append(views.bar(mean_G[g], nothing, nothing, most))

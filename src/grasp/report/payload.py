@@ -39,7 +39,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
             {"name": one_name, "expression": one.expression, "rows": one.rows, "tokens": one.tokens}
             for one_name, one in zip(different(slices.names, LONGEST_CELL), slices.slices, strict=True)
         ],
-        "order": np.argsort(-label.worth.value_GT.mean(axis=1), kind="stable").tolist(),
+        "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
         "terms": None if isinstance(found.nats, Missing) else _rounded(found.nats.terms(slices.indicators())),
         "presets": _presets(found, label),
         "side": formula.side,
@@ -91,7 +91,7 @@ def _parts(found: Findings, parts: LabelFindings) -> list[dict[str, Any]]:
             "at": [int(code_N[first_N[cell]]) for code_N in codes],
             "rows": parts.slices.slices[cell].rows,
             "effect": _short(parts.mean_GT[cell]),
-            "sign": parts.worth.sign_GT[cell].tolist(),
+            "sign": (-parts.dropped.sign_GT[cell]).tolist(),
         }
         for cell in range(n_parts)
     ]

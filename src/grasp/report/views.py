@@ -38,13 +38,16 @@ def scale(value: F64) -> float:
 
 
 def bar(value: float, low: float, high: float, most: float) -> View:
-    """A bar from the middle, right for what helps; coloured where the interval leaves zero out."""
+    """What changes without a slice: a bar from the middle, to the left a loss, which says that the slice helps.
+
+    Coloured where the interval leaves zero out.
+    """
     start, stop = sorted((0.0, value if abs(value) >= 5e-4 else 0.0))  # what prints as zero has no bar
     return {
         "data": "" if isnan(value) else f"{value:.6g}",
         "value": signed(value),
         "interval": interval(low, high),
-        "kind": "helps" if low > 0 else "hurts" if high < 0 else "unsure",
+        "kind": "helps" if high < 0 else "hurts" if low > 0 else "unsure",
         "bar": "" if isnan(value) else _span(start, stop, most),
         "whisker": "" if isnan(low) or isnan(high) else _span(low, high, most),
     }

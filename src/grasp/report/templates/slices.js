@@ -4,14 +4,14 @@
   if (!panels.length) return;
   const ENDS = 8, FOLDED = 24, NARROW = 860;
   const labelPick = $("slices-label"), targetPick = $("slices-target"), find = $("slices-find"), onlySure = $("slices-sure");
-  const states = panels.map(() => ({ open: false, key: null, up: false }));
+  const states = panels.map(() => ({ open: false, key: null, up: true }));
   const at = () => (labelPick ? Number(labelPick.value) : 0);
   const target = () => targetPick?.value ?? "0";
 
   function value(row, key) {
     if (key === "name") return row.cells[0].textContent.toLowerCase();
     const cell = key === "rows" ? row.cells[1] : row.querySelector(key === "mean" ? "td[data-mean]" : `td[data-t="${key}"]`);
-    return cell.dataset.v === "" ? -Infinity : Number(cell.dataset.v);
+    return cell.dataset.v === "" ? Infinity : Number(cell.dataset.v);
   }
 
   function show() {
@@ -56,14 +56,14 @@
     for (const head of panel.querySelectorAll("table.slices thead th"))
       head.firstChild.addEventListener("click", () => {
         const state = states[place], key = keyOf(head);
-        state.up = head.getAttribute("aria-sort") === "descending" || (key === "name" && head.getAttribute("aria-sort") !== "ascending");
+        state.up = head.getAttribute("aria-sort") === "descending" || (key !== "rows" && head.getAttribute("aria-sort") !== "ascending");
         state.key = key;
         show();
       });
     panel.querySelector(".more").addEventListener("click", () => { states[place].open = !states[place].open; show(); });
   });
   for (const control of [labelPick, targetPick, onlySure]) control?.addEventListener("change", () => {
-    if (control === targetPick) states.forEach((state) => { state.key = null; });
+    if (control === targetPick) states.forEach((state) => { Object.assign(state, { key: null, up: true }); });
     show();
   });
   find.addEventListener("input", show);
