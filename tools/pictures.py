@@ -31,10 +31,14 @@ class Bar(NamedTuple):
     high: float
 
 
-def chart(bars: list[Bar], title: str, axis: str, *, ceiling: float | None = None) -> str:
-    """Horizontal bars with intervals; negative ones to the left of zero. With a ceiling the first bar is ours."""
+def chart(bars: list[Bar], title: str, axis: str, *, ceiling: float | None = None, good: int = 1) -> str:
+    """Horizontal bars with intervals; negative ones to the left of zero. With a ceiling the first bar is ours.
+
+    Args:
+        good: the sign of what is drawn as good.
+    """
     width, left, step, top = 720, 250, 26, 58
-    low, high = min(0.0, *(bar.low for bar in bars)), max(*(bar.high for bar in bars), ceiling or 0.0)
+    low, high = min(0.0, *(bar.low for bar in bars)), max(0.0, *(bar.high for bar in bars), ceiling or 0.0)
     bottom = top + step * len(bars)
 
     def x(value: float) -> float:
@@ -44,7 +48,7 @@ def chart(bars: list[Bar], title: str, axis: str, *, ceiling: float | None = Non
     for i, bar in enumerate(bars):
         y = top + step * i
         ours = ceiling is None or i == 0
-        colour = QUIET if not ours else GOOD if bar.value > 0 else BAD
+        colour = QUIET if not ours else GOOD if good * bar.value > 0 else BAD
         start, end = sorted((x(0), x(bar.value)))
         parts += [
             _text(left - 10, y + 17, bar.name, anchor="end", weight=600 if ours and ceiling else 400),
@@ -76,15 +80,16 @@ def evidence() -> str:
 
 
 def topics() -> str:
-    """What SciQ would lose without each topic of 10,482 web pages."""
+    """How SciQ changes without each topic of 10,482 web pages."""
     rows = json.loads((IMAGES / "topics.json").read_text())["topics"]
-    bars = [Bar(row["topic"], -row["if_dropped"], -row["high"], -row["low"]) for row in rows]
-    bars.sort(key=lambda bar: -bar.value)
+    bars = [Bar(row["topic"], row["if_dropped"], row["low"], row["high"]) for row in rows]
+    bars.sort(key=lambda bar: bar.value)
     title = "Which web pages teach school science (SciQ)?"
     return chart(
         [*bars[:7], *bars[-7:]],
         title,
-        "what SciQ would lose without them; left of zero it would gain (14 of 23 topics)",
+        "what changes for SciQ without them; left of zero it loses, right it gains (14 of 23 topics)",
+        good=-1,
     )
 
 
