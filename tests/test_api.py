@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import pydoc
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -159,6 +160,19 @@ def test_one_question_in_every_form_has_one_answer(art, tmp_path):  # noqa: F811
     assert by_label == pytest.approx(changes[0], rel=1e-6)
     succeed("predict", art, "--drop", topic, "--out", tmp_path / "p.parquet")
     assert pq.read_table(tmp_path / "p.parquet")["change"].to_pylist() == [changes[0]]
+
+
+def test_the_next_question_of_an_opened_artifact_reads_no_relevance_again(art, tmp_path):  # noqa: F811
+    copy = tmp_path / "art"
+    shutil.copytree(art, copy)
+    opened = grasp.open(copy)
+    question = {"drop": "topic = 'sky'"}
+    first = opened.predict(**question)
+    for kernel in ("pooled", "token", "input"):
+        shutil.rmtree(copy / "arrays" / f"relevance_{kernel}", ignore_errors=True)
+    assert opened.predict(**question).table.equals(first.table)
+    with pytest.raises(grasp.GraspError, match="relevance_"):
+        grasp.open(copy).predict(**question)
 
 
 def test_the_only_target_needs_no_name(art):  # noqa: F811

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.shards import ArraySpec
 from grasp.errors import ArtifactError
 
 
@@ -38,6 +39,20 @@ def test_rows_are_read_as_written(n_rows, shard_rows, block_rows, dtype, order):
             assert all(block.dtype == np.float32 for _, block in blocks)
             np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), values)
             assert artifact.array_shape(name) == values.shape
+
+
+def test_every_float16_is_read_as_numpy_reads_it(tmp_path):
+    """To the bit, subnormal numbers and the sign of zero among them; and whatever the scale."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    finite_N = every[np.isfinite(every)].astype(np.float32)
+    scale_E = np.array([1.0, 2.0**-90, 2.0**14, 2.0**15, 2.0**60])
+    for picked in (scale_E[:3], scale_E[3:]):
+        world = World(n_rows=len(finite_N), shard_rows=50_000, n_units=len(picked))
+        world.values["relevance_token"] = (finite_N[:, None] * picked).astype(np.float32)
+        world.specs["relevance_token"] = ArraySpec(len(picked), "1", "none", picked)
+        artifact = ArtifactReader.open(world.write(tmp_path / f"art-{picked[0]}"))
+        found_NE = np.concatenate([block for _, block in artifact.array_blocks("relevance_token", block_rows=999)])
+        np.testing.assert_array_equal(found_NE.view(np.int32), world.values["relevance_token"].view(np.int32))
 
 
 def test_order_of_shards_does_not_matter(world, tmp_path):

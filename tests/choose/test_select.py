@@ -438,5 +438,6 @@ def test_rows_too_short_to_trust_are_told_where_they_lead():
     assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
     assert "noisy: --min-tokens 32 passes" in ranking.notes[0]
     assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
-    source.tokens[:] = 1  # images: there is nothing to choose from
-    assert len(score(source, "sciq", protocol=protocol(), top=10).notes) == 1
+    images = World()
+    images.tokens[:] = 1  # there is nothing to choose from
+    assert len(score(images, "sciq", protocol=protocol(), top=10).notes) == 1

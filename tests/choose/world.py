@@ -21,7 +21,7 @@ from tests.predict.source import FakeSource
 TOPICS = ("games", "science", None, "travel")
 
 
-@dataclass
+@dataclass(eq=False)
 class World(FakeSource):
     """`FakeSource` with rows: r0, r1, ... of 5 to 60 tokens, a topic each, several rows to a document."""
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from grasp.artifact.floats import scaled_into
 from grasp.artifact.layout import (
     BUILD,
     MANIFEST,
@@ -58,7 +59,6 @@ _BUILT_FROM = (
 )
 VERIFY = "`grasp verify` names everything that is broken"
 LARGEST = 1e30  # of a number: squares, and sums of them, stay finite
-
 Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
 
 
@@ -70,6 +70,7 @@ class ArtifactReader:
         self.manifest = manifest
         self._remote = remote
         self._checked: set[str] = set()  # files whose size and checksum were compared by this object
+        self._last_chunk: dict[str, tuple[int, NDArray[Any]]] = {}  # by group: shard and array; a few blocks share it
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
 
     @classmethod
@@ -334,7 +335,7 @@ class ArtifactReader:
             for pick in picks:
                 stored_NE = self._chunk(pick.group, k)[rows][:, pick.source]
                 if isinstance(goal, slice) and isinstance(pick.goal, slice):
-                    np.multiply(stored_NE, pick.scale_E, out=out_NE[goal, pick.goal])
+                    scaled_into(out_NE[goal, pick.goal], stored_NE, pick.scale_E)
                 else:
                     rows_goal, columns_goal = np.arange(len(out_NE))[goal], np.arange(out_NE.shape[1])[pick.goal]
                     out_NE[np.ix_(rows_goal, columns_goal)] = np.multiply(stored_NE, pick.scale_E, dtype=np.float32)
@@ -353,8 +354,13 @@ class ArtifactReader:
             )
 
     def _chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
-        start, stop = self.grid.bounds(k)
-        return _array(self._file(chunk_file(group.name, k)), (stop - start, group.stop - group.start), group.dtype)
+        shard, stored_NE = self._last_chunk.get(group.name, (-1, None))
+        if stored_NE is None or shard != k:
+            start, stop = self.grid.bounds(k)
+            shape = stop - start, group.stop - group.start
+            stored_NE = _array(self._file(chunk_file(group.name, k)), shape, group.dtype)
+            self._last_chunk[group.name] = k, stored_NE
+        return stored_NE
 
     def _checked_rows(self, row_index: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         rows = np.asarray(row_index, dtype=np.int64)

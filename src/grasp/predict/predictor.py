@@ -16,7 +16,7 @@ Shape letters: B subsets, N rows, E units, T targets, G slices.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -26,7 +26,7 @@ from grasp.predict.geometry import SketchSums, SubsetMass, halves_needed, subset
 from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch, family_moments
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.relevance import Kernel, UnitSelection, effects
-from grasp.predict.row_arrays import F32, F64, checked_targets
+from grasp.predict.row_arrays import F32, F64, checked_targets, kept
 from grasp.predict.row_sums import RowSums
 from grasp.predict.standardize import ComponentMoments
 from grasp.predict.weights import Weights, squared, weight_sums
@@ -90,7 +90,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """A protocol bound to an artifact. Made by `of`, which reads each relevance matrix once, and twice for units."""
+    """A protocol bound to an artifact.
+
+    Made by `of`, which reads each relevance matrix once, and twice for units; the next question of an opened artifact
+    finds the effects of an additive protocol kept.
+    """
 
     protocol: ScoringProtocol
     units: UnitSelection
@@ -132,6 +136,26 @@ class Predictor:
         selected = units or UnitSelection.of(artifact, checked_targets(artifact, targets))
         wanted = sorted({*halves_needed(fitted.components), *sketches})
         held = {half: Sketch.of(artifact, half) for half in wanted}
+        if fitted.components or per_unit or components or units is not None:
+            return cls._bound(artifact, fitted, selected, held, per_unit=per_unit, components=components)
+        key = "relevance", fitted.model_dump_json(), selected.targets
+        n_bytes = 4 * artifact.n_rows * len(selected.targets)
+        bound = kept(artifact, key, n_bytes, lambda: cls._bound(artifact, fitted, selected, {}))
+        own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which packs, and adds up, for itself
+        return replace(bound, task=own, sketches=held)
+
+    @classmethod
+    def _bound(
+        cls,
+        artifact: ArtifactReader,
+        fitted: ScoringProtocol,
+        selected: UnitSelection,
+        held: Mapping[str, Sketch],
+        *,
+        per_unit: bool = False,
+        components: bool = False,
+    ) -> Self:
+        """Read the relevance, and add its kernels up."""
         family = CalibrationFamily.of(fitted.calibration, artifact) if fitted.components else None
         geometry = None if family is None else GeometryTerms.of(artifact, fitted, held, family)
         first = fitted.standardize.task == "mean_of_standardised"
@@ -144,12 +168,14 @@ class Predictor:
         scales: dict[str, F64 | float] = {one: unit_spread[one].inverse_E if first else 1.0 for one in names}
         kernels = {one: Kernel.of_tasks(artifact, one, selected, fitted.negative, scales[one]) for one in names}
         spread = spreads(kernels)
+        some = next(iter(kernels.values())).held.held_NC
+        assert some is not None
         return cls(
             protocol=fitted,
             units=selected,
             n_rows=artifact.n_rows,
-            task=_level(fitted, kernels, spread, geometry, hold=True),
-            unit_level=_level(fitted, unit_kernels, unit_spread, geometry, hold=False) if per_unit else None,
+            task=_level(fitted, kernels, spread, geometry, np.empty_like(some) if components else some),
+            unit_level=_level(fitted, unit_kernels, unit_spread, geometry, None) if per_unit else None,
             geometry=geometry,
             sketches=held,
             unit=EFFECT_SIZE if family is None else f"standard deviations over {family}",
@@ -290,11 +316,10 @@ def _level(
     kernels: Mapping[str, Kernel],
     spread: Mapping[str, ComponentMoments],
     geometry: GeometryTerms | None,
-    *,
-    hold: bool,
+    held_NC: F32 | None,
 ) -> Level:
     slopes = {name: weight * spread[name].inverse_E for name, weight in kernel_weights(protocol).items()}
-    held, before = effects(kernels, slopes, hold=hold)
+    held, before = effects(kernels, slopes, held_NC)
     rows = next(iter(kernels.values())).rows
     counts, zero_C = protocol.weighting == "count", before.mean_E * before.inverse_E
     # A of the corpus is that of its mean row, N times under `count`. On the omitted side `mean` has no value for

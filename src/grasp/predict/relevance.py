@@ -6,6 +6,7 @@ Shape letters: N rows, n rows of a block, E units, T targets, C columns (either)
 """
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
-from grasp.predict.row_arrays import F64, Blocks
-from grasp.predict.row_sums import RowSums
+from grasp.predict.row_arrays import F32, F64, Blocks
+from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.standardize import ComponentMoments, RowMoments
 
 Floats = TypeVar("Floats", bound=np.floating[Any])
@@ -58,10 +59,12 @@ class UnitSelection:
     def mean_per_task(self, values_nE: NDArray[Any], scale_E: F64 | float = 1.0) -> F64:
         """(n, T) mean over the units of each task of the values times a scale, float64."""
         share_E = scale_E * np.repeat(1.0 / self.counts_T, self.counts_T)
-        mean_nT = np.empty((len(values_nE), len(self.counts_T)))
+        if len(share_E) == len(self.counts_T):
+            return np.asarray(values_nE * share_E)
+        values_nE, mean_nT = np.asarray(values_nE, dtype=np.float64), np.empty((len(values_nE), len(self.counts_T)))
         for t, stop in enumerate(np.cumsum(self.counts_T)):
             task = slice(stop - self.counts_T[t], stop)
-            np.einsum("ne,e->n", values_nE[:, task], share_E[task], out=mean_nT[:, t])
+            np.matmul(values_nE[:, task], share_E[task], out=mean_nT[:, t])
         return mean_nT
 
 
@@ -95,7 +98,7 @@ class Kernel:
 
 
 def effects(
-    kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], *, hold: bool
+    kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], held_NC: F32 | None
 ) -> tuple[RowSums, ComponentMoments]:
     """The effect of every row: sum_m slope_m a_m, brought to mean 0 and standard deviation 1 over the rows.
 
@@ -107,27 +110,26 @@ def effects(
         The effects, and the mean and standard deviation that were taken out.
 
     Args:
-        hold: keep the result in memory whatever its size.
+        held_NC: where the result goes; it may be what the first kernel holds, which is lost then. None: the result is
+            made anew whenever it is summed, unless it is small.
     """
 
     def added() -> Iterator[tuple[int, F64]]:
         readers = [kernels[name].held.blocks() for name in slopes]
         for parts in zip(*readers, strict=True):
             start = parts[0][0]
-            terms = [block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True)]
-            yield start, functools.reduce(np.add, terms)
+            terms = (block * slope_C for (_, block), slope_C in zip(parts, slopes.values(), strict=True))
+            yield start, functools.reduce(operator.iadd, terms)
 
     def standardised() -> Blocks:
         for start, block in added():
             yield start, ((block - spread.mean_E) * inverse_C).astype(np.float32)
 
-    first = next(iter(kernels.values()))
-    shape = first.rows.n_rows, first.held.width
-    held_NC = np.empty(shape if hold else (0, shape[1]), dtype=np.float32)
-    spread = _moments(_written(held_NC, added()) if hold else added()).spread
+    spread = _moments(added() if held_NC is None else _written(held_NC, added())).spread
     inverse_C = spread.inverse_E
-    if not hold:
-        return RowSums(standardised, *shape), spread
+    if held_NC is None:
+        first = next(iter(kernels.values()))
+        return RowSums(standardised, first.rows.n_rows, first.held.width), spread
     sums = RowSums.over(held_NC)
     for _, block in sums.blocks():
         block[:] = (block - spread.mean_E) * inverse_C
@@ -138,7 +140,8 @@ def relevance_blocks(
     artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64], negative: float = 1.0
 ) -> Blocks:
     """Relevance by blocks of rows, (n, columns), as a protocol counts it."""
-    for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns):
+    rows = block_rows(len(columns))
+    for start, block in artifact.array_blocks(f"relevance_{kernel}", columns=columns, block_rows=rows):
         yield start, counted(block, negative)
 
 

@@ -1,6 +1,8 @@
-"""What prediction asks of an artifact: which targets, and columns of its row table."""
+"""What prediction asks of an artifact: which targets, columns of its row table, and what an earlier question made."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,28 @@ from grasp.text import did_you_mean, several
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Blocks = Iterator[tuple[int, F32]]
+T = TypeVar("T")
+
+KEPT_BYTES = 512 << 20  # of what the questions of one opened artifact share
+
+_kept: WeakKeyDictionary[ArtifactReader, dict[Hashable, tuple[Any, int]]] = WeakKeyDictionary()
+
+
+def kept(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable[[], T]) -> T:
+    """What one question of an opened artifact made, for the next one.
+
+    What is oldest goes first where all of it would take more than KEPT_BYTES, before anything new is made.
+    """
+    values = _kept.setdefault(artifact, {})
+    if key in values:
+        known: T = values[key][0]
+        return known
+    while values and sum(size for _, size in values.values()) + n_bytes > KEPT_BYTES:
+        values.pop(next(iter(values)))
+    made = make()
+    if n_bytes <= KEPT_BYTES:
+        values[key] = made, n_bytes
+    return made
 
 
 def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -44,18 +68,30 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
 
 
 def row_tokens(artifact: ArtifactReader) -> NDArray[np.int64]:
-    """Tokens of every row, (N,)."""
-    return np.concatenate(
-        [np.asarray(batch.column("n_tokens"), dtype=np.int64) for batch in artifact.row_batches(["n_tokens"])]
-    )
+    """Tokens of every row, (N,); nobody writes into it."""
+
+    def read() -> NDArray[np.int64]:
+        batches = artifact.row_batches(["n_tokens"])
+        return _shared(np.concatenate([np.asarray(batch.column(0), dtype=np.int64) for batch in batches]))
+
+    return kept(artifact, "tokens", 8 * artifact.n_rows, read)
 
 
 def row_documents(artifact: ArtifactReader) -> NDArray[np.int64]:
-    """The document of every row as a number, in order of first appearance, (N,)."""
-    names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
-    return np.asarray(names.combine_chunks().dictionary_encode().indices.to_numpy(), dtype=np.int64)
+    """The document of every row as a number, in order of first appearance, (N,); nobody writes into it."""
+
+    def read() -> NDArray[np.int64]:
+        names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
+        return _shared(names.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64))
+
+    return kept(artifact, "documents", 8 * artifact.n_rows, read)
 
 
 def label_column(artifact: ArtifactReader, name: str) -> LabelColumn:
     """One label of every row."""
     return LabelColumn.of_batches(name, (batch.column(0) for batch in artifact.row_batches([name])))
+
+
+def _shared(values_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    values_N.flags.writeable = False
+    return values_N

@@ -28,7 +28,8 @@ Way = Literal["dense", "sparse", "torch"]
 
 # Arrays up to this size are held in memory over all blocks of subsets; larger ones are read again for each.
 HELD_BYTES = 256 << 20
-BLOCK_ROWS = 1 << 16  # of what is held
+# Numbers that are worked on at once: what is made of them fits the cache, and memory that is used again and again.
+BLOCK_NUMBERS = 1 << 16
 # What a sum over weights costs in nanoseconds of one core: a column of a row that is gathered, by scipy; an entry that
 # is set in a dense matrix; a cell of that matrix, and its product with a column.
 GATHERED, SET, CELL, MULTIPLIED = 2.0, 40.0, 4.0, 0.2
@@ -79,8 +80,9 @@ class RowSums:
         if self.held_NC is None:
             yield from self._blocks()
             return
-        for start in range(0, len(self.held_NC), BLOCK_ROWS):
-            yield start, self.held_NC[start : start + BLOCK_ROWS]
+        rows = block_rows(self.width)
+        for start in range(0, len(self.held_NC), rows):
+            yield start, self.held_NC[start : start + rows]
 
     def sums(self, weights: Weights) -> F64:
         """(B, C) for one block of subsets."""
@@ -169,6 +171,11 @@ class BlockSums:
         if dense is None:
             dense = dense_pays(part.nnz, part.shape[0] * len(values_nC), values_nC.shape[1])
         return np.asarray(part.toarray() @ values_nC if dense else part @ values_nC)
+
+
+def block_rows(width: int) -> int:
+    """Rows that are worked on at once."""
+    return max(1, BLOCK_NUMBERS // max(1, width))
 
 
 def plan(entries: int, n_subsets: int, n_rows: int, width: int, *, with_torch: bool) -> Way:
