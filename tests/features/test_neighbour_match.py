@@ -10,11 +10,14 @@ from grasp.features import neighbour_match
 from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMoments, Whitener
 from grasp.features.neighbour_match import PRIOR, WIDTH, neighbour_relevance, prepare_neighbours
 from grasp.features.residuals import sparse_residual
+from tests.rounding import rounding
 
 V, H, E, N, M = 12, 6, 5, 4, 40
+POSITIONS, UNIT_POSITIONS = 60, 23
+TERMS = H + H + POSITIONS + UNIT_POSITIONS + M  # whitened, distances, sums over positions and the sample
 
 
-def world(seed: int, positions: int = 60, unit_positions: int = 23):
+def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSITIONS):
     torch.manual_seed(seed)
     weight = torch.randn(V, H)
     hidden, unit_hidden = torch.randn(positions, H) + 0.5, torch.randn(unit_positions, H) + 0.5
@@ -83,7 +86,7 @@ def test_neighbour_relevance_is_its_definition(seed):
     rows, units, whitener, moments = made = world(seed)
     found = neighbour_relevance(prepared(units, whitener, moments), *rows, N).numpy()
     expected = Definition(*made).relevance()
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 def test_it_is_the_slope_of_the_kernel_language_model():
@@ -92,10 +95,12 @@ def test_it_is_the_slope_of_the_kernel_language_model():
     unit = made[1][2].numpy()
     for i in range(N):
         near_S, same_S = law.of_row(i)
-        more = law.log_probability(law.near_S + small * near_S, law.same_S + small * same_S)
-        slope_S = (more - law.log_probability(law.near_S, law.same_S)) / small
+        more, less = (law.log_probability(law.near_S + w * near_S, law.same_S + w * same_S) for w in (small, -small))
+        slope_S = (more - less) / (2 * small)
         expected_E = [slope_S[unit == e].mean() for e in range(E)]
-        np.testing.assert_allclose(law.relevance()[i], expected_E, rtol=1e-4, atol=1e-5)
+        # of a difference of logarithms only the digits above `small` are left
+        close = rounding(H + POSITIONS, np.abs(slope_S).max(), np.float64) / small
+        np.testing.assert_allclose(law.relevance()[i], expected_E, rtol=0, atol=close)
 
 
 @pytest.mark.parametrize("elements", [1, 60 * 7, 10**9])
@@ -104,7 +109,7 @@ def test_blocks_do_not_change_the_result(monkeypatch, elements):
     monkeypatch.setattr(neighbour_match, "BLOCK_ELEMENTS", elements)
     found = neighbour_relevance(prepared(units, whitener, moments), *rows, N).numpy()
     expected = Definition(*made).relevance()
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 def test_a_row_alone_has_the_relevance_it_has_among_others():
@@ -113,7 +118,7 @@ def test_a_row_alone_has_the_relevance_it_has_among_others():
     together = neighbour_relevance(targets, hidden, label, row, N)
     mask = row == 2
     alone = neighbour_relevance(targets, hidden[mask], label[mask], torch.zeros_like(row[mask]), 1)
-    torch.testing.assert_close(alone[0], together[2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone[0], together[2], rtol=0, atol=rounding(TERMS, together[2]))
 
 
 def test_a_row_that_says_what_the_unit_says_helps_and_one_that_says_something_else_harms():

@@ -10,6 +10,7 @@ from grasp.errors import ShapeError
 from grasp.features.pooled_match import damp, hidden_match, pooled_relevance, prepare_units, residual_match
 from grasp.predict.relevance import counted
 from tests.predict import reference
+from tests.rounding import rounding
 
 finite = st.floats(-1e12, 1e12)
 
@@ -59,10 +60,8 @@ def test_a_row_does_not_depend_on_its_block():
     whole = pooled_relevance(hidden, sparse, units)
     alone = [pooled_relevance(hidden[i : i + 1], sparse[i : i + 1], units) for i in range(20)]
     # each is a product of two sums in float64, added up in another order
-    terms = hidden.shape[1] + residual.shape[1]
-    np.testing.assert_allclose(
-        np.concatenate(alone), whole, rtol=0, atol=terms * np.finfo(np.float64).eps * np.abs(whole).max()
-    )
+    close = rounding(hidden.shape[1] + residual.shape[1], whole, np.float64)
+    np.testing.assert_allclose(np.concatenate(alone), whole, rtol=0, atol=close)
 
 
 def test_rows_without_residual_have_no_relevance():
@@ -77,7 +76,8 @@ def test_float32_in_gives_float32_close_to_float64():
     single = prepare_units(unit_hidden.astype("f4"), csr_array(unit_residual).astype("f4"), d.astype("f4"))
     got = pooled_relevance(hidden.astype("f4"), csr_array(residual).astype("f4"), single)
     assert got.dtype == np.float32
-    np.testing.assert_allclose(got, pooled_relevance(hidden, csr_array(residual), units), rtol=1e-4, atol=1e-4)
+    want = pooled_relevance(hidden, csr_array(residual), units)
+    np.testing.assert_allclose(got, want, rtol=0, atol=rounding(64 + 400, want))
 
 
 @given(finite, finite)

@@ -7,8 +7,10 @@ from grasp.features.input_match import hidden_gradient, input_tokens, input_whit
 from grasp.features.moments import MomentAccumulator, Whitener
 from grasp.features.residuals import sparse_residual
 from grasp.models.head import OutputHead
+from tests.rounding import rounding
 
 V, H, E, N = 20, 6, 4, 3
+TERMS = H + V + H + 10  # a logit, a gradient, an inner product, the positions of a row
 
 
 def world(seed: int = 0):
@@ -38,8 +40,9 @@ def test_shift_relevance_is_the_inner_product_of_exact_gradients():
     plain = Whitener(np.zeros(H), np.eye(H), np.ones(V))
     unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, plain)
     found = shift_relevance(unit_EH, delta(head, *rows[:2]), rows[2], N).numpy()
-    expected = [[gradient(head, *rows, i) @ gradient(head, *units, e) for e in range(E)] for i in range(N)]
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    of_rows, of_units = (np.stack([gradient(head, *side, k) for k in range(n)]) for side, n in ((rows, N), (units, E)))
+    close = rounding(TERMS, np.abs(of_rows) @ np.abs(of_units).T)
+    np.testing.assert_allclose(found, of_rows @ of_units.T, rtol=0, atol=close)
 
 
 def test_directions_in_which_all_rows_pull_count_less():
@@ -51,6 +54,7 @@ def test_directions_in_which_all_rows_pull_count_less():
     unit_EH = prepare_shift(delta(head, *units[:2]), units[2], E, whitener)
     second = (delta_PH.T @ delta_PH).double().numpy() / 30
     inverse = np.linalg.inv(second + 0.01 * np.trace(second) / H * np.eye(H))
-    expected = [[gradient(head, *rows, i) @ inverse @ gradient(head, *units, e) for e in range(E)] for i in range(N)]
+    of_rows, of_units = (np.stack([gradient(head, *side, k) for k in range(n)]) for side, n in ((rows, N), (units, E)))
     found = shift_relevance(unit_EH, delta_PH, rows[2], N).numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    close = rounding(TERMS + H, np.abs(of_rows) @ np.abs(inverse) @ np.abs(of_units).T)
+    np.testing.assert_allclose(found, of_rows @ inverse @ of_units.T, rtol=0, atol=close)

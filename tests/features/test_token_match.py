@@ -11,11 +11,14 @@ from grasp.features.moments import MomentAccumulator, Whitener
 from grasp.features.residuals import pool, sparse_residual
 from grasp.features.sketch import ProductSketch
 from tests.features.test_residuals import dense
+from tests.rounding import rounding
 
 V, H, E, N = 50, 8, 6, 5
+POSITIONS, UNIT_POSITIONS, KEPT = 60, 23, 6 + 1
+TERMS = H + KEPT + POSITIONS + UNIT_POSITIONS  # whitened, multiplied coordinate by coordinate, summed over pairs
 
 
-def world(seed: int, positions: int = 60, unit_positions: int = 23):
+def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSITIONS):
     torch.manual_seed(seed)
     weight = 2 * torch.randn(V, H) / H**0.5
     hidden, unit_hidden = torch.randn(positions, H) + 0.5, torch.randn(unit_positions, H) + 0.5
@@ -50,7 +53,7 @@ def test_token_relevance_is_the_mean_over_position_pairs(seed):
     targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
     found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
     expected = reference(hidden, unit_hidden, residual, unit_residual, whitener, row, unit)
-    np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 @pytest.mark.parametrize(("block", "cached"), [(1, 0), (H * N * 3, 0), (1, 10**9)])
@@ -61,7 +64,7 @@ def test_blocks_and_caches_do_not_change_the_result(monkeypatch, block, cached):
     monkeypatch.setattr(token_match, "CACHED_ELEMENTS", cached)
     targets = token_match.prepare_targets(unit_hidden, unit_residual, unit, E, whitener, N)
     found = token_match.token_relevance(targets, hidden, residual, row, N).numpy()
-    np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
 def test_a_row_alone_has_the_relevance_it_has_among_others():
@@ -71,7 +74,7 @@ def test_a_row_alone_has_the_relevance_it_has_among_others():
     mask = row == 2
     alone = type(residual)(residual.index_PK[mask], residual.value_PK[mask], residual.loss_P[mask])
     found = token_match.token_relevance(targets, hidden[mask], alone, torch.zeros_like(row[mask]), 1)
-    torch.testing.assert_close(found[0], together[2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], together[2], rtol=0, atol=rounding(TERMS, together[2]))
 
 
 def test_product_sketch_is_unbiased_for_the_product_geometry():
@@ -96,6 +99,10 @@ def test_pooling_averages_over_the_positions_of_a_row():
     found = pool(hidden, residual, row, N, V)
     xi = dense(residual, V)
     for i in range(N):
-        np.testing.assert_allclose(found.hidden_NH[i], hidden[row == i].numpy().mean(axis=0), atol=1e-6)
-        np.testing.assert_allclose(found.residual_NV[[i]].toarray()[0], xi[row == i].mean(axis=0), atol=1e-6)
+        mine = row == i
+        for pooled, parts in (
+            (found.hidden_NH[i], hidden[mine].numpy()),
+            (found.residual_NV[[i]].toarray()[0], xi[mine]),
+        ):
+            np.testing.assert_allclose(pooled, parts.mean(axis=0), rtol=0, atol=rounding(len(parts), parts))
     assert found.residual_NV.has_canonical_format
