@@ -4,9 +4,11 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -201,6 +203,13 @@ def test_everything_that_was_given_is_shown(parsed):
     assert "first" in parsed.section("over checkpoints")
     says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <geometry>")
     says(text, f"rows of {MIN_TOKENS} tokens and more")
+
+
+def test_the_command_on_the_page_makes_it_again(page, tmp_path):
+    text = page.read_text()
+    (line,) = set(re.findall(r"grasp report [^<]* --out [^<]*?report.html", unescape(text)))
+    succeed(*shlex.split(line)[1:-1], tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text().replace(str(tmp_path / "again.html"), str(page)) == text
 
 
 def test_a_poor_artifact_says_what_is_missing_and_how_to_get_it(tmp_path):

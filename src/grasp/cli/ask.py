@@ -1,6 +1,5 @@
 """Ask what rows and slices are worth: grasp predict, score, explain, report, serve."""
 
-import shlex
 import sys
 from contextlib import suppress
 from html import escape
@@ -201,7 +200,6 @@ def report(
         suspects=suspects,
         previous=previous,
         explain=explain,
-        command=shlex.join(["grasp", *sys.argv[1:]]),
     )
     print(f"{page}: {size_text(page.stat().st_size)}; open it in any browser, it needs no network")
 

@@ -130,7 +130,7 @@ class Findings:
     """All of it."""
 
     built: Built
-    question: ReportRequest = field(repr=False)
+    request: ReportRequest = field(repr=False)
     artifact_path: str
     targets: tuple[str, ...]
     unit: str  # of the changes: nats where all targets have runs
@@ -152,7 +152,7 @@ class Findings:
     suspects: ShownSuspects | Missing
 
 
-def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: ReportRequest) -> Findings:
+def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: ReportRequest) -> Findings:
     """Gather what a report shows.
 
     Memory: as `predict`; nothing grows with the corpus but a few numbers a row.
@@ -163,29 +163,29 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, question: Repo
         SubsetError: no such label, or one with a single value.
         SettingsError: a file that is no summary of a selection or a mixture of these rows, or no detection in them.
     """
-    targets = checked_targets(artifact, question.targets)
-    kept, mixed = question.selection, question.mixture
+    targets = checked_targets(artifact, request.targets)
+    kept, mixed = request.selection, request.mixture
     selection = NO_SELECTION if kept is None else read_summary(SelectionSummary, kept, artifact)
     mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)
     tokens_N = row_tokens(artifact)
-    names = tuple(question.by) or _labels(artifact, mixture)
+    names = tuple(request.by) or _labels(artifact, mixture)
     table = LabelTable(artifact.rows_path)
-    retraining = _retraining(artifact, protocol, targets, question)
+    retraining = _retraining(artifact, protocol, targets, request)
     predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(table.column(name, "--by"), tokens_N) for name in names]
-    nats = _nats(predictor, artifact, question)
+    nats = _nats(predictor, artifact, request)
     covering = nats if isinstance(nats, Expected) and set(nats.columns) == set(targets) else None
     labels = [_label(artifact, predictor, one, covering) for one in columns]
     parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
     long_N = tokens_N >= (MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0)
     rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
-    shades, unshaded = shaded(artifact, protocol, targets, rows, question.explain) if question.explain else ({}, "")
-    pictures = pictured(artifact, protocol, targets, rows, question.explain) if question.explain else {}
-    trends = label_trends([*question.previous, artifact], columns, targets) if question.previous else NO_TRENDS
-    suspects = NO_SUSPECTS if question.suspects is None else read_suspects(question.suspects, artifact, names)
+    shades, unshaded = shaded(artifact, protocol, targets, rows, request.explain) if request.explain else ({}, "")
+    pictures = pictured(artifact, protocol, targets, rows, request.explain) if request.explain else {}
+    trends = label_trends([*request.previous, artifact], columns, targets) if request.previous else NO_TRENDS
+    suspects = NO_SUSPECTS if request.suspects is None else read_suspects(request.suspects, artifact, names)
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
-        question=question,
+        request=request,
         artifact_path=artifact.where,
         targets=targets,
         unit=predictor.unit if covering is None else NATS.get(covering.unit, covering.unit),
@@ -299,14 +299,14 @@ def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, 
     return LabelFindings(slices, dropped, by_relevance, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
 
 
-def _nats(predictor: Predictor, artifact: ArtifactReader, question: ReportRequest) -> Expected | Missing:
+def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest) -> Expected | Missing:
     """What runs say, where the environment allows for it: a development one, finished, with enough subsets."""
-    if question.environment is None:
+    if request.environment is None:
         return NO_ENVIRONMENT
-    if question.partial and question.environment.pending():
+    if request.partial and request.environment.pending():
         return Missing("No intervals in nats: the environment is unfinished.", "They come with its last run.")
     try:
-        return learn(predictor, artifact, question.environment)
+        return learn(predictor, artifact, request.environment)
     except (ProtocolLeakError, EnvironmentDataError) as err:
         return Missing(f"No intervals in nats: {err}.", "A finished development environment gives them.")
 
@@ -336,14 +336,14 @@ def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
 
 
 def _retraining(
-    artifact: ArtifactReader, protocol: ScoringProtocol, targets: Sequence[str], question: ReportRequest
+    artifact: ArtifactReader, protocol: ScoringProtocol, targets: Sequence[str], request: ReportRequest
 ) -> Retraining | Missing:
-    environment = question.environment
+    environment = request.environment
     if environment is None:
         return NO_ENVIRONMENT
     run = environment.path / "run.yaml"
     return Retraining(
-        agreement(artifact, environment, protocol, targets=targets, partial=question.partial),
+        agreement(artifact, environment, protocol, targets=targets, partial=request.partial),
         environment.role,
         yaml_text(read_yaml(run)) if run.exists() else "",
     )

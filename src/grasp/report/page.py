@@ -182,7 +182,7 @@ def _trust_notes(found: Findings) -> list[str]:
     notes: list[str] = []
     if not isinstance(found.nats, Missing):
         notes += found.nats.notes
-    elif found.question.environment is not None and found.labels:
+    elif found.request.environment is not None and found.labels:
         notes.append(found.nats.reason)
     return [plain(note) for note in dict.fromkeys(notes)]
 
@@ -190,7 +190,7 @@ def _trust_notes(found: Findings) -> list[str]:
 def _actions(found: Findings) -> list[tuple[str, str]]:
     """What to do next, each with its command."""
     art, target = shlex.quote(found.artifact_path), shlex.quote(",".join(found.targets))
-    asked = found.question
+    asked = found.request
     runs = "" if asked.environment is None else f" --environment {shlex.quote(str(asked.environment.path))}"
     lines = []
     if isinstance(found.selection, Missing):
@@ -207,14 +207,14 @@ def _actions(found: Findings) -> list[tuple[str, str]]:
 
 def _commands(found: Findings) -> list[str]:
     """What makes all of this again, from the run.yaml files below."""
-    art, environment = shlex.quote(found.artifact_path), found.question.environment
+    art, environment = shlex.quote(found.artifact_path), found.request.environment
     lines = [f"grasp build --config run.yaml --out {art}"]
     if environment is not None:
         where = shlex.quote(str(environment.path))
         lines += [f"grasp retrain --config environment-run.yaml --out {where}"]
         lines += [f"grasp evaluate {art} --environment {where}"]
     lines += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in found.labels]
-    return [*lines, found.question.command] if found.question.command else lines
+    return [*lines, found.request.command] if found.request.command else lines
 
 
 # ------------------------------------------------------------------------------------------- slices, rows

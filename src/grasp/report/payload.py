@@ -73,11 +73,11 @@ def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:
 
 def _after(found: Findings) -> str:
     """Flags that make the command line say what the page says."""
-    question, parts = found.question, []
-    if question.targets is not None:
+    request, parts = found.request, []
+    if request.targets is not None:
         parts += ["--target", ",".join(found.targets)]
-    if question.protocol_path is not None:
-        parts += ["--protocol", str(question.protocol_path)]
+    if request.protocol_path is not None:
+        parts += ["--protocol", str(request.protocol_path)]
     return shlex.join(parts)
 
 

@@ -308,8 +308,8 @@ def web(
     @functools.cache
     def page() -> str:
         shown = environment if isinstance(environment, Environment) else None
-        question = ReportRequest(environment=shown, command=f"grasp serve {artifact.where}")
-        return render(findings(artifact, default_protocol(), question), live="/api")
+        request = ReportRequest(environment=shown, command=f"grasp serve {artifact.where}")
+        return render(findings(artifact, default_protocol(), request), live="/api")
 
     def report(request: "Request") -> "Response":
         try:

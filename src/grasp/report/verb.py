@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ def report(
     suspects: Path | str | None = None,
     previous: Sequence[Any] = (),
     explain: int = EXPLAINED,
-    command: str | None = None,
 ) -> Path:
     """Write one HTML page: slices, rows with their text, trust, a selection, a mixture, suspects, and a live what-if.
 
@@ -46,7 +46,6 @@ def report(
         previous: artifacts of earlier checkpoints on the same corpus, or where they are, oldest first.
         explain: best rows of each target whose words are shaded by what they add, and half as many of the worst; for
             that the model is loaded. Where it is not at hand there are none.
-        command: what makes the page again; it is printed on it. None: the command line of these arguments.
     Returns:
         The file.
     Raises:
@@ -66,9 +65,9 @@ def report(
     reads: dict[str, Reads] = {f"{name} reads": path for name, path in paths.items()}
     reads |= {"is the environment": None if environment is None else environment.path}
     reads |= {"is an earlier checkpoint's": [one.path for one in earlier]}
-    own = protocol if isinstance(protocol, Path | str) else None
-    check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": None if own is None else Path(own)})
-    question = ReportRequest(
+    own = Path(protocol) if isinstance(protocol, Path | str) else None
+    check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": own})
+    request = ReportRequest(
         targets=targets,
         by=by,
         previous=earlier,
@@ -77,11 +76,11 @@ def report(
         selection=paths["selection"],
         mixture=paths["mixture"],
         suspects=paths["suspects"],
-        protocol_path=None if own is None else Path(own),
+        protocol_path=own,
         explain=explain,
-        command=_command(artifact, place, environment, by, targets, files, own) if command is None else command,
     )
-    write_report(findings(artifact, as_protocol(protocol), question), place)
+    request = replace(request, command=_command(artifact, place, request))
+    write_report(findings(artifact, as_protocol(protocol), request), place)
     return place
 
 
@@ -93,24 +92,19 @@ def _reader(artifact: Any) -> ArtifactReader:
     return files
 
 
-def _command(
-    artifact: ArtifactReader,
-    out: Path,
-    runs: Environment | None,
-    by: Sequence[str],
-    targets: Sequence[str] | None,
-    files: dict[str, Path | str | None],
-    protocol: Path | str | None,
-) -> str:
-    """The command line that writes the page."""
+def _command(artifact: ArtifactReader, out: Path, request: ReportRequest) -> str:
+    """The command line that writes the page; it is printed on it."""
     flags = {
-        "--by": ",".join(by) or None,
-        "--target": None if targets is None else ",".join(targets),
-        "--environment": None if runs is None else runs.path,
-        "--protocol": protocol,
-        "--selection": files["selection"],
-        "--mixture": files["mixture"],
-        "--detect": files["suspects"],
+        "--by": ",".join(request.by) or None,
+        "--target": None if request.targets is None else ",".join(request.targets),
+        "--environment": None if request.environment is None else request.environment.path,
+        "--protocol": request.protocol_path,
+        "--selection": request.selection,
+        "--mixture": request.mixture,
+        "--detect": request.suspects,
+        "--explain": None if request.explain == EXPLAINED else request.explain,
     }
     given = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+    given += ["--partial"] if request.partial else []
+    given += [part for earlier in request.previous for part in ("--previous", earlier.where)]
     return shlex.join(["grasp", "report", artifact.where, *given, "--out", str(out)])
