@@ -466,6 +466,6 @@ def without_foreign_code(found: Mapping[str, Any], where: str, own: Mapping[str,
 CODE = ("model.classifier.factory", "model.trust_remote_code", "train_command")
 
 
-def retrain_settings(data: dict[str, Any], where: str = "settings") -> RetrainSettings:
+def retrain_settings(data: dict[str, Any]) -> RetrainSettings:
     """Check `data` and freeze it; every mismatch is in the message."""
-    return validated(RetrainSettings, data, where)
+    return validated(RetrainSettings, data, "settings")

@@ -104,10 +104,8 @@ def test_what_is_read_from_a_url_is_what_was_written(local, place):
     assert not is_published(place)
     with pytest.raises(ArtifactError, match=f"^{place}: no complete artifact here; make one with `grasp build --out"):
         ArtifactReader.open(place)
-    seen = []
-    publish_artifact(local, place, lambda done, total: seen.append((done, total)))
+    publish_artifact(local, place)
     assert is_published(place)
-    assert seen[-1][0] == seen[-1][1] > 0
     assert_same(ArtifactReader.open(place), ArtifactReader.open(local))
     assert_same(ArtifactReader.open(Path(place)), ArtifactReader.open(local))
     report = verify(place)

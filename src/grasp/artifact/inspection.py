@@ -93,20 +93,18 @@ class ArtifactInfo:
         return asdict(self)
 
 
-def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify(path: Path | str) -> VerifyReport:
     """Compare every file with the size and checksum that were noted when it was written.
 
     Of an unfinished artifact, and of one whose manifest is damaged, the finished shards are checked. Files behind a URL
     are read where they lie; nothing of them is kept.
 
-    Args:
-        progress: called after each file with the bytes read so far, and the bytes to read.
     Raises:
         ArtifactError: there is no artifact, or one of another format version.
     """
     if (url := remote_url(path)) is not None:
         remote, manifest = RemoteFiles.open(url)
-        problems, total = _compared(manifest.files, remote.fault, progress)
+        problems, total = _compared(manifest.files, remote.fault)
         return VerifyReport(url, True, len(manifest.files), total, tuple(problems))
     path = local_path(path)
     complete = kind_of(path / MANIFEST) != "nothing"
@@ -119,26 +117,16 @@ def verify(path: Path | str, *, progress: Callable[[int, int], None] | None = No
         expected |= there.rows_kept
     if there and (path / RUN).exists() and _other_settings(path / RUN, there):
         before.append(Problem(RUN, "damaged: these are not the settings in the manifest"))
-    problems, total = _compared(expected, lambda name, entry: fault(path, name, entry), progress)
+    problems, total = _compared(expected, lambda name, entry: fault(path, name, entry))
     return VerifyReport(str(path), complete, len(expected), total, (*before, *problems))
 
 
 def _compared(
-    expected: Mapping[str, FileEntry],
-    fault: Callable[[str, FileEntry], str | None],
-    progress: Callable[[int, int], None] | None,
+    expected: Mapping[str, FileEntry], fault: Callable[[str, FileEntry], str | None]
 ) -> tuple[list[Problem], int]:
     """What is wrong with each file, and the bytes of all."""
-    problems: list[Problem] = []
-    total, done = sum(entry.bytes for entry in expected.values()), 0
-    for name in sorted(expected):
-        found = fault(name, expected[name])
-        if found:
-            problems.append(Problem(name, found))
-        done += expected[name].bytes
-        if progress is not None:
-            progress(done, total)
-    return problems, total
+    faults = {name: fault(name, expected[name]) for name in sorted(expected)}
+    return [Problem(name, what) for name, what in faults.items() if what], sum(one.bytes for one in expected.values())
 
 
 def info(path: Path | str) -> ArtifactInfo:

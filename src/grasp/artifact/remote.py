@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,11 +148,9 @@ def is_published(url: str) -> bool:
         return bool(filesystem.exists(f"{root}/{MANIFEST}"))
 
 
-def publish_artifact(local: Path, url: str, progress: Callable[[int, int], None] | None = None) -> None:
+def publish_artifact(local: Path, url: str) -> None:
     """Copy a complete artifact to a URL, the manifest last. Cut off, the same call goes on with what is missing.
 
-    Args:
-        progress: called after each file with the bytes copied so far, and the bytes to copy.
     Raises:
         ArtifactError: another artifact lies there; the place cannot be reached or written to.
     """
@@ -167,7 +165,6 @@ def publish_artifact(local: Path, url: str, progress: Callable[[int, int], None]
     journal = local / f"published-{hashlib.blake2b(url.encode(), digest_size=8).hexdigest()}"
     noted = set(journal.read_text(encoding="utf-8").splitlines()) if journal.exists() else set()
     there = _sizes(filesystem, root, url)
-    total, sent = sum(entry.bytes for entry in manifest.files.values()), 0
     with journal.open("a", encoding="utf-8") as note:
         for name, entry in manifest.files.items():
             line = f"{entry.checksum} {name}"
@@ -175,9 +172,6 @@ def publish_artifact(local: Path, url: str, progress: Callable[[int, int], None]
                 _put(filesystem, local / name, f"{root}/{name}", f"{url}/{name}")
                 note.write(line + "\n")
                 note.flush()
-            sent += entry.bytes
-            if progress is not None:
-                progress(sent, total)
     there = _sizes(filesystem, root, url)
     if lost := [name for name, entry in manifest.files.items() if there.get(name) != entry.bytes]:
         raise ArtifactError(

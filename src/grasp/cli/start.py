@@ -268,7 +268,9 @@ def verify(
             raise typer.Exit(code=1) from err
         print(f"{path}: scorer, all whole")
         return
-    report = check(path)
+    with Watch() as watch:
+        watch.stage("verifying", rows=None, tokens=None)
+        report = check(path)
     for problem in report.problems:
         print(f"broken: {problem}")
     what = "artifact" if report.complete else "unfinished artifact"

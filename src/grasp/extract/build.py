@@ -115,6 +115,7 @@ def build(
             checked, staged, progress=progress, cluster=cluster, in_memory=in_memory, must_be_trained=not untrained
         )
     if url is not None:
+        progress.stage("sending", rows=None, tokens=None)
         remote.publish_artifact(staged, url)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)

@@ -151,12 +151,16 @@ class ReferenceModel:
 
     def fingerprint(self) -> str:
         """blake2b over the weights as loaded and the logit link."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(repr((self.head.scale, self.head.cap)).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return weights_fingerprint(self.model, repr((self.head.scale, self.head.cap)).encode())
+
+
+def weights_fingerprint(model: nn.Module, beside: bytes) -> str:
+    """blake2b over what else decides a model's output, and over its weights as loaded."""
+    digest = hashlib.blake2b(beside, digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _body(model: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.extras import require
-from grasp.models.causal_lm import HEAD_TOLERANCE, ReferenceModel
+from grasp.models.causal_lm import HEAD_TOLERANCE, ReferenceModel, weights_fingerprint
 from grasp.models.checkpoint import load_beside, load_checkpoint
 from grasp.models.device import device_of, dtype_of
 from grasp.models.factory import make_module, own_code
@@ -143,11 +143,7 @@ class ImageClassifier:
 
     def fingerprint(self) -> str:
         """blake2b over the weights as loaded, and over the code of a module of the user's own."""
-        digest = hashlib.blake2b(own_code(self.model), digest_size=16)
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return weights_fingerprint(self.model, own_code(self.model))
 
     def _run(self, pixels_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """What the head read, and what the module gave."""

@@ -176,7 +176,7 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
 
 
 def dropped_intervals(
-    artifact: ArtifactReader, predictor: Predictor, effects: SliceEffects, slices: LabelSlices, *, seed: int = 0
+    artifact: ArtifactReader, predictor: Predictor, effects: SliceEffects, slices: LabelSlices
 ) -> tuple[F64, F64]:
     """95 % interval of each slice's `dropped`, low and high, (G, T); nan where a target has a single unit.
 
@@ -199,7 +199,7 @@ def dropped_intervals(
     stops = np.cumsum(predictor.units.counts_T)
     for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
         if stop - start > 1:
-            weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=seed) / (stop - start)
+            weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES) / (stop - start)
             change_GR = predictor.task.gain_C[t] * (change_GE[:, start:stop] @ weights_RE.T)
             bounds[:, t] = np.quantile(change_GR, TAILS, axis=1) + geometry_G
     empty_G = effects.sums.mass.retained_B == predictor.n_rows

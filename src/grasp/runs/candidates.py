@@ -306,10 +306,10 @@ def short_family() -> ProtocolFamily:
     return default_family().model_copy(update=few)
 
 
-def subsets_for(n_protocols: int, delta: float = DELTA) -> int:
+def subsets_for(n_protocols: int) -> int:
     """How many subsets can choose among so many protocols.
 
     The rho of a predictor that knows nothing has a standard error of 1 / sqrt(B - 1) on B subsets, and the bound of
-    one of K protocols lies z_(1 - delta/K) of them below its mean: at most WIDEST.
+    one of K protocols lies z_(1 - DELTA/K) of them below its mean: at most WIDEST.
     """
-    return 1 + math.ceil((float(ndtri(1 - delta / n_protocols)) / WIDEST) ** 2)
+    return 1 + math.ceil((float(ndtri(1 - DELTA / n_protocols)) / WIDEST) ** 2)

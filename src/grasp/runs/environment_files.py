@@ -92,7 +92,7 @@ class EnvironmentInfo(Settings):
     made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
     checksum: str = Field("", description="Of this file, with the checksum itself as zeros; empty: written by hand.")
 
-    def build_command(self, path: Path, out: str = "art") -> str | None:
+    def build_command(self, path: Path) -> str | None:
         """The `grasp build` that gives an artifact of the same rows and units; None: it is not known how they came.
 
         Args:
@@ -104,7 +104,7 @@ class EnvironmentInfo(Settings):
         words = ["--model", str(path / self.checkpoint), "--corpus", str(corpus["path"])]
         words += ["--targets", ",".join(targets["names"])] if targets.get("names") else []
         words += [*_changed("corpus", corpus, CorpusSettings), *_changed("targets", targets, TargetSettings)]
-        return f"grasp build {shlex.join([*words, '--out', out])}"
+        return f"grasp build {shlex.join([*words, '--out', 'art'])}"
 
 
 def _changed(group: str, given: dict[str, Any], kind: type[Settings]) -> list[str]:

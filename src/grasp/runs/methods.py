@@ -28,7 +28,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
-from grasp.predict.blocks import Side, SubsetBlock
+from grasp.predict.blocks import SubsetBlock
 from grasp.predict.geometry import Weighting
 from grasp.predict.row_arrays import F32, Blocks
 from grasp.runs.contract import Account, Material, Method, MethodScores, Retrained, RowMethod, SubsetMethod
@@ -271,7 +271,6 @@ def method_predictions(
     cache: Path | None = None,
     *,
     renamed: Mapping[str, str] | None = None,
-    side: Side = "retained",
 ) -> Predictions:
     """Predict subsets by a method, under its label; its scores are computed unless they are stored.
 
@@ -279,7 +278,6 @@ def method_predictions(
         subsets: retained sides over the artifact's rows.
         cache: where the method may keep its scores; None: in the artifact.
         renamed: the artifact's name of a target -> the name to predict under; targets without one are left out.
-        side: which rows' scores are added up, see `RowScores.sum_over`.
     Raises:
         GraspError: what the method needs is not there.
     """
@@ -288,7 +286,7 @@ def method_predictions(
     if isinstance(method, RowMethod):
         found = scores(configured, material, cache)
         weighting = configured.weighting or method.weighting
-        predictions = _summed(configured, found, material, subsets, weighting, side)
+        predictions = _summed(configured, found, material, subsets, weighting)
         cost, account = _cost(found), found.account
         if weighting == "count":
             account = replace(account, notes=(*account.notes, COUNTED))
@@ -333,13 +331,12 @@ def _summed(
     material: Material,
     subsets: Sequence[SubsetBlock],
     weighting: Weighting,
-    side: Side,
 ) -> Predictions:
     units = tuple((unit.target, unit.unit_id) for unit in material.units.units)
     broadcast = found.shape[1] == 1 and len(units) != 1
     columns = (ANY,) if broadcast else units
     by_row = RowScores(configured.label, columns, material.n_rows, found)
-    summed = by_row.sum_over(subsets, weighting=weighting, side=side, negative=configured.negative)
+    summed = by_row.sum_over(subsets, weighting=weighting, negative=configured.negative)
     if not broadcast:
         return summed
     return replace(summed, units=units, values_BE=np.repeat(summed.values_BE, len(units), axis=1))
