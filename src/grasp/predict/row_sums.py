@@ -48,7 +48,7 @@ class RowSums:
     """Rows that are summed over subsets.
 
     Results are float64; where rows are added up in float32 (the torch way, and masks) it is a few thousand of them at
-    most, and sums are within 2e-6 of sum_i |w_i x_i|, whether the values are held or not.
+    most: within 2e-6 of sum_i |w_i x_i| by torch, 3e-5 of masks, whether the values are held or not.
     """
 
     def __init__(self, blocks: Callable[[], Blocks], n_rows: int, width: int, *, held_NC: F32 | None = None) -> None:
@@ -150,7 +150,7 @@ class BlockSums:
         """The part that rows [start, start + n) add.
 
         Masks are multiplied in float32, large ones on a GPU where there is one, and added up in float64 every MASK_ROWS
-        rows: within 2e-6 of sum_i |x_i|. All else is float64.
+        rows: within 3e-5 of sum_i |x_i|, whoever multiplies. All else is float64.
         """
         stop = start + len(values_nC)
         if stop > self.shape[1]:
