@@ -525,6 +525,15 @@ def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_pat
         np.testing.assert_allclose(grown[name], expected, atol=tolerance, err_msg=name)
 
 
+def test_an_added_target_is_read_again_with_the_loss_it_was_added_with(root, tmp_path):
+    write_targets(root / "more.jsonl", task="more", seed=5)
+    out = build(world(root), tmp_path / "art")
+    add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64, loss_on="all"))
+    origin = Origin(ArtifactReader.open(out))
+    first = {unit.target: one.first for unit, one in zip(origin.units.units, origin.unit_tokens, strict=True)}
+    assert first["more"] == 1 < first["facts"]
+
+
 def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
     out = build(world(root, features={"input_match": False}), tmp_path / "artifact")
     manifest = ArtifactReader.open(out).manifest

@@ -43,13 +43,12 @@ from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
 from grasp.predict.row_arrays import only_target
 from grasp.settings import FeatureSettings
-from grasp.targets import Unit, UnitSet, UnitTokens
+from grasp.targets import UnitTokens
 
 F64 = NDArray[np.float64]
 Part = tuple[str, NDArray[np.int64], F64]  # kernel, (n,) tokens of the row, (n, C) what they add
 
 
-UNIT = ("unit_id", "target", "prompt", "completion")
 KEPT_PAIRS = 100
 ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
 POOLED = "pooled: its summaries are damped as a whole; a word counts by its share in the residual match"
@@ -214,7 +213,7 @@ class _Question:
     def of(cls, origin: Origin, predictor: Predictor, *, by_position: bool) -> "_Question":
         settings, model = origin.settings, _language_model(origin)
         units = origin.artifact.units.take(pa.array(predictor.units.columns_E))
-        tokens = unit_tokens(units, model, settings.targets.max_length)
+        tokens = [origin.unit_tokens[e] for e in predictor.units.columns_E]
         features = forward_units(model, tokens, units["unit_id"].to_pylist(), settings.features)
         if by_position:
             features = unit_by_position(features, settings.features, model.vocab_size)
@@ -316,14 +315,6 @@ class _Added:
 def _language_model(origin: Origin) -> ReferenceModel:
     assert isinstance(origin.model, ReferenceModel)
     return origin.model
-
-
-def unit_tokens(units: pa.Table, model: ReferenceModel, max_length: int) -> list[UnitTokens]:
-    """Units of an artifact as the model read them."""
-    texts = [Unit(**{name: unit[name] for name in UNIT}) for unit in units.to_pylist()]
-    tokens = UnitSet(tuple(texts)).tokenize(model.tokenizer, max_length)
-    scored = units["n_positions"].to_pylist()  # says, whatever loss_on was, where the loss begins
-    return [replace(one, first=len(one.input_ids) - count) for one, count in zip(tokens, scored, strict=True)]
 
 
 def _row_table(pieces: Sequence[str], row: RowFeatures, kernel_L: Mapping[str, F64]) -> pa.Table:

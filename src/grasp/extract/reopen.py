@@ -1,7 +1,7 @@
 """What an artifact was built from, opened again: settings, rows, tokenizer and model, each proved to be its own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,9 @@ class Origin:
     @cached_property
     def unit_tokens(self) -> list[UnitTokens]:
         """Tokens of every unit; the labels that carry loss are `input_ids[first:]`."""
-        return self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+        tokens = self.units.tokenize(self.tokenizer, self.settings.targets.max_length)
+        counts = self.artifact.units["n_positions"].to_pylist()  # a target may have been added with another loss_on
+        return [replace(one, first=len(one.input_ids) - count) for one, count in zip(tokens, counts, strict=True)]
 
     @cached_property
     def model(self) -> "Reference":
