@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.explain import Explainer, explain
-from grasp.audit.explanation import joined_words, row_index
+from grasp.audit.explanation import joined_words
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_position_moments
@@ -23,6 +23,7 @@ from grasp.features.moments import Whitener
 from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.row_arrays import row_index
 from grasp.verbs.score import score
 from tests.cli.grasp_command import refused, run, succeed
 from tests.extract.world import world, write_checkpoint

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain_images import ImageExplanation, explain_images
-from grasp.audit.explanation import EffectParts, Explanation, joined_words, row_index
+from grasp.audit.explanation import EffectParts, Explanation, joined_words
 from grasp.audit.sample import reopened
 from grasp.corpus.store import RowShard, RowStore
 from grasp.extract.extend import kernels
@@ -41,7 +41,7 @@ from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
-from grasp.predict.row_arrays import only_target
+from grasp.predict.row_arrays import only_target, row_index
 from grasp.settings import FeatureSettings
 from grasp.targets import UnitTokens
 

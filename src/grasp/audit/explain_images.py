@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.explanation import EffectParts, row_index
+from grasp.audit.explanation import EffectParts
 from grasp.corpus.images import CLASS_LABEL, HASH_LABEL, ImageStore, decode_image, pixel_hash, png, read_images
 from grasp.errors import CorpusError
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
-from grasp.predict.row_arrays import only_target
+from grasp.predict.row_arrays import only_target, row_index
 from grasp.results import Result
 from grasp.settings import CorpusSettings
 from grasp.targets.records import target_name

@@ -11,11 +11,9 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
-from grasp.errors import SettingsError
 from grasp.predict.predictor import Predictor, kernel_weights
 from grasp.results import Result
 from grasp.text import ending, plain, printable, signed, text_table
@@ -308,27 +306,3 @@ class EffectParts:
     def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix
         """What each unit adds, (E,)."""
         return np.asarray(sum(self.weights[kernel] * stored_E for kernel, stored_E in self.stored.items()))
-
-
-def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
-    """Where the rows of these row_ids stand; without those that there are not."""
-    wanted, start, places = pa.array(rows, pa.string()), 0, dict[str, int]()
-    for batch in artifact.row_batches(["row_id"]):
-        names = batch.column(0)
-        here = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
-        places |= {names[int(i)].as_py(): start + int(i) for i in here}
-        start += batch.num_rows
-    return places
-
-
-def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> NDArray[np.int64]:
-    """Where rows stand.
-
-    Raises:
-        SettingsError: there is none of a row_id.
-    """
-    places = row_places(artifact, rows)
-    if strange := [row for row in rows if row not in places]:
-        some = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
-        raise SettingsError(f"row: got {strange[0]!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
-    return np.array([places[row] for row in rows], dtype=np.int64)

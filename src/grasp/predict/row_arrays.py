@@ -1,4 +1,4 @@
-"""What prediction asks of an artifact: which targets, columns of its row table, and what an earlier question made."""
+"""What is asked of an artifact: which targets and rows, columns of its row table, and what an earlier question made."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -6,10 +6,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ProtocolError
+from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.labels import LabelColumn
 from grasp.text import did_you_mean, several
 
@@ -90,6 +91,30 @@ def row_documents(artifact: ArtifactReader) -> NDArray[np.int64]:
 def label_column(artifact: ArtifactReader, name: str) -> LabelColumn:
     """One label of every row."""
     return LabelColumn.of_batches(name, (batch.column(0) for batch in artifact.row_batches([name])))
+
+
+def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:
+    """Where the rows of these row_ids stand; without those that there are not."""
+    wanted, start, places = pa.array(rows, pa.string()), 0, dict[str, int]()
+    for batch in artifact.row_batches(["row_id"]):
+        names = batch.column(0)
+        here = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
+        places |= {names[int(i)].as_py(): start + int(i) for i in here}
+        start += batch.num_rows
+    return places
+
+
+def row_index(artifact: ArtifactReader, rows: Sequence[str]) -> NDArray[np.int64]:
+    """Where rows stand.
+
+    Raises:
+        SettingsError: there is none of a row_id.
+    """
+    places = row_places(artifact, rows)
+    if strange := [row for row in rows if row not in places]:
+        some = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
+        raise SettingsError(f"row: got {strange[0]!r}, which {artifact.where} does not have; a row_id is e.g. {some}")
+    return np.array([places[row] for row in rows], dtype=np.int64)
 
 
 def _shared(values_N: NDArray[np.int64]) -> NDArray[np.int64]:

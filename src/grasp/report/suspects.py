@@ -13,9 +13,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import readable
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
 from grasp.audit.explain_images import picture_url, row_pictures
-from grasp.audit.explanation import row_places
 from grasp.corpus.images import HASH_LABEL
 from grasp.errors import SettingsError
+from grasp.predict.row_arrays import row_places
 from grasp.report.texts import number, signed
 from grasp.text import name, plain
 from grasp.yaml_files import describe
