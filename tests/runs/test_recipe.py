@@ -17,6 +17,7 @@ from grasp.runs.recipe import RECIPES, TrainingRecipe, named_recipe
 from grasp.runs.train import train
 from grasp.settings import CorpusSettings
 from tests.models.toy import RECIPE, corpus, units
+from tests.rounding import rounding
 
 ROWS = corpus()
 
@@ -69,7 +70,9 @@ def test_rows_fed_in_pieces_give_the_same_model_within_rounding():
     pieces = RECIPE.model_copy(update={"micro_rows": 4})
     whole = weights(train(RECIPE, ROWS, seed=5))
     for name, tensor in weights(train(pieces, ROWS, seed=5)).items():
-        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-5)
+        # forward and back through two layers and a vocabulary of 32, and 12 steps that round the weights
+        terms = 2 * (2 * (4 * 16 + 24 + 12) + 32) + 12
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=rounding(terms, whole[name]))
 
 
 def test_the_learning_rate_rises_and_ends_at_exactly_zero():
