@@ -98,7 +98,7 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     """The formula of the page, written out."""
     slices = label_slices(LabelTable(artifact.rows_path).column("topic"), row_tokens(artifact))
     predictor = Predictor.of(artifact, protocol)
-    formula = SliceFormula.of(predictor, predictor.sums(slices.indicators()))
+    formula = SliceFormula.of(predictor, predictor.sums(slices.each))
     f_G = np.array([float(name != "life") for name in slices.names])
     mass = f_G @ formula.rows_G
     change = f_G @ formula.relevance_GT[:, 0] / mass - formula.corpus_T[0]

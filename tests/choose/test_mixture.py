@@ -48,7 +48,7 @@ def test_the_quadratic_is_the_prediction(side, weighting):
     source = World()
     chosen = protocol(side=side, weighting=weighting, components=GEOMETRY, match={"token": 1.0, "pooled": 0.5})
     predictor, slices = predictor_of(source, chosen), slices_of(source)
-    parts = predictor.sums(slices.indicators())
+    parts = predictor.sums(slices.each)
     weights_T = np.array([0.7, 0.3])
     linear_G, quadratic_GG = coefficients(predictor, weights_T, parts, slices.rows_G.astype(float))
     p_BG = np.random.default_rng(0).dirichlet(np.ones(4), 6)
@@ -86,7 +86,7 @@ def test_a_training_budget_counts_repetition_and_nothing_feasible_is_better():
     slices = slices_of(source)
     trained = 3 * 2000.0
     got = mixed(source, protocol(), train_tokens=trained, max_repeat=20)
-    parts = predictor_of(source, protocol(), ["sciq"]).sums(slices.indicators())
+    parts = predictor_of(source, protocol(), ["sciq"]).sums(slices.each)
     mean_G = parts.effect_BT[:, 0] / slices.rows_G
 
     def value(p_G):

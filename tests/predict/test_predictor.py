@@ -13,7 +13,7 @@ from grasp.predict.geometry import SubsetMass, subset_relevance
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.weights import SliceShares, indicators
+from grasp.predict.weights import EachSlice, SliceShares
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components
 from tests.rounding import rounding
@@ -211,7 +211,7 @@ def test_shares_of_slices_are_weights_of_their_rows(components):
     share_BG = np.random.default_rng(0).random((5, 4)) * 2
     by_slice, close = predictor.change(SliceShares(share_BG, CODES)), rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(by_slice, predictor.change(csr_array(share_BG[:, CODES])), rtol=0, atol=close)
-    slices = predictor.sums(indicators(CODES, 4))
+    slices = predictor.sums(EachSlice(CODES, 4))
     dropped = predictor.change_of(slices.from_whole(predictor.whole(), -1.0))
     np.testing.assert_allclose(dropped, predictor.change(SliceShares(1.0 - np.eye(4), CODES)), rtol=0, atol=close)
     doubled = predictor.change_of(slices.from_whole(predictor.whole(), 1.0))

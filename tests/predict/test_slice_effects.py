@@ -114,7 +114,7 @@ def test_every_row_is_in_one_slice_largest_first():
     assert list(SLICES.names) == ["games", "(no label)", "law", "art"]
     assert SLICES.slices[0] == Slice("games", "topic = 'games'", 16, int(TOKENS[SLICES.codes_N == 0].sum()))
     assert SLICES.rows_G.sum() == 40
-    np.testing.assert_array_equal(SLICES.indicators().sum(axis=1), SLICES.rows_G)
+    np.testing.assert_array_equal(SLICES.each.csr().sum(axis=1), SLICES.rows_G)
 
 
 def test_a_label_of_many_values_keeps_the_largest_and_says_how_many_share_the_rest():

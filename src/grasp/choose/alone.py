@@ -262,7 +262,7 @@ def shares_of(environment: Environment, artifact: ArtifactReader) -> RunTable:
     column = LabelTable(artifact.rows_path).column(environment.label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
     blocks = list(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
-    codes_GN = slices.indicators()
+    codes_GN = slices.each.csr()
     share_RG = np.concatenate(
         [(block.weights_BN @ codes_GN.T).toarray() / weight_sums(block.weights)[0][:, None] for block in blocks]
     )

@@ -148,7 +148,7 @@ def _mixture(
 ) -> Mixture:
     predictor, (low_G, high_G) = aim.predictor, bounds
     current_G = slices.rows_G / predictor.n_rows
-    parts = predictor.sums(slices.indicators())
+    parts = predictor.sums(slices.each)
     effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, parts, slices.rows_G.astype(np.float64))
     segments = _segments(effect_G, slices, aim.training, low_G, high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G

@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SubsetError
@@ -24,7 +23,7 @@ from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
 from grasp.predict.row_arrays import F64
 from grasp.predict.row_sums import BlockSums
-from grasp.predict.weights import SliceShares, indicators
+from grasp.predict.weights import EachSlice, SliceShares
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
@@ -75,9 +74,10 @@ class LabelSlices:
         """The label of every row, with the values that share a slice merged into one."""
         return LabelColumn(self.label, self.names, self.codes_N)
 
-    def indicators(self) -> csr_array:
-        """(G, N), 1 where a row is in the slice."""
-        return indicators(self.codes_N, len(self.slices))
+    @property
+    def each(self) -> EachSlice:
+        """The slices as subsets, (G, N)."""
+        return EachSlice(self.codes_N, len(self.slices))
 
     def weights(self, share_BG: NDArray[np.float64]) -> SliceShares:
         """(B, N) weights of subsets that give every row of a slice the weight of the slice."""
@@ -162,7 +162,7 @@ class SliceEffects:
 
 def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     """What dropping, and doubling, each slice changes; the cost is linear in the slices."""
-    sums, corpus = predictor.sums(slices.indicators()), predictor.whole()
+    sums, corpus = predictor.sums(slices.each), predictor.whole()
     rows_G = sums.mass.retained_B
     dropped_GT = predictor.change_of(sums.from_whole(corpus, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
@@ -210,7 +210,7 @@ def dropped_intervals(
 def _unit_parts(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> F64:
     """Sums over slices of what each unit adds to the effect of its task, times the task's units: (G, E)."""
     units, negative = predictor.units, predictor.protocol.negative
-    sums = BlockSums(slices.indicators())
+    sums = BlockSums(slices.each)
     out_GE = np.zeros((len(slices.slices), len(units.columns_E)))
     for kernel, share_T in predictor.task.shares.items():
         part_GE = np.zeros_like(out_GE)

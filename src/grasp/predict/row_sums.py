@@ -21,7 +21,7 @@ from scipy.sparse import csc_array, csr_array
 
 from grasp.errors import ShapeError
 from grasp.predict.row_arrays import F32, F64, Blocks
-from grasp.predict.weights import OmittedRows, PackedMasks, SliceShares, Weights
+from grasp.predict.weights import EachSlice, OmittedRows, PackedMasks, SliceShares, Weights
 
 F = NDArray[np.floating[Any]]
 Way = Literal["dense", "sparse", "torch"]
@@ -90,9 +90,9 @@ class RowSums:
             raise ShapeError(f"sums: weights of shape {weights.shape} for values of {self._shape[0]} rows")
         if isinstance(weights, SliceShares):
             return np.asarray(weights.share_BG @ self._of_slices(weights))
-        if self.held_NC is None:
+        if self.held_NC is None or isinstance(weights, EachSlice):
             parts, out_BC = BlockSums(weights), np.zeros((weights.shape[0], self._shape[1]))
-            for start, block in self._blocks():
+            for start, block in self.blocks():
                 out_BC += parts.product(start, block)
             return out_BC
         if isinstance(weights, OmittedRows):
@@ -106,7 +106,7 @@ class RowSums:
     def _of_slices(self, weights: SliceShares) -> F64:
         """(G, C), kept from one block of subsets to the next: a union of slices costs O(G), not O(N)."""
         if self._codes_N is not weights.codes_N:
-            self._codes_N, self._sums_GC = weights.codes_N, self.sums(weights.indicators())
+            self._codes_N, self._sums_GC = weights.codes_N, self.sums(weights.slices)
         return self._sums_GC
 
     def _entries(self, weights_BN: csr_array, values_NC: F32) -> F64:
@@ -142,8 +142,8 @@ class BlockSums:
         """
         self._weights, self._dense = weights, dense
         self._by_row: csc_array | None = None
-        if not isinstance(weights, PackedMasks):
-            self._by_row = _entries_of(weights).tocsc()
+        if isinstance(weights, csr_array | OmittedRows):
+            self._by_row = (weights.omitted_BN if isinstance(weights, OmittedRows) else weights).tocsc()
         self.shape = weights.shape
 
     def product(self, start: int, values_nC: F) -> F64:
@@ -159,9 +159,11 @@ class BlockSums:
         if isinstance(weights, PackedMasks):
             return _masked(weights, start, values_nC)
         wide_nC: F64 = np.asarray(values_nC, dtype=np.float64)
-        part_BC = self._entries(start, wide_nC)
+        if isinstance(weights, EachSlice):
+            return weights.product(start, wide_nC)
         if isinstance(weights, SliceShares):
-            return np.asarray(weights.share_BG @ part_BC)
+            return np.asarray(weights.share_BG @ weights.slices.product(start, wide_nC))
+        part_BC = self._entries(start, wide_nC)
         return np.asarray(wide_nC.sum(axis=0) - part_BC) if isinstance(weights, OmittedRows) else part_BC
 
     def _entries(self, start: int, values_nC: F64) -> F64:
@@ -208,13 +210,6 @@ def cuda_backend(multiply_adds: int) -> ModuleType | None:
     from grasp.predict import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
 
     return sweep_torch if sweep_torch.device() == "cuda" else None
-
-
-def _entries_of(weights: csr_array | OmittedRows | SliceShares) -> csr_array:
-    """What is multiplied with rows: weights, what is missing, or which rows a slice has."""
-    if isinstance(weights, SliceShares):
-        return weights.indicators()
-    return weights.omitted_BN if isinstance(weights, OmittedRows) else weights
 
 
 def _gathered(weights_BN: csr_array, values_NC: F32) -> F64:

@@ -4,6 +4,7 @@
     OmittedRows    nearly all rows of each: entries for what is missing
     PackedMasks    a good part of a large corpus: one bit a row
     SliceShares    whole slices: one number a slice, whatever N
+    EachSlice      one slice each
 
 All of them mean the same matrix of weights w_i of the retained side. What is summed over subsets takes each form as
 it is (`grasp.predict.row_sums`); `as_csr` is for everyone else.
@@ -15,7 +16,7 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csc_array, csr_array
 
 F64 = NDArray[np.float64]
 
@@ -118,19 +119,46 @@ class SliceShares:
     def sums(self) -> tuple[F64, F64]:
         return self.share_BG @ self._rows_G, np.abs(1.0 - self.share_BG) @ self._rows_G
 
-    def indicators(self) -> csr_array:
-        """(G, N), 1 where a row is in the slice."""
-        return indicators(self.codes_N, self.share_BG.shape[1])
+    @property
+    def slices(self) -> "EachSlice":
+        """The slices, whose sums give those of any shares."""
+        return EachSlice(self.codes_N, self.share_BG.shape[1])
 
     @property
     def _rows_G(self) -> NDArray[np.int64]:  # noqa: N802 - a shape suffix
         return np.bincount(self.codes_N, minlength=self.share_BG.shape[1]).astype(np.int64)
 
 
-def indicators(codes_N: NDArray[np.integer], n_slices: int) -> csr_array:
-    """(G, N), 1 where a row is in the slice."""
-    order, rows_G = grouped(codes_N, n_slices)
-    return csr_array((np.ones(len(order)), order, np.concatenate([[0], np.cumsum(rows_G)])), (n_slices, len(order)))
+@dataclass(frozen=True, slots=True)
+class EachSlice:
+    """One subset a slice, (G, N): 1 where a row is in the slice."""
+
+    codes_N: NDArray[np.integer]  # slice of each row
+    n_slices: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n_slices, len(self.codes_N)
+
+    def csr(self) -> csr_array:
+        order, rows_G = grouped(self.codes_N, self.n_slices)
+        return csr_array((np.ones(len(order)), order, np.concatenate([[0], np.cumsum(rows_G)])), self.shape)
+
+    def sizes(self) -> NDArray[np.int64]:
+        return np.bincount(self.codes_N, minlength=self.n_slices).astype(np.int64)
+
+    def squared(self) -> Self:
+        return self
+
+    def sums(self) -> tuple[F64, F64]:
+        rows_G = self.sizes().astype(np.float64)
+        return rows_G, len(self.codes_N) - rows_G
+
+    def product(self, start: int, values_nC: F64) -> F64:
+        """(G, C) sums of the rows [start, start + n)."""
+        n_rows = len(values_nC)
+        parts = np.ones(n_rows), self.codes_N[start : start + n_rows], np.arange(n_rows + 1)
+        return np.asarray(csc_array(parts, shape=(self.n_slices, n_rows)) @ values_nC)
 
 
 def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -139,7 +167,7 @@ def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[NDArray[np.int
     return np.argsort(short_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
 
 
-Compact = OmittedRows | PackedMasks | SliceShares
+Compact = OmittedRows | PackedMasks | SliceShares | EachSlice
 Weights = csr_array | Compact
 
 
@@ -165,7 +193,7 @@ def squared(weights: Weights) -> Weights:
 
 def is_plain(weights: Weights) -> bool:
     """Whether all weights are 0 or 1, so that they are their own squares."""
-    if isinstance(weights, PackedMasks):
+    if isinstance(weights, PackedMasks | EachSlice):
         return True
     if isinstance(weights, SliceShares):
         return bool(np.isin(weights.share_BG, (0.0, 1.0)).all())

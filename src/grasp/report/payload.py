@@ -40,7 +40,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
             for one_name, one in zip(different(slices.names, LONGEST_CELL), slices.slices, strict=True)
         ],
         "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
-        "terms": None if isinstance(found.nats, Missing) else _rounded(found.nats.terms(slices.indicators())),
+        "terms": None if isinstance(found.nats, Missing) else _rounded(found.nats.terms(slices.each)),
         "presets": _presets(found, label),
         "side": formula.side,
         "weighting": formula.weighting,

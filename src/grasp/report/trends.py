@@ -49,7 +49,7 @@ def label_trends(
     relevance = [Kernel.of_tasks(one, kernel, UnitSelection.of(one, targets), 1.0, 1.0).held for one in artifacts]
     trends = []
     for label in labels:
-        mean_CGT = np.stack([held.sums(label.indicators()) for held in relevance]) / label.rows_G[:, None]
+        mean_CGT = np.stack([held.sums(label.each) for held in relevance]) / label.rows_G[:, None]
         trends.append(LabelTrend(label.label, kernel, names, mean_CGT, _shares(mean_CGT)))
     return tuple(trends)
 
