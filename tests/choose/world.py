@@ -1,16 +1,11 @@
 """A small artifact in memory of which single rows and a row table can be read, and slow answers about it."""
 
 import itertools
-import shutil
-import tempfile
-import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from scipy.sparse import csr_array
 
 from grasp.predict.labels import LabelColumn
@@ -32,8 +27,6 @@ class World(FakeSource):
         self.topics = [TOPICS[i] for i in rng.integers(0, 4, self.n_rows)]
         self.topics[:4] = TOPICS
         self.chosen_rows = 0  # rows that were read one by one
-        self.directory = Path(tempfile.mkdtemp())
-        weakref.finalize(self, shutil.rmtree, self.directory)
 
     @property
     def labels(self) -> LabelColumn:
@@ -50,13 +43,6 @@ class World(FakeSource):
                 "topic": self.topics,
             }
         )
-
-    @property
-    def rows_path(self) -> Path:
-        """The row table on disk, for label expressions."""
-        path = self.directory / "rows.parquet"
-        pq.write_table(self.table, path)
-        return path
 
     @property
     def manifest(self) -> SimpleNamespace:

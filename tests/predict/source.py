@@ -1,10 +1,16 @@
 """A small artifact in memory, and the slow way to predict from it."""
 
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from tests.predict import reference
 
@@ -66,6 +72,18 @@ class FakeSource:
         n = range(self.n_rows)
         own = {"row_id": [f"r{i}" for i in n], "doc_id": [f"d{i // 2}" for i in n], "n_tokens": [2 + i for i in n]}
         return pa.table(own | {"snippet": [f"text {i}" for i in n]} | self.columns)
+
+    @cached_property
+    def directory(self) -> Path:
+        directory = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, directory)
+        return directory
+
+    @property
+    def rows_path(self) -> Path:
+        """The row table on disk, for labels and conditions."""
+        pq.write_table(self.table, self.directory / "rows.parquet")
+        return self.directory / "rows.parquet"
 
     def rows(self, row_index):
         return self.table.take(row_index)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 from scipy.stats import spearmanr
 
-from grasp.errors import ArtifactError, ProtocolError
+from grasp.errors import ProtocolError, SubsetError
 from grasp.predict.families import parse_family
 from grasp.predict.geometry import SubsetMass, subset_relevance
 from grasp.predict.labels import LabelColumn
@@ -238,7 +238,7 @@ def test_refusals():
         Predictor.of(FakeSource(), protocol(), ["sci"])
     with pytest.raises(ProtocolError, match="requires 'all', the artifact was built with 'tail:32'"):
         Predictor.of(FakeSource(), protocol(requires={"pooling": "all"}))
-    with pytest.raises((ArtifactError, KeyError), match="topic"):
+    with pytest.raises(SubsetError, match="label: unknown column 'topic'"):
         Predictor.of(FakeSource(), protocol(components=COMPONENTS, calibration={"family": "mixture:topic"}))
 
 

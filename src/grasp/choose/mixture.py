@@ -32,8 +32,7 @@ from grasp.predict.blocks import SubsetBlock
 from grasp.predict.label_slices import LabelSlices, label_slices
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import F64, row_tokens
-from grasp.predict.slices import LabelTable
+from grasp.predict.row_arrays import F64, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
@@ -125,7 +124,7 @@ def mix(
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
-    slices = label_slices(LabelTable(artifact.rows_path).column(by, "by"), tokens_N)
+    slices = label_slices(label_column(artifact, by, "by"), tokens_N)
     training = Training.parsed(train_tokens, repeat_worth).of_corpus(int(tokens_N.sum()))
     far = None if distance is None else parse_share(distance, "distance")
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")

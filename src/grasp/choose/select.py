@@ -95,7 +95,7 @@ def select(
     chosen = protocol_of(protocol, diversity, artifact.array_names)
     table = LabelTable(artifact.rows_path)
     allowed_N, said = _allowed(artifact, table, exclude, exclude_where)
-    labels = None if by is None else table.column(by, "by")
+    labels = None if by is None else label_column(artifact, by, "by")
     training = Training.parsed(train_tokens, repeat_worth)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)

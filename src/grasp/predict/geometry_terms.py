@@ -36,7 +36,7 @@ from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
 from grasp.predict.relevance import Kernel
 from grasp.predict.row_arrays import F32, F64, Blocks, label_column
-from grasp.predict.row_sums import RowSums
+from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.standardize import (
     ComponentMoments,
     PairSums,
@@ -69,9 +69,9 @@ class Sketch:
         name = f"{half}_sketch"
 
         def blocks() -> Blocks:
-            return _with_norms(artifact.array_blocks(name))
+            return _with_norms(artifact.array_blocks(name, block_rows=block_rows(width)))
 
-        width = next(blocks())[1].shape[1]
+        width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1] + 1
         held = RowSums(blocks, artifact.n_rows, width)
         parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.of(block[:, -1:])) for _, block in held.blocks()]
         total_C = np.sum([total for total, _ in parts], axis=0)

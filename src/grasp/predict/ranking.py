@@ -55,12 +55,21 @@ def ranked(
         count: the first so many, which are found without sorting all others; None: all.
     """
     down = -values_N if among_N is None else -values_N[among_N]
-    head = np.arange(len(down))
     if count is not None and 0 < count < len(down):
         last = np.partition(down, count - 1)[count - 1]
         head = np.flatnonzero(~(down > last))  # with all that equal the last one: which come first is seen below
-    order = head[np.argsort(down[head], kind="stable")][:count]
+        order = head[np.argsort(down[head], kind="stable")][:count]
+    else:
+        order = np.argsort(down, kind="stable")[:count]
     return order if among_N is None else np.flatnonzero(among_N)[order]
+
+
+def best(values_N: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
+    """The rows with the `count` highest values, in corpus order; of equal ones the first."""
+    last = np.partition(values_N, -count)[-count]
+    above_N = values_N > last
+    above_N[np.flatnonzero(values_N == last)[: count - int(above_N.sum())]] = True
+    return np.flatnonzero(above_N)
 
 
 def short_rows(tokens_N: NDArray[np.int64], row_index: NDArray[np.int64]) -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.labels import LabelColumn
+from grasp.predict.slices import LabelTable
 from grasp.text import did_you_mean, several
 
 F32 = NDArray[np.float32]
@@ -88,9 +89,16 @@ def row_documents(artifact: ArtifactReader) -> NDArray[np.int64]:
     return kept(artifact, "documents", 8 * artifact.n_rows, read)
 
 
-def label_column(artifact: ArtifactReader, name: str) -> LabelColumn:
-    """One label of every row."""
-    return LabelColumn.of_batches(name, (batch.column(0) for batch in artifact.row_batches([name])))
+def label_column(artifact: ArtifactReader, name: str, where: str = "label") -> LabelColumn:
+    """One label of every row.
+
+    Args:
+        where: what a message names.
+    Raises:
+        SubsetError: no such column.
+    """
+    table = LabelTable(artifact.rows_path)
+    return kept(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, where))
 
 
 def row_places(artifact: ArtifactReader, rows: Sequence[str]) -> dict[str, int]:

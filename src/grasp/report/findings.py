@@ -27,9 +27,9 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.row_arrays import F64, checked_targets, row_tokens
-from grasp.predict.slices import LabelTable
-from grasp.report.rows import HeldRows, crossed, held_rows
+from grasp.predict.ranking import best
+from grasp.predict.row_arrays import F64, checked_targets, label_column, row_tokens
+from grasp.report.rows import HeldRows, by_column, crossed, held_rows
 from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects
 from grasp.report.trends import LabelTrend, label_trends
@@ -169,10 +169,9 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)
     tokens_N = row_tokens(artifact)
     names = tuple(request.by) or _labels(artifact, mixture)
-    table = LabelTable(artifact.rows_path)
     retraining = _retraining(artifact, protocol, targets, request)
     predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
-    columns = [label_slices(table.column(name, "--by"), tokens_N) for name in names]
+    columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     nats = _nats(predictor, artifact, request)
     covering = nats if isinstance(nats, Expected) and set(nats.columns) == set(targets) else None
     labels = [_label(artifact, predictor, one, covering) for one in columns]
@@ -314,8 +313,10 @@ def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest
 def _best(predictor: Predictor, nats: Expected | Missing) -> BestRows:
     """Keep the rows with the highest effects, for each target by itself."""
     count, n_targets = max(1, round(BEST_SHARE * predictor.n_rows)), len(predictor.targets)
-    best = (np.argpartition(-effect_N, count - 1)[:count] for effect_N in predictor.effect_NT.T)
-    subsets = (WeightedRows(target, rows) for target, rows in zip(predictor.targets, best, strict=True))
+    effects = by_column(predictor.effect_NT, np.arange(predictor.n_rows))
+    subsets = (
+        WeightedRows(target, best(effect_N, count)) for target, effect_N in zip(predictor.targets, effects, strict=True)
+    )
     blocks = list(in_blocks(subsets, predictor.n_rows, n_targets))
     value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
     low_T, high_T, outside = np.full(n_targets, np.nan), np.full(n_targets, np.nan), ("",) * n_targets

@@ -3,7 +3,7 @@
 Shape letters: N rows, L rows that are long enough, G slices, T targets, Q questions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ QUESTION_NUMBERS = 8_000_000  # effects of questions that are held at once; larg
 QUESTION_TOP, QUESTION_BOTTOM = 6, 3
 SLICE_TOP, SLICE_BOTTOM = 4, 2
 CELLS = 600  # parts of two labels crossed
+COLUMNS, COPIED = 8, 4_096  # columns, and rows of them, that are copied at once
 
 Rows = NDArray[np.int64]
 
@@ -70,14 +71,17 @@ def held_rows(
     effect_NT, rows_L = predictor.effect_NT, np.flatnonzero(long_N)
     questions = _questions(artifact, predictor, rows_L)
     mean_L = effect_NT.mean(axis=1)[rows_L]
-    wanted = [_ends(effect_N[rows_L], rows_L, ENDS, ENDS) for effect_N in effect_NT.T]
+    wanted = [_ends(effect_L, rows_L, ENDS, ENDS) for effect_L in by_column(effect_NT, rows_L)]
     wanted += [question.rows for question in questions]
     for one in slices:
         wanted += [_first_of_each(one, mean_L, rows_L, SLICE_TOP), _first_of_each(one, -mean_L, rows_L, SLICE_BOTTOM)]
     if parts is not None:
         wanted.append(_first_of_each(parts, mean_L, rows_L, 1))
     index = np.array(list(dict.fromkeys(np.concatenate(wanted).tolist()))[:MOST_ROWS], dtype=np.int64)
-    ranks = [_ranks(np.sort(effect_N[rows_L]), effect_N[index]) for effect_N in effect_NT.T]
+    ranks = [
+        _ranks(np.sort(effect_L), effect_K)
+        for effect_L, effect_K in zip(by_column(effect_NT, rows_L), effect_NT[index].T, strict=True)
+    ]
     rank_KT = np.where(long_N[index, None], np.stack(ranks, axis=1), 0)
     rows = tuple(artifact.rows(index).to_pylist())
     return HeldRows(rows, index, effect_NT[index], rank_KT, questions, len(rows_L))
@@ -95,11 +99,21 @@ def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: Rows) -> 
     single = UnitSelection(tuple(str(e) for e in chosen_Q), chosen_Q, np.ones(len(chosen_Q), dtype=np.int64))
     effect_NQ = Predictor.of(artifact, additive, units=single).effect_NT
     found = []
-    for q, unit in enumerate(units):
-        ends = _ends(effect_NQ[rows_L, q], rows_L, QUESTION_TOP, QUESTION_BOTTOM)
+    for q, (unit, effect_L) in enumerate(zip(units, by_column(effect_NQ, rows_L), strict=True)):
+        ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)
         rows = np.array(list(dict.fromkeys(ends.tolist())), dtype=np.int64)
         found.append(Question(int(of_target[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
     return tuple(found)
+
+
+def by_column(values_NT: NDArray[np.float32], rows_L: Rows) -> Iterator[NDArray[np.float32]]:
+    """One column after the other, of some rows, each in one piece: a few at a time, so that lines are read once."""
+    n_rows, n_columns = values_NT.shape
+    for first in range(0, n_columns, COLUMNS):
+        part_TN = np.empty((min(COLUMNS, n_columns - first), n_rows), dtype=np.float32)
+        for start in range(0, n_rows, COPIED):
+            part_TN[:, start : start + COPIED] = values_NT[start : start + COPIED, first : first + COLUMNS].T
+        yield from part_TN if len(rows_L) == n_rows else part_TN[:, rows_L]
 
 
 def _ends(values_L: NDArray[np.float32], rows_L: Rows, top: int, bottom: int) -> Rows:

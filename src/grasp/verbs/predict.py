@@ -22,7 +22,7 @@ from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_interv
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
-from grasp.predict.row_arrays import F64, checked_targets, row_tokens
+from grasp.predict.row_arrays import F64, checked_targets, label_column, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.results import Result, write_table
@@ -134,7 +134,7 @@ def predict(
     chosen = as_protocol(protocol)
     sketches = measures(artifact.array_names) if runs is not None or by is not None else ()
     if by is not None:
-        column = labels.column(by, "by")  # or it says what there is
+        column = label_column(artifact, by, "by")  # or it says what there is
         predictor = Predictor.of(artifact, chosen, targets, sketches=sketches)
         return _by(artifact, predictor, column, None if beside is None else learn(predictor, artifact, beside), out)
     if subsets is not None:
