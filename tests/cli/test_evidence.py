@@ -158,8 +158,14 @@ def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained,
     assert "token additive" in succeed("evaluate", tmp_path / "art", *arguments[2:]).out
 
 
-def test_runs_like_an_artifact_can_be_compared_with_it(art, tmp_path):
+@pytest.mark.parametrize("apart", [False, True])
+def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apart):
     env = tmp_path / "env"
+    if apart:  # its tokenizer does not lie with its model
+        bare = shutil.copytree(root / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+        named = "--model", bare, "--tokenizer", root / "model", "--out", tmp_path / "art"
+        succeed("build", "--config", root / "settings.yaml", *named)
+        art = tmp_path / "art"
     recipe = "overrides.steps=4 overrides.warmup_steps=1 overrides.batch_rows=4 overrides.shape.hidden=16 threads=1"
     changes = [part for change in recipe.split() for part in ("--set", change)]
     asked = "retrain", "--like", art, "--out", env, "-B", 1, "--seeds", 1, "--family"
@@ -248,6 +254,7 @@ def test_progress_tells_runs_steps_and_the_time_left(monkeypatch, capsys):
         (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),
         (["--corpus", "nowhere.parquet"], "nowhere.parquet"),
         (["--set", "corpus.max_length=65"], "recipe tiny reads rows of at most 64 tokens"),
+        (["--set", "tokenizer=/"], "tokenizer: `/` holds no tokenizer; name its directory, or put it there with"),
     ],
 )
 def test_retrain_refuses_before_anything_is_trained(settings, tmp_path, arguments, message):

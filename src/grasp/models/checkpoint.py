@@ -118,16 +118,27 @@ def refuse_unreadable(name: str) -> None:
 
 
 def _hf_tokenizer(settings: ModelSettings) -> Any:
-    field, name = "model.path", settings.path
-    if settings.tokenizer is not None:
-        field, name = "model.tokenizer", settings.tokenizer
+    if settings.tokenizer is None:
+        return tokenizer_at("model.path", settings.path, settings)
+    return tokenizer_at("model.tokenizer", settings.tokenizer, settings)
+
+
+def tokenizer_at(field: str, name: str, settings: ModelSettings) -> Any:
+    """A tokenizer of transformers by its place: a directory, a GGUF file, a repository, or an adapter of a model.
+
+    Args:
+        field: what a message names.
+    Raises:
+        ModelError: nothing there, or nothing that transformers can load.
+    """
     if Path(name).is_dir() and not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
         base = _base_of(name)
         if base is not None:
-            return _hf_tokenizer(settings.model_copy(update={"path": base}))
+            return tokenizer_at(field, base, settings)
+        flag = " with --tokenizer (model.tokenizer)" if field.startswith("model.") else ""
         raise ModelError(
-            f"{field}: `{name}` holds no tokenizer; name its directory with --tokenizer (model.tokenizer), or put it "
-            "there with tokenizer.save_pretrained"
+            f"{field}: `{name}` holds no tokenizer; name its directory{flag}, or put it there with "
+            "tokenizer.save_pretrained"
         )
     with _quiet():
         return _loaded(AutoTokenizer, field, "has no tokenizer", **_source(field, name, settings))

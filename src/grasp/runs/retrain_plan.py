@@ -6,7 +6,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 import grasp
 from grasp.corpus import RowStore, read_documents
@@ -14,6 +13,7 @@ from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
 from grasp.locks import one_at_a_time
+from grasp.models.checkpoint import tokenizer_at
 from grasp.models.device import device_of
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.predict.blocks import SubsetBlock
@@ -25,7 +25,7 @@ from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.recipe import TrainingRecipe, named_recipe, recipe_of_command
 from grasp.runs.train_command import ROWS, command_words, write_corpus
-from grasp.settings import RetrainSettings
+from grasp.settings import ModelSettings, RetrainSettings
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
 from grasp.text import json_text
@@ -128,12 +128,17 @@ def row_names(store: RowStore) -> RowIndex:
 
 
 def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -> HfTokenizer:
-    """The tokenizer that is given, or the one that was trained on the corpus."""
+    """The tokenizer that is given, or the one that was trained on the corpus.
+
+    Raises:
+        SettingsError: no such directory, or more tokens than the recipe has room for.
+        ModelError: it holds no tokenizer that transformers can load.
+    """
     vocab_size = recipe.shape.vocab_size
     directory = Path(settings.tokenizer) if settings.tokenizer else out / "tokenizer"
     if not directory.is_dir():
         raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    tokenizer = tokenizer_at("tokenizer", str(directory), ModelSettings(path=str(directory)))
     if settings.train_command is not None:
         return HfTokenizer(tokenizer, vocab_size=len(tokenizer))
     if len(tokenizer) > vocab_size:

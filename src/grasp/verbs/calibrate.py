@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -24,10 +24,6 @@ from grasp.runs.selection import (
     write_provenance,
 )
 from grasp.text import several
-
-if TYPE_CHECKING:
-    pass
-
 from grasp.verbs.retrain import Opened, Place, Runs
 
 SHOWN = 10  # protocols of a calibration

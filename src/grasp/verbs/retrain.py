@@ -114,6 +114,6 @@ def _like(art: Opened | Place, data: Mapping[str, Any]) -> dict[str, Any]:
         if label is not None and label not in labels:
             raise SubsetError(f"family: {files.where} has no label {label!r}, expected one of {labels}")
     _ = origin.tokenizer  # still there, and its own
-    built = origin.settings.model_dump(mode="json", include={"corpus", "targets"})
+    model, built = origin.settings.model, origin.settings.model_dump(mode="json", include={"corpus", "targets"})
     shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}
-    return built | {"tokenizer": origin.settings.model.path, "overrides": {"shape": shape}}
+    return built | {"tokenizer": model.tokenizer or model.path, "overrides": {"shape": shape}}
