@@ -64,6 +64,18 @@ def test_loss_and_relevance_are_those_of_the_assistants_tokens(chat):
     assert int(art.moments["token.count"][0]) == store.supervised().sum()
 
 
+def test_a_conversation_is_short_by_the_tokens_that_carry_loss(chat):
+    art = api.open(chat[0] / "art")
+    supervised_N = RowStore.open(chat[0] / "art" / "tokens").supervised()
+    rows = art.rows.to_pandas()
+    assert rows["n_loss"].tolist() == supervised_N.tolist()
+    assert "n_loss" not in art.labels
+    median = int(np.median(supervised_N))
+    assert median < rows["n_tokens"].min()  # which would pass over nothing
+    found = art.score(next(iter(art.targets)), min_tokens=median).to_pandas()
+    assert set(found["row_id"]) == set(rows["row_id"][supervised_N >= median])
+
+
 def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     root, settings = chat
     names = (*settings.targets.names, str(write_targets(root / "more.jsonl", "more", 4, seed=5)))

@@ -21,9 +21,10 @@ from grasp.audit.explain import explain
 from grasp.extract.local import build
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.ranking import SHORT
 from grasp.predict.weights import SliceShares
 from grasp.report import payload
-from grasp.report.findings import MIN_TOKENS, ReportRequest, findings
+from grasp.report.findings import ReportRequest, findings
 from grasp.report.page import render
 from grasp.runs.environment import Environment
 from grasp.runs.learning import learn, measures
@@ -202,7 +203,7 @@ def test_everything_that_was_given_is_shown(parsed):
     assert "Environment env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
     assert "first" in parsed.section("over checkpoints")
     says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <geometry>")
-    says(text, f"rows of {MIN_TOKENS} tokens and more")
+    says(text, f"rows of {SHORT} tokens and more")
 
 
 def test_the_command_on_the_page_makes_it_again(page, tmp_path):

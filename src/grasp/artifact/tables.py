@@ -13,6 +13,7 @@ from grasp.errors import ArtifactError, GraspError, ShapeError
 from grasp.files import written_aside
 
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")
+LOSS_TOKENS = "n_loss"  # a column beside them where not every token of a row carries loss
 UNIT_COLUMNS = ("unit_id", "target")
 _GROUP_ROWS = 65_536  # rows of one Parquet row group: enough to scan fast, little to hold
 

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.tables import LOSS_TOKENS
 from grasp.corpus.documents import Tokenizer
 from grasp.corpus.packing import Row
 from grasp.corpus.sources import JsonRecord, open_source
@@ -153,7 +154,7 @@ SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # of JSON records that wait to become a table
 ROWS_AT_ONCE = 4_096
 OWN = ("row_id", "doc_id", "n_tokens")
-UNNEEDED = ("row_index", "loss", "snippet")  # columns of the row table that training has no use for
+UNNEEDED = ("row_index", LOSS_TOKENS, "loss", "snippet")  # columns of the row table that training has no use for
 
 Decode = Callable[[list[list[int]]], list[str]]
 Item: TypeAlias = pa.Table | dict[str, Any]  # some rows, or a JSON record

@@ -30,8 +30,8 @@ from grasp.predict.blocks import one_subset
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import SHORT, ranked, short_rows
-from grasp.predict.row_arrays import F64, label_column, row_documents
+from grasp.predict.ranking import SHORT, ranked, short_of, short_rows
+from grasp.predict.row_arrays import F64, label_column, length_column, row_documents
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
@@ -380,11 +380,11 @@ def _row_notes(aim: Aim, row_index: I64, by: str | None) -> list[str]:
             shares = ", ".join(f"{names[g]} ({gone_G[g]:,.0f} of {column.counts[g]:,})" for g in worst if share_G[g])
             line += f"; most of {label}: {shares}" * bool(shares)
         said.append(line)
-    short = short_rows(aim.tokens_N, row_index)
+    short, length = short_rows(aim.artifact, row_index), length_column(aim.artifact)
     if short > SHORT_SHARE * len(row_index):
         said.append(
-            f"{short:,} of the rows taken have fewer than {SHORT} tokens, and their relevance is noisy: "
-            f'--exclude-where "n_tokens < {SHORT}" leaves such rows out'
+            f"{short:,} of the rows taken have fewer than {SHORT} {short_of(length)}, and their relevance is noisy: "
+            f'--exclude-where "{length} < {SHORT}" leaves such rows out'
         )
     return said
 

@@ -19,7 +19,7 @@ IDS_COLUMN = "__input_ids__"
 LABELLED_COLUMN = "__labelled__"
 DOCUMENT_COLUMN = "__document__"
 _HIDDEN = (IDS_COLUMN, LABELLED_COLUMN, DOCUMENT_COLUMN)
-OWN_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet", "row_index", *_HIDDEN)
+OWN_COLUMNS = ("row_id", "doc_id", "n_tokens", "n_loss", "loss", "snippet", "row_index", *_HIDDEN)
 # Case does not count: DuckDB, which reads label expressions, holds `Loss` and `loss` to be one column.
 _OWN = re.compile(rf"(?:{'|'.join(OWN_COLUMNS)})_*", re.IGNORECASE)
 

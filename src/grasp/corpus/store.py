@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -133,15 +134,23 @@ class RowStore(ShardStore[RowShard]):
         offsets = ids.offsets.to_numpy().astype(np.int64)
         return RowShard(start, ids.values.to_numpy(), offsets, self._public(whole), _mask_of(whole))
 
+    @cached_property
+    def masked(self) -> bool:
+        """Whether of some rows only a part carries loss, as of conversations."""
+        return any(
+            _mask_of(read_shard(self._directory, k, [LABELLED_COLUMN])) is not None for k in range(self.n_shards)
+        )
+
     def supervised(self) -> NDArray[np.int64]:
-        parts = []
-        for k in range(self.n_shards):
-            table = read_shard(self._directory, k, ["n_tokens", LABELLED_COLUMN])
-            labelled = _mask_of(table)
-            lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
-            starts = np.cumsum(lengths) - lengths
-            parts.append(lengths - 1 if labelled is None else np.add.reduceat(labelled.astype(np.int64), starts))
-        return np.concatenate(parts)
+        return np.concatenate([self.supervised_of(k) for k in range(self.n_shards)])
+
+    def supervised_of(self, k: int) -> NDArray[np.int64]:
+        """The same of one shard."""
+        table = read_shard(self._directory, k, ["n_tokens", LABELLED_COLUMN])
+        labelled = _mask_of(table)
+        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        return lengths - 1 if labelled is None else np.add.reduceat(labelled.astype(np.int64), starts)
 
     @staticmethod
     def _hashed(whole: pa.Table) -> Iterator[bytes]:

@@ -21,7 +21,9 @@ from grasp.artifact.layout import BUILD, MANIFEST, RUN
 from grasp.artifact.manifest import read_manifest
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec, FeatureSpool
+from grasp.artifact.tables import LOSS_TOKENS
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
+from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.engine import InProcess, Workers, ray_workers
@@ -322,6 +324,8 @@ def finish_shard(inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k
     """Sketches and pooled relevance of one shard, and the shard into the artifact."""
     arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.token
     table = inputs.store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
+    if isinstance(inputs.store, RowStore) and inputs.store.masked:
+        table = table.append_column(LOSS_TOKENS, pa.array(inputs.store.supervised_of(k), pa.int32()))
     writer.write_shard(k, arrays, table, column_sums(arrays))
 
 

@@ -22,7 +22,7 @@ from grasp.artifact.layout import PER_UNIT
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.remote import remote_url
 from grasp.artifact.shards import ArraySpec
-from grasp.artifact.tables import ROW_COLUMNS
+from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS
 from grasp.artifact.writer import ArtifactWriter
 from grasp.corpus.packing import SkipLog
 from grasp.errors import ArtifactError, SettingsError
@@ -153,7 +153,7 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         )
         for name, entry in first.arrays.items()
     }
-    given = _manifest(parts, [name for name in schema.names if name not in ROW_COLUMNS])
+    given = _manifest(parts, [name for name in schema.names if name not in (*ROW_COLUMNS, LOSS_TOKENS)])
     stored = [_without_gains(part) for part in parts]
     with ArtifactWriter.open(
         out,

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.labels import OWN_COLUMNS
 from grasp.errors import SubsetError
 from grasp.predict.blocks import Side
 from grasp.predict.geometry import JOINT, QuadraticWeights, SketchSums, SubsetMass, Weighting
@@ -33,7 +34,6 @@ RESAMPLES = 1_000
 TAILS = (0.025, 0.975)
 DROPPED, DOUBLED = -1.0, 1.0
 SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
-OWN_COLUMNS = ("row_index", "row_id", "doc_id", "n_tokens", "loss", "snippet")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError
 from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.relevance import UnitSelection
+from grasp.predict.row_arrays import length_column, row_tokens
 from grasp.results import write_table
 
 ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
@@ -72,9 +74,15 @@ def best(values_N: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     return np.flatnonzero(above_N)
 
 
-def short_rows(tokens_N: NDArray[np.int64], row_index: NDArray[np.int64]) -> int:
+def short_rows(artifact: ArtifactReader, row_index: NDArray[np.int64]) -> int:
     """How many of some rows are too short for their relevance to be trusted; 0 where all rows are, as images are."""
-    return int((tokens_N[row_index] < SHORT).sum()) if tokens_N.max() >= SHORT else 0
+    length_N = row_tokens(artifact, length_column(artifact))
+    return int((length_N[row_index] < SHORT).sum()) if length_N.max() >= SHORT else 0
+
+
+def short_of(column: str) -> str:
+    """What short rows have too few of, in words: what `length_column` counts."""
+    return "tokens with loss" if column == LOSS_TOKENS else "tokens"
 
 
 def write_ranked(

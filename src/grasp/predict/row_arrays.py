@@ -7,9 +7,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
@@ -69,14 +71,23 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
     return checked_targets(artifact, target)[0]
 
 
-def row_tokens(artifact: ArtifactReader) -> NDArray[np.int64]:
-    """Tokens of every row, (N,); nobody writes into it."""
+def row_tokens(artifact: ArtifactReader, column: str = "n_tokens") -> NDArray[np.int64]:
+    """Tokens of every row, (N,); nobody writes into it.
+
+    Args:
+        column: `length_column(artifact)` counts those that carry loss.
+    """
 
     def read() -> NDArray[np.int64]:
-        batches = artifact.row_batches(["n_tokens"])
+        batches = artifact.row_batches([column])
         return _shared(np.concatenate([np.asarray(batch.column(0), dtype=np.int64) for batch in batches]))
 
-    return kept(artifact, "tokens", 8 * artifact.n_rows, read)
+    return kept(artifact, column, 8 * artifact.n_rows, read)
+
+
+def length_column(artifact: ArtifactReader) -> str:
+    """The column by which a row is short: its tokens, of conversations those that carry loss."""
+    return LOSS_TOKENS if LOSS_TOKENS in pq.read_schema(artifact.rows_path).names else "n_tokens"
 
 
 def row_documents(artifact: ArtifactReader) -> NDArray[np.int64]:

@@ -27,8 +27,8 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import best
-from grasp.predict.row_arrays import F64, checked_targets, label_column, row_tokens
+from grasp.predict.ranking import SHORT, best
+from grasp.predict.row_arrays import F64, checked_targets, label_column, length_column, row_tokens
 from grasp.report.rows import HeldRows, by_column, crossed, held_rows
 from grasp.report.shades import Pictures, Shades, pictured, shaded
 from grasp.report.suspects import ShownSuspects, read_suspects
@@ -40,7 +40,6 @@ from grasp.yaml_files import read_yaml, yaml_text
 
 BEST_SHARE = 0.3  # of the rows, in the sentence that says what a choice of rows is worth
 NATS = {"nats": "nats a token"}  # what the unit of runs is called on the page, if not by itself
-MIN_TOKENS = 32  # relevance is a mean over a row's positions: very short rows lie far out
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,9 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     covering = nats if isinstance(nats, Expected) and set(nats.columns) == set(targets) else None
     labels = [_label(artifact, predictor, one, covering) for one in columns]
     parts = _label(artifact, predictor, crossed(*columns[:2]), None) if len(columns) > 1 else None
-    long_N = tokens_N >= (MIN_TOKENS if bool((tokens_N >= MIN_TOKENS).any()) else 0)
+    long_N = row_tokens(artifact, length_column(artifact)) >= SHORT
+    if not long_N.any():
+        long_N[:] = True
     rows = held_rows(artifact, predictor, columns, None if parts is None else parts.slices, long_N)
     shades, unshaded = shaded(artifact, protocol, targets, rows, request.explain) if request.explain else ({}, "")
     pictures = pictured(artifact, protocol, targets, rows, request.explain) if request.explain else {}

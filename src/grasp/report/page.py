@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 import grasp
+from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import SettingsError
 from grasp.extras import require
 from grasp.files import written_aside
+from grasp.predict.ranking import SHORT, short_of
 from grasp.report import views
 from grasp.report.answer import answers, headline
-from grasp.report.findings import MIN_TOKENS, Findings, LabelFindings, Missing
+from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.report.payload import payload
 from grasp.report.suspects import suspects_view
 from grasp.report.texts import signed
@@ -285,10 +287,11 @@ def _rows(found: Findings, targets: Sequence[str]) -> View:
             for k in ends
         ]
 
+    length = LOSS_TOKENS if all(LOSS_TOKENS in row for row in held.rows) else "n_tokens"
     return {
         "has_text": any(row["snippet"] for row in held.rows),
         "n_rows": f"{held.n_ranked:,}",
         "held": f"{len(held.rows):,}",
-        "min_tokens": MIN_TOKENS if any(row["n_tokens"] >= MIN_TOKENS for row in held.rows) else 0,
+        "shortest": f"{SHORT} {short_of(length)}" if any(row[length] >= SHORT for row in held.rows) else "",
         "plain": [{"target": target, "rows": shown(t)} for t, target in enumerate(targets)],
     }

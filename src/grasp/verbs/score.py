@@ -17,8 +17,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
 from grasp.predict.protocol import ScoringProtocol
-from grasp.predict.ranking import SHORT, additive_predictor, ranked, ranked_table, short_rows, write_ranked
-from grasp.predict.row_arrays import only_target, row_tokens
+from grasp.predict.ranking import SHORT, additive_predictor, ranked, ranked_table, short_of, short_rows, write_ranked
+from grasp.predict.row_arrays import length_column, only_target, row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.results import Result
 from grasp.runs.environment import Environment
@@ -84,7 +84,7 @@ def score(
         top, bottom: how many; neither: all rows, best first.
         where: label expression: rank these rows only.
         unit: unit_id: rank for one unit of the target.
-        min_tokens: pass over shorter rows: their relevance is noisy.
+        min_tokens: pass over shorter rows: their relevance is noisy. Of conversations, tokens with loss.
         match: token, input, neighbour, shift or pooled: rank by one kernel.
         labels: label columns that are shown; None: the first two.
         protocol: None: the one that ships.
@@ -160,9 +160,9 @@ def _published(method: str | None, given: Mapping[str, Any]) -> ConfiguredMethod
 def _short(artifact: ArtifactReader, chosen: NDArray[np.int64]) -> tuple[str, ...]:
     """What is to be known of the first rows, if some of them are short."""
     first = min(PRINTED, len(chosen))
-    short = short_rows(row_tokens(artifact), chosen[:first])
+    short = short_rows(artifact, chosen[:first])
     these = "these" if first == len(chosen) else f"the first {first:,}"
-    noisy = f"tokens, and their relevance is noisy: --min-tokens {SHORT} passes over them"
+    noisy = f"{short_of(length_column(artifact))}, and their relevance is noisy: --min-tokens {SHORT} passes over them"
     return (f"{short:,} of {these} rows have fewer than {SHORT} {noisy}",) if short else ()
 
 
@@ -171,7 +171,7 @@ def _among(
 ) -> NDArray[np.bool_] | None:
     among_N = None if where is None else labels.matching(where).mask_N
     if min_tokens:
-        long_N = row_tokens(artifact) >= min_tokens
+        long_N = row_tokens(artifact, length_column(artifact)) >= min_tokens
         among_N = long_N if among_N is None else among_N & long_N
     if among_N is not None and not among_N.any():
         raise SettingsError(f"min_tokens: got {min_tokens}, no row of {artifact.where} is as long")
