@@ -142,7 +142,7 @@ class Aim:
         sketches = () if beside is None else measures(artifact.array_names)
         predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
-        effect_N = np.asarray(predictor.effect_NT @ weights_T, dtype=np.float64)
+        effect_N = predictor.task.effects.dot(weights_T)
         bound = training.of_corpus(int(tokens_N.sum()))
         intervals = None if beside is None else learn(predictor, artifact, beside)
         return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, intervals, cautious)

@@ -57,7 +57,7 @@ class Objective:
         factor = float(mass.factor(protocol.side, protocol.weighting)[0])
         slope_T = weights_T * predictor.task.gain_C
         zero = float(slope_T @ predictor.task.offset_C)  # of a row whose effect is the mean
-        linear_N = factor * (np.asarray(predictor.effect_NT @ slope_T, dtype=np.float64) + zero)
+        linear_N = factor * (predictor.task.effects.dot(slope_T) + zero)
         constant = -predictor.n_rows * zero
         whole = geometry.whole()
         for name, omega in protocol.components.items():

@@ -84,6 +84,10 @@ class RowSums:
         for start in range(0, len(self.held_NC), rows):
             yield start, self.held_NC[start : start + rows]
 
+    def dot(self, vector_C: F64) -> F64:
+        """<x_i, vector> of every row, (N,); a block at a time, so that nothing as large as the values is made."""
+        return np.concatenate([np.asarray(block @ vector_C, dtype=np.float64) for _, block in self.blocks()])
+
     def sums(self, weights: Weights) -> F64:
         """(B, C) for one block of subsets."""
         if weights.shape[1] != self._shape[0]:

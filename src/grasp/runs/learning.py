@@ -123,11 +123,11 @@ class Known:
         out_N = np.asarray(self.predictor.effect_NT[:, list(tasks)] @ (slope.relevance_BT[0] * gain_T), np.float64)
         widths = np.cumsum([one.width for one in self.indicators])
         for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
-            out_N += _dot(one, slope_G)
+            out_N += one.dot(slope_G)
         for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
             every_T = np.zeros(one.width)
             every_T[list(tasks)] = slope_T
-            out_N += _dot(one, every_T)
+            out_N += one.dot(every_T)
         halves = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
         widths = np.cumsum([len(sketch.totals.mean_D) for sketch in halves])
         for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
@@ -337,11 +337,6 @@ def _indicators(codes_N: NDArray[np.int32], n_slices: int) -> RowSums:
     return RowSums(
         lambda: ((at, one_GG[codes_N[at : at + step]]) for at in range(0, len(codes_N), step)), len(codes_N), n_slices
     )
-
-
-def _dot(rows: RowSums, vector_C: F64) -> F64:
-    """<x_i, vector> of every row, (N,)."""
-    return np.concatenate([block @ vector_C for _, block in rows.blocks()])
 
 
 def _pick(features: KnownFeatures, tasks: Sequence[int]) -> KnownFeatures:
