@@ -101,8 +101,9 @@ class Artifact:
         return "\n".join([plain(self._headline()), text_table("", ("target", "units"), self._target_lines())])
 
     def _repr_html_(self) -> str:
-        lines = "".join(f"<tr><td>{escape(name)}</td><td>{units}</td></tr>" for name, units in self._target_lines())
-        table = f"<table><thead><tr><th>target</th><th>units</th></tr></thead><tbody>{lines}</tbody></table>"
+        from grasp.results import html_table
+
+        table = html_table(("target", "units"), self._target_lines())
         return f"<p><b>{escape(plain(self._headline()))}</b></p>{table}"
 
     def _headline(self) -> str:

@@ -59,13 +59,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         names, rows = self._shown()
-        head = "".join(f"<th>{escape(name)}</th>" for name in names)
-        body = "".join("<tr>" + "".join(f"<td>{escape(plain(cell))}</td>" for cell in row) + "</tr>" for row in rows)
         below = "".join(f"<p>{escape(plain(note))}</p>" for note in self._below())
-        return (
-            f"<p><b>{escape(plain(self.headline))}</b></p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
-        )
+        return f"<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         """Headings and the first rows as text."""
@@ -76,6 +71,13 @@ class Result:
     def _below(self) -> Sequence[str]:
         more = len(self) - ROWS_SHOWN
         return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as HTML; what stands in it is text, whoever wrote it."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join("<tr>" + "".join(f"<td>{escape(plain(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def write_table(table: pa.Table, path: Path) -> Path:

@@ -187,7 +187,11 @@ class ArtifactReader:
         return MomentArrays([self._file(name) for name in self.manifest.moments], sums=True)
 
     def relevance_name(self, match: str) -> str:
-        """Array that holds the relevance of a kernel: `pooled`, `token` or `input`."""
+        """Array that holds the relevance of a kernel.
+
+        Raises:
+            ArtifactError: no such kernel, or it was not built; the message says with which settings it is.
+        """
         name = RELEVANCE.get(match)
         if name is None:
             raise ArtifactError(f"match: got {match!r}, expected one of {list(RELEVANCE)}")

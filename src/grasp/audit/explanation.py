@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.predict.predictor import Predictor, kernel_weights
-from grasp.results import Result
+from grasp.results import Result, html_table
 from grasp.text import ending, plain, printable, signed, text_table
 
 F64 = NDArray[np.float64]
@@ -146,11 +146,7 @@ class Explanation(Result):
         if self.answer is not None:
             parts += ["<p><b>question and answer</b></p>", shaded_html(self.answer_shades)]
         for title, names, lines in self._tables():
-            head = "".join(f"<th>{escape(name)}</th>" for name in names)
-            body = "".join(
-                "<tr>" + "".join(f"<td>{escape(plain(cell))}</td>" for cell in line) + "</tr>" for line in lines
-            )
-            parts.append(f"<p><b>{escape(title)}</b></p><table><tr>{head}</tr>{body}</table>")
+            parts.append(f"<p><b>{escape(title)}</b></p>{html_table(names, lines)}")
         return "".join([*parts, *(f"<p>{escape(plain(note))}</p>" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
