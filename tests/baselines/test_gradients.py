@@ -19,9 +19,10 @@ from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
+from tests.rounding import rounding
 
 # RMSNorm of transformers goes through float32 whatever the model's type is, so a row alone and in a batch differ.
-CLOSE = 2e-6
+CLOSE = rounding(5 * 32)  # five norms over 32 numbers
 
 
 def engine_of(family="llama", patterns=("all",), **how) -> PerExample:
@@ -142,10 +143,11 @@ def test_labels_drawn_from_the_model_give_its_own_fisher():
         engine.run([row] * len(part), consume, "sampled", [np.array([u]) for u in part])
     residual = torch.cat(drawn)
     mean = residual.mean(0)
-    assert float(mean.abs().max()) < 1e-3  # E over labels of p - onehot is zero
+    # E over labels of p - onehot is zero; of evenly spaced numbers a label has its share to one of them
+    assert float(mean.abs().max()) <= 1 / len(numbers) + CLOSE
     p = residual[0] + torch.nn.functional.one_hot(residual[0].argmin(), VOCAB)
     fisher = torch.diag(p) - torch.outer(p, p)
-    torch.testing.assert_close(residual.T @ residual / len(residual), fisher, rtol=0, atol=2e-3)
+    torch.testing.assert_close(residual.T @ residual / len(residual), fisher, rtol=0, atol=3 / len(numbers) + CLOSE)
 
 
 # ------------------------------------------------------------------------------------------- projection
@@ -229,7 +231,8 @@ def test_norms_by_pairs_and_by_matrices_agree():
             torch.randn(4, positions, right, generator=generator),
         )
         expected = (materialise(dense, left) + materialise(ids, left)).flatten(1).square().sum(1)
-        torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=1e-4, atol=1e-4)
+        close = rounding(left * right + positions, expected)
+        torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=0, atol=close)
 
 
 def test_the_cheaper_form_is_chosen():

@@ -12,15 +12,23 @@ from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite
 from grasp.baselines.shapley import exact_shapley
 from grasp.errors import ModelError, SettingsError
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
+from tests.rounding import rounding
 
 RATE = 0.02
+# Hugging Face computes the norms of some families in float32 always: five of them, over 32 numbers each.
+CLOSE = rounding(5 * 32)
 MEAN = np.full((1, 4), 0.25)
 TWO = np.array([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.25, 0.75]])
 
 
-def close(found, expected, tolerance):
-    """Within a share of the largest entry; Hugging Face computes the norms of some families in float32 always."""
+def close(found, expected, tolerance=CLOSE):
+    """Within a share of the largest entry."""
     assert np.abs(np.asarray(found) - np.asarray(expected)).max() <= tolerance * np.abs(np.asarray(expected)).max()
+
+
+def of_differences(gradient, product):
+    """What second-order values may be off by: H d comes from differences, and is within 2e-4 of the exact product."""
+    return 2e-4 * RATE**2 / 2 * float(gradient.norm(dim=-1).max() * product.norm())
 
 
 def settings(**changed):
@@ -88,21 +96,23 @@ def test_first_order_is_the_explicit_inner_product(family):
     for weight_E in TWO:
         validation, _ = slow.gradient_and_hessian_product(weight_E, torch.zeros(gradient.shape[1], dtype=torch.float64))
         expected.append((RATE * gradient @ validation).numpy())
-    close(replayed(family, TWO).advance(rows()), np.stack(expected, axis=1), 1e-6)
+    close(replayed(family, TWO).advance(rows()), np.stack(expected, axis=1))
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2-tied", "gemma2-soft-cap", "phi-head-bias"])
 def test_second_order_is_that_of_the_exact_hessian(family):
     slow = Slow(family)
     gradient = slow.row_gradients()
-    expected = []
+    expected, allowed = [], []
     for weight_E in TWO:
         validation, product = slow.gradient_and_hessian_product(weight_E, gradient.sum(dim=0))
         expected.append((RATE * gradient @ validation - RATE**2 / 2 * gradient @ product).numpy())
+        allowed.append(of_differences(gradient, product))
     first = replayed(family, TWO).advance(rows())
     second = replayed(family, TWO, order=2).advance(rows())
     correction = np.stack(expected, axis=1) - first
-    close(second - first, correction, 5e-4)
+    assert (np.abs(second - first - correction).max(axis=0) <= allowed).all()
+    assert (np.abs(correction).max(axis=0) > 100 * np.array(allowed)).all()
 
 
 def test_second_order_in_float32_is_within_a_thousandth_of_its_correction():
@@ -126,8 +136,9 @@ def test_both_orders_are_the_shapley_values_of_the_taylor_game():
         return np.stack([first, first - np.einsum("bi,ij,bj->b", masks, curvature, masks) / 2], axis=1)
 
     expected = exact_shapley(utility, 5)
-    for order in (1, 2):
-        close(replayed(order=order).advance(rows())[:, 0], expected[:, order - 1], 1e-5)
+    close(replayed(order=1).advance(rows())[:, 0], expected[:, 0])
+    allowed = of_differences(gradient, torch.stack([product for _, product in found]).sum(dim=0))
+    np.testing.assert_allclose(replayed(order=2).advance(rows())[:, 0], expected[:, 1], rtol=0, atol=allowed)
 
 
 def test_values_of_a_batch_sum_to_the_change_of_the_loss_more_nearly_in_second_order():
@@ -276,5 +287,6 @@ def test_a_batch_of_one_row_is_its_own_game():
     validation, product = slow.gradient_and_hessian_product(MEAN[0], gradient)
     assert values[0][0, 0] == pytest.approx(RATE * float(validation @ gradient), rel=1e-9)
     assert values[1][0, 0] == pytest.approx(
-        RATE * float(validation @ gradient) - RATE**2 / 2 * float(gradient @ product), rel=1e-5
+        RATE * float(validation @ gradient) - RATE**2 / 2 * float(gradient @ product),
+        abs=of_differences(gradient, product),
     )
