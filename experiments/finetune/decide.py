@@ -49,7 +49,7 @@ CHOOSERS = ("grasp", "random", "bm25", "repsim")
 
 
 def write_chats(data: Path, work: Path) -> None:
-    """Conversations as people have them, without those that are units of either environment."""
+    """Conversations as people have them: a thousand that are units of neither environment, and all that there are."""
     asked = {
         json.loads(line)["unit_id"]
         for name in ("documents", "instructions")
@@ -57,13 +57,17 @@ def write_chats(data: Path, work: Path) -> None:
     }
     table = pq.read_table(data / "instructions.parquet").to_pylist()
     rows = [row for row in table if row["id"] not in asked and row["response"].strip()]
-    lines = []
-    for k in sorted(stream(0, "finetune", "chats").permutation(len(rows))[:CHATS]):
-        row = rows[k]
-        question = "\n".join(part for part in (row["instruction"].strip(), row["input"].strip()) if part)
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["response"].strip()}]
-        lines.append(json.dumps({"id": row["id"], "messages": turns, "source": row["source"], "kind": row["kind"]}))
-    write_whole(work / "chats.jsonl", ("\n".join(lines) + "\n").encode())
+    drawn = sorted(stream(0, "finetune", "chats").permutation(len(rows))[:CHATS])
+    for name, some in (("chats", [rows[k] for k in drawn]), ("all-chats", table)):
+        lines = "".join(json.dumps(conversation(row)) + "\n" for row in some)
+        write_whole(work / f"{name}.jsonl", lines.encode())
+
+
+def conversation(row: dict[str, Any]) -> dict[str, Any]:
+    """One question and its answer, as chat data has them."""
+    question = "\n".join(part for part in (row["instruction"].strip(), row["input"].strip()) if part)
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["response"].strip()}]
+    return {"id": row["id"], "messages": turns, "source": row["source"], "kind": row["kind"]}
 
 
 def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.int64]:

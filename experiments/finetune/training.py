@@ -32,6 +32,7 @@ RECIPE = {
 STEPS, BATCH_ROWS = 12, 8
 LEARNING_RATE, WARMUP_STEPS = 1e-4, 2
 BATCH_TOKENS = 1024
+FULL = 0.75  # of a batch's padded form: with fewer tokens its rows stand one after the other instead
 
 
 def prepare_model(directory: Path) -> None:
@@ -92,9 +93,11 @@ def train(
     for step, batch in enumerate(batches(row_index)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step)
-        ids_BL, labels_BL = padded([rows[i] for i in batch], first_N[batch])
+        own = [rows[i] for i in batch]
+        lengths = [len(ids) for ids in own]
+        together = packed if sum(lengths) < FULL * max(lengths) * len(lengths) else padded
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden_PH, label_P = at_loss(model, ids_BL, labels_BL)
+            hidden_PH, label_P = at_loss(model, *together(own, first_N[batch]))
             loss = F.cross_entropy(model.lm_head(hidden_PH), label_P)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -129,9 +132,11 @@ def unit_losses(model: LlamaForCausalLM, units: Sequence[UnitTokens]) -> NDArray
     return loss_E
 
 
-def at_loss(model: LlamaForCausalLM, ids_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+def at_loss(
+    model: LlamaForCausalLM, ids_BL: Tensor, labels_BL: Tensor, seen: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Hidden states of the positions whose next token carries loss, (P, H), and these tokens, (P,)."""
-    hidden_BLH = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+    hidden_BLH = model.model(input_ids=ids_BL, use_cache=False, **(seen or {})).last_hidden_state
     has_loss_BL = labels_BL[:, 1:] >= 0
     return hidden_BLH[:, :-1][has_loss_BL], labels_BL[:, 1:][has_loss_BL]
 
@@ -146,3 +151,18 @@ def padded(rows: Sequence[NDArray[np.int32]], firsts: Sequence[int] | NDArray[np
         ids_BL[b, : len(ids)] = tokens
         labels_BL[b, int(first) : len(ids)] = tokens[int(first) :]
     return ids_BL, labels_BL
+
+
+def packed(
+    rows: Sequence[NDArray[np.int32]], firsts: Sequence[int] | NDArray[np.int64]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """All rows one after the other, (1, L), with their labels, and what keeps each to itself: positions and a mask."""
+    ids_L = torch.from_numpy(np.concatenate(rows).astype(np.int64))
+    lengths = torch.tensor([len(ids) for ids in rows])
+    owner_L = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    position_L = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    labels_L = torch.where(position_L >= torch.as_tensor(np.asarray(firsts))[owner_L], ids_L, -1)
+    sees_LL = (owner_L[:, None] == owner_L) & (position_L[:, None] >= position_L)
+    mask_LL = torch.zeros(sees_LL.shape).masked_fill(~sees_LL, torch.finfo(torch.float32).min)
+    seen = {"position_ids": position_L[None], "attention_mask": mask_LL[None, None]}
+    return ids_L[None], labels_L[None], seen

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.finetune import choice
 from experiments.finetune.choice import together
@@ -15,7 +17,7 @@ from experiments.finetune.scores import (
 )
 from experiments.finetune.setting import SUBSET_ROWS, draw_subsets, group_of, row_order
 from experiments.finetune.table import table
-from experiments.finetune.training import BATCH_ROWS, STEPS, batches, learning_rate_at, padded
+from experiments.finetune.training import BATCH_ROWS, STEPS, at_loss, batches, learning_rate_at, packed, padded
 from grasp.predict.labels import LabelColumn
 
 
@@ -61,6 +63,18 @@ def test_labels_begin_where_loss_begins():
     ids_BL, labels_BL = padded([np.array([5, 6, 7, 8], np.int32), np.array([9, 3], np.int32)], [2, 1])
     assert ids_BL.tolist() == [[5, 6, 7, 8], [9, 3, 0, 0]]
     assert labels_BL.tolist() == [[-1, -1, 7, 8], [-1, 3, -1, -1]]
+
+
+def test_rows_one_after_the_other_give_the_states_of_rows_beside_each_other():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    rows = [np.array([5, 6, 7, 8, 2], np.int32), np.array([9, 3], np.int32), np.array([4, 4, 4], np.int32)]
+    beside, after = (at_loss(model, *form(rows, [2, 1, 1])) for form in (padded, packed))
+    assert after[1].tolist() == beside[1].tolist() == [7, 8, 2, 3, 4, 4]
+    assert torch.allclose(after[0], beside[0], atol=1e-6)
 
 
 def test_medical_questions_are_told_apart_by_collection():
