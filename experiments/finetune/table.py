@@ -1,4 +1,4 @@
-"""The comparisons of both environments as the table of the page: mean LDS, its difference to what ships, task rho.
+"""The comparisons of all environments as the table of the page: mean LDS, its difference to what ships, task rho.
 
 python -m experiments.finetune.table
 """
@@ -56,7 +56,7 @@ def main() -> None:
     """Write it into the page."""
     page = HERE / "README.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    reports = [json.loads((HERE / f"{name}.json").read_text()) for name in ("documents", "instructions")]
+    reports = [json.loads((HERE / f"{name}.json").read_text()) for name in ("documents", "lengths", "instructions")]
     after = rest.partition(END)[2]
     page.write_text(before + BEGIN + "\n".join(map(table, reports)) + END + after, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Where scores are compared with retraining: the two environments of the pretrained model, and a from-scratch one.
+"""Where scores are compared with retraining: those of the pretrained model, and a from-scratch one.
 
 The from-scratch one is `cc-topic`: 0.36 M parameters, 10,482 pages, 64 subsets with two seeds, and of its targets the
 two that things may be chosen on. It needs their reference model, rows and artifact (experiments/lds_main/run.sh).
@@ -50,7 +50,7 @@ class World:
 
 
 def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
-    """One of the two environments of the pretrained model; its first seed."""
+    """One environment of the pretrained model; its first seed."""
     artifact, reader = pretrained_artifact(name, data, work)
     model = load_model(work / "model")
     corpus = open_corpus(name, work, reader)
