@@ -39,6 +39,7 @@ from grasp.choose.select import select
 from grasp.extract.reopen import Origin
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
+from grasp.predict.protocol import ScoringProtocol
 from grasp.seeds import stream
 from grasp.targets import UnitSet, load_units
 
@@ -46,6 +47,7 @@ F64 = NDArray[np.float64]
 CHATS = 1_000
 SEEDS = (0, 1, 2)
 CHOOSERS = ("grasp", "random", "bm25", "repsim")
+SHIPPED_BEFORE = "shift"
 
 
 def write_chats(data: Path, work: Path) -> None:
@@ -74,8 +76,10 @@ def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.
     """`SUBSET_ROWS` rows for all targets alike, by position."""
     if method == "random":
         return stream(seed, "finetune", "decision").permutation(artifact.n_rows)[:SUBSET_ROWS]
-    if method == "grasp":
-        picked = select(artifact, SUBSET_ROWS, dict.fromkeys(artifact.targets, 1.0)).table["row_id"].to_pylist()
+    if method in ("grasp", SHIPPED_BEFORE):
+        protocol = ScoringProtocol(name="shift", match={"shift": 1.0}, negative=0.25) if method != "grasp" else None
+        wanted = dict.fromkeys(artifact.targets, 1.0)
+        picked = select(artifact, SUBSET_ROWS, wanted, protocol=protocol).table["row_id"].to_pylist()
         known = pq.read_table(artifact.rows_path, columns=["row_id"])["row_id"].to_pylist()
         return np.array([known.index(row_id) for row_id in picked])
     score_NE = method_scores(artifact, method)
@@ -127,7 +131,7 @@ class Exam:
 
 
 def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
-    """Every run that is missing, or has no right answers, seed after seed, each method in turn."""
+    """Every run that is missing, or has no right answers, method after method."""
     model = load_model(work / "model")
     tokenizer = AutoTokenizer.from_pretrained(work / "model")
     exam = Exam(work, HfTokenizer(tokenizer, vocab_size=model.config.vocab_size))
@@ -136,8 +140,8 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
     runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
     if all(run["method"] != "before" for run in runs):
         runs.append({"method": "before", "seed": 0, **exam.taken(model)})
-    for seed in SEEDS:
-        for method in CHOOSERS:
+    for method in CHOOSERS:
+        for seed in SEEDS:
             same = [run for run in runs if (run["method"], run["seed"]) == (method, seed)]
             if any("right" in run for run in same):
                 continue
@@ -172,9 +176,10 @@ def side_by_side(runs: list[dict[str, Any]], seeds: list[int], what: str, resamp
     """
     value_of = {(run["method"], run["seed"]): run[what] for run in runs if what in run}
     before = {target: float(np.mean(values)) for target, values in value_of["before", 0].items()}
+    known = [m for m in (*CHOOSERS, SHIPPED_BEFORE) if all((m, seed) in value_of for seed in seeds)]
     value_SE = {
         method: {target: np.array([value_of[method, seed][target] for seed in seeds]) for target in before}
-        for method in CHOOSERS
+        for method in known
     }
     generator = stream(0, "finetune", "decision", "resamples")
     draws = [
@@ -185,7 +190,7 @@ def side_by_side(runs: list[dict[str, Any]], seeds: list[int], what: str, resamp
         for _ in range(resamples)
     ]
     out = {"before": _means(before)}
-    for method in CHOOSERS:
+    for method in known:
         out[method] = _means({target: float(one.mean()) for target, one in value_SE[method].items()})
         if method != "grasp":
             apart = {target: value_SE["grasp"][target] - one for target, one in value_SE[method].items()}

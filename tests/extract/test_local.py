@@ -388,14 +388,14 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows", time)
     assert re.fullmatch(
         r"loss \d\.\d nats a token, \d+% of ln V: a model that learns the language \(NOT TESTED: like none whose "
-        r"predictions were compared with retraining, at 21%, 30%, 63%\); rows rank by token, input and neighbour",
+        r"predictions were compared with retraining, at 21%, 30%, 35%, 63%\); rows rank by token, input and neighbour",
         which,
     )
     trained = SimpleNamespace(loss=0.6 * math.log(300))
-    like = "(like models whose predictions were compared with retraining, at 21%, 30%, 63%); rows rank by "
-    assert f"learns the language {like}token" in regime(FeatureSettings(), trained, 300)
+    like = "(like models whose predictions were compared with retraining, at 21%, 30%, 35%, 63%); rows rank by "
+    assert f"learns the language {like}token, input and neighbour" in regime(FeatureSettings(), trained, 300)
     tuned = SimpleNamespace(loss=0.25 * math.log(300))
-    assert regime(FeatureSettings(), tuned, 300).endswith(f"{like}shift")
+    assert regime(FeatureSettings(), tuned, 300).endswith(f"{like}token, input and shift")
     assert notes.stages == ["rows", "units", "token moments", "forward"]
 
 
@@ -599,7 +599,7 @@ def test_the_models_loss_says_which_kernel_stands_beside_token_and_input(root, t
     assert told.startswith(f"loss {loss * chance:.1f} nats a token, {loss:.0%} of ln V: a model that ")
     assert kernel in told
     match = default_protocol().fitted(artifact.array_names, artifact.feature_settings).match
-    assert match == ({"shift": 1.0} if kernel == "shift" else {"token": 1.0, "input": 1.0, "neighbour": 1.0})
+    assert match == {"token": 1.0, "input": 1.0, kernel: 1.0}
 
 
 def _with_loss(real, loss):

@@ -231,7 +231,8 @@ def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> s
     """One line: what the model's loss says of what it is for, which kernel follows, and whether that was tested."""
     share, known = tested(moments.loss, vocab)
     chosen = resolved(features, moments, vocab)
-    kernels = "shift" if chosen.shift else "token, input and neighbour" if chosen.neighbour else "token and input"
+    beside = "neighbour" if chosen.neighbour else "shift" if chosen.shift else None
+    kernels = f"token, input and {beside}" if beside else "token and input"
     what = "knows the language, as when it is fine-tuned" if share < KNOWN else "learns the language"
     levels = ", ".join(f"{level:.0%}" for level in TESTED)
     like = "like models" if known else "NOT TESTED: like none"

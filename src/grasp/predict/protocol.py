@@ -76,8 +76,8 @@ class ScoringProtocol(Settings):
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
-        description="Weights of the kernels, each standardised; auto: shift where the build took the model for one "
-        "that is fine-tuned, else what there is of token, input and neighbour, else pooled.",
+        description="Weights of the kernels, each standardised; auto: what there is of token, input and neighbour, or "
+        "shift where the build took the model for one that is fine-tuned; else pooled.",
     )
     negative: float = Field(
         1.0,
@@ -160,9 +160,8 @@ class ScoringProtocol(Settings):
             there: list[Match] = [kernel for kernel in get_args(Match) if f"relevance_{kernel}" in array_names]
             if "token" not in there:
                 return {"pooled": 1.0}
-            if "shift" in there and "neighbour" not in there:  # the build saw a model that is fine-tuned
-                return {"shift": 1.0}
-            return {kernel: 1.0 for kernel in there if kernel in ("token", "input", "neighbour")}
+            beside = "neighbour" if "neighbour" in there else "shift"  # by the model's loss the build made one of them
+            return {kernel: 1.0 for kernel in there if kernel in ("token", "input", beside)}
         return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
 
 
