@@ -40,11 +40,11 @@ from grasp.runs.selection import standard_errors
 from grasp.seeds import bootstrap_weights
 
 F64 = NDArray[np.float64]
-SHIPS, SHIPPED_BEFORE = "shift", "token + input"
+BASE, SHIPPED_AT_FIRST = "shift", "token + input"  # of them the first shipped when these were compared
 BY_TOKENS = ", rows by loss tokens"
 DELTA = 0.05
 SUMS: dict[str, tuple[str, ...]] = {
-    SHIPPED_BEFORE: ("token", "input"),
+    SHIPPED_AT_FIRST: ("token", "input"),
     "token + input, alpha 1/2": ("token alpha 1/2", "input alpha 1/2"),
     "token + input + neighbour": ("token", "input", "neighbour"),
     "input + neighbour": ("input", "neighbour"),
@@ -108,7 +108,7 @@ def report(world: World) -> tuple[dict[str, Any], dict[str, F64]]:
     figures = {
         name: agreement(method, world.utilities, world.share_BN, weights_RB).lds_TR for name, method in methods.items()
     }
-    records = compare(methods, world.utilities, world.share_BN, base=SHIPS)
+    records = compare(methods, world.utilities, world.share_BN, base=BASE)
     for record in records:
         value_TR = figures[record["method"]]
         se = float(standard_errors([value_TR[None, :, 1:]])[0])
@@ -137,7 +137,7 @@ def together(names: list[str], figures: list[dict[str, F64]]) -> dict[str, Any]:
             "mean_lds": round(float(mean_C[c]), 4),
             "se": round(float(se_C[c]), 4),
             "bound": round(float(mean_C[c] - z * se_C[c]), 4),
-            "less_what_ships": [round(float(v), 4) for v in _apart(each, c, common.index(SHIPS))],
+            "less_shift": [round(float(v), 4) for v in _apart(each, c, common.index(BASE))],
         }
         for c, name in enumerate(common)
     ]

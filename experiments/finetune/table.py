@@ -1,4 +1,4 @@
-"""The comparisons of all environments as the table of the page: mean LDS, its difference to what ships, task rho.
+"""The comparisons of all environments as the table of the page: mean LDS, its difference to shift, task rho.
 
 python -m experiments.finetune.table
 """
@@ -10,8 +10,9 @@ from typing import Any
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"
 TITLES = {
-    "shift": "**shift (what ships)**",
-    "token + input": "token + input (shipped before)",
+    "token + input + shift": "**token + input + shift (what ships)**",
+    "shift": "shift (shipped before)",
+    "token + input": "token + input (shipped at first)",
     "pooled": "pooled (the paper)",
     "neighbour": "neighbour (kernel LM)",
     "repsim": "RepSim",
@@ -32,7 +33,7 @@ def table(report: dict[str, Any]) -> str:
     """An environment's scores, best first, as Markdown."""
     targets = report["targets"]
     title = f"`{report['environment']}`, {report['subsets']} subsets"
-    head = [title, "mean LDS", "to what ships", *(TARGETS[target] for target in targets), "task rho"]
+    head = [title, "mean LDS", "to shift", *(TARGETS[target] for target in targets), "task rho"]
     lines = [head, ["---"] * len(head)]
     for method in sorted(report["methods"], key=lambda one: -one["mean_lds"][0]):
         if method["method"].endswith("(negative x .25)"):

@@ -420,9 +420,11 @@ def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
     assert protocol.chosen_on(runs) == {"sciq", "openbookqa", "sciq@all", "openbookqa@all"}
     assert protocol.chosen_on("other") == set()
     other = {name for name, known in protocol.selected_runs.items() if known != runs}
-    tuned = Environment.open(experiments / "finetune" / "documents").info
-    assert other == {f"documents/{target}" for target in tuned.targets}
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
-    (evidence,) = record["defaults"]["fine-tuned"]["selection"]["environments"]
-    assert (evidence["corpus"], evidence["masks"]) == (tuned.corpus_fingerprint, tuned.masks_checksum)
-    assert evidence["targets"] == {name: target.fingerprint for name, target in tuned.targets.items()}
+    evidence = record["defaults"]["fine-tuned"]["selection"]["environments"]
+    tuned = {one["name"]: Environment.open(experiments / "finetune" / one["name"]).info for one in evidence}
+    assert other == {f"{name}/{target}" for name, info in tuned.items() for target in info.targets}
+    for one in evidence:
+        info = tuned[one["name"]]
+        assert (one["corpus"], one["masks"]) == (info.corpus_fingerprint, info.masks_checksum)
+        assert one["targets"] == {name: target.fingerprint for name, target in info.targets.items()}
