@@ -27,6 +27,7 @@ from grasp.errors import ModelError, SettingsError
 from grasp.runs.methods import scores
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
 from tests.baselines.world import N_ROWS, N_UNITS, asked, cache, matrix
+from tests.rounding import rounding
 
 CLOSE = 2e-4  # float32 models: of the largest number
 
@@ -127,7 +128,8 @@ def test_units_that_do_not_fit_cost_a_pass_and_change_nothing(name, world, tmp_p
     monkeypatch.setattr("grasp.baselines.gradients.session.query_elements", lambda *_: 60_000)
     said = account(world, tmp_path / "more", name, memory_mb=1).notes[0]
     assert said in [f"exact, not projected, in {passes} passes over the rows a checkpoint" for passes in (2, 3)]
-    assert_close(run(world, tmp_path / "more", name, memory_mb=1), expected, 1e-6)
+    # inner products over matrices of 16 x 32, in other blocks
+    assert_close(run(world, tmp_path / "more", name, memory_mb=1), expected, rounding(16 * 32))
 
 
 def test_groups_of_units_keep_to_the_memory(world):
