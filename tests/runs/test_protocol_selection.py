@@ -212,15 +212,26 @@ def test_fewer_than_two_results_are_refused(development):
         choose_protocol(SMALL, [development], delta=1.5)
 
 
-def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, source, development):
-    source.arrays["relevance_pooled"][:] = 1.0
-    found = choose_protocol(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
+def test_predictions_and_utilities_that_are_constant_are_said_to_be(tmp_path, development):
+    def level(*kernels):
+        """An artifact whose relevance by these kernels is 1 everywhere."""
+        other = FakeSource(N_ROWS)
+        for kernel in kernels:
+            other.arrays[f"relevance_{kernel}"][:] = 1.0
+        return other
+
+    def chosen(level_source):
+        variants = {"": scored(development.environment, level_source)}
+        additive = SMALL.model_copy(update={"components": ((),)})
+        return choose_protocol(additive, [dataclasses.replace(development, variants=variants)], resamples=20)
+
+    found = chosen(level("pooled"))
     assert found.undefined == {"predictions are constant": 1}
     assert len(found.scores) == 2
-    source.arrays["relevance_token"][:] = 1.0
+    nowhere = level("pooled", "token")
     with pytest.raises(ProtocolError, match="no candidate has a rho on every development result"):
-        choose_protocol(SMALL.model_copy(update={"components": ((),)}), [development], resamples=20)
-    flat = make_environment(tmp_path / "flat", source, truth=dataclasses.replace(TRUE, omega=()), noise=0.0)
+        chosen(nowhere)
+    flat = make_environment(tmp_path / "flat", nowhere, truth=dataclasses.replace(TRUE, omega=()), noise=0.0)
     nothing = Development(flat, ("sciq", "boolq"), {"": scored(flat, FakeSource(N_ROWS, seed=3))})
     with pytest.raises(ProtocolError, match=r"utilities of \['sciq', 'boolq'\] are constant"):
         choose_protocol(SMALL, [nothing], resamples=20)
