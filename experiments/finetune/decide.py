@@ -12,7 +12,8 @@
 1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
 nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
-for `random` also a draw; `shift` is what `grasp select` took before. Every run is a line of `decision.json`;
+for `random` also a draw; `shift` is what `grasp select` took before. Three seeds left open whether `grasp` is better
+than `random`, so both have three more, planned before any of them was seen. Every run is a line of `decision.json`;
 killed, the same command goes on.
 """
 
@@ -47,6 +48,7 @@ from grasp.targets import UnitSet, load_units
 F64 = NDArray[np.float64]
 CHATS = 1_000
 SEEDS = (0, 1, 2)
+MORE_SEEDS, WITH_MORE = (3, 4, 5), ("grasp", "random")
 CHOOSERS = ("grasp", "random", "bm25", "repsim")
 SHIPPED_BEFORE = "shift"
 
@@ -142,7 +144,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
     if all(run["method"] != "before" for run in runs):
         runs.append({"method": "before", "seed": 0, **exam.taken(model)})
     for method in CHOOSERS:
-        for seed in SEEDS:
+        for seed in (*SEEDS, *MORE_SEEDS) if method in WITH_MORE else SEEDS:
             same = [run for run in runs if (run["method"], run["seed"]) == (method, seed)]
             if any("right" in run for run in same):
                 continue
@@ -168,6 +170,9 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         seeds = [seed for seed in SEEDS if all((method, seed) in there for method in CHOOSERS)]
         if seeds:
             out[what] = {"seeds": seeds} | side_by_side(runs, seeds, what)
+        more = [*SEEDS, *MORE_SEEDS]
+        if all((method, seed) in there for method in WITH_MORE for seed in more):
+            out[f"{what}, more seeds"] = {"seeds": more} | side_by_side(runs, more, what)
     return out
 
 

@@ -1,4 +1,4 @@
-"""The comparisons of all environments as the table of the page: mean LDS, its difference to shift, task rho.
+"""The comparisons of all environments as the table of the page: mean LDS, its difference to what ships, task rho.
 
 python -m experiments.finetune.table
 """
@@ -33,7 +33,7 @@ def table(report: dict[str, Any]) -> str:
     """An environment's scores, best first, as Markdown."""
     targets = report["targets"]
     title = f"`{report['environment']}`, {report['subsets']} subsets"
-    head = [title, "mean LDS", "to shift", *(TARGETS[target] for target in targets), "task rho"]
+    head = [title, "mean LDS", "to what ships", *(TARGETS[target] for target in targets), "task rho"]
     lines = [head, ["---"] * len(head)]
     for method in sorted(report["methods"], key=lambda one: -one["mean_lds"][0]):
         if method["method"].endswith("(negative x .25)"):
