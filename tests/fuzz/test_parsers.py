@@ -139,7 +139,7 @@ def changed_json(draw: Callable, data: bytes) -> bytes:
 
 def survives(read: Callable[[], object], outside: Path) -> None:
     """A result, or an error of ours in one line; in time, in memory, and `outside` as it was."""
-    before, began, most = listing(outside), time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before, began, most = listing(outside), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         read()
     except GraspError as err:
@@ -147,7 +147,7 @@ def survives(read: Callable[[], object], outside: Path) -> None:
     else:
         said = "a result"
     assert 0 < len(said) < 20_000
-    assert time.monotonic() - began < LONGEST_S
+    assert time.process_time() - began < LONGEST_S  # of a core: a machine that others use as well proves nothing
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most
     assert used * (1 if sys.platform == "darwin" else 1024) < MOST_BYTES
     assert listing(outside) == before
@@ -322,7 +322,7 @@ def test_yaml(data, kind, place):
     text = yaml.safe_dump(changed_value(data.draw, value)).encode()
     path.write_bytes(changed_bytes(data.draw, text) if data.draw(st.booleans()) else text)
     parse = {"build": build_settings, "retrain": retrain_settings}
-    survives(lambda: load_protocol(path) if kind == "protocol" else parse[kind](read_yaml(path), str(path)), place)
+    survives(lambda: load_protocol(path) if kind == "protocol" else parse[kind](read_yaml(path)), place)
 
 
 LINES = [
