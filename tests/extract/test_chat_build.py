@@ -13,6 +13,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.store import RowStore
 from grasp.extract.extend import add_target
 from grasp.extract.local import build
+from grasp.extract.merge import merge
 from grasp.extract.reopen import Origin
 from grasp.models.classifier import load_reference
 from grasp.settings import BuildSettings, TargetSettings, build_settings
@@ -74,6 +75,19 @@ def test_a_conversation_is_short_by_the_tokens_that_carry_loss(chat):
     assert median < rows["n_tokens"].min()  # which would pass over nothing
     found = art.score(next(iter(art.targets)), min_tokens=median).to_pandas()
     assert set(found["row_id"]) == set(rows["row_id"][supervised_N >= median])
+
+
+def test_a_part_of_plain_text_joins_one_of_conversations(chat, tmp_path):
+    root, settings = chat
+    lines = [json.dumps({"id": f"t{i}", "text": " ".join(WORDS[i : i + 6])}) + "\n" for i in range(5)]
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    corpus = settings.corpus.model_copy(update={"path": str(tmp_path / "text.jsonl")})
+    text = settings.model_copy(update={"corpus": corpus, "like": str(root / "art")})
+    build(text, tmp_path / "text")
+    both = api.open(merge([root / "art", tmp_path / "text"], tmp_path / "both").path)
+    supervised = [RowStore.open(part / "tokens").supervised() for part in (root / "art", tmp_path / "text")]
+    assert both.rows.to_pandas()["n_loss"].tolist() == np.concatenate(supervised).tolist()
+    assert len(both.score(next(iter(both.targets)), min_tokens=1).to_pandas()) == len(np.concatenate(supervised))
 
 
 def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):

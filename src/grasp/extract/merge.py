@@ -15,6 +15,7 @@ from typing import Any
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import grasp
@@ -193,6 +194,8 @@ def _pieces(parts: Sequence[ArtifactReader], start: int, stop: int) -> Iterator[
 
 
 def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    if LOSS_TOKENS in schema.names and LOSS_TOKENS not in table.column_names:  # plain text: all but the first token
+        table = table.append_column(LOSS_TOKENS, pc.subtract(table["n_tokens"], 1))
     columns = [
         table[name].cast(kind) if name in table.column_names else pa.nulls(table.num_rows, kind)
         for name, kind in zip(schema.names, schema.types, strict=True)
