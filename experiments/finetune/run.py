@@ -3,8 +3,7 @@
     python -m experiments.finetune.run --data ../shared/data
 
 Killed at any moment, the same command goes on where it was: every run is a small file in `documents/runs`,
-`instructions/runs` or `lengths/runs` beside this script, written when it is done. All fill together; `--until 15:25`
-stops in time.
+`instructions/runs` or `lengths/runs` beside this script, written when it is done. `--until 15:25` stops in time.
 """
 
 import argparse
@@ -46,18 +45,7 @@ from grasp.targets.units import LossOn
 HERE = Path(__file__).parent
 SUBSETS = 24
 SEEDS = (0, 1)
-STAGES: tuple[tuple[Name, int, int, int], ...] = (  # environment, seed, first and last subset
-    ("documents", 0, 0, 16),
-    ("documents", 1, 0, 6),  # for the noise between seeds
-    ("documents", 0, 16, SUBSETS),
-    ("instructions", 0, 0, SUBSETS),
-    ("lengths", 0, 0, SUBSETS),
-    ("lengths", 1, 0, 6),
-    ("instructions", 1, 0, 6),
-    ("documents", 1, 6, SUBSETS),
-    ("instructions", 1, 6, SUBSETS),
-    ("lengths", 1, 6, SUBSETS),
-)
+ORDER: tuple[Name, ...] = ("documents", "lengths", "instructions")  # in every seed
 COMPLETION: LossOn = "completion"
 
 
@@ -108,14 +96,14 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
 
 
 def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
-    """All runs in the order in which they are made: what says most for its time first."""
-    ordered = [
+    """All runs in the order in which they are made: another seed when every subset has one."""
+    return [
         (name, run)
-        for name, seed, first, last in STAGES
-        for run in [run for run in worlds[name].environment.runs() if run.seed == seed][first:last]
+        for seed in SEEDS
+        for name in ORDER
+        for run in worlds[name].environment.runs()
+        if run.seed == seed
     ]
-    assert len(ordered) == sum(len(world.environment.runs()) for world in worlds.values())
-    return ordered
 
 
 def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> None:
