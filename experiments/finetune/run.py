@@ -98,11 +98,7 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
 def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
     """All runs in the order in which they are made: another seed when every subset has one."""
     return [
-        (name, run)
-        for seed in SEEDS
-        for name in ORDER
-        for run in worlds[name].environment.runs()
-        if run.seed == seed
+        (name, run) for seed in SEEDS for name in ORDER for run in worlds[name].environment.runs() if run.seed == seed
     ]
 
 

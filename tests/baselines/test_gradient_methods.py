@@ -134,13 +134,23 @@ def test_units_that_do_not_fit_cost_a_pass_and_change_nothing(name, world, tmp_p
 
 def test_groups_of_units_keep_to_the_memory(world):
     material = world.material()
-    blocks = choose_layers(material.model, ["all"]).blocks
-    size = sum(block.size for block in blocks)
+    layers = choose_layers(material.model, ["all"])
     units = unit_examples(material) * 100
-    plan = exact_plan(blocks, units, 20, 1, dense=True, copies=2)
-    assert (plan.groups[0].first, plan.groups[0].last) == (0, (1 << 20) // (8 * size))
+    plan = exact_plan(layers, units, 20, 1, dense=True, copies=2)
+    assert (plan.groups[0].first, plan.groups[0].last) == (0, (1 << 20) // (8 * layers.size))
     assert plan.groups[-1].last == 600
     assert all(a.last == b.first for a, b in zip(plan.groups, plan.groups[1:], strict=False))
+
+
+def test_a_head_whose_matrices_do_not_fit_is_held_as_factors(world):
+    """Of a large model a further pass costs more than any product does."""
+    material = world.material()
+    head = replace(choose_layers(material.model, ["head"]), total=10**9)
+    units = unit_examples(material) * 100
+    roomy, tight = (exact_plan(head, units, 20, memory_mb) for memory_mb in (100, 3))
+    assert (roomy.dense, len(roomy.groups)) == ((True,), 1)
+    assert (tight.dense, len(tight.groups)) == ((False,), 1)
+    assert len(exact_plan(head, units, 20, 3, dense=True).groups) > 1
 
 
 def test_learning_rates_that_are_not_written_down_count_alike(world):

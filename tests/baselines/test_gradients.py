@@ -238,7 +238,7 @@ def test_norms_by_pairs_and_by_matrices_agree():
 def test_the_cheaper_form_is_chosen():
     engine = engine_of("llama")
     body = [block for block in engine.layers.blocks if block.kinds == ("linear",)]
-    many, few = Sizes(128, 600, 30_000), Sizes(128, 1, 2)
+    many, few = Sizes(128, 600, 30_000, 6_000), Sizes(128, 1, 2, 2)
     assert all(choose_dense(block, many) for block in body)
     assert not any(choose_dense(block, few) for block in body)
     (embedding,) = [block for block in engine.layers.blocks if block.kinds == ("embedding",)]

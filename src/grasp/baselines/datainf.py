@@ -125,9 +125,9 @@ class DataInf(BlockMethod[DataInfSettings]):
     def _plan(self, material: Material) -> ExactPlan:
         if self.settings.dimension is not None:
             return ExactPlan((), (Group(0, material.n_units),))
-        blocks = choose_layers(material.model, self.settings.layers).blocks
+        layers = choose_layers(material.model, self.settings.layers)
         tokens, units = typical_tokens(material), unit_examples(material)
-        return exact_plan(blocks, units, tokens, self.settings.memory_mb, dense=True, copies=2)
+        return exact_plan(layers, units, tokens, self.settings.memory_mb, dense=True, copies=2)
 
     def _account(self, material: Material) -> Account:
         own, layers = self.settings, choose_layers(material.model, self.settings.layers)

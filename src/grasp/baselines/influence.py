@@ -143,11 +143,11 @@ class Influence(BlockMethod[InfluenceSettings]):
         }
 
     def _plan(self, material: Material) -> ExactPlan:
-        blocks = choose_layers(material.model, self.settings.layers).blocks
+        layers = choose_layers(material.model, self.settings.layers)
         if self.settings.curvature == "kfac":
-            refuse_tied(blocks)
+            refuse_tied(layers.blocks)
         return exact_plan(
-            blocks,
+            layers,
             unit_examples(material),
             typical_tokens(material),
             self.settings.memory_mb,

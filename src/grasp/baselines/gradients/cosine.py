@@ -113,7 +113,7 @@ class CosineMethod(BlockMethod[S]):
         if self.form(material).dimension is not None:
             return ExactPlan((), (Group(0, material.n_units),))
         return exact_plan(
-            choose_layers(material.model, self.settings.layers).blocks,
+            choose_layers(material.model, self.settings.layers),
             unit_examples(material),
             typical_tokens(material),
             self.settings.memory_mb,

@@ -6,7 +6,7 @@ norm. A weight that several modules use, a tied head say, is one block, and its 
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -38,6 +38,7 @@ class Block:
     bias: bool
     parameters: tuple[str, ...]  # canonical names
     transposed: bool = False  # the parameter is (right, left), as GPT-2 has it
+    head: bool = False  # of the model: it sees positions with a label only
 
     @property
     def size(self) -> int:
@@ -236,7 +237,7 @@ def _blocks(model: ReferenceModel, chosen: set[str]) -> tuple[list[Block], list[
     for group in _groups(root, owners, canonical):
         block, uses = _block(group, canonical)
         modules += [(module, len(blocks)) for module in uses]
-        blocks.append(block)
+        blocks.append(replace(block, head=uses == [model.head.linear]))
     return blocks, modules
 
 

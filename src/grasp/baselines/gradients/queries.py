@@ -34,27 +34,39 @@ class Sizes:
     row_positions: int  # of a typical row
     units: int
     unit_positions: int  # of all units together
+    unit_labels: int
 
     @classmethod
     def of(cls, row_positions: int, units: Sequence[Example]) -> "Sizes":
-        return cls(row_positions, len(units), sum(len(unit.input_ids) - 1 for unit in units))
+        labels = sum(unit.labels for unit in units)
+        return cls(row_positions, len(units), sum(len(unit.input_ids) - 1 for unit in units), labels)
+
+    def positions(self, block: Block) -> int:
+        """Positions of all units at which a block has factors."""
+        return self.unit_labels if block.head else self.unit_positions
+
+
+def products(block: Block, sizes: Sizes, *, dense: bool, passes: int = 1) -> int:
+    """Multiplications that a row costs in a block, against all units, which come in so many passes over the rows."""
+    if dense:
+        return (passes * sizes.row_positions + sizes.units) * block.size
+    pairs = sizes.row_positions * sizes.positions(block) * len(block.kinds) ** 2
+    return pairs * (block.left + block.right + ELEMENTWISE)
 
 
 def choose_dense(block: Block, sizes: Sizes) -> bool:
     """Whether forming matrices costs fewer multiplications than pairs of positions do."""
     if set(block.kinds) == {"embedding"}:
         return False
-    dense = (sizes.row_positions + sizes.units) * block.size
-    pairs = sizes.row_positions * sizes.unit_positions * len(block.kinds) ** 2
-    return "vector" in block.kinds or dense <= pairs * (block.left + block.right + ELEMENTWISE)
+    return "vector" in block.kinds or products(block, sizes, dense=True) <= products(block, sizes, dense=False)
 
 
 def query_elements(blocks: Sequence[Block], dense: Sequence[bool], sizes: Sizes) -> int:
     """Numbers held for one unit."""
-    positions = -(-sizes.unit_positions // max(1, sizes.units))
     total = 0
     for block, whole in zip(blocks, dense, strict=True):
         left = 1 if set(block.kinds) == {"embedding"} else block.left
+        positions = -(-sizes.positions(block) // max(1, sizes.units))
         total += block.size if whole else positions * (left + block.right) * len(block.kinds)
     return total
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
-from grasp.baselines.gradients.layers import Block, choose_layers
+from grasp.baselines.gradients.layers import LayerSet, choose_layers
 from grasp.baselines.gradients.per_example import Example, PerExample
-from grasp.baselines.gradients.queries import Sizes, choose_dense, query_elements
+from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
 from grasp.runs.contract import Material
 from grasp.seeds import stream
 
@@ -101,7 +101,7 @@ class ExactPlan:
 
 
 def exact_plan(
-    blocks: Sequence[Block],
+    layers: LayerSet,
     units: Sequence[Example],
     row_positions: int,
     memory_mb: int,
@@ -111,13 +111,30 @@ def exact_plan(
 ) -> ExactPlan:
     """Forms of the blocks and groups of units.
 
+    Where the units do not fit in memory at once, every group is a pass of the model over the rows. A large block then
+    is better held as factors, though its products cost more: the matrix of a head is as large as some models.
+
     Args:
         dense: whole gradients of every block are needed.
         copies: how often they are held at once.
     """
-    sizes = Sizes.of(row_positions, units)
-    chosen = tuple(dense or choose_dense(block, sizes) for block in blocks)
-    per_unit = 4 * copies * query_elements(blocks, chosen, sizes)
-    fit = max(1, (memory_mb << 20) // max(1, per_unit))
-    groups = tuple(Group(e, min(e + fit, len(units))) for e in range(0, len(units), fit))
-    return ExactPlan(chosen, groups)
+    blocks, sizes = layers.blocks, Sizes.of(row_positions, units)
+
+    def plan(chosen: Sequence[bool]) -> ExactPlan:
+        per_unit = 4 * copies * query_elements(blocks, chosen, sizes)
+        fit = max(1, (memory_mb << 20) // max(1, per_unit))
+        return ExactPlan(tuple(chosen), tuple(Group(e, min(e + fit, len(units))) for e in range(0, len(units), fit)))
+
+    def cost(plan: ExactPlan) -> int:
+        passes = len(plan.groups)
+        forms = zip(blocks, plan.dense, strict=True)
+        own = sum(products(block, sizes, dense=whole, passes=passes) for block, whole in forms)
+        return own + 2 * passes * row_positions * layers.total  # there and back
+
+    cheapest = [dense or choose_dense(block, sizes) for block in blocks]
+    plans = [plan(cheapest)]
+    if not dense and len(plans[0].groups) > 1:
+        for limit in sorted({0, *(block.size for block in blocks)}):
+            small = ["vector" in block.kinds or block.size <= limit for block in blocks]
+            plans.append(plan([whole and fits for whole, fits in zip(cheapest, small, strict=True)]))
+    return min(plans, key=cost)
