@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
@@ -18,6 +19,9 @@ from grasp.text import duration_text
 
 TOKENS = 2_048  # of the rows that are looked at
 UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
+BUSY = 0.5  # of a core: with less, other programs take the time
+
+Spent = NDArray[np.float64]  # seconds: of the clock, of the CPU
 
 
 def first_rows(store: RowStore | ImageStore) -> Rows:
@@ -42,16 +46,16 @@ def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) ->
 
 def expected_seconds(
     model: Reference, store: RowStore | ImageStore, rows: Rows, units: UnitFeatures, settings: FeatureSettings
-) -> float:
+) -> Spent:
     """Time of all passes over the corpus, kernels included, by that of the first rows, which the model must have seen
     before.
     """
-    kernel, sampled, seconds = None, 0.0, 0.0
+    kernel, sampled, seconds = None, 0.0, np.zeros(2)
     seen: list[Pass] = []
     if settings.token or settings.product_width > 0:
-        begun = time.perf_counter()
+        begun = _now()
         sums = position_sums(model, rows, settings, keep=seen if reads_once(model, store, settings) else None)
-        seconds += (time.perf_counter() - begun) * min(store.n_tokens, settings.moment_positions)
+        seconds += (_now() - begun) * min(store.n_tokens, settings.moment_positions)
         kernel = TokenKernel.prepare(units, sums.moments(), settings, model)
     if store.n_rows > settings.moment_rows:
         sampled = store.n_tokens * settings.moment_rows / store.n_rows
@@ -66,14 +70,21 @@ def pass_seconds(
     settings: FeatureSettings,
     kernel: TokenKernel | None,
     seen: Sequence[Pass] = (),
-) -> float:
+) -> Spent:
     """Time of one pass over so many tokens."""
-    begun = time.perf_counter()
+    begun = _now()
     forward_shard(model, rows, settings, kernel, seen=seen)
-    return (time.perf_counter() - begun) * n_tokens / max(1, rows.n_tokens)
+    return (_now() - begun) * n_tokens / max(1, rows.n_tokens)
 
 
-def forecast(model: Reference, store: RowStore | ImageStore, rows: Rows, seconds: float) -> str:
-    """The time in words."""
-    about = f"about {duration_text(seconds)}, by the first {len(rows)} rows"
+def forecast(model: Reference, store: RowStore | ImageStore, rows: Rows, seconds: Spent) -> str:
+    """The time in words; on a machine that others keep busy also what it would be without them, at most."""
+    wall, cpu = (float(value) for value in seconds)
+    about = f"about {duration_text(wall)}, by the first {len(rows)} rows"
+    if model.device.type == "cpu" and cpu < BUSY * wall:
+        about += f"; {duration_text(cpu)} of it is computing, the rest waits for other programs on this machine"
     return f"{store.n_tokens:,} tokens on {model.device}: {about}"
+
+
+def _now() -> Spent:
+    return np.array([time.perf_counter(), time.process_time()])
