@@ -250,6 +250,7 @@ PROFILED = {
     "gradients by hidden states": ("features/input_match.py", "hidden_gradient"),
     "token and input kernels": ("features/token_match.py", "token_relevance"),
     "shift kernel": ("features/input_match.py", "shift_relevance"),
+    "tilt kernel": ("features/tilt_match.py", "tilt_relevance"),
     "neighbour kernel": ("features/neighbour_match.py", "neighbour_relevance"),
     "product sketch": ("features/sketch.py", "apply"),
     "pooling": ("features/residuals.py", "pool"),

@@ -52,30 +52,49 @@ SUMS: dict[str, tuple[str, ...]] = {
     "input + shift": ("input", "shift"),
     "input alpha 1/2 + shift": ("input alpha 1/2", "shift"),
     "neighbour + shift": ("neighbour", "shift"),
-    "shift + hidden-space token": ("shift", "hidden-space token"),
+    "shift + tilt": ("shift", "tilt"),
     "token + input + local": ("token", "input", "local, width 1/2"),
     "input + local": ("input", "local, width 1/2"),
     "token + input + neighbour + local": ("token", "input", "neighbour", "local, width 1/2"),
+    "token + input + shift, ridge .1": ("token, ridge .1", "input, ridge .1", "shift, ridge .1"),
+    "token + input + shift, ridge 1": ("token, ridge 1", "input, ridge 1", "shift, ridge 1"),
+    "shift + tilt, ridge .1": ("shift, ridge .1", "tilt, ridge .1"),
+    "shift + tilt, ridge 1": ("shift, ridge 1", "tilt"),
+    "token + input + shift + tilt": ("token", "input", "shift", "tilt"),
+    "token + input + shift + tilt, ridge 1": ("token, ridge 1", "input, ridge 1", "shift, ridge 1", "tilt"),
 }
+NOT_ALONE = {"token, ridge 1", "input, ridge 1", *(f"{name}, ridge .1" for name in ("token", "input", "shift", "tilt"))}
 
 
 def kernels(world: World) -> dict[str, Callable[[], F64]]:
     """Those that a world can compute; of the small one residuals were not kept, its build has them."""
     sides: Sides = world.sides
-    out = {
+    out = ridged(sides) | {
         "token": world.built["token"],
         "input": world.built["input"],
         "neighbour": lambda: neighbour_kernel(sides),
-        "shift": lambda: shift_kernel(sides),
-        "shift, ridge 1": lambda: shift_kernel(sides, 1.0),
         "local, width 1/2": lambda: local_kernel(sides, 0.5, 1.0),
         "input alpha 1/2": lambda: input_kernel(sides, alpha=0.5),
-        "hidden-space token": lambda: delta_kernel(sides, 1.0, 1.0),
         "repsim": world.built["repsim"],
         "bm25": world.built["bm25"],
     }
     if sides.rows.index_PK.shape[1]:
         out["token alpha 1/2"] = lambda: token_kernel(sides, alpha=0.5)
+    return out
+
+
+def ridged(sides: Sides) -> dict[str, Callable[[], F64]]:
+    """Kernels that are whitened, by the ridge of it; that of a build is .01, of the tilt kernel 1."""
+    out: dict[str, Callable[[], F64]] = {
+        "shift": lambda: shift_kernel(sides),
+        "tilt": lambda: delta_kernel(sides, 1.0, 1.0),
+        "tilt, ridge .1": lambda: delta_kernel(sides, 0.1, 0.1),
+    }
+    for name, ridge in ((".1", 0.1), ("1", 1.0)):
+        out[f"shift, ridge {name}"] = lambda ridge=ridge: shift_kernel(sides, ridge)
+        out[f"input, ridge {name}"] = lambda ridge=ridge: input_kernel(sides, ridge)
+        if sides.rows.index_PK.shape[1]:
+            out[f"token, ridge {name}"] = lambda ridge=ridge: token_kernel(sides, tau=ridge)
     return out
 
 
@@ -89,7 +108,7 @@ def candidates(world: World) -> tuple[dict[str, F64], dict[str, Method]]:
             np.save(path, kernel().astype(np.float32))
             print(world.name, name, flush=True)
         kernel_of[name] = np.load(path).astype(np.float64)
-    parts = {name: (name,) for name in kernel_of} | SUMS
+    parts = {name: (name,) for name in kernel_of if name not in NOT_ALONE} | SUMS
     known = {name: of for name, of in parts.items() if all(part in kernel_of for part in of)}
     tokens_N = world.sides.rows.count_N.astype(np.float64)
     methods = {}

@@ -19,23 +19,25 @@ from transformers.utils import logging as hf_logging
 from experiments.finetune.evaluate import Method, compare, noise
 from experiments.finetune.methods import GRADIENTS
 from experiments.finetune.run import HERE
-from experiments.finetune.scores import neighbour_kernel, shift_kernel
+from experiments.finetune.scores import delta_kernel, neighbour_kernel, shift_kernel
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
 from grasp.errors import GraspError
+from grasp.features.tilt_match import RIDGE
 from grasp.files import write_whole
 
 F64 = NDArray[np.float64]
-SHIPS = "token + input + shift"
-OURS = ("shift", "token", "input", "pooled", "neighbour")  # count negative scores a quarter, as what ships does
-SUMS = {SHIPS: ("token", "input", "shift"), "token + input": ("token", "input")}
+SHIPS = "token + input + shift + tilt"
+OURS = ("shift", "tilt", "token", "input", "pooled", "neighbour")  # count negative scores a quarter, as what ships does
+SUMS = {name: tuple(name.split(" + ")) for name in (SHIPS, "token + input + shift", "token + input")}
 
 
 def kernels(world: World) -> dict[str, Callable[[], F64]]:
     """What is computed once and kept: a matrix (N, E) a name."""
     return world.built | {
         "shift": lambda: shift_kernel(world.sides),
+        "tilt": lambda: delta_kernel(world.sides, RIDGE, RIDGE),
         "neighbour": lambda: neighbour_kernel(world.sides),
     }
 

@@ -12,8 +12,9 @@
 1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
 nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
-for `random` also a draw; `shift` is what `grasp select` took before. Three seeds left open whether `grasp` is better
-than `random`, so both have three more, planned before any of them was seen. Every run is a line of `decision.json`;
+for `random` also a draw; `shift`, then `token + input + shift` are what `grasp select` took before. Three seeds left
+open whether the latter is better than `random`, so both had three more, planned before any of them was seen; `grasp`
+has six likewise. Every run is a line of `decision.json`;
 killed, the same command goes on.
 """
 
@@ -50,7 +51,7 @@ CHATS = 1_000
 SEEDS = (0, 1, 2)
 MORE_SEEDS, WITH_MORE = (3, 4, 5), ("grasp", "random")
 CHOOSERS = ("grasp", "random", "bm25", "repsim")
-SHIPPED_BEFORE = "shift"
+SHIPPED_BEFORE = ("shift", "token + input + shift")
 
 
 def write_chats(data: Path, work: Path) -> None:
@@ -79,8 +80,9 @@ def chosen_rows(artifact: ArtifactReader, method: str, seed: int) -> NDArray[np.
     """`SUBSET_ROWS` rows for all targets alike, by position."""
     if method == "random":
         return stream(seed, "finetune", "decision").permutation(artifact.n_rows)[:SUBSET_ROWS]
-    if method in ("grasp", SHIPPED_BEFORE):
-        protocol = ScoringProtocol(name="shift", match={"shift": 1.0}, negative=0.25) if method != "grasp" else None
+    if method in ("grasp", *SHIPPED_BEFORE):
+        match = dict.fromkeys(method.split(" + "), 1.0)
+        protocol = ScoringProtocol(name=method, match=match, negative=0.25) if method != "grasp" else None
         wanted = dict.fromkeys(artifact.targets, 1.0)
         picked = select(artifact, SUBSET_ROWS, wanted, protocol=protocol).table["row_id"].to_pylist()
         known = pq.read_table(artifact.rows_path, columns=["row_id"])["row_id"].to_pylist()
@@ -182,7 +184,7 @@ def side_by_side(runs: list[dict[str, Any]], seeds: list[int], what: str, resamp
     """
     value_of = {(run["method"], run["seed"]): run[what] for run in runs if what in run}
     before = {target: float(np.mean(values)) for target, values in value_of["before", 0].items()}
-    known = [m for m in (*CHOOSERS, SHIPPED_BEFORE) if all((m, seed) in value_of for seed in seeds)]
+    known = [m for m in (*CHOOSERS, *SHIPPED_BEFORE) if all((m, seed) in value_of for seed in seeds)]
     value_SE = {
         method: {target: np.array([value_of[method, seed][target] for seed in seeds]) for target in before}
         for method in known

@@ -42,22 +42,32 @@ POOLED = 32
 
 @dataclass(frozen=True)
 class Sides:
-    """Rows and units, and the moments of the rows' positions."""
+    """Rows and units, and the moments of the rows' positions, or of some of them."""
 
     rows: Features
     units: Features
     vocabulary: int
+    drawn_P: NDArray[np.int64] | None = None  # positions of the rows that moments are taken over; None: all
 
     @cached_property
     def moments(self) -> Moments:
-        """Of hidden states and residuals, over all positions of the rows."""
-        return _moments(self.rows.hidden_PH, self.rows.index_PK, self.rows.value_PK, self.vocabulary)
+        """Of hidden states and residuals."""
+        return self._moments(self.rows.hidden_PH, self.rows.index_PK, self.rows.value_PK)
 
     @cached_property
     def input_moments(self) -> Moments:
         """Of d and one-hot input tokens."""
         one_P1 = np.ones((len(self.rows.token_P), 1), dtype=np.float32)
-        return _moments(self.rows.delta_PH, self.rows.token_P[:, None], one_P1, self.vocabulary)
+        return self._moments(self.rows.delta_PH, self.rows.token_P[:, None], one_P1)
+
+    def _moments(self, dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> Moments:
+        if self.drawn_P is not None:
+            dense_PH, index_PK, value_PK = (values[self.drawn_P] for values in (dense_PH, index_PK, value_PK))
+        accumulator = MomentAccumulator(dense_PH.shape[1], self.vocabulary)
+        for start in range(0, len(dense_PH), 4096):
+            part = slice(start, start + 4096)
+            accumulator.add(dense_PH[part], index_PK[part], value_PK[part])
+        return accumulator.moments()
 
     def hidden_map(self, ridge: float | None) -> F64:
         return self._map(self.moments.covariance_HH, ridge)
@@ -91,9 +101,9 @@ def delta_kernel(sides: Sides, hidden_ridge: float | None, delta_ridge: float | 
     return (row_NHH.reshape(len(row_NHH), -1) @ folded_EHH.reshape(len(folded_EHH), -1).T).astype(np.float64)
 
 
-def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON) -> F64:
+def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON, tau: float = TAU) -> F64:
     """The token kernel as a build computes it: residuals over vocabulary coordinates, D = (gamma + eps)^-alpha."""
-    whitener = Whitener.fit(sides.moments, tau=TAU, alpha=alpha, epsilon=epsilon)
+    whitener = Whitener.fit(sides.moments, tau=tau, alpha=alpha, epsilon=epsilon)
     rows, units = sides.rows, sides.units
     targets = prepare_targets(
         torch.from_numpy(units.hidden_PH),
@@ -205,14 +215,6 @@ def neighbour_kernel(sides: Sides, sampled: int = 8192) -> F64:
 
 
 # ------------------------------------------------------------------------------------------------- inside
-
-
-def _moments(dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32, vocabulary: int) -> Moments:
-    accumulator = MomentAccumulator(dense_PH.shape[1], vocabulary)
-    for start in range(0, len(dense_PH), 4096):
-        part = slice(start, start + 4096)
-        accumulator.add(dense_PH[part], index_PK[part], value_PK[part])
-    return accumulator.moments()
 
 
 def _mean_products(hidden_PH: F32, delta_PH: F32, side: Features) -> F32:

@@ -10,8 +10,8 @@ from typing import Any
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"
 TITLES = {
-    "token + input + shift": "**token + input + shift (what ships)**",
-    "shift": "shift (shipped before)",
+    "token + input + shift + tilt": "**token + input + shift + tilt (what ships)**",
+    "token + input + shift": "token + input + shift (shipped before)",
     "token + input": "token + input (shipped at first)",
     "pooled": "pooled (the paper)",
     "neighbour": "neighbour (kernel LM)",

@@ -231,6 +231,9 @@ class FeatureSettings(Settings):
         description="Shift kernel beside `input`; null: of a model whose loss on the corpus is under half of ln V, as "
         "when it is fine-tuned. Not in the paper.",
     )
+    tilt_match: bool | None = Field(
+        None, description="Tilt kernel beside `input`; null: of the same models as the shift kernel. Not in the paper."
+    )
     top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
     alpha: float = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha: 1 or 0.5.")
     epsilon: float = Field(
@@ -272,9 +275,12 @@ class FeatureSettings(Settings):
         return value
 
     @model_validator(mode="after")
-    def _shift_is_whitened_as_input(self) -> Self:
-        if self.shift_match and not self.input:
-            raise ValueError("shift_match: got true without the input kernel; set input_match: true and match: both")
+    def _shift_and_tilt_are_whitened_as_input(self) -> Self:
+        given = [name for name in ("shift_match", "tilt_match") if getattr(self, name)]
+        if given and not self.input:
+            raise ValueError(
+                f"{', '.join(given)}: got true without the input kernel; set input_match: true and match: both"
+            )
         return self
 
     @property
@@ -296,6 +302,10 @@ class FeatureSettings(Settings):
     @property
     def shift(self) -> bool:
         return self.input and self.shift_match is not False
+
+    @property
+    def tilt(self) -> bool:
+        return self.input and self.tilt_match is not False
 
 
 class BuildSettings(Settings):

@@ -29,7 +29,7 @@ from tests.cli.grasp_command import refused, run, succeed
 from tests.extract.world import world, write_checkpoint
 from tests.says import says
 
-EVERY = {"shift_match": True, "neighbour_match": True}
+EVERY = {"shift_match": True, "tilt_match": True, "neighbour_match": True}
 UNIT = "facts-2"  # its answer has several tokens
 BOTH_SIGNS = ScoringProtocol(name="both signs count alike")
 
@@ -81,7 +81,7 @@ def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, uni
     [
         {},
         {"match": {"token": 1.0, "input": 0.5, "pooled": -0.3}, "negative": 0.25},
-        {"match": {"neighbour": 1.0, "shift": 2.0}, "negative": 0.0},
+        {"match": {"neighbour": 1.0, "shift": 2.0, "tilt": 1.0}, "negative": 0.0},
         {"match": {"token": 1.0, "pooled": 1.0}, "standardize": {"task": "mean_of_standardised"}, "weighting": "count"},
     ],
 )

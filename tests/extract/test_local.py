@@ -146,6 +146,22 @@ class Reference:
         mean_NH, mean_EH = (np.stack([(xi @ matrix).mean(0) for _, xi, _ in side]) for side in (rows, units))
         return mean_NH @ inverse @ mean_EH.T
 
+    def tilt(self, rows, units) -> np.ndarray:
+        """Pair by pair of positions, both sides whitened with a ridge of one mean eigenvalue."""
+        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        hidden = np.concatenate([hidden for hidden, *_ in rows])
+        delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
+        of_hidden, of_delta = (
+            np.linalg.inv(second + np.trace(second) / len(second) * np.eye(len(second)))
+            for second in (np.cov(hidden.T, bias=True), delta.T @ delta / len(delta))
+        )
+        out = np.zeros((len(rows), len(units)))
+        for i, (own, residual, _) in enumerate(rows):
+            for e, (unit_own, unit_residual, _) in enumerate(units):
+                states = (own - hidden.mean(0)) @ of_hidden @ (unit_own - hidden.mean(0)).T
+                out[i, e] = (states * (residual @ matrix @ of_delta @ (unit_residual @ matrix).T)).mean()
+        return out
+
     def input(self, rows, units) -> np.ndarray:
         """With the gradient of the embedding of position t taken to be that of its hidden state."""
         matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
@@ -163,7 +179,7 @@ class Reference:
 
 
 def test_relevance_equals_the_float64_reference(root):
-    settings = world(root, features={"moment_positions": 10**6, "shift_match": True})
+    settings = world(root, features={"moment_positions": 10**6, "shift_match": True, "tilt_match": True})
     found = arrays(build(settings, root / "exact"))
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
@@ -172,7 +188,7 @@ def test_relevance_equals_the_float64_reference(root):
         ids = reference.tokenizer(prompt)["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
-    for name in ("token", "pooled", "input", "neighbour", "shift"):
+    for name in ("token", "pooled", "input", "neighbour", "shift", "tilt"):
         expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(found[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
@@ -396,7 +412,7 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     like = "(like models whose predictions were compared with retraining, at 21%, 30%, 35%, 63%); rows rank by "
     assert f"learns the language {like}token, input and neighbour" in regime(FeatureSettings(), trained, 300)
     tuned = SimpleNamespace(loss=0.25 * math.log(300))
-    assert regime(FeatureSettings(), tuned, 300).endswith(f"{like}token, input and shift")
+    assert regime(FeatureSettings(), tuned, 300).endswith(f"{like}token, input, shift and tilt")
     assert notes.stages == ["rows", "units", "token moments", "forward"]
 
 
@@ -597,29 +613,29 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
     assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))
 
 
-@pytest.mark.parametrize(("loss", "kernel"), [(0.6, "neighbour"), (0.4, "shift")])
-def test_the_models_loss_says_which_kernel_stands_beside_token_and_input(root, tmp_path, monkeypatch, loss, kernel):
+@pytest.mark.parametrize(("loss", "kernels"), [(0.6, ("neighbour",)), (0.4, ("shift", "tilt"))])
+def test_the_models_loss_says_which_kernels_stand_beside_token_and_input(root, tmp_path, monkeypatch, loss, kernels):
     chance = math.log(ReferenceModel.load(world(root).model).vocab_size)
     monkeypatch.setattr(forward.PositionSums, "moments", _with_loss(forward.PositionSums.moments, loss * chance))
     notes = Notes()
     artifact = ArtifactReader.open(build(world(root), tmp_path / "artifact", progress=notes))
-    others = {"neighbour", "shift"} - {kernel}
-    assert f"relevance_{kernel}" in artifact.array_names
-    assert not [name for name in others if f"relevance_{name}" in artifact.array_names]
+    there = {name for name in ("neighbour", "shift", "tilt") if f"relevance_{name}" in artifact.array_names}
+    assert there == set(kernels)
     (told,) = [line for line in notes.lines if "of ln V" in line]
     assert told.startswith(f"loss {loss * chance:.1f} nats a token, {loss:.0%} of ln V: a model that ")
-    assert kernel in told
+    assert " and ".join(kernels) in told
     match = default_protocol().fitted(artifact.array_names, artifact.feature_settings).match
-    assert match == {"token": 1.0, "input": 1.0, kernel: 1.0}
+    assert match == dict.fromkeys(("token", "input", *kernels), 1.0)
 
 
 def _with_loss(real, loss):
     return lambda sums: replace(real(sums), loss=loss)
 
 
-def test_the_shift_kernel_is_whitened_as_the_input_kernel(root):
-    with pytest.raises(SettingsError, match=r"shift_match: got true without the input kernel; set input_match: true"):
-        world(root, features={"shift_match": True, "input_match": False})
+@pytest.mark.parametrize("name", ["shift_match", "tilt_match"])
+def test_shift_and_tilt_kernels_need_the_moments_of_the_input_kernel(root, name):
+    with pytest.raises(SettingsError, match=rf"{name}: got true without the input kernel; set input_match: true"):
+        world(root, features={name: True, "input_match": False})
 
 
 def test_what_was_named_by_a_relative_path_is_found_from_any_directory(root, tmp_path, monkeypatch):

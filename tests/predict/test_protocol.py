@@ -31,8 +31,8 @@ def test_the_default_is_what_its_provenance_says_was_selected():
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
     scratch, tuned = (record["defaults"][name] for name in ("from scratch", "fine-tuned"))
     arrays = [f"relevance_{kernel}" for kernel in ("pooled", "token", "input")]
-    for default, last in ((scratch, "neighbour"), (tuned, "shift")):
-        fitted = protocol.fitted([*arrays, f"relevance_{last}"], {})
+    for default, last in ((scratch, ("neighbour",)), (tuned, ("shift", "tilt"))):
+        fitted = protocol.fitted([*arrays, *(f"relevance_{kernel}" for kernel in last)], {})
         assert sorted(fitted.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
     best = max(scratch["best"], key=lambda one: one["lcb"])

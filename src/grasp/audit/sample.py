@@ -206,7 +206,7 @@ def redrawn(
     fitted = protocol.fitted(artifact.array_names, artifact.feature_settings)
     kernels = list(kernel_weights(fitted))
     if "pooled" in kernels or origin.has_images or features.positions is None:
-        raise ArtifactError("measured for texts, and kernels that look at positions: token, input, neighbour, shift")
+        raise ArtifactError("measured for texts, and kernels that look at positions: all but pooled")
     samples = _two_samples(origin.rows.supervised(), origin.settings.features.moment_positions, seed)
     if not all(len(sample) for sample in samples):
         raise ArtifactError(f"measured for two rows and more; the corpus has {artifact.n_rows}")
@@ -248,7 +248,7 @@ def _moments(origin: Origin, row_index: NDArray[np.int64]) -> PositionMoments:
 
 def _kernel(origin: Origin, units: UnitFeatures, moments: PositionMoments, kernels: Sequence[str]) -> TokenKernel:
     """Those kernels that the protocol counts, whatever the loss over this sample would choose."""
-    chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift")}
+    chosen = {f"{kernel}_match": kernel in kernels for kernel in ("neighbour", "shift", "tilt")}
     settings = origin.settings.features.model_copy(update={**chosen, "product_width": 0})
     return TokenKernel.prepare(units, moments, settings, origin.model)
 

@@ -51,7 +51,7 @@ def detect(
     k: int | None = rare("-k N", "First rows that are counted. Default: as many as are wrong.", None),
     neighbours: int | None = rare("--neighbours N", "Nearest rows whose labels are compared. Default: 10.", None),
     match: str | None = rare(
-        "--match NAME", "token, input, neighbour, shift or pooled. Default: the first that there is.", None
+        "--match NAME", "token, input, neighbour, shift, tilt or pooled. Default: the first that there is.", None
     ),
     against: str | None = rare("--against NAMES", "Published methods to compare with, e.g. bm25.", None),
     cache: Cache = None,

@@ -33,6 +33,7 @@ from grasp.features.moments import LabelledStates, MomentAccumulator, PositionMo
 from grasp.features.neighbour_match import NeighbourTargets, neighbour_relevance, prepare_neighbours
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool, stack_residuals
 from grasp.features.sketch import ProductSketch
+from grasp.features.tilt_match import TiltTargets, prepare_tilt, tilt_relevance
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.classifier import Reference
@@ -97,9 +98,9 @@ class UnitFeatures:
 
 
 def resolved(settings: FeatureSettings, moments: PositionMoments, vocab: int) -> FeatureSettings:
-    """The settings with what they leave to the model's loss decided: which kernel stands beside `token` and `input`."""
+    """The settings with what they leave to the model's loss decided: what stands beside `token` and `input`."""
     share = moments.loss / math.log(vocab)
-    decided = {"neighbour_match": share > KNOWN, "shift_match": share < KNOWN}
+    decided = {"neighbour_match": share > KNOWN, "shift_match": share < KNOWN, "tilt_match": share < KNOWN}
     left = {name: value for name, value in decided.items() if getattr(settings, name) is None}
     return settings.model_copy(update=left)
 
@@ -118,6 +119,7 @@ class TokenKernel:
     targets: TokenTargets | None
     inputs: InputTargets | None
     shift_EH: Tensor | None
+    tilt: TiltTargets | None
     neighbours: NeighbourTargets | None
     sketch: ProductSketch | None
 
@@ -134,19 +136,22 @@ class TokenKernel:
         whitener = Whitener.fit(moments.token, **weighing)
         of_units = units.unit_S, units.n_units
         settings = resolved(settings, moments, model.vocab_size)
-        targets = inputs = shift = neighbours = sketch = None
+        targets = inputs = shift = tilt = neighbours = sketch = None
         if settings.token:
             targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
             own = input_whitener(moments.input, **weighing)
             inputs = prepare_input_targets(model.head, units.residual, units.input_S, *of_units, own, BATCH_ROWS)
+            delta_SH = hidden_gradient(model.head, units.residual)
             if settings.shift:
-                shift = prepare_shift(hidden_gradient(model.head, units.residual), *of_units, own)
+                shift = prepare_shift(delta_SH, *of_units, own)
+            if settings.tilt:
+                tilt = prepare_tilt(units.hidden_SH, delta_SH, *of_units, moments)
         if settings.neighbour:
             neighbours = prepare_neighbours(units.hidden_SH, units.residual, *of_units, whitener, moments)
         if settings.product_width:
             sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
-        return cls(moments, targets, inputs, shift, neighbours, sketch)
+        return cls(moments, targets, inputs, shift, tilt, neighbours, sketch)
 
     def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
         """Relevance and product sketch of the rows of one batch."""
@@ -163,9 +168,12 @@ class TokenKernel:
             out["relevance_token"] = token_relevance(self.targets, batch.hidden_PH, batch.residual, *of_rows)
         if self.inputs is not None:
             out["relevance_input"] = input_relevance(self.inputs, batch.residual, batch.input_P, *of_rows)
+        if self.inputs is not None and (self.shift_EH is not None or self.tilt is not None):
+            delta_PH = hidden_gradient(self.inputs.head, batch.residual)
             if self.shift_EH is not None:
-                delta_PH = hidden_gradient(self.inputs.head, batch.residual)
                 out["relevance_shift"] = shift_relevance(self.shift_EH, delta_PH, *of_rows)
+            if self.tilt is not None:
+                out["relevance_tilt"] = tilt_relevance(self.tilt, batch.hidden_PH, delta_PH, *of_rows)
         if self.neighbours is not None:
             label_P = batch.residual.label_P
             out["relevance_neighbour"] = neighbour_relevance(self.neighbours, batch.hidden_PH, label_P, *of_rows)

@@ -228,11 +228,12 @@ def build_token_kernel(
 
 
 def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> str:
-    """One line: what the model's loss says of what it is for, which kernel follows, and whether that was tested."""
+    """One line: what the model's loss says of what it is for, which kernels follow, and whether that was tested."""
     share, known = tested(moments.loss, vocab)
     chosen = resolved(features, moments, vocab)
-    beside = "neighbour" if chosen.neighbour else "shift" if chosen.shift else None
-    kernels = f"token, input and {beside}" if beside else "token and input"
+    last = ["neighbour"] if chosen.neighbour else [name for name in ("shift", "tilt") if getattr(chosen, name)]
+    *first, last_of_all = ("token", "input", *last)
+    kernels = f"{', '.join(first)} and {last_of_all}"
     what = "knows the language, as when it is fine-tuned" if share < KNOWN else "learns the language"
     levels = ", ".join(f"{level:.0%}" for level in TESTED)
     like = "like models" if known else "NOT TESTED: like none"

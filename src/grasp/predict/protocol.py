@@ -17,7 +17,7 @@ from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import validated_yaml, write_yaml
 
-Match = Literal["token", "input", "neighbour", "shift", "pooled"]
+Match = Literal["token", "input", "neighbour", "shift", "tilt", "pooled"]
 COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
 NOT_SELECTED = "not selected on development environments: additive core"
 NOT_SELECTED_OTHER = "not selected on development environments"
@@ -77,7 +77,7 @@ class ScoringProtocol(Settings):
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
         description="Weights of the kernels, each standardised; auto: what there is of token, input and neighbour, or "
-        "shift where the build took the model for one that is fine-tuned; else pooled.",
+        "shift and tilt where the build took the model for one that is fine-tuned; else pooled.",
     )
     negative: float = Field(
         1.0,
@@ -160,8 +160,9 @@ class ScoringProtocol(Settings):
             there: list[Match] = [kernel for kernel in get_args(Match) if f"relevance_{kernel}" in array_names]
             if "token" not in there:
                 return {"pooled": 1.0}
-            beside = "neighbour" if "neighbour" in there else "shift"  # by the model's loss the build made one of them
-            return {kernel: 1.0 for kernel in there if kernel in ("token", "input", beside)}
+            # by the model's loss the build made one of these
+            beside = ("neighbour",) if "neighbour" in there else ("shift", "tilt")
+            return {kernel: 1.0 for kernel in there if kernel in ("token", "input", *beside)}
         return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
 
 

@@ -54,8 +54,10 @@ ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {
     "input additive": (("input", 1.0),),
     "neighbour additive": (("neighbour", 1.0),),
     "shift additive": (("shift", 1.0),),
+    "tilt additive": (("tilt", 1.0),),
     "token+input additive": (("token", 1.0), ("input", 1.0)),
     "token+input+neighbour additive": (("token", 1.0), ("input", 1.0), ("neighbour", 1.0)),
+    "token+input+shift+tilt additive": (("token", 1.0), ("input", 1.0), ("shift", 1.0), ("tilt", 1.0)),
     "token+input+pooled additive": (("token", 1.0), ("input", 1.0), ("pooled", 1.0)),
 }
 SIDES: tuple[Side, ...] = ("retained", "omitted")

@@ -85,7 +85,7 @@ def score(
         where: label expression: rank these rows only.
         unit: unit_id: rank for one unit of the target.
         min_tokens: pass over shorter rows: their relevance is noisy. Of conversations, tokens with loss.
-        match: token, input, neighbour, shift or pooled: rank by one kernel.
+        match: token, input, neighbour, shift, tilt or pooled: rank by one kernel.
         labels: label columns that are shown; None: the first two.
         protocol: None: the one that ships.
         method: rank by a published method, e.g. bm25. The following are for it: a file of its settings, the
