@@ -30,32 +30,35 @@ from grasp.runs.retrain import retrain
 from grasp.seeds import stream
 
 DISTILLED, CLASSIFIER = "distilled", "classifier"
-METHODS = (ADDITIVE, DISTILLED, BM25, CLASSIFIER, RANDOM)
+LEARNED = {DISTILLED: 0.1, "distilled from half": 0.5}  # share of the rows that a scorer learns from
+METHODS = (ADDITIVE, *LEARNED, BM25, CLASSIFIER, RANDOM)
 SHARE = 0.2
 NEGATIVES = 10  # random rows a unit
 
 
 class TextChooser(Chooser):
-    """Chooses by text as well: by a scorer learned from a tenth of the rows, and by a classifier of target text."""
+    """Chooses by text as well: by a scorer learned from some of the rows, and by a classifier of target text."""
 
     def _chosen(self, asked: Asked) -> tuple[NDArray[np.int64], dict[str, Any]]:
-        if asked.method not in (DISTILLED, CLASSIFIER):
+        if asked.method not in (*LEARNED, CLASSIFIER):
             return super()._chosen(asked)
         texts = self.world.material.texts(0, self.world.artifact.n_rows)
-        score_N, about = (self._distilled if asked.method == DISTILLED else self._classified)(asked.targets, texts)
+        score_N, about = (self._distilled if asked.method in LEARNED else self._classified)(asked, texts)
         return best_rows(score_N, self.world.pool_N, self.world.budget(asked.share)), about
 
-    def _distilled(self, target: str, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
-        place = self.world.work / f"scorer-{target}"
+    def _distilled(self, asked: Asked, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
+        place = self.world.work / f"scorer-{asked.targets}-{LEARNED[asked.method]}"
         if not place.exists():
-            distil(self.world.artifact, target, place, rows=self.world.artifact.n_rows // 10)
+            rows = round(LEARNED[asked.method] * self.world.artifact.n_rows)
+            distil(self.world.artifact, asked.targets, place, rows=rows)
         scorer = Scorer.open(place)
         score_N, _ = scorer.score(texts)
         return score_N.astype(np.float64), {"rows": scorer.card.rows, "quality": scorer.card.quality.model_dump()}
 
-    def _classified(self, target: str, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
+    def _classified(self, asked: Asked, texts: list[str]) -> tuple[NDArray[np.float64], dict[str, Any]]:
         """Words and pairs of words of the target's units against those of random rows, by logistic regression."""
-        units = [unit.prompt + unit.completion for unit in self.world.material.units.units if unit.target == target]
+        trusted = (unit for unit in self.world.material.units.units if unit.target == asked.targets)
+        units = [unit.prompt + unit.completion for unit in trusted]
         drawn = stream(0, "distil", "negatives").permutation(np.flatnonzero(self.world.pool_N))
         others = [texts[i] for i in drawn[: NEGATIVES * len(units)]]
         vectors = HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\w+", n_features=1 << 18)
@@ -65,7 +68,7 @@ class TextChooser(Chooser):
         return model.decision_function(vectors.transform(texts)), {"units": len(units), "random rows": len(others)}
 
     def _digest(self, asked: Asked) -> str:
-        return "" if asked.method in (DISTILLED, CLASSIFIER) else super()._digest(asked)
+        return "" if asked.method in (*LEARNED, CLASSIFIER) else super()._digest(asked)
 
 
 def gains(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -184,14 +184,14 @@ def test_neighbours_do_not_depend_on_the_blocks_they_are_found_in(monkeypatch):
     np.testing.assert_allclose(disagreement(feature, label, 5).share_N, whole)
 
 
-def test_an_index_finds_the_neighbours_that_all_pairs_have(monkeypatch):
+def test_cells_hold_the_neighbours_that_all_pairs_have(monkeypatch):
     generator = np.random.default_rng(8)
     label = generator.integers(0, 5, size=600)
     feature = generator.normal(size=(5, 8))[label] + 0.5 * generator.normal(size=(600, 8))
     feature[:60] = feature[0]  # copies of one row
     exact = disagreement(feature, label, 10)
     assert exact.found == 1.0
-    monkeypatch.setattr(neighbours, "EXACT_ROWS", 100)
+    monkeypatch.setattr(neighbours, "COMPARED", 100)
     near = disagreement(feature, label, 10)
     assert near.found > 0.95
     assert np.abs(near.share_N - exact.share_N)[60:].mean() < 0.01

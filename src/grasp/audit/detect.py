@@ -28,7 +28,7 @@ from grasp.audit.detection import (
     threshold_like,
     threshold_of_checked,
 )
-from grasp.audit.neighbours import disagreement
+from grasp.audit.neighbours import COMPARED, disagreement
 from grasp.corpus.images import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
@@ -174,8 +174,8 @@ def _check(artifact: ArtifactReader, k: int | None, neighbours: int | None, idle
     """Refuse what would have no effect, numbers out of range, and too few rows."""
     if mistake := next((mistake for mistake, is_made in idle.items() if is_made), None):
         raise SettingsError(f"{mistake}; leave it out")
-    if neighbours is not None and neighbours < 1:
-        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1")
+    if neighbours is not None and not 1 <= neighbours < COMPARED:
+        raise SettingsError(f"neighbours: got {neighbours}, expected at least 1 and fewer than {COMPARED}")
     if k is not None and not 1 <= k <= artifact.n_rows:
         raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
     if artifact.n_rows < LEAST_ROWS:
@@ -231,7 +231,10 @@ def _geometry(
         return None, [f"{why}: geometry says nothing, rows are ranked by relevance alone"]
     notes = [f"{alone} rows are alone with their {label}: geometry says nothing of them"] if alone else []
     if found.found < 1:
-        notes.append(f"neighbours by an index: {found.found:.0%} of the {neighbours} nearest were found")
+        notes.append(
+            f"neighbours were looked for among {COMPARED:,} rows of like hidden sketch: {found.found:.0%} of the "
+            f"{neighbours} nearest were found"
+        )
     return found.share_N, notes
 
 

@@ -1,23 +1,30 @@
-"""Do the rows most like a row have its label? Shape letters: N rows, D sketch width, Q rows a block, K neighbours."""
+"""Do the rows most like a row have its label?
+
+Shape letters: N rows, D sketch width, Q rows a block, M rows that these are compared with, K neighbours, C cells.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-import voyager
 from numpy.typing import NDArray
 
 from grasp.extract.progress import Progress, Silent
+from grasp.seeds import stream
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
-Near = tuple[int, F32, NDArray[np.int64]]  # first row, cosines (Q, K), rows (Q, K)
 
-EXACT_ROWS = 20_000  # up to here all pairs are compared, in seconds; beyond, an index is searched
-CHECKED_ROWS = 200  # whose neighbours by the index are held against the exact ones
-QUERIES = 1024
-LINKS, BUILD_WIDTH, SEARCH_WIDTH = 16, 80, 80  # of the index
+COMPARED: Final = 20_000  # rows that a row is compared with: all of a smaller corpus, else those of the nearest cells
+CELLS_COMPARED: Final = 80  # that these lie in
+MOST_CELLS: Final = 4_096  # more would take longer to tell apart than their rows to compare
+SAMPLED: Final = 10  # rows a cell, whose means the centres of the cells are
+CHECKED_ROWS: Final = 200  # whose neighbours by cells are held against the exact ones
+QUERIES: Final = 512
+BLOCK: Final = 16  # columns of which the largest is looked for at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +37,31 @@ class Disagreement:
 
 
 def disagreement(
-    feature_ND: NDArray[np.floating], label_N: NDArray[np.int64], k: int, progress: Progress | None = None
+    feature_ND: NDArray[np.floating], label_N: I64, k: int, progress: Progress | None = None
 ) -> Disagreement:
     """Share of a row's k nearest other rows, by cosine, that have another label, each counted by its similarity.
 
-    Up to EXACT_ROWS rows neighbours are exact, at O(N^2 D); beyond, they are those of an HNSW index (Malkov and
-    Yashunin 2018), at about O(N log N). Memory: the features as float32, and about twice that for the index.
+    Up to COMPARED rows neighbours are exact. Beyond, rows fall into cells round rows drawn at random, and those of a
+    cell are compared with COMPARED rows of the cells nearest to it: O(N COMPARED D). Memory: the features as float32
+    twice, and one block of cosines.
     """
     progress = progress or Silent()
-    unit_ND = np.array(feature_ND, np.float32)
-    size_N = np.linalg.norm(unit_ND, axis=1)
-    unit_ND /= np.where(size_N > 0, size_N, 1)[:, None]
+    unit_ND = _normalised(np.array(feature_ND, np.float32))
     n_rows, k = len(unit_ND), min(k, len(unit_ND) - 1)
-    share_N, hits, checked = np.zeros(n_rows), 0.0, set(range(0, n_rows, max(1, n_rows // CHECKED_ROWS)))
-    exact = n_rows <= EXACT_ROWS
-    for start, cosine_QK, near_QK in (_all_pairs if exact else _by_index)(unit_ND, k, progress):
+    share_N, hits, checked_N = np.zeros(n_rows), 0.0, np.zeros(n_rows, dtype=np.bool_)
+    checked_N[:: max(1, n_rows // CHECKED_ROWS)] = n_rows > COMPARED
+    progress.stage("neighbours", rows=n_rows, tokens=None)
+    for row_Q, cosine_QK, near_QK in _neighbours(unit_ND, k) if k else ():
         weight_QK = np.maximum(cosine_QK.astype(np.float64), 1e-6)
-        other_QK = label_N[near_QK] != label_N[start : start + len(near_QK), None]
-        share_N[start : start + len(near_QK)] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
-        if not exact:
-            here = np.array([row for row in range(start, start + len(near_QK)) if row in checked])
-            hits += _hits(unit_ND, here, cosine_QK[here - start]) if len(here) else 0.0
-        progress.advance(len(near_QK), 0)
+        other_QK = label_N[near_QK] != label_N[row_Q, None]
+        share_N[row_Q] = (weight_QK * other_QK).sum(axis=1) / weight_QK.sum(axis=1)
+        if (checked_Q := checked_N[row_Q]).any():
+            hits += _hits(unit_ND, row_Q[checked_Q], cosine_QK[checked_Q])
+        progress.advance(len(row_Q), 0)
     alone_N = np.bincount(label_N)[label_N] == 1
     if alone_N.any() and not alone_N.all():
         share_N[alone_N] = np.median(share_N[~alone_N])
-    return Disagreement(share_N, alone_N, 1.0 if exact else hits / len(checked))
+    return Disagreement(share_N, alone_N, hits / checked_N.sum() if checked_N.any() else 1.0)
 
 
 def _hits(unit_ND: F32, row_Q: NDArray[np.int64], cosine_QK: F32) -> float:
@@ -67,36 +73,65 @@ def _hits(unit_ND: F32, row_Q: NDArray[np.int64], cosine_QK: F32) -> float:
     return float((cosine_QK >= least_Q[:, None] - 1e-6).mean(axis=1).sum())
 
 
-def _all_pairs(unit_ND: F32, k: int, progress: Progress) -> Iterator[Near]:
-    progress.stage("neighbours", rows=len(unit_ND), tokens=None)
-    for start in range(0, len(unit_ND), QUERIES) if k else ():
-        cosine_QN = unit_ND[start : start + QUERIES] @ unit_ND.T
-        own_Q = np.arange(len(cosine_QN))
-        cosine_QN[own_Q, start + own_Q] = -np.inf
-        near_QK = np.argpartition(-cosine_QN, k - 1, axis=1)[:, :k]
-        yield start, np.take_along_axis(cosine_QN, near_QK, axis=1), near_QK
+def _neighbours(unit_ND: F32, k: int) -> Iterator[tuple[I64, F32, I64]]:
+    """Rows of a block (Q,), the cosines of their nearest other rows and these (Q, K), each row once."""
+    cosines = np.empty((QUERIES, COMPARED), dtype=np.float32)
+    for row_N, other_M in _cells(unit_ND):
+        other_MD = unit_ND[other_M]
+        for start in range(0, len(row_N), QUERIES):
+            row_Q = row_N[start : start + QUERIES]
+            cosine_QM = np.matmul(unit_ND[row_Q], other_MD.T, out=cosines[: len(row_Q), : len(other_M)])
+            cosine_QM[other_M == row_Q[:, None]] = -np.inf
+            best_QK = _largest(cosine_QM, k)
+            yield row_Q, np.take_along_axis(cosine_QM, best_QK, axis=1), other_M[best_QK]
 
 
-def _by_index(unit_ND: F32, k: int, progress: Progress) -> Iterator[Near]:
-    """One thread builds the index, so that the same rows always give the same neighbours."""
-    n_rows, width = unit_ND.shape
-    index = voyager.Index(
-        voyager.Space.Euclidean,  # of unit vectors: the order of cosines
-        num_dimensions=width,
-        M=LINKS,
-        ef_construction=BUILD_WIDTH,
-        random_seed=1,
-        max_elements=n_rows,
-    )
-    progress.stage("neighbour index", rows=n_rows, tokens=None)
-    for start in range(0, n_rows, QUERIES):
-        index.add_items(unit_ND[start : start + QUERIES], num_threads=1)
-        progress.advance(min(QUERIES, n_rows - start), 0)
-    progress.stage("neighbours", rows=n_rows, tokens=None)
-    for start in range(0, n_rows, QUERIES):
-        query_QD = unit_ND[start : start + QUERIES]
-        found_QK = index.query(query_QD, k=k + 1, query_ef=max(k + 1, SEARCH_WIDTH))[0].astype(np.int64)
-        cosine_QK = np.einsum("qd,qkd->qk", query_QD, unit_ND[found_QK])
-        cosine_QK[found_QK == start + np.arange(len(query_QD))[:, None]] = -np.inf
-        best_QK = np.argsort(-cosine_QK, axis=1, kind="stable")[:, :k]
-        yield start, np.take_along_axis(cosine_QK, best_QK, axis=1), np.take_along_axis(found_QK, best_QK, axis=1)
+def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
+    """Rows that lie together, and the rows that these are compared with, nearest cells first.
+
+    The rows of a cell are in random order: of a cell that is cut, such as one of many copies, a random part is left.
+    """
+    n_rows = len(unit_ND)
+    if n_rows <= COMPARED:
+        yield np.arange(n_rows), np.arange(n_rows)
+        return
+    order_N = stream(0, "neighbours").permutation(n_rows)
+    centre_CD = unit_ND[order_N[: min(n_rows * CELLS_COMPARED // COMPARED, MOST_CELLS)]]
+    sample_ND = unit_ND[order_N[: SAMPLED * len(centre_CD)]]
+    nearest_N = _nearest_centre(sample_ND, centre_CD)
+    np.add.at(centre_CD, nearest_N, sample_ND)
+    cell_N = _nearest_centre(unit_ND, _normalised(centre_CD))
+    order_N = order_N[np.argsort(cell_N[order_N], kind="stable")]
+    end_C = np.bincount(cell_N, minlength=len(centre_CD)).cumsum()
+    members = np.split(order_N, end_C[:-1])
+    for cell, row_N in enumerate(members):
+        near_C = np.argsort(-(centre_CD @ centre_CD[cell]), kind="stable")
+        enough = np.searchsorted(np.array([len(members[c]) for c in near_C]).cumsum(), COMPARED) + 1
+        yield row_N, np.concatenate([members[c] for c in near_C[:enough]])[:COMPARED]
+
+
+def _normalised(vector_ND: F32) -> F32:
+    """Vectors of length 1, in place; those of length 0 stay."""
+    size_N = np.linalg.norm(vector_ND, axis=1)
+    vector_ND /= np.where(size_N > 0, size_N, 1)[:, None]
+    return vector_ND
+
+
+def _nearest_centre(unit_ND: F32, centre_CD: F32) -> I64:
+    blocks = range(0, len(unit_ND), QUERIES)
+    return np.concatenate([np.argmax(unit_ND[start : start + QUERIES] @ centre_CD.T, axis=1) for start in blocks])
+
+
+def _largest(value_QM: F32, k: int) -> I64:
+    """Columns of the k largest, (Q, k). They lie in the k blocks with the largest maxima: only these are searched."""
+    width = value_QM.shape[1] // BLOCK
+    if width < 4 * k:
+        return np.argpartition(value_QM, value_QM.shape[1] - k, axis=1)[:, -k:]
+    largest_QW = value_QM[:, :width].copy()
+    for start in range(width, BLOCK * width, width):
+        np.maximum(largest_QW, value_QM[:, start : start + width], out=largest_QW)
+    block_QK = np.argpartition(largest_QW, width - k, axis=1)[:, -k:]
+    column_QM = (block_QK[:, :, None] + width * np.arange(BLOCK)).reshape(len(value_QM), -1)
+    rest = np.arange(BLOCK * width, value_QM.shape[1])
+    column_QM = np.concatenate([column_QM, np.tile(rest, (len(value_QM), 1))], axis=1)
+    return np.take_along_axis(column_QM, _largest(np.take_along_axis(value_QM, column_QM, axis=1), k), axis=1)
