@@ -16,19 +16,21 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.evaluate import Method, compare, noise
+from experiments.finetune.evaluate import Foretold, Method, compare, noise
 from experiments.finetune.methods import GRADIENTS
 from experiments.finetune.run import HERE
 from experiments.finetune.scores import delta_kernel, neighbour_kernel, shift_kernel
 from experiments.finetune.setting import NAMES
 from experiments.finetune.worlds import World, pretrained
 from experiments.mistakes import in_one_line
+from grasp.baselines.oracles import SubsetFeatures, ridge_oracle
 from grasp.errors import GraspError
 from grasp.features.tilt_match import RIDGE
 from grasp.files import write_whole
 
 F64 = NDArray[np.float64]
 SHIPS = "token + input + shift + tilt"
+RIDGE_ON_RUNS = "ridge on the other runs"
 OURS = ("shift", "tilt", "token", "input", "pooled", "neighbour")  # count negative scores a quarter, as what ships does
 SUMS = {name: tuple(name.split(" + ")) for name in (SHIPS, "token + input + shift", "token + input")}
 
@@ -66,6 +68,17 @@ def methods_of(kernel_of: dict[str, F64]) -> dict[str, Method]:
     return out
 
 
+def ridge_on_runs(world: World) -> Foretold:
+    """Each run foretold by a ridge regression on all others, of which rows they kept: a datamodel.
+
+    No competitor, since it has seen runs: it says what so many real trainings tell of one more.
+    """
+    subset_ids = tuple(world.utilities.subset_ids)
+    rows = SubsetFeatures("rows", subset_ids, world.share_BN)
+    found = ridge_oracle(rows, world.utilities, folds=len(subset_ids))
+    return Foretold(found.values_BE, np.stack([found.task_B[name] for name in found.targets], axis=1))
+
+
 def share_of_top_row(kernel_NE: F64) -> float:
     """Median over units of the share of a unit's squared scores that its largest row holds."""
     square_NE = kernel_NE**2
@@ -96,7 +109,9 @@ def report(world: World) -> dict[str, object]:
         "noise": noise(world.environment, world.utilities),
         "constant": constant,
         "share_of_top_row": {label: round(share_of_top_row(kernel), 3) for label, kernel in kernel_of.items()},
-        "methods": compare(methods_of(kernel_of), world.utilities, world.share_BN, base=SHIPS),
+        "methods": compare(
+            {**methods_of(kernel_of), RIDGE_ON_RUNS: ridge_on_runs(world)}, world.utilities, world.share_BN, base=SHIPS
+        ),
     }
 
 

@@ -47,6 +47,17 @@ class Method:
         return units_BE, tasks_BT
 
 
+@dataclass(frozen=True)
+class Foretold:
+    """What is predicted already, of subsets in the order of the environment; `predict` as a method has it."""
+
+    units_BE: F64
+    tasks_BT: F64
+
+    def predict(self, share_BN: F64, targets: Sequence[str]) -> tuple[F64, F64]:
+        return self.units_BE, self.tasks_BT
+
+
 def _scaled(score_NE: F64) -> F64:
     """Divided by the standard deviation over rows; a column without any stays zero."""
     deviation_E = score_NE.std(axis=0)
@@ -54,7 +65,12 @@ def _scaled(score_NE: F64) -> F64:
 
 
 def compare(
-    methods: Mapping[str, Method], utilities: Utilities, share_BN: F64, *, base: str, resamples: int = RESAMPLES
+    methods: Mapping[str, Method | Foretold],
+    utilities: Utilities,
+    share_BN: F64,
+    *,
+    base: str,
+    resamples: int = RESAMPLES,
 ) -> list[dict[str, Any]]:
     """A record a method: estimate and 95 % interval over subsets of mean LDS (mean over targets of the mean over units)
     and of task rho, the share of units with rho above 0, mean LDS target by target, and the difference to `base`.
@@ -85,7 +101,9 @@ class Agreement:
     positive: float  # share of units with rho above 0
 
 
-def agreement(method: Method, utilities: Utilities, share_BN: F64, weights_RB: NDArray[np.floating[Any]]) -> Agreement:
+def agreement(
+    method: Method | Foretold, utilities: Utilities, share_BN: F64, weights_RB: NDArray[np.floating[Any]]
+) -> Agreement:
     """Of one method; `weights_RB` says how often each resample draws each subset."""
     realized_BE, targets = utilities.values_BSE.mean(axis=1), list(utilities.targets)
     own_TE = [[target == name for target in targets] for name in dict.fromkeys(targets)]

@@ -24,6 +24,7 @@ TITLES = {
     "trak": "TRAK, last block",
     "less": "LESS, last block",
     "influence of the last layer": "last layer, K-FAC",
+    "ridge on the other runs": "*no competitor: ridge on the other runs*",
     "ekfac": "EK-FAC, last block",
 }
 TARGETS = {"sciq": "SciQ", "arc_easy": "ARC", "hellaswag": "HellaSwag", "instructions": "instr."}
