@@ -385,11 +385,15 @@ def label_gradients(engine, row: Example, name: str) -> tuple[np.ndarray, np.nda
     logits = engine.model.model(torch.from_numpy(row.input_ids.astype(np.int64))[None]).logits[0]
     (back,) = torch.autograd.grad(objective(logits, row) * row.labels, seen["out"])
     handle.remove()
-    return seen["in"][0, : row.labels].double().numpy(), back[0, : row.labels].double().numpy()
+    before_the_last = slice(len(row.input_ids) - 1)
+    return seen["in"][0, before_the_last].double().numpy(), back[0, before_the_last].double().numpy()
 
 
-def test_kfac_factors_are_the_means_over_positions_that_they_are_defined_as(opened):
+@pytest.mark.parametrize("labels", ["every token", "answers"])
+def test_kfac_factors_are_the_means_over_positions_that_they_are_defined_as(labels, opened):
     engine, examples = opened
+    if labels == "answers":
+        examples = [replace(row, first=len(row.input_ids) - 1 - i % 2) for i, row in enumerate(examples)]
     found = second_moments(engine, Fisher(examples, None), full_width=64)
     by_name = dict(zip([b.name for b in engine.layers.blocks], found, strict=True))
     pairs = [label_gradients(engine, row, "model.layers.1.self_attn.v_proj") for row in examples]

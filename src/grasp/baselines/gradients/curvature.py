@@ -75,14 +75,15 @@ class _Sums:
             shape = (block.left,) if narrow else (block.left, block.left)
             self._left.append(torch.zeros(shape, dtype=work, device=device))
             self._right.append(torch.zeros(block.right, block.right, dtype=work, device=device))
-        self._labels_B = torch.zeros(0)
-        self._longest = 0
+        self._labels_B = self._positions_B = torch.zeros(0)
+        self._tokens = 0
 
     def begin(self, examples: Sequence[Example]) -> None:
         """Of which rows the factors that follow are."""
-        labels = [example.labels for example in examples]
-        self._longest = max(labels)
-        self._labels_B = torch.tensor(labels, dtype=self._engine.work, device=self._engine.model.device)
+        work, device = self._engine.work, self._engine.model.device
+        self._tokens = max(len(example.input_ids) for example in examples)
+        self._labels_B = torch.tensor([example.labels for example in examples], dtype=work, device=device)
+        self._positions_B = torch.tensor([example.positions for example in examples], device=device)
 
     def __call__(self, number: int, use: Use, rows: slice) -> None:
         block, labels_B = self._engine.layers.blocks[number], self._labels_B[rows]
@@ -91,7 +92,7 @@ class _Sums:
             mask_BT = torch.ones_like(right[:, :, 0], dtype=torch.bool)
             right = right * labels_B.sqrt()[:, None, None]
         else:
-            mask_BT = _real(use.positions, labels_B, self._longest)
+            mask_BT = self._real(use.positions, rows)
             if use.one_hot:
                 right = right * labels_B[:, None, None]
             else:
@@ -110,21 +111,24 @@ class _Sums:
         self._left_count[number] += len(left)
         self._right_count[number] += len(right_PY)
 
+    def _real(self, positions: int, rows: slice) -> Tensor:
+        """Positions that the loss comes from, (B, T): in the head those of the labels, gathered to the left.
+
+        A layer that sees the heads of a token apart has several positions a token.
+        """
+        at_labels = positions < self._tokens
+        size = positions if at_labels else self._tokens
+        mask = (
+            torch.arange(size, device=self._labels_B.device)
+            < (self._labels_B if at_labels else self._positions_B)[rows, None]
+        )
+        return mask.repeat_interleave(positions // size, dim=1)
+
     def factors(self) -> list[Factors]:
         return [
             Factors(left / self._left_count[k], right / self._right_count[k])
             for k, (left, right) in enumerate(zip(self._left, self._right, strict=True))
         ]
-
-
-def _real(positions: int, labels_B: Tensor, longest: int) -> Tensor:
-    """Positions that have a label, (B, T), of the `longest` labels of a head, or of one token more elsewhere.
-
-    A layer that sees the heads of a token apart has several positions a token.
-    """
-    tokens = longest if positions == longest else longest + 1
-    mask = torch.arange(tokens, device=labels_B.device) < labels_B[:, None]
-    return mask.repeat_interleave(positions // tokens, dim=1)
 
 
 def second_moments(engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:

@@ -40,6 +40,11 @@ class Example:
     def labels(self) -> int:
         return len(self.input_ids) - self.first if self.labelled is None else int(self.labelled.sum())
 
+    @property
+    def positions(self) -> int:
+        """Tokens before the last that carries loss: those that the loss comes from, a prompt's among them."""
+        return len(self.input_ids) - 1 if self.labelled is None else int(np.flatnonzero(self.labelled)[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
