@@ -164,6 +164,11 @@ class Basis:
         left = None if factors.diagonal else torch.linalg.eigh(factors.left.double())[1].to(factors.left.dtype)
         return cls(left, torch.linalg.eigh(factors.right_YY.double())[1].to(factors.right_YY.dtype))
 
+    def turned(self, use: Use) -> Use:
+        """Factors whose product is Q_S^T G Q_A: of a row's positions it takes less than of the matrix."""
+        left = use.left if self.left_XX is None else use.left @ self.left_XX
+        return Use(left, use.right @ self.right_YY)
+
     def into(self, matrix_BXY: Tensor) -> Tensor:
         """Q_S^T G Q_A."""
         rotated = matrix_BXY @ self.right_YY
@@ -182,14 +187,16 @@ def corrected_eigenvalues(engine: PerExample, fisher: Fisher, bases: Sequence[Ba
     labels_B = torch.zeros(0)
 
     def take(number: int, matrix_BXY: Tensor, rows: slice) -> None:
-        rotated = bases[number].into(matrix_BXY).square_()
-        total[number] += torch.einsum("b,bxy->xy", labels_B[rows], rotated)
+        total[number] += torch.einsum("b,bxy->xy", labels_B[rows], matrix_BXY.square_())
+
+    def turn(number: int, use: Use, rows: slice) -> None:
+        sink(number, bases[number].turned(use), rows)
 
     sink = MatrixSink(engine, everything(engine), take)
     for index_B in engine.batches(fisher.rows):
         examples, uniforms = fisher.batch(index_B)
         labels_B = torch.tensor([example.labels for example in examples], dtype=engine.work, device=device)
-        engine.run(examples, sink, fisher.output, uniforms)
+        engine.run(examples, turn, fisher.output, uniforms)
         sink.finish()
     return [matrix / len(fisher.rows) for matrix in total]
 
