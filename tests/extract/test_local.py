@@ -71,6 +71,8 @@ class Reference:
         self.features = settings.features
         self.model = AutoModelForCausalLM.from_pretrained(settings.model.path).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        self.matrix = matrix - matrix.mean(axis=0)  # what top-k cut off is spread evenly
 
     def positions(self, ids: list[int], first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Hidden states, residuals (top-k + label) and input tokens at the supervised positions from `first` on."""
@@ -139,7 +141,7 @@ class Reference:
         return out
 
     def shift(self, rows, units) -> np.ndarray:
-        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        matrix = self.matrix
         delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
         second = delta.T @ delta / len(delta)
         inverse = np.linalg.inv(second + self.features.tau * np.trace(second) / len(second) * np.eye(len(second)))
@@ -148,7 +150,7 @@ class Reference:
 
     def tilt(self, rows, units) -> np.ndarray:
         """Pair by pair of positions, both sides whitened with a ridge of one mean eigenvalue."""
-        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        matrix = self.matrix
         hidden = np.concatenate([hidden for hidden, *_ in rows])
         delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
         of_hidden, of_delta = (
@@ -164,7 +166,7 @@ class Reference:
 
     def input(self, rows, units) -> np.ndarray:
         """With the gradient of the embedding of position t taken to be that of its hidden state."""
-        matrix = self.model.get_output_embeddings().weight.detach().double().numpy()
+        matrix = self.matrix
         delta = np.concatenate([residual @ matrix for _, residual, _ in rows])
         share = np.bincount(np.concatenate([token for *_, token in rows]), minlength=len(matrix)) / len(delta)
         weight = 1.0 / (share + self.features.epsilon * share[share > 0].mean())

@@ -66,6 +66,7 @@ def prepared(head, units, whitener):
 def reference(head, rows, units, tau=TAU, alpha=ALPHA, epsilon=EPSILON) -> np.ndarray:
     """Float64, one pair of positions at a time, moments and all, as the definition is written."""
     weight = head.linear.weight.double().numpy()
+    weight = weight - weight.mean(axis=0)  # what top-k cut off is spread evenly
     delta, unit_delta = (dense(part[0], V) @ weight for part in (rows, units))
     (_, token, row), (_, unit_token, unit) = rows, units
     share = np.array([np.mean(token.numpy() == v) for v in range(V)])
@@ -142,10 +143,21 @@ def test_the_gradient_by_a_hidden_state_is_that_of_autograd_in_any_dtype(monkeyp
     logits = head.link(hidden @ head.matrix().float().T)
     torch.nn.functional.cross_entropy(logits, label, reduction="sum").backward()
     residual = sparse_residual(logits.detach(), label, V, head.slope(logits.detach()))
-    for one in (head, OutputHead(head.linear.float())):
+    for one in (head, OutputHead(head.linear.float(), cap=3.0)):
         # H terms make a logit, V a gradient
         close = rounding(H + V, hidden.grad)
         torch.testing.assert_close(hidden_gradient(one, residual), hidden.grad, rtol=0, atol=close)
+
+
+def test_what_all_tokens_have_in_common_is_in_no_gradient_whatever_top_k_cut_off():
+    """It moves all logits alike, so that no probability changes."""
+    torch.manual_seed(2)
+    head, hidden, label = make_head(), torch.randn(9, H), torch.randint(0, V, (9,))
+    residual = sparse_residual(head.linear_logits(hidden), label, 6)
+    moved = make_head()
+    moved.linear.weight = torch.nn.Parameter(head.linear.weight + 10 * torch.randn(H), requires_grad=False)
+    found, expected = hidden_gradient(moved, residual), hidden_gradient(head, residual)
+    torch.testing.assert_close(found, expected, rtol=0, atol=rounding(V + KEPT, moved.linear.weight))
 
 
 def test_a_quantised_head_is_refused():

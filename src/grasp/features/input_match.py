@@ -37,7 +37,9 @@ GATHERED_ELEMENTS = 16 * 1024 * 1024
 def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
     """delta = W^T xi, the gradient of each position's loss by its hidden state, (P, H), float32.
 
-    The residual carries the slope of a scaled or capped head; a bias does not matter. What top-k cut off is missing.
+    The residual carries the slope of a scaled or capped head; a bias does not matter. A whole residual adds up to 0, so
+    what is missing of that is what top-k cut off: it is taken to be spread evenly over the vocabulary. Without it, a
+    vector that all rows of W have in common would add as much as the mistake itself. A capped head's does not add up.
 
     Raises:
         ModelError: the head's matrix is quantised.
@@ -45,7 +47,8 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
     weight_VH = head.matrix()
     index_PK, value_PK = residual.index_PK, residual.value_PK
     if weight_VH.dtype == torch.float32:
-        return torch.nn.functional.embedding_bag(index_PK, weight_VH, mode="sum", per_sample_weights=value_PK)
+        delta_PH = torch.nn.functional.embedding_bag(index_PK, weight_VH, mode="sum", per_sample_weights=value_PK)
+        return _with_tail(head, delta_PH, value_PK)
     # values in half precision would lose digits, and a float32 copy of the matrix may be gigabytes
     count = max(1, GATHERED_ELEMENTS // (index_PK.shape[1] * weight_VH.shape[1]))
     delta_PH = value_PK.new_empty(len(index_PK), weight_VH.shape[1])
@@ -53,7 +56,13 @@ def hidden_gradient(head: OutputHead, residual: SparseResidual) -> Tensor:
         block = slice(start, start + count)
         gathered_PKH = weight_VH[index_PK[block]].float()
         delta_PH[block] = torch.bmm(value_PK[block, None], gathered_PKH)[:, 0]
-    return delta_PH
+    return _with_tail(head, delta_PH, value_PK)
+
+
+def _with_tail(head: OutputHead, delta_PH: Tensor, value_PK: Tensor) -> Tensor:
+    if head.cap is not None:
+        return delta_PH
+    return delta_PH.sub_(torch.outer(value_PK.sum(dim=1), head.mean_H))
 
 
 def input_tokens(token_P: Tensor) -> SparseResidual:

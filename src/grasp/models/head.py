@@ -4,6 +4,7 @@ Shape letters: P positions, H hidden width, V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from grasp.errors import ModelError
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutputHead:
     """What happens between the last hidden state and the softmax: z = W h + b, then scale, then soft cap."""
 
@@ -44,6 +45,11 @@ class OutputHead:
                 "with features.input_match: false"
             )
         return weight.detach()
+
+    @cached_property
+    def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
+        """Mean of the rows of W, (H,), float32."""
+        return self.matrix().mean(dim=0, dtype=torch.float32)
 
     def link(self, z_PV: Tensor) -> Tensor:
         """Logits as the softmax sees them."""
