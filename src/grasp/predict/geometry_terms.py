@@ -35,7 +35,7 @@ from grasp.predict.geometry import (
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
 from grasp.predict.relevance import Kernel
-from grasp.predict.row_arrays import F32, F64, Blocks, label_column
+from grasp.predict.row_arrays import F32, F64, Blocks, kept, label_column
 from grasp.predict.row_sums import RowSums, block_rows
 from grasp.predict.standardize import (
     ComponentMoments,
@@ -73,10 +73,7 @@ class Sketch:
 
         width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1] + 1
         held = RowSums(blocks, artifact.n_rows, width)
-        parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.of(block[:, -1:])) for _, block in held.blocks()]
-        total_C = np.sum([total for total, _ in parts], axis=0)
-        norms = functools.reduce(RowMoments.merge, (moments for _, moments in parts))
-        totals = SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows)
+        totals, norms = kept(artifact, name, 8 * width, lambda: _totals(held.blocks()))
         return cls(totals, norms, held, artifact, name)
 
     def blocks(self) -> Blocks:
@@ -115,6 +112,14 @@ def pair_sums(sketches: Sequence[Sketch]) -> PairSums:
     for parts in zip(*(sketch.blocks() for sketch in sketches), strict=True):
         sums = sums.plus(np.concatenate([block for _, block in parts], axis=1))
     return sums
+
+
+def _totals(blocks: Blocks) -> tuple[SketchTotals, RowMoments]:
+    """Sums over the corpus of a sketch with its norms, and the moments of these."""
+    parts = [(block.sum(axis=0, dtype=np.float64), RowMoments.of(block[:, -1:])) for _, block in blocks]
+    total_C = np.sum([total for total, _ in parts], axis=0)
+    norms = functools.reduce(RowMoments.merge, (moments for _, moments in parts))
+    return SketchTotals(total_C[:-1], float(total_C[-1]), norms.n_rows), norms
 
 
 def _with_norms(blocks: Blocks) -> Iterator[tuple[int, F32]]:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,17 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
             with the document's own question, so that no zero-shot prompt can be taken from it.
     """
     source = find_source(name, variant, root)
+    return list(_units(name, loss_on, source, source.path.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=8)  # a build reads its targets twice: to refuse bad ones before the model is loaded, and after
+def _units(name: str, loss_on: LossOn, source: RequestFile, changed_ns: int) -> tuple[Unit, ...]:
+    """Every unit of a request file that was last changed then."""
     records_by_doc: dict[int, list[Mapping[str, Any]]] = {}
     for record in _records(source.path):
         if record["doc_id"] < UNCONDITIONAL:
             records_by_doc.setdefault(record["doc_id"], []).append(record)
-    return [_unit(name, doc_id, records, loss_on, source) for doc_id, records in records_by_doc.items()]
+    return tuple(_unit(name, doc_id, records, loss_on, source) for doc_id, records in records_by_doc.items())
 
 
 def _unknown_task(name: str, task_dir: Path, root: Path) -> str:
