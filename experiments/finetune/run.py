@@ -3,7 +3,8 @@
     python -m experiments.finetune.run --data ../shared/data
 
 Killed at any moment, the same command goes on where it was: every run is a small file in `documents/runs`,
-`instructions/runs` or `lengths/runs` beside this script, written when it is done. `--until 15:25` stops in time.
+`instructions/runs` or `lengths/runs` beside this script, written when it is done. All fill together; `--until 15:25`
+stops in time.
 """
 
 import argparse
@@ -45,7 +46,6 @@ from grasp.targets.units import LossOn
 HERE = Path(__file__).parent
 SUBSETS = 24
 SEEDS = (0, 1)
-ORDER: tuple[Name, ...] = ("documents", "lengths", "instructions")  # in every seed
 COMPLETION: LossOn = "completion"
 
 
@@ -96,10 +96,9 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
 
 
 def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
-    """All runs in the order in which they are made: another seed when every subset has one."""
-    return [
-        (name, run) for seed in SEEDS for name in ORDER for run in worlds[name].environment.runs() if run.seed == seed
-    ]
+    """All runs in the order in which they are made: a second seed when every subset has a first."""
+    all_runs = [(name, run) for name, world in worlds.items() for run in world.environment.runs()]
+    return sorted(all_runs, key=lambda turn: (turn[1].seed, turn[1].subset_id))
 
 
 def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> None:
