@@ -145,7 +145,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
     runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
     if all(run["method"] != "before" for run in runs):
         runs.append({"method": "before", "seed": 0, **exam.taken(model)})
-    for method in (*CHOOSERS, SHIPPED_BEFORE):
+    for method in (*CHOOSERS, *SHIPPED_BEFORE):
         for seed in (*SEEDS, *MORE_SEEDS) if method in WITH_MORE else SEEDS:
             same = [run for run in runs if (run["method"], run["seed"]) == (method, seed)]
             if any("right" in run for run in same):
