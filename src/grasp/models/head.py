@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grasp.errors import ModelError
 
 READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ADDED_ROWS = 4_096  # of W at once: on a CPU torch copies what it adds up to float32, and all of W may be gigabytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class OutputHead:
     @cached_property
     def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
         """Mean of the rows of W, (H,), float32."""
-        return self.matrix().mean(dim=0, dtype=torch.float32)
+        weight_VH = self.matrix()
+        parts = [some.sum(dim=0, dtype=torch.float32) for some in torch.split(weight_VH, ADDED_ROWS)]
+        return torch.stack(parts).sum(dim=0) / len(weight_VH)
 
     def link(self, z_PV: Tensor) -> Tensor:
         """Logits as the softmax sees them."""
