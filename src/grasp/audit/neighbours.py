@@ -104,10 +104,10 @@ def _cells(unit_ND: F32) -> Iterator[tuple[I64, I64]]:
     order_N = order_N[np.argsort(cell_N[order_N], kind="stable")]
     end_C = np.bincount(cell_N, minlength=len(centre_CD)).cumsum()
     members = np.split(order_N, end_C[:-1])
-    for cell, row_N in enumerate(members):
+    for cell in np.flatnonzero(np.diff(end_C, prepend=0)):  # of centres that are copies all but one are empty
         near_C = np.argsort(-(centre_CD @ centre_CD[cell]), kind="stable")
         enough = np.searchsorted(np.array([len(members[c]) for c in near_C]).cumsum(), COMPARED) + 1
-        yield row_N, np.concatenate([members[c] for c in near_C[:enough]])[:COMPARED]
+        yield members[cell], np.concatenate([members[c] for c in near_C[:enough]])[:COMPARED]
 
 
 def _normalised(vector_ND: F32) -> F32:
