@@ -356,7 +356,10 @@ def _common_width(artifact: ArtifactReader, arrays: Mapping[str, ArraySpec]) -> 
     """Number of new columns, the same in all relevance arrays, which mean what the old columns mean."""
     wanted = [name for name in artifact.array_names if name.startswith(PER_UNIT)]
     if sorted(wanted) != sorted(arrays):
-        raise ArtifactError(f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}")
+        raise ArtifactError(
+            f"{artifact.path}: arrays to extend: got {sorted(arrays)}, expected {sorted(wanted)}; where an earlier "
+            "grasp built it, build it again with all targets"
+        )
     if not wanted:
         raise ArtifactError(f"{artifact.path}: has no relevance arrays; targets cannot be added to it")
     widths = {spec.width for spec in arrays.values()}
