@@ -49,7 +49,7 @@ from grasp.targets import UnitSet, load_units
 F64 = NDArray[np.float64]
 CHATS = 1_000
 SEEDS = (0, 1, 2)
-MORE_SEEDS, WITH_MORE = (3, 4, 5), ("grasp", "random")
+MORE_SEEDS, WITH_MORE = (3, 4, 5), ("grasp", "token + input + shift", "random")
 CHOOSERS = ("grasp", "random", "bm25", "repsim")
 SHIPPED_BEFORE = ("shift", "token + input + shift")
 
