@@ -364,7 +364,7 @@ class Environment:
             missing = [r.stem for r in self.runs() if r not in values and r.seed in chosen and r.subset_id != FULL]
             raise EnvironmentDataError(
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:EXAMPLES]}; "
-                "run `grasp retrain --resume` to go on, or read it with partial=True"
+                "run `grasp retrain --resume` to go on, or use what is there: --partial (partial=True)"
             )
         shape = (len(ids), len(chosen), len(self.units))
         flat = [values[Run(seed, b)] for b in ids for seed in chosen]
