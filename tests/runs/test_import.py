@@ -254,6 +254,9 @@ def test_directions_and_patterns_may_be_said(tmp_path):
 def test_what_is_no_table_and_no_runs_is_refused(tmp_path):
     with pytest.raises(EnvironmentDataError, match="no such file"):
         grasp.import_runs(tmp_path / "none.csv", label="x")
+    (tmp_path / "wide.csv").write_bytes("run,gr\xf6\xdfe\nfirst,2.5\n".encode("latin-1"))  # as a spreadsheet may
+    with pytest.raises(EnvironmentDataError, match=r"wide\.csv: names of columns are no text in UTF-8; save"):
+        grasp.import_runs(tmp_path / "wide.csv", label="x")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(EnvironmentDataError, match="cannot be read as a table"):
         grasp.import_runs(tmp_path / "bad.parquet", label="x")

@@ -325,11 +325,13 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
     path = Path(source)
     try:
         table = pq.read_table(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
+        names = table.column_names
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err
+    except UnicodeDecodeError as err:
+        raise EnvironmentDataError(f"{path}: names of columns are no text in UTF-8; save the table as UTF-8") from err
     except (pa.ArrowException, OSError, ValueError) as err:
         raise EnvironmentDataError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
-    names = table.column_names
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise EnvironmentDataError(f"{path}: has the column {twice[0]!r} more than once; rename or drop one of them")
     return table, str(path)
