@@ -21,8 +21,8 @@ from transformers.utils import logging as hf_logging
 
 from experiments.curation.setting import held_out_documents
 from experiments.mistakes import in_one_line
+from experiments.weborganizer.retrieval import Recall, retrieve
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.retrieval import Recall, retrieve
 from grasp.corpus import RowStore
 from grasp.errors import SettingsError
 from grasp.extract.local import build
@@ -122,8 +122,7 @@ def run(pages: Pages, ks: Sequence[int], scores: str, out: Path) -> tuple[Recall
     artifact = pages.artifact()
     names = [name.strip() for name in scores.split(",")]
     found, together = (
-        retrieve(artifact, queries=pages.queries(), by=LABELS, together=joined, k=ks, methods=names).recalls
-        for joined in (False, True)
+        retrieve(artifact, pages.queries(), by=LABELS, together=joined, k=ks, methods=names) for joined in (False, True)
     )
     related = {one.domains.name: one.domains for one in found}.values()
     result = {
@@ -181,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=512, help="Pages kept apart.")
     parser.add_argument("--queries", type=int, default=144, help="Of these, pages that ask.")
     parser.add_argument("--k", type=lambda text: [int(part) for part in text.split(",")], default=[100, 1000])
-    parser.add_argument("--scores", default=SCORES, help="As --methods of grasp retrieve.")
+    parser.add_argument("--scores", default=SCORES, help="grasp, kernels and methods; + fuses.")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()

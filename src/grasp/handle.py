@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from grasp.audit.detect import detect as _detect
     from grasp.audit.diagnose import diagnose as _diagnose
     from grasp.audit.explain import explain as _explain
-    from grasp.audit.retrieval import retrieve as _retrieve
     from grasp.choose.distil import distil as _distil
     from grasp.choose.mixture import mix as _mix
     from grasp.choose.select import select as _select
@@ -124,7 +123,6 @@ class Artifact:
         mix = _typed(_mix)
         distil = _typed(_distil)
         detect = _typed(_detect)
-        retrieve = _typed(_retrieve)
         diagnose = _typed(_diagnose)
         report = _typed(_report)
         serve = _typed(_serve)
@@ -136,7 +134,6 @@ class Artifact:
         mix = _Verb("grasp.choose.mixture")
         distil = _Verb("grasp.choose.distil")
         detect = _Verb("grasp.audit.detect")
-        retrieve = _Verb("grasp.audit.retrieval")
         diagnose = _Verb("grasp.audit.diagnose")
         report = _Verb("grasp.report.verb")
         serve = _Verb("grasp.report.serve")

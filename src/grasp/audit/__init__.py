@@ -2,5 +2,5 @@
 
 In: an artifact, and the model and corpus that it was built from where one of its rows is looked into. Out: results that
 print themselves. A verb each: `detect` (suspicious rows and leaked targets; `detection` is its arithmetic), `explain`
-(the words of a row), `retrieval` (do related rows come first?) and `diagnose` (are the approximations good enough?).
+(the words of a row) and `diagnose` (are the approximations good enough?).
 """

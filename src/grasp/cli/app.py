@@ -17,7 +17,7 @@ GROUPS = {
     "Start": ("demo", "build", "merge", "info", "verify", "fit-head"),
     "Ask what rows and slices are worth": ("score", "predict", "explain", "report", "serve"),
     "Choose what to train on": ("select", "mix", "distil", "apply"),
-    "Find what should not be there": ("detect", "retrieve"),
+    "Find what should not be there": ("detect",),
     "See how far to trust it": ("retrain", "runs", "evaluate", "calibrate", "diagnose", "methods"),
 }
 OPTIONS = "Options"
