@@ -28,7 +28,6 @@ PLANTED = 0.01
 ASKED = {
     "relevance": [],
     "with labels": ["--label", "topic", "--truth", "planted"],
-    "contamination": ["--contamination"],
 }
 
 

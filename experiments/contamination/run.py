@@ -1,4 +1,4 @@
-"""A benchmark's own text in a corpus: recall at 100 of `grasp detect --contamination`, BM25 and 13-gram overlap.
+"""A benchmark's own text in a corpus: recall at 100 of relevance, BM25 and 13-gram overlap.
 
     python -m experiments.contamination.run --pool ../shared/data/pool.parquet --work bench-out/contamination
 
@@ -21,13 +21,14 @@ from transformers import AutoTokenizer
 
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.detect import detect, unit_scores
+from grasp.audit.detect import relevance_array, standardised_blocks
 from grasp.audit.detection import auroc
 from grasp.corpus.store import RowStore
 from grasp.extract.local import build
+from grasp.extract.progress import Silent
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
-from grasp.runs.methods import configured_methods, method_rows
+from grasp.runs.methods import MethodRows, configured_methods, method_rows
 from grasp.runs.recipe import TrainingRecipe, named_recipe
 from grasp.runs.train import train
 from grasp.seeds import stream
@@ -94,21 +95,28 @@ def gram_overlap(texts: Sequence[str], units: Sequence[Unit], *, whole: bool = F
     return out
 
 
+def unit_scores(rows: ArtifactReader | MethodRows, array: str, target: str) -> tuple[F64, F64]:
+    """Mean and largest of a row's standardised scores for the units of a target, (N,) each."""
+    mean_N, largest_N = np.empty(rows.n_rows), np.empty(rows.n_rows)
+    for start, score_NE in standardised_blocks(rows, array, target, Silent()):
+        here = slice(start, start + len(score_NE))
+        mean_N[here], largest_N[here] = score_NE.mean(axis=1), score_NE.max(axis=1)
+    return mean_N, largest_N
+
+
 def scores(
     artifact: ArtifactReader, units: Sequence[Unit], texts: Sequence[str], *, whole: bool = False
 ) -> dict[str, F64]:
-    """Every method's score of every row: the largest over the units, as `grasp detect --contamination` takes it."""
+    """Every method's score of every row: the largest over the units, each standardised over the rows."""
     out = {
-        f"GRASP ({kernel}, loss on {what})": detect(artifact, target, contamination=True, match=kernel).scores[
-            "contamination"
-        ]
+        f"GRASP ({kernel}, loss on {what})": unit_scores(artifact, relevance_array(artifact, kernel), target)[1]
         for target, what in ((ANSWER, "answer"), (WHOLE, "all"))
         for kernel in ("token", "input", "pooled")
     }
     (asked,) = configured_methods(["bm25"])
     bm25 = method_rows(artifact, asked)
     blocks = bm25.array_blocks(bm25.array_names[0], columns=bm25.unit_columns(ANSWER))
-    out["BM25"] = unit_scores(bm25, ANSWER).largest_N
+    out["BM25"] = unit_scores(bm25, bm25.array_names[0], ANSWER)[1]
     out["BM25 (as it is)"] = np.concatenate([block.max(axis=1) for _, block in blocks])
     out["13-gram overlap"] = gram_overlap(texts, units, whole=whole)
     return out

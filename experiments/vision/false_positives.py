@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.contamination.run import unit_scores
 from experiments.vision.run import COMMAND, World
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.detect import unit_scores
+from grasp.audit.detect import relevance_array
 from grasp.audit.detection import mean_ranks, threshold, threshold_like, threshold_of_checked
 from grasp.files import write_whole
 from grasp.seeds import stream
@@ -54,8 +55,8 @@ def simulated(repeats: int = 50) -> Iterator[tuple[str, dict[str, float]]]:
 def texts(artifact: ArtifactReader, match: str) -> Iterator[tuple[str, dict[str, float]]]:
     """Relevance and contamination of every target."""
     for target in artifact.targets:
-        found = unit_scores(artifact, target, match)
-        for name, score_N in (("relevance", -found.mean_N), ("contamination", found.largest_N)):
+        mean_N, largest_N = unit_scores(artifact, relevance_array(artifact, match), target)
+        for name, score_N in (("relevance", -mean_N), ("contamination", largest_N)):
             yield f"{target}, {match}, {name}", _named([_share(score_N, rate) for rate in RATES])
 
 

@@ -10,13 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.detect import detect, unit_scores
+from grasp.audit.detect import detect, standardised_blocks
 from grasp.corpus.images import ImageStore, decode_image
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.fit_head import fit_head
 from grasp.extract.local import build
+from grasp.extract.progress import Silent
 from grasp.settings import build_settings
-from tests.cli.grasp_command import cells, refused, succeed
+from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import texts, world, write_checkpoint, write_targets
 from tests.models.images_world import pictures, settings, write_parquet
 from tests.rounding import rounding
@@ -84,7 +85,6 @@ def test_the_report_shows_the_pictures_that_the_artifact_keeps(noisy, tmp_path):
         (["--neighbours", 0], "neighbours: got 0, expected at least 1"),
         (["--truth", "changed", "-k", 61], "k: got 61, expected 1 to 60"),
         (["--false-positives", 0.7], "false-positive rate: got 0.7"),
-        (["--contamination", "--against", ","], "--against: got ',', expected names separated by commas"),
         (["--match", "input"], "has no 'input' relevance"),
     ],
 )
@@ -95,14 +95,8 @@ def test_mistakes_are_told(noisy, options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--against", "bm25"], "against: no meaning without contamination"),
-        (["--cache", "there"], "cache: no meaning without against"),
-        (["--contamination", "--cache", "there"], "cache: no meaning without against"),
-        (["--contamination", "--label", "one"], "label: no meaning with contamination"),
-        (["--contamination", "--neighbours", 5], "neighbours: no meaning with contamination"),
         (["--neighbours", 5], "neighbours: no meaning without a label"),
-        (["-k", 5], "k: no meaning without truth or against"),
-        (["--contamination", "-k", 5], "k: no meaning without truth or against"),
+        (["-k", 5], "k: no meaning without truth"),
     ],
 )
 def test_options_without_effect_are_refused(marked, options, said):
@@ -126,24 +120,6 @@ def test_trusted_images_that_are_rows_are_refused_whatever_they_are_called(tmp_p
         detect(artifact, "trusted")
     assert "3 of 3 trusted units of trusted are rows of the corpus: " in str(caught.value)
     assert "trusted:t1 = train-4" in str(caught.value)
-
-
-def test_copies_of_trusted_images_are_the_first_leaks(tmp_path):
-    data = settings(tmp_path)
-    images, classes = pictures(30)
-    copied = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
-    pq.write_table(pa.table(copied), tmp_path / "trusted.parquet")
-    artifact = ArtifactReader.open(build(build_settings(data), tmp_path / "art"))
-    found = detect(artifact, "trusted", contamination=True)
-    lines = found.table.to_pylist()
-    assert all(line["flagged"] for line in lines[:3])
-    assert found.record.threshold.n_flagged == sum(line["flagged"] for line in lines)
-    assert found.headline.startswith("3 rows are exact copies of units. No suspects by contamination: 0 flagged")
-    assert any("exact copies, put first" in note for note in found.notes)
-    assert [line["exact_copy"] for line in lines] == [True] * 3 + [False] * 27
-    assert {(line["row_id"], line["unit_id"]) for line in lines[:3]} == {
-        (f"train-{i + 3}", f"trusted:t{i}") for i in range(3)
-    }
 
 
 def _with(settings, **corpus):
@@ -193,10 +169,9 @@ def test_rows_checked_to_be_right_are_the_null_distribution(marked):
     assert "holds on average for right rows like those checked" in said
 
 
-@pytest.mark.parametrize("options", [[], ["--contamination"]])
-def test_too_few_rows_are_one_line(tmp_path, options):
+def test_too_few_rows_are_one_line(tmp_path):
     artifact = build(_with(world(tmp_path, n_rows=9)), tmp_path / "art")
-    said = refused("detect", artifact, "--target", "facts", *options)
+    said = refused("detect", artifact, "--target", "facts")
     assert "has 9 rows, expected at least 10: of fewer none stands out" in said
 
 
@@ -238,47 +213,12 @@ def test_trusted_texts_that_are_rows_are_refused(leaked):
     assert f"{units[1]['unit_id']} = row-7" in str(caught.value)
 
 
-def test_leaked_text_is_what_contamination_looks_for(leaked):
-    artifact, units = leaked
-    found = detect(artifact, "facts", contamination=True, truth="leak", k=4)
-    assert found.record.detections["contamination"].auroc > 0.9
-    lines = {line["row_id"]: line for line in found.table.to_pylist()}
-    assert lines["row-7"]["unit_id"] == units[1]["unit_id"]
-    said = succeed(
-        "detect",
-        artifact.path,
-        "--target",
-        "facts",
-        "--contamination",
-        "--against",
-        "bm25",
-        "--truth",
-        "leak",
-        "-k",
-        2,
-        "--quiet",
-    ).out
-    assert "bm25" in said
-    assert "R@2" in said
-
-
-def test_other_methods_are_compared_where_there_is_no_truth(leaked):
-    asked = ("--target", "facts", "--contamination", "--against", "bm25", "--top", 3, "--quiet")
-    shown = succeed("detect", leaked[0].path, *asked)
-    assert "against contamination: do others rank rows alike?" in shown.out
-    (line,) = [cells(line) for line in shown.lines if line.startswith("bm25")]
-    assert float(line[1]) > 0.3
-    assert line[2].endswith("%")
-
-
-def test_flags_that_chance_explains_are_no_suspects(leaked, marked):
+def test_flags_that_chance_explains_are_no_suspects(marked):
     found = detect(marked, "facts", false_positives=0.2)
     assert found.record.threshold.n_flagged <= 8 + 2 * 8**0.5
     assert found.headline.startswith("No suspects by relevance: ")
     assert found.headline.endswith("no more than chance flags (about 8 of 40 rows).")
-    planted = detect(leaked[0], "facts", contamination=True)
-    for result in (found, planted):
-        assert all(len(sentence.split()) < 25 for sentence in result.headline.split(". "))
+    assert all(len(sentence.split()) < 25 for sentence in found.headline.split(". "))
 
 
 def test_a_result_shows_the_first_rows_and_holds_them_all(marked):
@@ -310,10 +250,12 @@ def test_scores_do_not_depend_on_the_blocks_they_are_read_in(tmp_path):
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
     terms = 2 * (4 * 16 + 32 + 48) + 40  # two layers of the model in float32, and the rows
     for artifact in (one, other):
-        found = unit_scores(artifact, "facts")
-        close = rounding(terms, score_NE)
-        np.testing.assert_allclose(found.mean_N, score_NE.mean(axis=1), rtol=0, atol=close)
-        np.testing.assert_allclose(found.largest_N, score_NE.max(axis=1), rtol=0, atol=close)
+        blocks = list(standardised_blocks(artifact, "relevance_token", "facts", Silent()))
+        assert [start for start, _ in blocks] == [0, *np.cumsum([len(block) for _, block in blocks])[:-1]]
+        found_NE = np.concatenate([block for _, block in blocks])
+        np.testing.assert_allclose(found_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))
+        found_N = detect(artifact, "facts").scores["relevance"]
+        np.testing.assert_allclose(found_N, -score_NE.mean(axis=1), rtol=0, atol=rounding(terms, score_NE))
 
 
 def test_texts_without_a_label_are_ranked_by_relevance_alone(tmp_path):

@@ -65,7 +65,6 @@ SURFACE = {
     "detect": [
         "ART",
         "--target",
-        "--contamination",
         "--label",
         "--top",
         "--out",
@@ -75,8 +74,6 @@ SURFACE = {
         "-k",
         "--neighbours",
         "--match",
-        "--against",
-        "--cache",
         "--quiet",
     ],
     "diagnose": [

@@ -18,7 +18,6 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("suspects")
     artifact = write_artifact(place / "art", topics=HOSTILE, text=[text or "" for text in HOSTILE])
     detect(artifact, "sciq", label="format").write(place / "suspects.parquet")
-    detect(artifact, "sciq", contamination=True).write(place / "leaks.parquet")
     return place, artifact
 
 
@@ -32,16 +31,12 @@ def test_the_first_rows_are_those_of_the_table(place):
     assert view["rows"][0]["scores"][0][0] == found.record.ranking == "fused"
     texts = dict(zip(*(artifact.rows(range(200))[name].to_pylist() for name in ("row_id", "snippet")), strict=True))
     assert [row["text"] for row in view["rows"]] == [texts[line["row_id"]] for line in lines]
-    leaks = suspects_view(read_suspects(root / "leaks.parquet", artifact, []))["rows"]
-    asked = [line["unit_id"] for line in pq.read_table(root / "leaks.parquet").slice(0, SHOWN).to_pylist()]
-    assert [row["unit"] for row in leaks] == [(name, f"Question {name[-1]}:", " yes") for name in asked]
 
 
-@pytest.mark.parametrize("table", ["suspects", "leaks"])
-def test_hostile_rows_are_text(place, table, tmp_path):
+def test_hostile_rows_are_text(place, tmp_path):
     root, _ = place
     succeed(
-        "report", root / "art", "--detect", root / f"{table}.parquet", "--by", "format", "--out", tmp_path / "r.html"
+        "report", root / "art", "--detect", root / "suspects.parquet", "--by", "format", "--out", tmp_path / "r.html"
     )
     page = (tmp_path / "r.html").read_text()
     section = page.partition('<section id="suspects"')[2].partition("</section>")[0]
@@ -50,7 +45,6 @@ def test_hostile_rows_are_text(place, table, tmp_path):
     assert "<script" not in section
     assert "&lt;img src=x" in section  # in the names of the rows
     assert "of 200 rows" in Page(page).text
-    assert ("looks like sciq-" in section) == (table == "leaks")
 
 
 def test_what_is_no_detection_of_this_corpus_is_refused(place, tmp_path):

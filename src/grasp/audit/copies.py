@@ -26,13 +26,6 @@ class Copies:
     pairs: tuple[Pair, ...]  # by unit, then row
     note: str | None = None  # what could not be compared
 
-    def best(self, n_rows: int) -> NDArray[np.int64]:
-        """The first unit that each row is, (N,); -1: none."""
-        best_N = np.full(n_rows, -1, dtype=np.int64)
-        for unit, row in reversed(self.pairs):
-            best_N[row] = unit
-        return best_N
-
 
 def exact_copies(artifact: ArtifactReader, target: str) -> Copies:
     """Rows that are a unit of `target`: the same pixels, or the same tokens but for end-of-text tokens round them.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from grasp.audit.measures import placed, placement, rank_agreement
+from grasp.audit.measures import placed, placement
 from grasp.errors import SettingsError
 
 F64 = NDArray[np.float64]
@@ -110,21 +110,6 @@ def _interval(score_N: F64, planted_N: Bool) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
-    """Two scores of the same rows."""
-
-    ranks: float  # Spearman's correlation; nan where one of them is constant
-    k: int
-    shared: float  # of the first k rows of one, the share that the first k of the other have
-
-
-def likeness(one_N: F64, other_N: F64, k: int) -> Likeness:
-    """How alike two scores rank the rows; ties go to the row that comes first."""
-    first = [set(np.argsort(-score_N, kind="stable")[:k].tolist()) for score_N in (one_N, other_N)]
-    return Likeness(rank_agreement(one_N, other_N), k, len(first[0] & first[1]) / k)
-
-
-@dataclass(frozen=True, slots=True)
 class Threshold:
     """From which score on a row is flagged: of right rows about the share asked for lies above it."""
 
@@ -134,12 +119,11 @@ class Threshold:
     expected_false: float  # rows, if all were right
     all_alike: bool  # the score says nothing
     notes: tuple[str, ...]  # what the rate rests on
-    n_copies: int = 0  # of the flagged rows, those that are a unit to the letter, whatever their score
 
     @property
     def beyond_chance(self) -> bool:
         """Whether more rows lie above it than right ones alone would put there, within two standard deviations."""
-        return self.n_flagged - self.n_copies > self.expected_false + 2 * sqrt(self.expected_false)
+        return self.n_flagged > self.expected_false + 2 * sqrt(self.expected_false)
 
 
 def threshold(score_N: F64, false_positive_rate: float) -> Threshold:

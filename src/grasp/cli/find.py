@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import show
-from grasp.cli.options import Art, Cache, OnlyTarget, Quiet, ResultFile, asked_names
+from grasp.cli.options import Art, OnlyTarget, Quiet, ResultFile
 from grasp.cli.progress import Watch
 from grasp.files import check_outputs
 
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 @command(
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
     "grasp detect art --target trusted --label topic --truth was_changed",
-    "grasp detect art --target sciq --contamination --against bm25 --truth leaked -k 100",
 )
 def detect(
     art: Art,
     target: OnlyTarget = None,
-    contamination: bool = option("--contamination", "Look for rows that hold the target's own text.", False),
     label: str | None = option(
         "--label LABEL", "Column whose values may be wrong. Default: the class of images, if any.", None
     ),
@@ -41,11 +39,9 @@ def detect(
     match: str | None = rare(
         "--match NAME", "token, input, neighbour, shift, tilt or pooled. Default: the first that there is.", None
     ),
-    against: str | None = rare("--against NAMES", "Published methods to compare with, e.g. bm25.", None),
-    cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
-    """Find rows that look wrong to a target you trust, or that leak it.
+    """Find rows that look wrong to a target you trust.
 
     Mislabelled, poisoned or misleading rows teach little of what a trusted target asks, and look like rows with
     another label.
@@ -55,7 +51,6 @@ def detect(
     with Watch(quiet=quiet) as watch:
         found = artifact.detect(
             target,
-            contamination=contamination,
             label=label,
             truth=truth,
             clean=clean,
@@ -63,8 +58,6 @@ def detect(
             neighbours=neighbours,
             false_positives=false_positives,
             match=match,
-            against=asked_names("--against", against) or (),
-            cache=cache,
             top=top,
             progress=watch,
         )
@@ -75,7 +68,7 @@ def detect(
 
 
 def _print_comparison(found: "Suspects") -> None:
-    """How well each score finds what is known to be wrong, and how far methods agree."""
+    """How well each score finds what is known to be wrong."""
     if found.record.detections:
         some = next(iter(found.record.detections.values()))
         k = some.at_k.k
@@ -93,11 +86,4 @@ def _print_comparison(found: "Suspects") -> None:
                 )
                 for name, one in found.record.detections.items()
             ],
-        )
-    if found.agreements:
-        k = next(iter(found.agreements.values())).k
-        show(
-            f"against {found.record.ranking}: do others rank rows alike?",
-            ("score", "ranks agree", f"shared of the first {k:,}"),
-            [(name, f"{one.ranks:+.3f}", f"{one.shared:.0%}") for name, one in found.agreements.items()],
         )

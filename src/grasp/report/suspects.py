@@ -20,7 +20,7 @@ from grasp.report.texts import number, signed
 from grasp.text import name, plain
 from grasp.yaml_files import describe
 
-OWN_COLUMNS = ("rank", "row_id", "flagged", "unit_id", "exact_copy")  # of the table; the others are scores
+OWN_COLUMNS = ("rank", "row_id", "flagged")  # of the table; the others are scores
 SHOWN = 12
 LARGEST = 160  # pixels of a picture's longer side
 
@@ -34,7 +34,6 @@ class ShownSuspects:
     rows: tuple[Mapping[str, Any], ...]
     labels: tuple[str, ...]
     pictures: tuple[bytes | None, ...]  # none: rows are texts, or the artifact keeps no images
-    units: Mapping[str, Mapping[str, str]]
 
 
 def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -> ShownSuspects:
@@ -49,14 +48,12 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
     if strange := [name for name in names if name not in places]:
         raise SettingsError(f"--detect: {path}: {strange[0]!r} is no row of the artifact; run grasp detect on it")
     index = np.array([places[name] for name in names], dtype=np.int64)
-    units = artifact.units.select(["unit_id", "prompt", "completion"]).to_pylist()
     return ShownSuspects(
         record,
         tuple(lines),
         tuple(artifact.rows(index).to_pylist()),
         tuple(label for label in labels if label != HASH_LABEL),
         tuple(row_pictures(artifact, index, LARGEST)),
-        {unit["unit_id"]: unit for unit in units},
     )
 
 
@@ -113,16 +110,14 @@ def suspects_view(found: ShownSuspects) -> dict[str, Any]:
 def _row_view(
     line: Mapping[str, Any], row: Mapping[str, Any], picture: bytes | None, found: ShownSuspects
 ) -> dict[str, Any]:
-    ranking, unit = found.record.ranking, found.units.get(line.get("unit_id", ""))
+    ranking = found.record.ranking
     others = [score for score in line if score not in (*OWN_COLUMNS, ranking)]
     return {
         "rank": line["rank"],
         "flagged": line["flagged"],
-        "is_copy": bool(line.get("exact_copy")),
         "scores": [(name(score), signed(line[score])) for score in (ranking, *reversed(others))],
         "labels": list(dict.fromkeys(str(row[label]) for label in found.labels if row[label] is not None)),
         "row_id": line["row_id"],
-        "unit": unit and (unit["unit_id"], unit["prompt"], unit["completion"]),
         "text": row["snippet"] or "",
         "picture": picture_url(picture),
     }
