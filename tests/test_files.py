@@ -171,6 +171,14 @@ def test_json_with_its_own_checksum():
     assert not is_signed(b'{"n": 10}')
 
 
+def test_what_looks_like_a_checksum_in_the_body_is_left_alone():
+    body = {"id": UNSIGNED, "text": f' "checksum": "{UNSIGNED}"', "part": {"checksum": UNSIGNED}, "list": [UNSIGNED]}
+    data = with_checksum(json.dumps({**body, "checksum": UNSIGNED}, indent=1).encode())
+    assert json.loads(data) == {**body, "checksum": json.loads(data)["checksum"]}
+    assert json.loads(data)["checksum"] != UNSIGNED
+    assert is_signed(data)
+
+
 @pytest.mark.parametrize("said", ["File too large (os error 27)", 'IoError(Os { code: 27, message: "Too large" })'])
 def test_what_the_disk_says_to_a_library_in_rust_keeps_its_number(said, tmp_path):
     with pytest.raises(OSError, match="File too large") as caught, written_aside(tmp_path / "out"):

@@ -32,7 +32,8 @@ PART = ".part"
 NAME_BYTES = 200  # of a name that go into its part's: file systems take 255
 STALE_SECONDS = 86_400.0
 UNSIGNED = "0" * 32
-_SIGNATURE = re.compile(rb'"checksum": "([0-9a-f]{32})"')
+# Where JSON has an indent of 1, and no text of it can hold a line break, only a field of the whole stands so.
+_SIGNATURE = re.compile(rb'^ "checksum": "([0-9a-f]{32})"', re.MULTILINE)
 _PART_NAME = re.compile(r"\..*\.[0-9a-f]{32}\.part", re.DOTALL)
 
 # -------------------------------------------------------------------------------------------------- what may be written
@@ -266,8 +267,8 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def with_checksum(data: bytes) -> bytes:
-    """JSON with its own checksum in the place of the first UNSIGNED in it, which is its field `checksum`."""
-    return data.replace(UNSIGNED.encode(), checksum(data).encode(), 1)
+    """JSON with an indent of 1, whose field `checksum` is UNSIGNED, with its own checksum in that field."""
+    return _SIGNATURE.sub(b' "checksum": "' + checksum(data).encode() + b'"', data, count=1)
 
 
 def is_signed(data: bytes) -> bool:

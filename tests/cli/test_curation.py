@@ -104,7 +104,7 @@ def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
     succeed("select", art, "--budget", "25%", "--out", tmp_path / "kept.parquet")
     path = tmp_path / "kept.json"
     theirs = json.loads(path.read_text()) | {"corpus": "c0ffee", "checksum": UNSIGNED}
-    path.write_bytes(with_checksum(json.dumps(theirs).encode()))
+    path.write_bytes(with_checksum(json.dumps(theirs, indent=1).encode()))
     with pytest.raises(SettingsError, match=r"kept\.json was made from another artifact: corpus 'c0ffee', here '"):
         read_summary(SelectionSummary, path, ArtifactReader.open(art))
 

@@ -203,7 +203,7 @@ def signed_again(path, **changes):
     """runs.json as its owner could rewrite it."""
     raw = json.loads((path / "runs.json").read_text()) | {"checksum": UNSIGNED}
     raw["files"] = {name: entry_of(path / name).model_dump() for name in raw["files"]}
-    (path / "runs.json").write_bytes(with_checksum(json.dumps(raw | changes).encode()))
+    (path / "runs.json").write_bytes(with_checksum(json.dumps(raw | changes, indent=1).encode()))
 
 
 @pytest.mark.parametrize(
