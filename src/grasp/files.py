@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict
 
 from grasp.errors import ArtifactError, SettingsError
 
+TABLES = (".parquet", ".csv")  # how the name of a table ends
 STREAMS = (Path("-"), Path("/dev/stdout"))  # what a user means by the terminal, or the next command of a pipe
 PART = ".part"
 NAME_BYTES = 200  # of a name that go into its part's: file systems take 255
@@ -42,7 +43,11 @@ Reads = Path | str | Iterable[Path | str] | None
 
 
 def check_outputs(
-    outputs: Mapping[str, Path | None], reads: Mapping[str, Reads] | None = None, *, streamed: Collection[str] = ()
+    outputs: Mapping[str, Path | None],
+    reads: Mapping[str, Reads] | None = None,
+    *,
+    streamed: Collection[str] = (),
+    tables: Collection[str] = (),
 ) -> None:
     """See, before the work begins, that every output can be written and takes the place of nothing that is needed.
 
@@ -51,9 +56,10 @@ def check_outputs(
         reads: what is read, by how a message goes on after "which": a file, a directory with all that is in it, or
             several. A name that is not there (a URL, a repository) is in nobody's way.
         streamed: those outputs for which `-` means standard output.
+        tables: those outputs that are Parquet or CSV, by the ending of the name.
     Raises:
         SettingsError: no such directory; a directory, a device, a pipe or a symbolic link; two outputs of one name;
-            something that is read.
+            something that is read; another ending than that of a table.
     """
     known = _places(reads)
     for flag, path in outputs.items():
@@ -61,6 +67,8 @@ def check_outputs(
             continue
         _check_replaceable(path, flag)
         known[_check_apart(path, known, flag)] = f"{flag} writes"
+        if flag in tables and path.suffix not in TABLES:
+            raise SettingsError(f"{flag}: got {path}, expected a name that ends in {' or '.join(TABLES)}")
 
 
 def _places(reads: Mapping[str, Reads] | None) -> dict[Path, str]:

@@ -12,7 +12,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 from grasp.errors import SettingsError
-from grasp.files import written_aside
+from grasp.files import TABLES, written_aside
 from grasp.text import plain, signed, text_table
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def write_table(table: pa.Table, path: Path) -> Path:
     A number that is not finite becomes an empty cell. In CSV a text that a spreadsheet would take for a formula gets an
     apostrophe before it.
     """
-    if path.suffix not in (".parquet", ".csv"):
-        raise SettingsError(f"{path}: expected a name that ends in .parquet or .csv")
+    if path.suffix not in TABLES:
+        raise SettingsError(f"{path}: expected a name that ends in {' or '.join(TABLES)}")
     columns = [_finite(column) for column in table.columns]
     with written_aside(path) as part:
         if path.suffix == ".csv":

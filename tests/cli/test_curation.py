@@ -228,7 +228,7 @@ def test_select_exports_whole_documents_and_says_first_what_that_adds(art, root,
         (["--left-out", "gone", "--budget", "100%"], "left out: nothing is, so that there is nothing to write"),
         (["--left-out", "gone", "--budget", "100%", "--documents", "all"], "left out: nothing is"),
         (["--left-out", "."], r"^\.: is there already; give another name, or remove it"),
-        (["--left-out", "gone.txt"], "gone.txt: expected a name that ends in .parquet or .csv"),
+        (["--left-out", "gone.txt"], "--left-out: got gone.txt, expected a name that ends in .parquet or .csv"),
         (["--export", "kept", "--ids-out", "i"], "ids: lists whole documents; say with `documents` which"),
         (["--out", "kept.csv"], "--out: got kept.csv, expected a name that ends in .parquet"),
         (["--out", "nowhere/kept.parquet"], "--out: got nowhere/kept.parquet, but there is no directory nowhere"),
@@ -247,6 +247,13 @@ def test_select_refuses_in_one_line(arguments, said, art, tmp_path, monkeypatch)
     rest = [part for pair in zip(arguments[::2], arguments[1::2], strict=True) if pair[0] not in plain for part in pair]
     assert re.search(said, refused("select", art, *[part for pair in given.items() for part in pair], *rest))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_left_out_goes_to_a_directory_whose_name_has_a_dot(art, tmp_path):
+    kept, dropped = tmp_path / "kept-v1.2", tmp_path / "dropped-v1.2"
+    succeed("select", art, "--budget", "20%", "--target", "facts", "--export", kept, "--left-out", dropped)
+    rows = [sum(pq.read_table(file).num_rows for file in place.glob("*.parquet")) for place in (kept, dropped)]
+    assert sum(rows) == ArtifactReader.open(art).n_rows
 
 
 def test_a_budget_in_tokens_that_caps_cannot_fill_is_refused(art):

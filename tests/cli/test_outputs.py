@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import grasp
+from grasp.errors import SettingsError
 from tests.artifact.artifact_world import contents
 from tests.cli.grasp_command import refused, succeed
 
@@ -46,6 +48,23 @@ def test_an_output_replaces_nothing_that_was_read(command, root, art, reads, tmp
         assert why in message
     assert contents(root) == reads
     assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("command", ["score", "predict", "detect"])
+def test_the_ending_of_an_output_is_seen_before_the_work(command, art, tmp_path, monkeypatch):
+    monkeypatch.setattr(grasp.Artifact, command, None)  # who begins to work fails
+    words = [str(art) if word == "ART" else word for word in COMMANDS[command]]
+    said = "expected a name that ends in .parquet or .csv"
+    assert refused(*words, tmp_path / "x.txt") == f"--out: got {tmp_path / 'x.txt'}, {said}"
+
+
+def test_the_ending_of_an_output_of_a_verb_is_seen_before_the_work(art, tmp_path, monkeypatch):
+    monkeypatch.setattr("grasp.predict.predictor.Predictor.of", None)
+    for verb in (lambda out: grasp.open(art).score("facts", out=out), lambda out: grasp.open(art).predict(out=out)):
+        with pytest.raises(SettingsError, match=r"out: got .*x\.txt, expected a name that ends in"):
+            verb(tmp_path / "x.txt")
+        with pytest.raises(SettingsError, match=r"out: would write .*facts\.jsonl, which is a target of the artifact"):
+            verb(art.parent / "facts.jsonl")
 
 
 def test_a_directory_of_results_lies_in_nothing_that_was_read(art, root, reads, tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def score(
     """
     artifact = grasp.open(art)
     read = {"is the environment": environment, "is a checkpoint": checkpoints, "--protocol reads": protocol}
-    check_outputs({"--out": out}, artifact.files.reads | read)
+    check_outputs({"--out": out}, artifact.files.reads | read, tables=["--out"])
     with Watch(quiet=quiet) as watch:
         result = artifact.score(
             target,
@@ -122,7 +122,12 @@ def explain(
     from grasp.audit.explanation import Explanation
 
     artifact = grasp.open(art)
-    check_outputs({"--out": out, "--json": json_file}, artifact.files.reads | {"--protocol reads": protocol})
+    page = row is not None and out is not None and out.suffix == ".html"
+    check_outputs(
+        {"--out": out, "--json": json_file},
+        artifact.files.reads | {"--protocol reads": protocol},
+        tables=[] if page else ["--out"],
+    )
     if row is None:
         if unit is None:
             raise SettingsError("explain: got neither --row nor --unit; name a row, e.g. one that grasp score prints")
@@ -134,9 +139,9 @@ def explain(
     found = artifact.explain(target, row, unit=unit, match=match, protocol=protocol, own=own)
     if json_file is not None:
         write_whole(json_file, (json_text(found.to_dict()) + "\n").encode())
-    if out is not None and out.suffix == ".html":
-        page = f"<!doctype html><meta charset=utf-8><title>{escape(row)}</title>{found._repr_html_()}\n"
-        write_whole(out, page.encode())
+    if out is not None and page:
+        html = f"<!doctype html><meta charset=utf-8><title>{escape(row)}</title>{found._repr_html_()}\n"
+        write_whole(out, html.encode())
     elif out is not None:
         found.write(out)
     if isinstance(found, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
@@ -275,7 +280,7 @@ def predict(
     weights = parse_weights(weight, "--weight")
     artifact = grasp.open(art)
     read = {"--subsets reads": subsets, "--protocol reads": protocol, "is the environment": environment}
-    check_outputs({"--out": out}, artifact.files.reads | read)
+    check_outputs({"--out": out}, artifact.files.reads | read, tables=["--out"])
     result = artifact.predict(
         drop=drop,
         keep=keep,

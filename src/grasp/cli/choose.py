@@ -85,12 +85,13 @@ def select(
     opened = grasp.open(art)
     artifact = opened.files
     reads = {"--exclude reads": exclude, "--protocol reads": protocol, "is the environment": environment}
-    dropped = None if left_out is None or left_out.suffix else left_out  # a corpus; else a table
+    # a corpus, as in `dropped-v1.2`; with an ending in letters a table
+    dropped = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
     for place in (export, dropped):
         if place is not None:
             check_place(place)
     outputs = {**beside("--out", out), "--left-out": left_out, "--ids-out": ids_out, "--export": export}
-    check_outputs(outputs, artifact.reads | reads)
+    check_outputs(outputs, artifact.reads | reads, tables=["--left-out"] if dropped is None else [])
     written = export if ids_out else export or dropped
     if written is not None or documents or ids_out or corpus:
         check_export(artifact, written, documents=documents, form=form, corpus=corpus, ids=ids_out)

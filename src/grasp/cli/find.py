@@ -47,7 +47,7 @@ def detect(
     another label.
     """
     artifact = grasp.open(art)
-    check_outputs({"--out": out}, artifact.files.reads)
+    check_outputs({"--out": out}, artifact.files.reads, tables=["--out"])
     with Watch(quiet=quiet) as watch:
         found = artifact.detect(
             target,

@@ -86,7 +86,7 @@ def predict_runs(
     out: ResultFile = None,
 ) -> None:
     """What would these mixtures give? By runs alone, without an artifact."""
-    check_outputs({"--out": out}, {"is read": mixtures, "holds the runs": directory})
+    check_outputs({"--out": out}, {"is read": mixtures, "holds the runs": directory}, tables=["--out"])
     result = grasp.predict_runs(directory, mixtures, names(metric))
     tell(result, out)
 
@@ -109,7 +109,7 @@ def mix_runs(
 
     No value gets more, or less, than in any run.
     """
-    check_outputs({"--out": out}, {"holds the runs": directory})
+    check_outputs({"--out": out}, {"holds the runs": directory}, tables=["--out"])
     result = grasp.mix_runs(directory, names(metric), cautious=cautious)
     tell(result, out)
 
@@ -133,7 +133,7 @@ def propose_runs(
     out: ResultFile = None,
 ) -> None:
     """Which mixtures should be trained next, so that a decision becomes surest for the fewest runs?"""
-    check_outputs({"--out": out, "--subsets": subsets}, {"holds the runs": directory, "is the artifact": art})
+    check_outputs({"--out": out, "--subsets": subsets}, {"holds the runs": directory, "is the artifact": art}, tables=["--out"])
     opened = None if art is None else grasp.open(art)
     result = grasp.propose_runs(
         directory, names(metric), count=count, decide=decide, seed=seed, artifact=opened, subsets=subsets

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError, ShapeError
-from grasp.files import written_aside
+from grasp.files import check_outputs, written_aside
 from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_intervals, label_slices, slice_effects
@@ -125,7 +125,9 @@ def predict(
         SubsetError: an expression that is no condition, or tells no rows apart; subsets of other rows.
         ProtocolError: the artifact does not fit the protocol, or has no such target.
     """
-    out, beside = None if out is None else Path(out), None if runs is None else runs_beside(artifact, runs)
+    out = None if out is None else Path(out)
+    check_outputs({"out": out}, artifact.reads, tables=["out"])
+    beside = None if runs is None else runs_beside(artifact, runs)
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}
     _one_question(asked, idle | {"components": components and by is not None})

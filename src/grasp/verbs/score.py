@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
+from grasp.files import check_outputs
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import SHORT, additive_predictor, ranked, ranked_table, short_of, short_rows, write_ranked
 from grasp.predict.row_arrays import length_column, only_target, row_tokens
@@ -96,6 +97,7 @@ def score(
         SettingsError: no such label or method, no row that is as long, or what has no meaning beside the rest.
     """
     of_method = {"environment": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
+    check_outputs({"out": None if out is None else Path(out)}, artifact.reads, tables=["out"])
     published = _published(method, of_method)
     beside = None if runs is None else runs_beside(artifact, runs)
     target = only_target(artifact, target)
