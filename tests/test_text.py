@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import grasp
 from grasp import text as ascii_text
 from grasp.report.texts import interval, number, signed
-from grasp.results import write_table
+from grasp.results import Result, write_table
 from grasp.text import LONGEST_CELL, different, ending, json_text, name, plain, text_table
-from tests.report.world import HOSTILE, LINE
+from tests.report.world import HOSTILE, LINE, write_artifact
 
 
 @given(st.text(max_size=80))
@@ -87,3 +88,28 @@ def test_a_table_holds_only_finite_numbers_and_no_formula_for_a_spreadsheet(tmp_
     assert [line["row_id"] for line in lines] == ["'=1+1", "'@SUM(A1)", "'-2", "'+x", "'\t=1", "plain", ""]
     assert [line["label"] for line in lines] == [line["row_id"] for line in lines]
     assert [float(line["value"]) if line["value"] else None for line in lines] == finite
+
+
+STEERS = "a\x1b[2J\x07\u202eb\nc"
+
+
+def test_no_repr_of_a_result_steers_the_terminal(tmp_path):
+    label, target = f"top{STEERS}", f"sci{STEERS}"
+    write_artifact(tmp_path / "art", targets=(target, "boolq"), topics=(STEERS, f"{STEERS}2", "games", None))
+    art = grasp.open(tmp_path / "art")
+    results = [
+        art,
+        art.rows,
+        art.score(target, top=5),
+        art.predict(drop=f"topic = '{STEERS}'", target=target),
+        art.predict(by="topic"),
+        art.select("20%", {target: 1.0, "boolq": 2.0}, by="topic", exclude_where=f"topic = '{STEERS}'"),
+        art.mix("topic", target),
+        art.detect(target, label="topic"),
+        Result(pa.table({label: [STEERS]}), f"headline {STEERS}", (f"note\n{STEERS}",)),
+    ]
+    for result in results:
+        shown = repr(result)
+        assert "\ufffd" in shown, shown
+        assert not any(unicodedata.category(ch) in ("Cc", "Cf") for ch in shown.replace("\n", "")), shown
+        assert not {"\x1b", "\x07", "\u202e"} & set(result._repr_html_())

@@ -54,8 +54,8 @@ class Result:
 
     def __repr__(self) -> str:
         names, rows = self._shown()
-        lines = [self.headline, text_table("", names, rows) if rows else "", *self._below()]
-        return "\n".join(line if "\n" in line else plain(line) for line in lines if line)
+        table = text_table("", names, rows) if rows else ""
+        return "\n".join(line for line in (plain(self.headline), table, *map(plain, self._below())) if line)
 
     def _repr_html_(self) -> str:
         names, rows = self._shown()
@@ -75,7 +75,7 @@ class Result:
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table as HTML; what stands in it is text, whoever wrote it."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    head = "".join(f"<th>{escape(plain(heading))}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(plain(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

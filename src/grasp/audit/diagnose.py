@@ -96,7 +96,7 @@ class Diagnosis(Result):
         return cls(table, f"{headline}.", notes, checks=tuple(checks), source=source)
 
     def __repr__(self) -> str:
-        lines = [self.headline]
+        lines = [plain(self.headline)]
         for one in self.checks:
             if not one.used:
                 lines += [plain(f"[not used by this protocol] {one.name}: {one.measured}")]

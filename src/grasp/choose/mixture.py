@@ -36,7 +36,7 @@ from grasp.predict.row_arrays import F64, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
-from grasp.text import several
+from grasp.text import plain, several
 
 SHOWN = 5
 LINES_SHOWN = 30
@@ -70,11 +70,11 @@ class Mixture(Choice):
     def __repr__(self) -> str:
         ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
         rest = ordered.slice(LINES_SHOWN)
-        lines = [self.headline, text_of("", ordered.slice(0, LINES_SHOWN))]
+        lines = [plain(self.headline), text_of("", ordered.slice(0, LINES_SHOWN))]
         if len(rest):
             now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
             lines.append(f"... and {len(rest):,} more values with {now:.1%} now and {proposed:.1%} proposed in all")
-        return "\n".join([*lines, self._change_text(), *self.notes])
+        return "\n".join([*lines, self._change_text(), *map(plain, self.notes)])
 
 
 def mix(

@@ -36,7 +36,7 @@ from grasp.files import check_place, write_whole
 from grasp.predict.ranking import ranked, write_ranked
 from grasp.predict.row_arrays import F64
 from grasp.settings import CorpusSettings
-from grasp.text import text_table
+from grasp.text import plain, text_table
 
 CURVE_SHOWN = 8
 VALUES_SHOWN = 30
@@ -149,8 +149,10 @@ class Selection(Choice):
         }
 
     def __repr__(self) -> str:
-        parts = [self.headline, self._change_text(), self._curve_text(), self._labels_text(), self.guarantee]
-        return "\n".join(part for part in (*parts, *self.notes) if part)
+        tables = self._change_text(), self._curve_text(), self._labels_text()
+        return "\n".join(
+            part for part in (plain(self.headline), *tables, *map(plain, (self.guarantee, *self.notes))) if part
+        )
 
     def _curve_text(self) -> str:
         rows = self.curve.rows

@@ -133,7 +133,8 @@ def propose_runs(
     out: ResultFile = None,
 ) -> None:
     """Which mixtures should be trained next, so that a decision becomes surest for the fewest runs?"""
-    check_outputs({"--out": out, "--subsets": subsets}, {"holds the runs": directory, "is the artifact": art}, tables=["--out"])
+    read = {"holds the runs": directory, "is the artifact": art}
+    check_outputs({"--out": out, "--subsets": subsets}, read, tables=["--out"])
     opened = None if art is None else grasp.open(art)
     result = grasp.propose_runs(
         directory, names(metric), count=count, decide=decide, seed=seed, artifact=opened, subsets=subsets

@@ -26,7 +26,7 @@ from grasp.runs.metrics import (
 from grasp.runs.predictions import Cost, Predictions, Standing
 from grasp.seeds import bootstrap_weights
 from grasp.targets.units import LossOn, Unit, UnitSet
-from grasp.text import different, json_text, text_table
+from grasp.text import different, json_text, plain, text_table
 
 AVERAGE = "average"
 APART: dict[Standing, str] = {
@@ -131,12 +131,12 @@ class Evaluation(Result):
         lines = [(result.standing, line) for result in methods for line in self._lines(result)]
         headings = ["method", "target", "units", *HEADINGS.values(), *(COSTS if self._with_cost else ())]
         heading, *body = text_table("", headings, [line for _, line in lines], left=2).splitlines()
-        text, before = [self.headline, heading], "predictor"
+        text, before = [plain(self.headline), heading], "predictor"
         for (standing, _), line in zip(lines, body, strict=True):
             text += [APART[standing]] if standing != before else []
             text.append(line)
             before = standing
-        return "\n".join([*text, *self._below()])
+        return "\n".join([*text, *map(plain, self._below())])
 
     @property
     def _with_cost(self) -> bool:

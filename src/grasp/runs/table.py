@@ -39,7 +39,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.environment_files import LARGEST
 from grasp.runs.metrics import mean_defined, spearman
 from grasp.settings import Settings
-from grasp.text import text_table
+from grasp.text import plain, text_table
 from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]
@@ -248,11 +248,11 @@ class RunTable:
         for name, direction in self.info.metrics.items():
             value = self.results.filter(pc.equal(self.results["metric"], name))["value"].to_numpy()
             lines.append((name, f"{direction} is better", *(f"{at:.4g}" for at in np.quantile(value, (0, 0.5, 1)))))
-        text = [head, text_table("", ("metric", "direction", "least", "median", "most"), lines)]
+        text = [plain(head), text_table("", ("metric", "direction", "least", "median", "most"), lines)]
         if len(self.sizes) > 1:
             pairs = [(one, other, f"{n:,}", f"{rho:.3f}") for one, other, n, rho in self.agreement_of_sizes()]
             text.append(text_table("do sizes rank runs alike?", ("size", "other", "runs", "rank correlation"), pairs))
-        return "\n".join([*text, *self.notes])
+        return "\n".join([*text, *map(plain, self.notes)])
 
     # ------------------------------------------------------------------------------------------- checks
 

@@ -30,7 +30,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, columns_of, learn, measures
 from grasp.runs.table import RunTable
-from grasp.text import signed, text_table
+from grasp.text import plain, signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +70,7 @@ class SlicePrediction(Prediction):
 
     def __repr__(self) -> str:
         """A table a target; of many values the most and the least useful."""
-        return "\n".join([self.headline, *self._tables(), *self.notes])
+        return "\n".join([plain(self.headline), *self._tables(), *map(plain, self.notes)])
 
     def _tables(self) -> Iterator[str]:
         names = [name for name in self.table.column_names if name != "target"]
@@ -126,7 +126,8 @@ def predict(
         ProtocolError: the artifact does not fit the protocol, or has no such target.
     """
     out = None if out is None else Path(out)
-    check_outputs({"out": out}, artifact.reads, tables=["out"])
+    if out is not None:
+        check_outputs({"out": out}, artifact.reads, tables=["out"])
     beside = None if runs is None else runs_beside(artifact, runs)
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}

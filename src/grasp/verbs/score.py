@@ -97,7 +97,8 @@ def score(
         SettingsError: no such label or method, no row that is as long, or what has no meaning beside the rest.
     """
     of_method = {"environment": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
-    check_outputs({"out": None if out is None else Path(out)}, artifact.reads, tables=["out"])
+    if out is not None:
+        check_outputs({"out": Path(out)}, artifact.reads, tables=["out"])
     published = _published(method, of_method)
     beside = None if runs is None else runs_beside(artifact, runs)
     target = only_target(artifact, target)
