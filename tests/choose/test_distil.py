@@ -1,12 +1,8 @@
 """A scorer is learned from a small artifact, judged on rows that it did not see, and applied to any corpus."""
 
 import json
-import os
 import shutil
-import signal
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +17,7 @@ from grasp.choose import apply as applying
 from grasp.choose import ngrams
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
 from grasp.choose.scorer import CARD, WEIGHTS, Scorer, read_card
-from grasp.errors import ArtifactError, CorpusError, EngineError, ProtocolError, SettingsError
+from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from tests.cli.grasp_command import run, succeed
 from tests.corpus.world import write_jsonl, write_parquet
@@ -185,10 +181,9 @@ def scores_of(out) -> pa.Table:
     return pa.concat_tables([pq.read_table(path) for path in sorted(out.glob("scores-*.parquet"))])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_every_document_is_scored_by_its_text(place, corpus, tmp_path, workers, monkeypatch):
+def test_every_document_is_scored_by_its_text(place, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(applying, "BATCH_DOCUMENTS", 7)
-    result = grasp.apply(place, corpus, tmp_path / "out", workers=workers, keep="25%")
+    result = grasp.apply(place, corpus, tmp_path / "out", keep="25%")
     table = scores_of(tmp_path / "out")
     expected, _ = Scorer.open(place).score(DOCUMENTS)
     assert result.documents == len(DOCUMENTS)
@@ -218,17 +213,17 @@ def test_json_lines_and_conversations_are_read_as_the_build_reads_them(place, tm
     )
 
 
-def test_a_run_that_was_killed_goes_on_behind_what_is_written(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(applying, "PART_DOCUMENTS", 16)
+def test_a_run_that_was_killed_goes_on_with_the_file_that_was_not_done(place, tmp_path, monkeypatch):
     monkeypatch.setattr(applying, "BATCH_DOCUMENTS", 4)
     monkeypatch.setattr(applying, "BATCH_ROWS", 4)
-    path, out = tmp_path / "c.jsonl", tmp_path / "out"
-    write_jsonl(path, [{"text": text} for text in DOCUMENTS])
-    scored: list[str] = []
-    score = Scorer.score
+    corpus = tmp_path / "lines"
+    for name in "abc":
+        write_jsonl(corpus / f"{name}.jsonl", [{"text": text} for text in DOCUMENTS[:20]])
+    whole = grasp.apply(place, corpus, tmp_path / "whole")
+    out, scored, score = tmp_path / "out", [], Scorer.score
 
     def counted(self, texts):
-        if len(scored) >= 24 and not out.with_suffix(".dead").exists():
+        if len(scored) == 48 and not out.with_suffix(".dead").exists():
             out.with_suffix(".dead").touch()
             raise KeyboardInterrupt
         scored.extend(texts.to_pylist())
@@ -236,44 +231,22 @@ def test_a_run_that_was_killed_goes_on_behind_what_is_written(place, tmp_path, m
 
     monkeypatch.setattr(Scorer, "score", counted)
     with pytest.raises(KeyboardInterrupt):
-        grasp.apply(place, path, out)
-    assert len(list(out.glob("scores-*.parquet"))) == 1
-    result = grasp.apply(place, path, out)
-    assert result.documents == len(DOCUMENTS)
-    assert len(scored) == 24 + len(DOCUMENTS) - 16  # the part that was whole is not scored again
-    np.testing.assert_array_equal(scores_of(out)["score"], score(Scorer.open(place), DOCUMENTS)[0])
-    before = len(scored)
-    assert grasp.apply(place, path, out).documents == len(DOCUMENTS)
-    assert len(scored) == before
-
-
-class Deadly(Scorer):
-    """Ends the process that it scores in, as a lack of memory does."""
-
-    def score(self, texts):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_process_is_said_and_the_same_command_goes_on(place, corpus, tmp_path):
-    deadly = Deadly(**vars(Scorer.open(place)))
-    with pytest.raises(EngineError, match="a process was killed; if memory ran out, take fewer --workers"):
-        grasp.apply(deadly, corpus, tmp_path / "out", workers=2)
-    grasp.apply(place, corpus, tmp_path / "out", workers=2)
-    np.testing.assert_array_equal(scores_of(tmp_path / "out")["score"], Scorer.open(place).score(DOCUMENTS)[0])
+        grasp.apply(place, corpus, out)
+    assert [path.name for path in sorted(out.glob("*.parquet"))] == ["scores-00000.parquet", "scores-00001.parquet"]
+    assert grasp.apply(place, corpus, out).to_arrow().equals(whole.to_arrow())
+    assert len(scored) == 48 + 20  # the third file from its beginning, the first two not again
+    for path in out.glob("*.parquet"):
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+    assert grasp.apply(place, corpus, out).documents == 60
+    assert len(scored) == 48 + 20
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), max_size=40), st.integers(0, 40), st.integers(1, 9))
-def test_the_best_are_those_of_a_stable_sort_however_many_are_read_at_once(scores, count, step):
-    count = min(count, len(scores))
-    score_M = np.array(scores, np.float32)
-    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(applying, "_scores", lambda _: iter(np.array_split(score_M, 3)))
-        (edge,) = applying._of_rank(Path(place), len(scores), [count])
-        best = applying._Best(Path(place), edge, count)
-        kept_M = [best(start, start + step) for start in range(0, len(scores), step)]
-    expected = np.sort(np.argsort(-score_M, kind="stable")[:count])
-    np.testing.assert_array_equal(np.flatnonzero(np.concatenate([*kept_M, np.empty(0, bool)])), expected)
+@given(st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), max_size=40), st.integers(0, 40))
+def test_the_best_are_the_highest_and_of_equal_ones_the_first(scores, count):
+    kept_M = applying.best(np.array(scores, np.float32), count)
+    expected = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+    assert np.flatnonzero(kept_M).tolist() == sorted(expected)
 
 
 def test_another_corpus_or_a_foreign_directory_is_refused(place, corpus, tmp_path):
@@ -290,14 +263,14 @@ def test_another_corpus_or_a_foreign_directory_is_refused(place, corpus, tmp_pat
 @pytest.mark.parametrize("harm", ["cut", "flip", "another table"])
 def test_damaged_scores_are_named_and_not_gone_on_with(place, corpus, tmp_path, harm):
     grasp.apply(place, str(corpus), tmp_path / "scored")
-    part = tmp_path / "scored" / "scores-00000-0000.parquet"
+    part = tmp_path / "scored" / "scores-00000.parquet"
     data = bytearray(part.read_bytes())
     if harm == "another table":
         pq.write_table(pa.table({"score": ["x"]}), part)
     else:
         data[60] ^= 1
         part.write_bytes(data if harm == "flip" else data[:-20])
-    with pytest.raises(SettingsError, match=r"scores-00000-0000\.parquet: damaged: .*; delete it and score again"):
+    with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged: .*; delete it and score again"):
         grasp.apply(place, str(corpus), tmp_path / "scored")
     part.unlink()
     assert grasp.apply(place, str(corpus), tmp_path / "scored").documents == len(DOCUMENTS)
@@ -327,8 +300,6 @@ def test_bad_input_is_one_line(place, corpus, tmp_path):
         grasp.apply(place, tmp_path / "odd.jsonl", tmp_path / "b")
     with pytest.raises(SettingsError, match="a scorer counts no tokens; give 20% or a number of documents"):
         grasp.apply(place, corpus, tmp_path / "c", keep="20%tokens")
-    with pytest.raises(SettingsError, match="workers: got 0"):
-        grasp.apply(place, corpus, tmp_path / "d", workers=0)
 
 
 def test_the_commands_say_how_good_the_scorer_is(art, corpus, tmp_path):

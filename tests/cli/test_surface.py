@@ -16,7 +16,6 @@ SURFACE = {
         "--corpus",
         "--out",
         "--keep",
-        "--workers",
         "--text-column",
         "--id-column",
         "--split",

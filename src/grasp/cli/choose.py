@@ -211,14 +211,13 @@ def distil(
 
 @command(
     "grasp apply scorer --corpus crawl.parquet --out scored",
-    "grasp apply scorer --corpus s3://bucket/crawl --out scored --workers 16 --keep 20%",
+    "grasp apply scorer --corpus s3://bucket/crawl --out scored --keep 20%",
 )
 def apply(
     scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory that grasp distil wrote."),
     corpus: str = option("--corpus PATH", "Parquet, JSONL, a directory or a URL of either."),
     out: Path = option("--out DIR", "Directory for the scores; the same again goes on."),
     keep: str | None = option("--keep AMOUNT", "Copy the best documents to DIR/kept: 20%, or a number of them.", None),
-    workers: int = option("--workers N", "Processes that share the files of the corpus.", 1),
     text_column: TextColumn = None,
     id_column: IdColumn = None,
     split: Split = None,
@@ -227,7 +226,8 @@ def apply(
     """Score every document of a corpus with a scorer, without a model.
 
     Writes Parquet with the documents' names and scores: standard deviations of relevance, 0 is the average row that
-    the scorer learned from. A run that was cut off goes on when it is started again.
+    the scorer learned from. A run that was cut off goes on when it is started again, from the first file of the corpus
+    that was not done.
     """
     with Watch(quiet=quiet) as watch:
         result = grasp.apply(
@@ -238,7 +238,6 @@ def apply(
             split=split,
             text_column=text_column,
             id_column=id_column,
-            workers=workers,
             progress=watch,
         )
     print(result)
