@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -171,6 +170,7 @@ def test_nothing_but_the_verbs_is_there(port, art):
         *(f"/{name}" for name in inside),
         "/api/manifest.json",
         "/api/export",
+        "/ask",
         "/api/__init__",
     ):
         status, _, text = ask(port, path)
@@ -213,24 +213,13 @@ def test_a_page_of_another_site_asks_nothing(port):
     assert ask(port, "/api/score", headers={"Origin": "http://evil.example"})[1]["Access-Control-Allow-Origin"] is None
 
 
-def test_the_pages_take_no_text_for_their_own(port):
-    asked = urlencode({"verb": "explain", "row": "r3", "unit": "facts-2", "target": "facts"})
-    for path in ("/", f"/ask?{asked}", "/ask?verb=predict&by=topic", "/ask?verb=predict&drop=%3Cscript%3Ealert(1)"):
-        status, headers, text = ask(port, path)
-        assert status in (200, 400)
-        assert "<script>alert" not in text
-        assert "<b>earth" not in text
-        assert "\x1b" not in text
-        assert "\u202e" not in text
-        assert headers["X-Content-Type-Options"] == "nosniff"
-    _, _, page = ask(port, "/")
-    assert 'data-live="/api"' in page
-    assert 'href="/ask"' in page
-    _, headers, form = ask(port, f"/ask?{asked}")
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert "{{7*7}}" in re.sub("<[^>]+>", "", form)
-    assert 'value="facts-2"' in form
-    assert "color-mix(" in form
+def test_the_page_takes_no_text_for_its_own(port):
+    status, headers, text = ask(port, "/")
+    assert status == 200
+    for harm in ("<script>alert", "<b>earth", "\x1b", "\u202e"):
+        assert harm not in text
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert 'data-live="/api"' in text
 
 
 def test_a_port_that_is_taken(art):

@@ -239,7 +239,7 @@ def serve(
 
 
 def _tell(address: str) -> None:
-    print(f"{address} (and {address}ask); stop with Ctrl-C", flush=True)
+    print(f"{address}; stop with Ctrl-C", flush=True)
 
 
 @command(

@@ -66,7 +66,7 @@ def render(found: Findings, live: str = "") -> str:
         version=grasp.__version__,
         live=live,
         policy=_policy(script, live),
-        style=style(),
+        style=markupsafe.Markup(_resource("style.css")),
         script=markupsafe.Markup(script),
         data=_data(payload(found)),
     )
@@ -96,14 +96,9 @@ def _resource(file: str) -> str:
     return files("grasp.report").joinpath("templates", file).read_text(encoding="utf-8")
 
 
-def style() -> Any:
-    """The style sheet of every page."""
-    return markupsafe.Markup(_resource("style.css"))
-
-
 @functools.cache
-def template(file: str = "page.html") -> Any:
-    """A page of `templates`, everything that it is given escaped."""
+def template() -> Any:
+    """The page, everything that it is given escaped."""
     world = jinja2.Environment(
         loader=jinja2.PackageLoader("grasp.report", "templates"),
         autoescape=True,
@@ -112,7 +107,7 @@ def template(file: str = "page.html") -> Any:
         lstrip_blocks=True,
     )
     world.filters |= {"plain": plain, "name": name, "ending": ending, "lines": _lines, "breakable": _breakable}
-    return world.get_template(file)
+    return world.get_template("page.html")
 
 
 def _breakable(text: str) -> Any:

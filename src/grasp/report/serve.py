@@ -26,7 +26,7 @@ from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.predict.protocol import default_protocol
 from grasp.report.findings import ReportRequest, findings
-from grasp.report.page import render, style, template
+from grasp.report.page import render
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
@@ -197,19 +197,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-ASK_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; base-uri 'none'; "
-    "frame-ancestors 'none'"
-)
 OWN_SITE = ("same-origin", "none")  # what a browser says of a request of our own page, and of a typed address
-FORMS = {
-    "predict": ("drop", "keep", "by", "weight", "target"),
-    "score": ("target", "unit", "where", "top", "bottom"),
-    "explain": ("row", "target", "unit"),
-    "select": ("budget", "target", "by", "cap", "exclude_where", "train_tokens"),
-}
-ABOUT = {verb: (inspect.getdoc(getattr(Ask, verb)) or "").partition("\n")[0] for verb in FORMS}
-EXAMPLES = {"drop": "topic = 'Games'", "weight": "topic = 'Games': 0.3", "budget": "20%", "cap": "Games:5%"}
 EXTRA = "serve"
 INSTRUCTIONS = (
     "Ask what rows and slices of a training corpus are worth to a model on a target, before training. Start with "
@@ -290,7 +278,7 @@ def _tool(ask: Ask, verb: Verb) -> Verb:
 def web(
     artifact: ArtifactReader, *, runs: Environment | Path | str | None = None, model: Path | str | None = None
 ) -> "Starlette":
-    """The application that `serve` runs: `/` the report, `/ask` a form, `/api/VERB` answers as JSON.
+    """The application that `serve` runs: `/` the report, `/api/VERB` answers as JSON.
 
     Raises:
         MissingExtraError: the extra `serve` is not installed.
@@ -317,27 +305,11 @@ def web(
         except GraspError as err:
             return PlainTextResponse(f"error: {plain(err)}", 400, headers=HEADERS)
 
-    def form(request: "Request") -> "Response":
-        verb, arguments = request.query_params.get("verb", ""), _arguments(request)
-        answer, status = answered(ask, verb, arguments) if verb else ({}, 200)
-        text = template("ask.html").render(
-            name=artifact.where,
-            style=style(),
-            forms=FORMS,
-            about=ABOUT,
-            examples=EXAMPLES,
-            lists=LISTS,
-            verb=verb,
-            given=arguments,
-            answer=answer,
-        )
-        return HTMLResponse(text, status, headers=HEADERS | {"Content-Security-Policy": ASK_POLICY})
-
     def api(request: "Request") -> "Response":
         answer, status = answered(ask, request.path_params["verb"], _arguments(request))
         return Response(json_text(answer, None), status, headers=HEADERS, media_type="application/json")
 
-    routes = {"/": report, "/ask": form, "/api/{verb}": api}
+    routes = {"/": report, "/api/{verb}": api}
     return Starlette(
         routes=[Route(path, _own_site(endpoint), methods=["GET"]) for path, endpoint in routes.items()],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)],
@@ -375,9 +347,9 @@ def answered(ask: Ask, verb: str, arguments: Mapping[str, Any]) -> tuple[Answer,
 
 
 def _arguments(request: "Request") -> dict[str, Any]:
-    """Arguments of a verb from a query; a field that was left empty says nothing."""
+    """Arguments of a verb from a query; one that is empty says nothing."""
     query = request.query_params
-    given = {name: [value for value in query.getlist(name) if value.strip()] for name in query if name != "verb"}
+    given = {name: [value for value in query.getlist(name) if value.strip()] for name in query}
     return {name: values if name in LISTS else values[-1] for name, values in given.items() if values}
 
 
