@@ -151,6 +151,8 @@ def test_one_question_in_every_form_has_one_answer(art, tmp_path):  # noqa: F811
         found.predict(drop=topic),
         found.predict(keep="topic != 'sky'"),
         found.predict(weight={topic: 0.0}),
+        found.predict(weight=f"{topic}: 0"),  # as the command takes it
+        found.predict(weight=[f"{topic}: 0"]),
         found.predict(subsets={"mine": rest}),
         found.predict(subsets=frame),
     ]

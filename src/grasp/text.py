@@ -1,11 +1,14 @@
 """Numbers, names and tables as text. Untrusted text becomes one line that steers no terminal."""
 
+import csv
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isfinite, isnan
 from typing import Any
+
+from grasp.errors import SettingsError
 
 SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
@@ -34,6 +37,23 @@ SKIPPED = {
 def several(given: str | Sequence[str]) -> tuple[str, ...]:
     """One name or several, as people give them."""
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def listed(given: str | Sequence[str], known: Collection[str] = ()) -> tuple[str, ...]:
+    """Names: one, several, or several in one text with commas between them, as commands take them.
+
+    A name with a comma in it stands in double quotes, as in CSV; one that is among the known needs none.
+
+    Raises:
+        SettingsError: quotes that do not close.
+    """
+    if not isinstance(given, str) or given in known:
+        return several(given)
+    try:
+        parts = next(csv.reader([given], skipinitialspace=True, strict=True), [])
+    except csv.Error as err:
+        raise SettingsError(f"got {given[:200]!r}, expected names separated by commas: {err}") from err
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def size_text(size: float) -> str:

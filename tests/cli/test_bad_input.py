@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
+from grasp.cli.console import program
 from grasp.models.tokenizer import train_tokenizer
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
 from tests.extract.world import texts, write_corpus
@@ -768,6 +769,42 @@ def test_a_disk_without_room_for_the_rows(root, art, small_disk):
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
     assert_same_arrays(out, art)
+
+
+@pytest.mark.parametrize(
+    ("verb", "place", "asked", "left"),
+    [
+        (
+            "build",
+            "grasp.extract.build.build",
+            ("--out", "new", "--model", "m"),
+            "what was finished is kept; the same command goes on from there",
+        ),
+        ("score", "grasp.open", ("art",), "a result is written when it is whole, so this one was not"),
+    ],
+)
+def test_ctrl_c_says_what_is_left(verb, place, asked, left, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, stop, raising=False)  # grasp loads its names when they are asked for
+    outcome = run(verb, *asked)
+    assert (outcome.code, outcome.complaints) == (130, [f"stopped: {left}"])
+
+
+@pytest.mark.parametrize(
+    ("found", "called", "expected"),
+    [
+        ("/usr/bin/grasp", "/a b/.venv/bin/grasp", "grasp"),
+        (None, ".venv/bin/grasp", ".venv/bin/grasp"),
+        (None, "/a b/.venv/bin/grasp", "'/a b/.venv/bin/grasp'"),
+        (None, "src/grasp/__main__.py", f"{sys.executable} -m grasp"),
+    ],
+)
+def test_what_is_to_be_typed_next_is_there_to_be_typed(found, called, expected, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _: found)
+    monkeypatch.setattr(sys, "argv", [called])
+    assert program() == expected
 
 
 @pytest.mark.slow  # a second interpreter loads torch and transformers

@@ -38,6 +38,7 @@ from grasp.runs.learning import COVERAGE, learn_features
 from grasp.runs.readers import read_mixtures
 from grasp.runs.table import NAMED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
 from grasp.seeds import stream
+from grasp.text import listed
 from grasp.verbs.retrain import Opened
 
 F64 = NDArray[np.float64]
@@ -75,8 +76,8 @@ class Taught:
                 f"{table.name}: mixtures alone are learned from runs by shares of a label; import them with "
                 "grasp runs import MIXTURES METRICS --label LABEL"
             )
-        named = {metric: 1.0} if isinstance(metric, str) else metric or table.metrics
-        asked = dict(named) if isinstance(named, Mapping) else dict.fromkeys(named, 1.0)
+        named = metric or table.metrics
+        asked = dict(named) if isinstance(named, Mapping) else dict.fromkeys(listed(named, table.metrics), 1.0)
         unknown = [name for name in asked if name not in table.metrics]
         if unknown or not sum(asked.values()) > 0 or min(asked.values()) < 0:
             raise EnvironmentDataError(

@@ -5,6 +5,7 @@ uses are explained below it, half a line each. Help is plain text, the same on a
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -49,8 +50,20 @@ def _words(text: str) -> list[tuple[str, str]]:
     return [(word, meaning) for word, meaning in WORDS.items() if re.search(rf"(?i)\b{word}s?\b", text)]
 
 
+GO_ON = ("demo", "build", "apply", "retrain")
+
+
 class Command(TyperCommand):
-    """A command whose options stand in two parts, and whose words are explained."""
+    """A command whose options stand in two parts, whose words are explained, and that says what Ctrl-C leaves."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            kept = "what was finished is kept; the same command goes on from there"
+            left = kept if self.name in GO_ON else "a result is written when it is whole, so this one was not"
+            print(f"stopped: {left}", file=sys.stderr)
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         parameters = self.get_params(ctx)

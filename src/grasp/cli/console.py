@@ -1,5 +1,6 @@
 """Tables and results on the terminal."""
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,14 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) 
     """Print a table, as wide as the terminal is."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     print(text_table(title, headings, rows, width=width))
+
+
+def program() -> str:
+    """How this program is called from here: `grasp` where the shell finds it, else as it was called now."""
+    if shutil.which("grasp"):
+        return "grasp"
+    called = Path(sys.argv[0])
+    return f"{shlex.quote(sys.executable)} -m grasp" if called.suffix == ".py" else shlex.quote(str(called))
 
 
 def tell(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:

@@ -1,6 +1,5 @@
 """From flags, --set and a settings file to settings. Flags win over --set, --set over the file."""
 
-import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +7,7 @@ import typer
 
 from grasp.cli.app import option, rare
 from grasp.errors import SettingsError
+from grasp.text import listed
 from grasp.yaml_files import parse_yaml, put, put_all, read_yaml
 
 if TYPE_CHECKING:
@@ -172,10 +172,4 @@ def distinct_names(flag: str, text: str | None) -> list[str] | None:
 
 def names(text: str | None) -> list[str] | None:
     """A comma-separated list; a name with a comma in it stands in double quotes, as in CSV."""
-    if text is None:
-        return None
-    try:
-        parts = next(csv.reader([text], skipinitialspace=True), [])
-    except csv.Error as err:
-        raise SettingsError(f"got {text[:200]!r}, expected names separated by commas: {err}") from err
-    return [part.strip() for part in parts if part.strip()]
+    return None if text is None else list(listed(text))

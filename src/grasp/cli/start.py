@@ -9,7 +9,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import show
+from grasp.cli.console import program, show
 from grasp.cli.options import Address, Assignments, ConfigFile, IdColumn, Quiet, Split, TextColumn, cluster, merged
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
@@ -41,9 +41,9 @@ def demo(
     tell(made, print)
     art = shlex.quote(str(made.artifact_path))
     print(f"Done in {time.monotonic() - begun:.0f} s. Everything lies in {out}. Ask it something yourself:")
-    print(f"  grasp predict {art} --drop \"source = 'gsm8k'\"")
-    print(f"  grasp predict {art} --by domain --target openbookqa")
-    print(f"  grasp score {art} --target commonsense_qa --top 20 --min-tokens 32")
+    print(f"  {program()} predict {art} --drop \"source = 'gsm8k'\"")
+    print(f"  {program()} predict {art} --by domain --target openbookqa")
+    print(f"  {program()} score {art} --target commonsense_qa --top 20 --min-tokens 32")
 
 
 @command(
@@ -165,8 +165,8 @@ def _say(out: str, path: Path) -> None:
     )
     if done.skipped["rows"]["counts"]:
         print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
-    score = ["grasp", "score", out, "--target", next(iter(done.targets)), "--top", "10", "--min-tokens", "32"]
-    print(f"next: {shlex.join(score)}")
+    score = ["score", out, "--target", next(iter(done.targets)), "--top", "10", "--min-tokens", "32"]
+    print(f"next: {program()} {shlex.join(score)}")
 
 
 def _say_added(out: str, added: str, source: str) -> None:

@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from grasp.errors import CorpusError
 from grasp.extras import require
+from grasp.hub import is_path, meant, unreachable
 
 PARQUET = (".parquet",)
 # C4, Dolma and others name their JSON lines `.json.gz` or `.json.zst`; a plain `.json` seldom is one.
@@ -101,9 +102,9 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         return FileSource(fs, [(_shown(fs, root), root)], root.rpartition("/")[0])
     if there:
         return _open_directory(fs, root, path, split, field)
-    if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path):
+    if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path) and not is_path(path):
         return _open_hub(path, split, field)
-    raise CorpusError(f"{path}: no such file or directory; {EXPECTED}")
+    raise CorpusError(f"{path}: no such file or directory{meant(path)}; {EXPECTED}")
 
 
 def _open_directory(fs: Any, root: str, path: str, split: str | None, field: str) -> Source:
@@ -370,12 +371,13 @@ def _open_saved(fs: Any, root: str, path: str, split: str | None, field: str) ->
 
 def _open_hub(path: str, split: str | None, field: str) -> DatasetSource:
     datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
+    none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
+    if silent := unreachable():
+        raise CorpusError(f"{none}: {silent}")
     try:
         table = _one_split(datasets.load_dataset(path), split, path, field)
     except (OSError, ValueError) as err:
-        raise CorpusError(
-            f"{path}: no such file or directory, and no hub dataset of that name can be had: {_one_line(err)}"
-        ) from err
+        raise CorpusError(f"{none}: {_one_line(err)}") from err
     return DatasetSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 

@@ -24,6 +24,7 @@ from transformers.utils import logging as hf_logging
 from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import ModelError
 from grasp.extras import require
+from grasp.hub import is_path, meant, unreachable
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
 
@@ -196,8 +197,11 @@ def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
                 f"{field}: `{name}` brings Python code of its own, which is not run; read it, and if you trust it "
                 "say --set model.trust_remote_code=true"
             ) from err
-        if not where["local_files_only"]:
-            raise ModelError(f"{field}: no `{name}` on this disk, and none can be had from a hub: {reason}") from err
+        if not Path(name).exists() and "gguf_file" not in where:
+            raise ModelError(
+                f"{field}: no `{name}` on this disk{meant(name)}, and none can be had from a hub: "
+                f"{unreachable() or reason}"
+            ) from err
         raise ModelError(f"{field}: `{name}` {what} that transformers can load: {reason}") from err
 
 
@@ -215,7 +219,8 @@ def _source(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:
     """Where a checkpoint is and whether its code may run: arguments of `from_pretrained`."""
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": name,
-        "local_files_only": _is_local(field, name),  # a checkpoint on disk never asks a hub
+        # a checkpoint on disk never asks a hub; one that does not answer is not asked for a minute
+        "local_files_only": _is_local(field, name) or unreachable() is not None,
         "trust_remote_code": settings.trust_remote_code,  # said either way, so that nobody is asked
     }
     path = Path(name)
@@ -243,8 +248,8 @@ def _is_local(field: str, name: str) -> bool:
         )
     if path.exists():
         return True
-    if path.suffix == ".gguf" or not REPOSITORY.fullmatch(name):
-        raise ModelError(f"{field}: `{name}`: no such file or directory; expected a checkpoint")
+    if path.suffix == ".gguf" or not REPOSITORY.fullmatch(name) or is_path(name):
+        raise ModelError(f"{field}: `{name}`: no such file or directory{meant(name)}; expected a checkpoint")
     return False
 
 

@@ -15,7 +15,7 @@ from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
-from grasp.text import did_you_mean, several
+from grasp.text import did_you_mean, listed
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -50,7 +50,7 @@ def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None
     Raises:
         ProtocolError: no target, one that the artifact lacks, or one twice.
     """
-    chosen = tuple(artifact.targets) if target is None else several(target)
+    chosen = tuple(artifact.targets) if target is None else listed(target, artifact.targets)
     unknown = [target for target in chosen if target not in artifact.targets]
     if unknown or not chosen:
         meant = did_you_mean(unknown[0], artifact.targets) if unknown else ""

@@ -16,7 +16,7 @@ from grasp.report.page import write_report
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.table import RunTable
-from grasp.text import several
+from grasp.text import listed
 
 
 def report(
@@ -54,7 +54,8 @@ def report(
         EnvironmentDataError: runs and artifact do not belong together.
         SubsetError: no such label, or one with a single value.
     """
-    targets, by = None if target is None else several(target), several(by)
+    targets = None if target is None else listed(target, artifact.targets)
+    by = listed(by, artifact.manifest.details.get("labels", ()))
     for name, values in (("target", targets or ()), ("by", by)):
         if twice := sorted({value for value in values if list(values).count(value) > 1}):
             raise SettingsError(f"{name}: got {', '.join(twice)} more than once; name each once")

@@ -36,7 +36,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
 from grasp.runs.scored import Scored
 from grasp.settings import Settings
-from grasp.text import several
+from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml
 
 GROUP = "grasp.methods"
@@ -169,7 +169,7 @@ def configured_methods(
         MissingExtraError: what a method needs is not installed; the message names the extra.
     """
     given = dict(configured or {})
-    chosen = list(given) if names is None else [name for name in several(names) if name != GRASP]
+    chosen = list(given) if names is None else [name for name in listed(names) if name != GRASP]
     twice = sorted({name for name in chosen if chosen.count(name) > 1})
     if twice:
         raise SettingsError(f"methods: got {', '.join(twice)} twice; give one of them another label in a settings file")

@@ -23,7 +23,7 @@ from grasp.runs.selection import (
     provenance_path,
     write_provenance,
 )
-from grasp.text import several
+from grasp.text import listed
 from grasp.verbs.retrain import Opened, Place, Runs
 
 SHOWN = 10  # protocols of a calibration
@@ -77,7 +77,7 @@ def calibrate(
     developments = developments_of(
         artifacts,
         environments,
-        targets=None if target is None else several(target),
+        targets=None if target is None else listed(target, artifacts[0].targets),
         calibration_subsets=chosen_from.calibration_subsets,
     )
     selection = choose_protocol(chosen_from, developments, delta=delta, resamples=resamples)

@@ -42,7 +42,7 @@ from grasp.runs.selection import (
     choose_protocol,
     developments_of,
 )
-from grasp.text import several
+from grasp.text import listed
 from grasp.verbs.calibrate import environments_of
 from grasp.verbs.retrain import Opened, Place, Runs
 
@@ -109,7 +109,7 @@ def evaluate(
     protocols = _protocols(protocol)
     notes = [f"protocol {name}: {one.provenance}" for name, one in protocols.items()]
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
-    published += configured_methods(None, _oracles(several(oracles), environment))
+    published += configured_methods(None, _oracles(listed(oracles), environment))
     chosen, controls_on = dict[str, Candidate](), dict[str, str]()
     if controls:
         chosen, controls_on, why = _controls(
@@ -126,7 +126,7 @@ def evaluate(
         methods=published,
         checkpoints=[Path(place) for place in checkpoints],
         cache=None if cache is None else Path(cache),
-        targets=None if target is None else several(target),
+        targets=None if target is None else listed(target, art.files.targets),
         partial=partial,
         resamples=resamples,
         notes=notes,

@@ -30,7 +30,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, columns_of, learn, measures
 from grasp.runs.table import RunTable
-from grasp.text import plain, signed, text_table
+from grasp.text import plain, several, signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,7 +90,7 @@ def predict(
     *,
     drop: str | None = None,
     keep: str | None = None,
-    weight: Mapping[str, float] | None = None,
+    weight: Mapping[str, float] | str | Sequence[str] | None = None,
     by: str | None = None,
     subsets: "Path | str | pa.Table | pd.DataFrame | Mapping[str, Sequence[str]] | None" = None,
     omitted: bool = False,
@@ -109,7 +109,8 @@ def predict(
     Args:
         drop: rows that are left out, e.g. "topic = 'Games'".
         keep: rows that are kept, the others being left out.
-        weight: expression -> weight of its rows, 1 for others; where a row is in several, their product.
+        weight: expression -> weight of its rows, 1 for others; where a row is in several, their product. Or as the
+            command takes it, "topic = 'Games': 0.3", or several of these.
         by: label; what dropping, and doubling, each of its values does.
         subsets: Parquet file or table of row_id[, subset_id, weight], or name -> row_ids.
         omitted: the subsets name what is left out.
@@ -129,6 +130,8 @@ def predict(
     if out is not None:
         check_outputs({"out": out}, artifact.reads, tables=["out"])
     beside = None if runs is None else runs_beside(artifact, runs)
+    if weight is not None and not isinstance(weight, Mapping):
+        weight = parse_weights(several(weight), "weight")
     asked = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets, "family": family}
     idle = {"omitted": omitted and subsets is None, "units": units and by is not None}
     _one_question(asked, idle | {"components": components and by is not None})

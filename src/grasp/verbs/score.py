@@ -26,7 +26,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.methods import GRASP, ConfiguredMethod, configured_methods, method_rows
 from grasp.runs.table import RunTable
-from grasp.text import several
+from grasp.text import listed
 from grasp.yaml_files import read_yaml
 
 PRINTED = 100
@@ -185,7 +185,8 @@ def _label_columns(artifact: ArtifactReader, known: LabelTable, labels: str | Se
     """Columns of the row table to show: those asked for, else the first two labels."""
     if labels is None:
         return list(artifact.manifest.details.get("labels", []))[:2]
-    unknown = [name for name in several(labels) if name not in known.columns]
+    shown = listed(labels, known.columns)
+    unknown = [name for name in shown if name not in known.columns]
     if unknown:
         raise SettingsError(f"labels: got {', '.join(unknown)}; the artifact has {', '.join(known.columns)}")
-    return list(several(labels))
+    return list(shown)
