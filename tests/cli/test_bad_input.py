@@ -605,6 +605,7 @@ def test_a_protocol_that_does_not_fit(art, tmp_path, content, message):
         (["--target", "facts", "--match", "best"], "match: got 'best', expected one of ['pooled', 'token', 'input', "),
         (["--target", "facts", "--labels", "topic,era"], "labels: got era; the artifact has row_index, row_id, "),
         (["--target", "facts", "--min-tokens", "49"], "min_tokens: got 49, no row of "),
+        (["--target", "facts", "--top", "0"], "top: got 0 and no bottom; ask for one row or more"),
     ],
 )
 def test_score_flags_that_do_not_fit(art, flags, message):

@@ -212,6 +212,8 @@ def test_score_shows_the_rows_that_a_sort_would(art):
 
 def test_score_shows_ten_rows_unless_asked(art):
     assert len(table(succeed("score", art, "--target", "facts").out, "the 10 most helpful")) == 10
+    harmful = succeed("score", art, "--target", "facts", "--top", 0, "--bottom", 2).out
+    assert len(table(harmful, "the 2 most harmful")) == 2
 
 
 @pytest.mark.parametrize("kernel", ["pooled", "input"])

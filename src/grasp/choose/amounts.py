@@ -41,14 +41,16 @@ class Bound:
 
 
 def parse_budget(given: str | float) -> Amount:
-    """`20%` of the rows, `5000` rows, `2Mtokens`, `300documents`; a number between 0 and 1 is a share.
+    """`20%` of the rows, `5000` rows, `2Mtokens`, `300documents`; a float is a share, 1.0 all of it, an int is rows.
 
     Raises:
         SettingsError: anything else, a share above 100 %, a part of a row, or nothing at all.
     """
-    if isinstance(given, float) and 0 < given < 1:
+    if isinstance(given, float):
+        if not 0 < given <= 1:
+            raise SettingsError(f"budget: got {given!r}; a float is a share, more than 0 and at most 1.0, an int is rows")
         return Amount(given, True)
-    amount = _amount(f"{given:g}" if isinstance(given, float) else str(given), "budget", BUDGETS)
+    amount = _amount(str(given), "budget", BUDGETS)
     if amount.value == 0:
         raise SettingsError(f"budget: got {given!r}, expected more than nothing, e.g. {BUDGETS}")
     return amount

@@ -66,8 +66,8 @@ def select(
     """Choose the rows that help the targets most; the result has `.row_ids`, `.save(path)`, `.export(directory)`.
 
     Args:
-        budget: 20%, 5000 (rows), 2Mtokens, 20%tokens, 300documents or 20%documents of the whole corpus; None: the best
-            for `train_tokens`. Whole documents are ordered by the mean effect of their rows.
+        budget: 20%, 5000 (rows), 2Mtokens, 20%tokens, 300documents or 20%documents of the whole corpus; a float is a
+            share of the rows, an int is rows; None: the best for `train_tokens`. Whole documents are ordered by the mean effect of their rows.
         target: a target, several, or targets and weights; None: the one that there is.
         train_tokens: tokens that the model will be trained on, e.g. 100B: repetition then counts as worth less, see
             `repetition`.

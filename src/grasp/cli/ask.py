@@ -45,7 +45,9 @@ TOP = 10
 def score(
     art: Art,
     target: OnlyTarget = None,
-    top: int = option("--top N", f"So many of the most helpful rows. Default: {TOP}, or all with --out.", 0, min=0),
+    top: int | None = option(
+        "--top N", f"So many of the most helpful rows. Default: {TOP}, or all with --out.", None, min=0
+    ),
     bottom: int = option("--bottom N", "So many of the most harmful rows.", 0, min=0),
     where: str | None = option("--where EXPR", "Only rows for which it is true, e.g. \"topic = 'Games'\".", None),
     min_tokens: int = option("--min-tokens N", "Pass over shorter rows: their relevance is noisy.", 0, min=0),
@@ -75,7 +77,7 @@ def score(
     with Watch(quiet=quiet) as watch:
         result = artifact.score(
             target,
-            top=top or (None if out is not None and not bottom else 0 if bottom else TOP),
+            top=TOP if top is None and out is None and not bottom else top,
             bottom=bottom,
             where=where,
             unit=unit,

@@ -99,6 +99,8 @@ def score(
     of_method = {"environment": runs, "checkpoints": checkpoints, "method_settings": method_settings, "cache": cache}
     if out is not None:
         check_outputs({"out": Path(out)}, artifact.reads, tables=["out"])
+    if top == bottom == 0:
+        raise SettingsError("top: got 0 and no bottom; ask for one row or more")
     published = _published(method, of_method)
     beside = None if runs is None else runs_beside(artifact, runs)
     target = only_target(artifact, target)
