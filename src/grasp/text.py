@@ -14,6 +14,7 @@ SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
 LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
 ROOM = 6  # for the number behind a name that would be cut to the same as another
+NOISE = 1e-9  # what adding up in another order may leave of zero
 WIDTH = 160  # where output is not a terminal
 JOINERS = "\u200c\u200d"  # needed to write some languages and emoji; they change no order
 REPLACEMENT = "\ufffd"
@@ -75,13 +76,20 @@ def duration_text(seconds: float) -> str:
 
 
 def signed(value: float | None, digits: int = 3) -> str:
-    """With its sign; a dash where there is none."""
-    return "-" if value is None or isnan(value) else f"{value:+z.{digits}f}"
+    """With its sign; a dash where there is none. What is not zero has a sign that shows: -0.0002, never +0.000."""
+    return _spelled(value, digits, "+")
 
 
 def number(value: float | None, digits: int = 3) -> str:
     """Without a sign unless it is negative; a dash where there is none."""
-    return "-" if value is None or isnan(value) else f"{value:z.{digits}f}"
+    return _spelled(value, digits, "")
+
+
+def _spelled(value: float | None, digits: int, sign: str) -> str:
+    if value is None or isnan(value):
+        return "-"
+    shown = f"{value:{sign}z.{digits}f}"
+    return f"{value:{sign}.1g}" if abs(value) > NOISE and not float(shown) else shown
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -245,8 +245,8 @@ def test_diversity_is_a_penalty_on_the_sketches_that_are_there(names, component)
         ({"budget": "0"}, "budget: got '0', expected more than nothing"),
         ({"budget": 0}, "budget: got 0, expected more than nothing"),
         ({"budget": "nan"}, "budget: got 'nan', expected e.g. 20%"),
-        ({"budget": float("nan")}, "budget: got nan; a float is a share, more than 0 and at most 1.0, an int is rows"),
-        ({"budget": 2.0}, "budget: got 2.0; a float is a share, more than 0 and at most 1.0, an int is rows"),
+        ({"budget": float("nan")}, "budget: got nan; a float is a share, above 0 and at most 1.0, an int is rows"),
+        ({"budget": 2.0}, "budget: got 2.0; a float is a share, above 0 and at most 1.0, an int is rows"),
         ({"budget": "1" * 400}, "budget: got '1+'; a share is written with a percent sign"),
         ({"budget": None}, "budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B"),
         (

@@ -48,7 +48,7 @@ def parse_budget(given: str | float) -> Amount:
     """
     if isinstance(given, float):
         if not 0 < given <= 1:
-            raise SettingsError(f"budget: got {given!r}; a float is a share, more than 0 and at most 1.0, an int is rows")
+            raise SettingsError(f"budget: got {given!r}; a float is a share, above 0 and at most 1.0, an int is rows")
         return Amount(given, True)
     amount = _amount(str(given), "budget", BUDGETS)
     if amount.value == 0:

@@ -29,7 +29,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, learn, measures
 from grasp.runs.table import RunTable
-from grasp.text import json_text, text_table
+from grasp.text import json_text, signed, text_table
 from grasp.verbs.predict import notes
 
 GROUP_ROWS = 65_536
@@ -101,8 +101,8 @@ class Choice(Result):
         }
 
     def _change_text(self) -> str:
-        expected = dict.fromkeys(self.targets.column_names[3:], "{:+z.4f}")  # by runs, which differ little
-        return text_of(f"predicted change against the whole corpus, {self.unit}", self.targets, expected)
+        digits = dict.fromkeys(self.targets.column_names[3:], 4)  # by runs, which differ little
+        return text_of(f"predicted change against the whole corpus, {self.unit}", self.targets, digits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +200,18 @@ def protocol_of(
     return chosen.model_copy(update={"name": name, "components": components, "selected_on": None})
 
 
-def text_of(title: str, table: pa.Table, formats: Mapping[str, str] | None = None) -> str:
-    """A table as text."""
-    known = {**FORMATS, **(formats or {})}
-    rows = [[_cell(value, known.get(name)) for name, value in row.items()] for row in table.to_pylist()]
+def text_of(title: str, table: pa.Table, digits: Mapping[str, int] | None = None) -> str:
+    """A table as text; `digits` of columns that are to have others than 3."""
+    digits_of = digits or {}
+    rows = [[_cell(name, value, digits_of.get(name, 3)) for name, value in row.items()] for row in table.to_pylist()]
     return text_table(title, table.column_names, rows)
 
 
-def _cell(value: Any, form: str | None) -> str:
+def _cell(name: str, value: Any, digits: int) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return (form or "{:+z.3f}").format(value)
+        return FORMATS[name].format(value) if name in FORMATS else signed(value, digits)
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -67,7 +67,8 @@ def select(
 
     Args:
         budget: 20%, 5000 (rows), 2Mtokens, 20%tokens, 300documents or 20%documents of the whole corpus; a float is a
-            share of the rows, an int is rows; None: the best for `train_tokens`. Whole documents are ordered by the mean effect of their rows.
+            share of the rows, an int is rows; None: the best for `train_tokens`. Whole documents are ordered by the
+            mean effect of their rows.
         target: a target, several, or targets and weights; None: the one that there is.
         train_tokens: tokens that the model will be trained on, e.g. 100B: repetition then counts as worth less, see
             `repetition`.

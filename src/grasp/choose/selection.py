@@ -36,7 +36,7 @@ from grasp.files import check_place, write_whole
 from grasp.predict.ranking import ranked, write_ranked
 from grasp.predict.row_arrays import F64
 from grasp.settings import CorpusSettings
-from grasp.text import plain, text_table
+from grasp.text import plain, signed, text_table
 
 CURVE_SHOWN = 8
 VALUES_SHOWN = 30
@@ -165,8 +165,8 @@ class Selection(Choice):
                 f"{rows[k]:,}",
                 f"{100 * rows[k] / self.artifact.n_rows:.1f} %",
                 f"{self.curve.tokens[k]:,}",
-                f"{self.curve.effect[k]:+z.3f}",
-                f"{self.curve.value[k]:+z.3f}",
+                signed(self.curve.effect[k]),
+                signed(self.curve.value[k]),
             )
             for k in places
         ]

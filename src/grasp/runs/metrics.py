@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import ShapeError
+from grasp.text import number
 
 F64 = NDArray[np.float64]
 Weights = NDArray[np.floating[Any]]
@@ -67,8 +68,8 @@ class Estimate:
         if self.value is None:
             return "undefined"
         if self.low is None or self.high is None:
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+            return number(self.value)
+        return f"{number(self.value)} [{number(self.low)}, {number(self.high)}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ function element(tag, properties = {}, ...children) {
 }
 
 const signed = (x, digits = 3) => {
-  const text = Math.abs(x).toFixed(digits);
+  const fixed = Math.abs(x).toFixed(digits), lost = Number(fixed) === 0 && Math.abs(x) > 1e-9;
+  const text = lost ? String(Number(Math.abs(x).toPrecision(1))) : fixed;
   return (Number(text) === 0 ? "" : x < 0 ? MINUS : "+") + text;
 };
 const grouped = (x) => Math.round(x).toLocaleString("en-US");
