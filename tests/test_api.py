@@ -44,6 +44,13 @@ def test_about_a_dozen_names_are_found():
         grasp.opne  # noqa: B018
 
 
+def test_who_imports_all_names_keeps_the_open_of_python():
+    there: dict[str, object] = {}
+    exec("from grasp import *", there)
+    assert "open" not in there
+    assert there["build"] is grasp.build
+
+
 def test_help_says_what_each_name_is_for():
     text = pydoc.plain(pydoc.render_doc(grasp))
     assert grasp.__version__ in text

@@ -1,5 +1,6 @@
 """Laws: one run has one holder; an abandoned one has one heir; what is given back is free at once."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -68,6 +69,31 @@ def test_held_renews_while_the_block_runs_and_gives_back(tmp_path):
         time.sleep(0.8)
         assert leases.take(tmp_path, "a-0", ttl=0.5) is None
     assert leases.take(tmp_path, "a-0", ttl=0.5) is not None
+
+
+def test_a_share_that_fails_for_a_moment_ends_no_renewal(tmp_path, monkeypatch):
+    lease, touch, failed = leases.take(tmp_path, "a-0"), os.utime, []
+
+    def fails_at_first(path, times):
+        if len(failed) < 2:
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        touch(path, times)
+
+    monkeypatch.setattr(os, "utime", fails_at_first)
+    with leases.held([lease], ttl=0.5):
+        time.sleep(0.9)
+        assert leases.take(tmp_path, "a-0", ttl=0.5) is None
+    assert failed == [lease.path] * 2
+
+
+def test_an_old_list_of_generations_gives_no_second_lease(tmp_path):
+    assert leases.generations(tmp_path / "claims") == {}
+    age(leases.take(tmp_path, "a-0"), 301)
+    known = leases.generations(tmp_path)
+    assert known == {"a-0": 0}
+    assert leases.take(tmp_path, "a-0") is not None
+    assert leases.take(tmp_path, "a-0", known=known) is None
 
 
 def test_threads_that_race_for_an_abandoned_run_have_one_winner(tmp_path):

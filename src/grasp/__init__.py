@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api import build, merge, open  # noqa: A004
+    from grasp.api import build, merge
+    from grasp.api import open as open  # noqa: A004 - found here, though not in __all__
     from grasp.choose.apply import apply
     from grasp.choose.scorer import Scorer
     from grasp.handle import Artifact
@@ -58,12 +59,11 @@ __all__ = [
     "import_runs",
     "merge",
     "mix_runs",
-    "open",
     "open_runs",
     "predict_runs",
     "propose_runs",
     "retrain",
-]
+]  # without `open`: who imports all of them keeps the one of Python
 
 
 def __getattr__(name: str) -> Any:
@@ -74,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, "open"})

@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -119,16 +119,30 @@ class Lease:
         _touch(self.path, (0.0, 0.0))
 
 
-def take(directory: Path, run: str, *, ttl: float = TTL_SECONDS) -> Lease | None:
+def generations(directory: Path) -> dict[str, int]:
+    """The highest generation of every run that was taken; a file is called `run.7`, where run itself may have dots."""
+    found: dict[str, int] = {}
+    for entry in os.scandir(directory) if directory.exists() else ():
+        run, _, generation = entry.name.rpartition(".")
+        if generation.isdigit():
+            found[run] = max(int(generation), found.get(run, 0))
+    return found
+
+
+def take(
+    directory: Path, run: str, *, ttl: float = TTL_SECONDS, known: Mapping[str, int] | None = None
+) -> Lease | None:
     """The lease on `run`, or None while somebody else holds it.
 
     Args:
         directory: where the leases of the environment lie.
         run: a file name without a path.
         ttl: seconds after which a lease that was not renewed counts as abandoned.
+        known: `generations(directory)`, so that it is read once for many runs. Where it is old, a generation that
+            somebody took since cannot be created again: then there is no lease.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    latest = _latest(directory, run)
+    latest = (generations(directory) if known is None else known).get(run)
     if latest is not None and _age(directory / f"{run}.{latest}") < ttl:
         return None
     path = directory / f"{run}.{0 if latest is None else latest + 1}"
@@ -149,7 +163,8 @@ def held(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]
     def renew() -> None:
         while not stop.wait(ttl / 5):
             for lease in leases:
-                lease.renew()
+                with suppress(OSError):  # a share that fails for a moment: it is tried again long before the end
+                    lease.renew()
 
     thread = threading.Thread(target=renew, name="grasp-leases", daemon=True)
     thread.start()
@@ -160,12 +175,6 @@ def held(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterator[None]
         thread.join()
         for lease in leases:
             lease.release()
-
-
-def _latest(directory: Path, run: str) -> int | None:
-    """Highest generation of `run`; a name as `run.7`, where run itself may have dots."""
-    found = [entry.name.rpartition(".") for entry in directory.iterdir()]
-    return max((int(tail) for head, _, tail in found if head == run and tail.isdigit()), default=None)
 
 
 def _age(path: Path) -> float:

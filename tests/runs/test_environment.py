@@ -428,3 +428,26 @@ def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
         info = tuned[one["name"]]
         assert (one["corpus"], one["masks"]) == (info.corpus_fingerprint, info.masks_checksum)
         assert one["targets"] == {name: target.fingerprint for name, target in info.targets.items()}
+
+
+def test_a_repr_reads_no_run(tmp_path):
+    env = filled(tmp_path / "env")
+    shown = repr(env)
+    assert f"{len(env.subset_ids)} subsets x 2 seeds" in shown
+    assert [line.split() for line in shown.splitlines()[2:4]] == [["sciq", "3"], ["sciq@all", "2"]]
+    (tmp_path / "env" / "utilities.parquet").write_bytes(b"damaged")
+    again = Environment.open(tmp_path / "env")
+    assert repr(again) == shown
+    assert "<td>sciq@all</td><td>2</td>" in again._repr_html_()
+    with pytest.raises(EnvironmentDataError, match="cannot be read as Parquet"):
+        again.summary()
+
+
+def test_many_runs_are_claimed_with_one_look_at_the_claims(tmp_path, monkeypatch):
+    env, looks = create(tmp_path / "env"), []
+    env.write_run(Run(0, "full"), result(env, Run(0, "full")))
+    for name in ("scandir", "listdir"):
+        look = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, look=look: looks.append(Path(path).name) or look(path))
+    assert len(env.claim(4)) == 4
+    assert looks.count("claims") <= 1

@@ -5,9 +5,11 @@ stands in the settings where a path would: a build goes on, or is finished, if t
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +230,7 @@ def _targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
             raise TargetError(f"{err}; or names, or a list of dicts with prompt and completion") from err
         records = records_of(source)
     units = tuple(units_of(records, "units", loss_on))
-    digest = hashlib.blake2b(repr([repr(unit) for unit in units]).encode(errors="replace"), digest_size=16)
+    digest = hashlib.blake2b(json.dumps([asdict(unit) for unit in units], default=str).encode(), digest_size=16)
     return [IN_MEMORY + digest.hexdigest()], units
 
 

@@ -1,6 +1,7 @@
 """What is asked of an artifact: which targets and rows, columns of its row table, and what an earlier question made."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 KEPT_BYTES = 512 << 20  # of what the questions of one opened artifact share
 
+_lock = Lock()  # of what is kept, never held while something is made; two threads may make one thing, alike
 _kept: WeakKeyDictionary[ArtifactReader, dict[Hashable, tuple[Any, int]]] = WeakKeyDictionary()
 
 
@@ -32,16 +34,23 @@ def kept(artifact: ArtifactReader, key: Hashable, n_bytes: int, make: Callable[[
 
     What is oldest goes first where all of it would take more than KEPT_BYTES, before anything new is made.
     """
-    values = _kept.setdefault(artifact, {})
-    if key in values:
-        known: T = values[key][0]
-        return known
+    with _lock:
+        values = _kept.setdefault(artifact, {})
+        if key in values:
+            known: T = values[key][0]
+            return known
+        _make_room(values, n_bytes)
+    made = make()
+    with _lock:
+        if n_bytes <= KEPT_BYTES:
+            _make_room(values, n_bytes)
+            values[key] = made, n_bytes
+    return made
+
+
+def _make_room(values: dict[Hashable, tuple[Any, int]], n_bytes: int) -> None:
     while values and sum(size for _, size in values.values()) + n_bytes > KEPT_BYTES:
         values.pop(next(iter(values)))
-    made = make()
-    if n_bytes <= KEPT_BYTES:
-        values[key] = made, n_bytes
-    return made
 
 
 def checked_targets(artifact: ArtifactReader, target: str | Sequence[str] | None) -> tuple[str, ...]:

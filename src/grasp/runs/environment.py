@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
 from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
-from grasp.locks import TTL_SECONDS, Lease, take
+from grasp.locks import TTL_SECONDS, Lease, generations, take
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
@@ -159,21 +159,30 @@ class Environment:
                     "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
                 }
             )
-        headline = (
-            f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
-            f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
-        )
         build = self.info.build_command(self.path)
         steps = [f"next: {build}", f"then: grasp evaluate art --environment {self.path}"] if build else []
         failed = failed_line(self.path, len(self.runs()))
         notes = (*([failed] if failed else []), *steps, evidence(len(self.subset_ids)))
-        return Result(pa.Table.from_pylist(lines), headline, notes)
+        return Result(pa.Table.from_pylist(lines), self._headline, notes)
 
     def __repr__(self) -> str:
-        return repr(self.summary())
+        return repr(self._described())
 
     def _repr_html_(self) -> str:
-        return self.summary()._repr_html_()
+        return self._described()._repr_html_()
+
+    def _described(self) -> Result:
+        """What environment.json says: runs are read, and checked, when they are asked for."""
+        units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
+        table = pa.table({"target": list(units), "units": list(units.values())})
+        return Result(table, self._headline, ("summary(): what came of the runs",))
+
+    @property
+    def _headline(self) -> str:
+        return (
+            f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
+            f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
+        )
 
     @property
     def name(self) -> str:
@@ -260,6 +269,7 @@ class Environment:
         A run on the whole corpus comes alone. A run whose lease is older than `ttl` seconds is taken over.
         """
         claimed: dict[Run, Lease] = {}
+        known = generations(self._claims)
         seed: int | None = None
         for run in self.untried():
             alone = run.subset_id == FULL
@@ -267,7 +277,7 @@ class Environment:
                 break
             if (seed is not None and run.seed != seed) or (alone and claimed):
                 continue
-            lease = take(self._claims, run.stem, ttl=ttl)
+            lease = take(self._claims, run.stem, ttl=ttl, known=known)
             if lease is None:
                 continue
             if run not in self.untried():  # finished between the look and the lease
