@@ -24,20 +24,21 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
+from experiments.finetune.prepare import model_directory, prepared
 from experiments.finetune.run import HERE
 from experiments.finetune.setting import (
+    ENVIRONMENTS,
     LENGTH,
     NAMES,
-    SUBSET_ROWS,
     Corpus,
     Name,
+    Rows,
     corpus_settings,
     open_corpus,
     target_settings,
-    write_corpora,
     write_parquet,
 )
-from experiments.finetune.training import LEARNING_RATE, STEPS, load_model, prepare_model, train
+from experiments.finetune.training import load_model, train
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.build import build
 from grasp.extract.reopen import Origin
@@ -66,56 +67,62 @@ METHODS = FORWARD | GRADIENTS
 AFTER_WARM_UP = ("less",)
 
 
-def untied(work: Path) -> Path:
-    """The model with a copy of its embedding as its output layer."""
+def untied(name: Name, work: Path) -> Path:
+    """The model with a copy of its embedding as its output layer, where it has none of its own."""
+    tied = model_directory(name, work)
+    model = load_model(tied)
+    if not model.config.tie_word_embeddings:
+        return tied
     directory = work / "untied"
     if not directory.exists():
-        model = load_model(work / "model")
         config = model.config
         config.tie_word_embeddings = False
         apart = LlamaForCausalLM(config)
         apart.load_state_dict(model.state_dict())
         part = directory.with_suffix(".part")
         apart.save_pretrained(part)
-        AutoTokenizer.from_pretrained(work / "model").save_pretrained(part)
+        AutoTokenizer.from_pretrained(tied).save_pretrained(part)
         part.replace(directory)
     return directory
 
 
-def warm_up(name: Name, work: Path, model_directory: Path, tokenizer: HfTokenizer) -> Path:
+def warm_up(name: Name, work: Path, start: Path, tokenizer: HfTokenizer) -> Path:
     """A checkpoint after one run on rows of all sources, with Adam's moments, as the Hugging Face trainer leaves it."""
     directory = work / f"{name}-warm-up"
     if directory.exists():
         return directory
     corpus = open_corpus(name, work, tokenizer)
-    rows = stream(0, "finetune", "warm-up").permutation(corpus.store.n_rows)[:SUBSET_ROWS]
-    model = load_model(model_directory)
+    rows = stream(0, "finetune", "warm-up").permutation(corpus.store.n_rows)[: ENVIRONMENTS[name].subset_rows]
+    model = load_model(start)
     moments: dict[str, torch.Tensor] = {}
-    train(model, corpus.rows, corpus.first_N, [int(i) for i in rows], moments=moments)
+    recipe = ENVIRONMENTS[name].recipe
+    train(model, corpus.rows, corpus.first_N, [int(i) for i in rows], recipe, moments)
     part = directory.with_suffix(".part")
     model.save_pretrained(part)
     save_file(moments, part / "optimizer.safetensors")
-    last = LEARNING_RATE / (STEPS - 1)
-    state = {"global_step": STEPS, "log_history": [{"learning_rate": last}]}
+    last = recipe.learning_rate / (recipe.steps - 1)
+    state = {"global_step": recipe.steps, "log_history": [{"learning_rate": last}]}
     (part / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
     part.replace(directory)
     return directory
 
 
-def artifact_of(name: Name, work: Path, model_directory: Path, tokenizer: HfTokenizer) -> ArtifactReader:
-    """Of the same rows and units as the runs."""
+def artifact_of(name: Name, work: Path, start: Path, tokenizer: HfTokenizer) -> ArtifactReader:
+    """Of the same rows and units as the runs; environments of the same rows share it."""
+    kind = ENVIRONMENTS[name]
+    dtype = "bfloat16" if kind.recipe.bfloat16 else "float32"
     trained_on = open_corpus(name, work, tokenizer)
     settings: dict[str, Any] = {
-        "model": {"path": str(model_directory), "dtype": "bfloat16", "batch_tokens": 1024, "threads": 1},
+        "model": {"path": str(start), "dtype": dtype, "batch_tokens": 1024, "threads": 1},
         "corpus": corpus_settings(name, work).model_dump(exclude_unset=True),
         "targets": target_settings(name, work).model_dump(exclude_unset=True),
         "features": {"match": "pooled"},  # methods read rows and units; our kernels are made in `scores`
     }
-    if name == "instructions":
-        texts, settings["model"]["tokenizer"] = write_cut(work, trained_on, tokenizer)
+    if kind.label == "group":
+        texts, settings["model"]["tokenizer"] = write_cut(kind.rows, work, trained_on, tokenizer)
         parts = {"prompt": "{prompt}", "completion": "{completion}"}
         settings["corpus"] = {"path": str(texts), "max_length": LENGTH} | parts
-    artifact = build(out=work / f"{name}-artifact", settings=settings)
+    artifact = build(out=work / f"{kind.rows}-artifact", settings=settings)
     rows = Origin(artifact).rows.rows(np.arange(artifact.n_rows))
     for i, (ids, first) in enumerate(zip(trained_on.rows, trained_on.first_N, strict=True)):
         same = len(ids) - 2  # cut text may end in other tokens: of one row in 380, two line breaks become one
@@ -125,17 +132,17 @@ def artifact_of(name: Name, work: Path, model_directory: Path, tokenizer: HfToke
     return artifact
 
 
-def write_cut(work: Path, corpus: Corpus, tokenizer: HfTokenizer) -> tuple[Path, str]:
+def write_cut(rows: Rows, work: Path, corpus: Corpus, tokenizer: HfTokenizer) -> tuple[Path, str]:
     """Prompts and completions cut where the runs cut them, at the end, and a tokenizer that ends no row itself.
 
     A build would keep the end of a conversation that is longer than a row.
     """
-    texts, directory = work / "instructions-rows.parquet", work / "tokenizer-without-end"
+    texts, directory = work / f"{rows}-rows.parquet", work / "tokenizer-without-end"
     if not texts.exists():
         pieces = [tokenizer.pieces(row.tolist()) for row in corpus.rows]
         halves = [(row[:first], row[first:]) for row, first in zip(pieces, corpus.first_N.tolist(), strict=True)]
         prompt, completion = (["".join(part) for part in parts] for parts in zip(*halves, strict=True))
-        names = pq.read_table(work / "instructions.parquet", columns=["doc_id", "group"])
+        names = pq.read_table(work / f"{rows}.parquet", columns=["doc_id", "group"])
         table = names.append_column("prompt", pa.array(prompt)).append_column("completion", pa.array(completion))
         own = AutoTokenizer.from_pretrained(work / "model")
         own.eos_token = None
@@ -146,12 +153,8 @@ def write_cut(work: Path, corpus: Corpus, tokenizer: HfTokenizer) -> tuple[Path,
 
 def pretrained_artifact(name: Name, data: Path, work: Path) -> tuple[ArtifactReader, HfTokenizer]:
     """Built once, with everything that it needs."""
-    prepare_model(work / "model")
-    tied = AutoTokenizer.from_pretrained(work / "model")
-    write_corpora(data, work, tied)
-    model_directory = untied(work)
-    tokenizer = HfTokenizer(tied, vocab_size=LlamaForCausalLM.config_class.from_pretrained(model_directory).vocab_size)
-    return artifact_of(name, work, model_directory, tokenizer), tokenizer
+    _, tokenizer = prepared(name, data, work)
+    return artifact_of(name, work, untied(name, work), tokenizer), tokenizer
 
 
 def method_scores(artifact: ArtifactReader, label: str, checkpoints: Sequence[Path] = ()) -> F64:
@@ -173,10 +176,10 @@ def score(name: Name, data: Path, work: Path, labels: list[str]) -> None:
     for label in labels:
         path = scores / f"{label}.npy"
         if not path.exists():
-            model_directory = untied(work)
-            places = [model_directory] if label in GRADIENTS else []
+            start = untied(name, work)
+            places = [start] if label in GRADIENTS else []
             if label in AFTER_WARM_UP:
-                places = [warm_up(name, work, model_directory, tokenizer)]
+                places = [warm_up(name, work, start, tokenizer)]
             np.save(path, method_scores(artifact, label, places).astype(np.float32))
 
 

@@ -1,13 +1,13 @@
-"""Retraining of a real pretrained model: three environments, one run after the other.
+"""Retraining of a model that is trained further: one run after the other, of one environment or of several.
 
-    python -m experiments.finetune.run --data ../shared/data
+    python -m experiments.finetune.run small-12 small-48 --data ../shared/data
 
-Killed at any moment, the same command goes on where it was: every run is a small file in `documents/runs`,
-`instructions/runs` or `lengths/runs` beside this script, written when it is done. All fill together; `--until 15:25`
-stops in time.
+Killed at any moment, the same command goes on where it was: every run is a small file in `NAME/runs` beside this
+script, written when it is done. All that are named fill together, first seeds first; `--until 15:25` stops in time.
 """
 
 import argparse
+import copy
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,23 +16,24 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 import grasp
+from experiments.finetune.prepare import prepared
 from experiments.finetune.setting import (
     ENVIRONMENTS,
     LENGTH,
     NAMES,
     Corpus,
+    Kind,
     Name,
     draw_subsets,
     open_corpus,
     row_order,
     target_settings,
-    write_corpora,
 )
-from experiments.finetune.training import RECIPE, load_model, prepare_model, train, unit_losses
+from experiments.finetune.training import train, unit_losses
 from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.models.tokenizer import HfTokenizer
@@ -44,30 +45,32 @@ from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
 
 HERE = Path(__file__).parent
-SUBSETS = 24
 SEEDS = (0, 1)
 COMPLETION: LossOn = "completion"
 
 
 @dataclass(frozen=True)
 class World:
-    """An environment with the rows and units that its runs need."""
+    """An environment with the model, rows and units that its runs need."""
 
+    kind: Kind
+    model: LlamaForCausalLM
     environment: Environment
     corpus: Corpus
     units: list[UnitTokens]
     retained: dict[str, NDArray[np.int64]]
 
 
-def open_world(name: Name, work: Path, tokenizer: HfTokenizer, out: Path) -> World:
+def open_world(name: Name, model: LlamaForCausalLM, tokenizer: HfTokenizer, work: Path, out: Path) -> World:
     """Begin an environment, or go on with it."""
+    kind = ENVIRONMENTS[name]
     corpus = open_corpus(name, work, tokenizer)
     units = list(load_units(target_settings(name, work)).units)
-    block = draw_subsets(corpus.label, SUBSETS)
+    block = draw_subsets(corpus.label, kind.subsets, kind.subset_rows, nested=kind.rows == "small")
     info = EnvironmentInfo(
-        role=ENVIRONMENTS[name].role,
-        recipe=RECIPE["name"],
-        recipe_settings=RECIPE,
+        role=kind.role,
+        recipe=kind.recipe.name,
+        recipe_settings=kind.recipe.settings(),
         seeds=SEEDS,
         corpus_fingerprint=corpus.store.fingerprint,
         n_rows=corpus.store.n_rows,
@@ -80,7 +83,7 @@ def open_world(name: Name, work: Path, tokenizer: HfTokenizer, out: Path) -> Wor
     )
     environment = Environment.create(out / name, info, [block], row_names(corpus.store))
     retained = {b: block.weights_BN[[k]].indices.astype(np.int64) for k, b in enumerate(block.subset_ids)}
-    return World(environment, corpus, UnitSet(tuple(units)).tokenize(tokenizer, LENGTH), retained)
+    return World(kind, model, environment, corpus, UnitSet(tuple(units)).tokenize(tokenizer, LENGTH), retained)
 
 
 def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
@@ -101,15 +104,22 @@ def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
     return sorted(all_runs, key=lambda turn: (turn[1].seed, turn[1].subset_id))
 
 
-def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> None:
+def losses_of(world: World) -> NDArray[np.float64]:
+    """Of every unit, by the model as it is now."""
+    return unit_losses(world.model, world.units, bfloat16=world.kind.recipe.bfloat16)
+
+
+def fill(worlds: dict[Name, World], until: float) -> None:
     """Make every run that is missing, until none is or the time is up."""
-    base = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    models = {id(world.model): world.model for world in worlds.values()}
+    base_of = {key: copy.deepcopy(model.state_dict()) for key, model in models.items()}
     for name, world in worlds.items():
         path = world.environment.path / "before.parquet"
         if not path.exists():
-            loss_E = unit_losses(model, world.units)
+            loss_E = losses_of(world)
             write_whole(path, run_bytes([Run(0, "before")], world.environment.units, -loss_E[None]))
             print(f"{name} before: mean loss {loss_E.mean():.4f}", flush=True)
+    rows_of = {name: world.corpus.rows for name, world in worlds.items()}
     for name, run in turns(worlds):
         world = worlds[name]
         if run not in world.environment.pending():
@@ -118,12 +128,12 @@ def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> No
             print("time is up", flush=True)
             return
         began, work = time.time(), time.process_time()
-        model.load_state_dict(base)
+        world.model.load_state_dict(base_of[id(world.model)])
         kept = set(world.retained[run.subset_id].tolist())
         order = [int(i) for i in row_order(run.seed, world.corpus.store.n_rows) if int(i) in kept]
-        losses = train(model, world.corpus.rows, world.corpus.first_N, order)
+        losses = train(world.model, rows_of[name], world.corpus.first_N, order, world.kind.recipe)
         trained = time.time()
-        loss_E = unit_losses(model, world.units)
+        loss_E = losses_of(world)
         world.environment.write_run(run, -loss_E)
         print(
             f"{datetime.now():%H:%M:%S} {name} {run.stem}: training loss {np.mean(losses):.3f}, units "
@@ -137,6 +147,7 @@ def fill(worlds: dict[Name, World], model: LlamaForCausalLM, until: float) -> No
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.finetune.run", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=NAMES, help="Environments.")
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
     parser.add_argument("--out", type=Path, default=HERE, help="Where the environments are.")
     parser.add_argument("--work", type=Path, help="Model and rows; none: `work` beside this script.")
@@ -144,19 +155,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads.")
     given = parser.parse_args(arguments)
     work: Path = given.work or HERE / "work"
-    work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(given.threads)
     hf_logging.disable_progress_bar()
     until = float("inf")
     if given.until:
         until = datetime.combine(datetime.now().date(), datetime.strptime(given.until, "%H:%M").time()).timestamp()
-    prepare_model(work / "model")
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    write_corpora(given.data, work, tokenizer)
-    model = load_model(work / "model")
-    reader = HfTokenizer(tokenizer, vocab_size=model.config.vocab_size)
-    worlds = {name: open_world(name, work, reader, given.out) for name in NAMES}
-    fill(worlds, model, until)
+    fill({name: open_world(name, *prepared(name, given.data, work), work, given.out) for name in given.names}, until)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What is fine-tuned on what: three corpora, the units that are scored, and the rows of every subset. All is seeded.
+"""What is trained further on what: corpora, the units that are scored, and the rows of every subset. All is seeded.
 
     documents      16 sources of the labelled pool, 24 documents each, the first 128 tokens; every token has loss
     instructions   10 groups of instructions, 38 each, in the model's chat template; only the response has loss
     lengths        16 other sources, 24 documents each, their first 16 to 128 tokens; every token has loss
+    small          3,000 documents of the pool, of all sources, for a model of 0.36 M parameters
+    contrasts      16 groups that differ much: programs in ten languages, sums, trivia, manuals (`contrasts`)
 
 A subset keeps of every source (or group) a fraction drawn from Beta(1/2, 1/2); of what it keeps, 96 rows are trained
-on. These 96 are the subset: `subsets.parquet` names no row that a run has not seen.
+on; with `small` 16 a step. These are the subset: `subsets.parquet` names no row that a run has not seen.
 """
 
 import json
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from transformers import PreTrainedTokenizerBase
 
+from experiments.finetune.training import REFERENCE, SHORT, Recipe
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.blocks import SubsetBlock
@@ -32,23 +35,51 @@ from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units
 
-Name = Literal["documents", "instructions", "lengths"]
+Name = Literal[
+    "documents",
+    "instructions",
+    "lengths",
+    "small-12",
+    "small-48",
+    "small-192",
+    "small-48-slow",
+    "contrasts",
+]
+TASKS = ("sciq", "arc_easy", "hellaswag")
+UNITS_OF_TARGET = 32
+SUBSET_ROWS = 96
+Rows = Literal["documents", "instructions", "lengths", "small", "contrasts"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an environment is for, and the label that its subsets are drawn by."""
+    """What an environment is for, and how its runs are made."""
 
     role: Role
-    label: str
+    label: str  # that its subsets are drawn by
+    rows: Rows  # trained on; environments of the same rows have the same units
+    recipe: Recipe = SHORT
+    subsets: int = 24
+    subset_rows: int = SUBSET_ROWS
+
+
+def _small(name: str, steps: int, learning_rate: float = 5e-4) -> Kind:
+    recipe = Recipe(name, REFERENCE, steps, batch_rows=16, learning_rate=learning_rate, bfloat16=False)
+    return Kind("dev", "source", "small", recipe, subsets=40, subset_rows=16 * steps)
 
 
 ENVIRONMENTS: dict[Name, Kind] = {  # in the order in which they take their units
-    "documents": Kind("dev", "source"),
-    "instructions": Kind("held-out", "group"),
-    "lengths": Kind("dev", "source"),
+    "documents": Kind("dev", "source", "documents"),
+    "instructions": Kind("held-out", "group", "instructions"),
+    "lengths": Kind("dev", "source", "lengths"),
+    "small-12": _small("small-12", 12),
+    "small-48": _small("small-48", 48),
+    "small-192": _small("small-192", 192),
+    "small-48-slow": _small("small-48-slow", 48, 1e-4),
+    "contrasts": Kind("dev", "group", "contrasts"),
 }
 NAMES = tuple(ENVIRONMENTS)
+BEGUN_FIRST: tuple[Rows, ...] = ("documents", "instructions", "lengths")
 
 LENGTH = 128  # longest row and longest unit, in tokens
 SOURCES, ROWS_OF_SOURCE = 16, 24
@@ -57,11 +88,9 @@ MIN_WORDS = 110  # of a document that fills a row
 SHORTEST, OF_SOURCE = 16, 0.3  # of `lengths`: tokens; how far a source's rows may be longer or shorter than others'
 ROWS_OF_GROUP = 38
 UNITS_OF_GROUP = 4
-TASKS = ("sciq", "arc_easy", "hellaswag")
-UNITS_OF_TARGET = 32
 MEDQUAD_COLLECTIONS = ("3_GHR_QA", "2_GARD_QA", "4_MPlus_Health_Topics_QA", "6_NINDS_QA")  # the rest is one group
 MAX_PROMPT, MIN_RESPONSE = 96, 8  # tokens of an instruction of the pool
-SUBSET_ROWS = 96
+SMALL_ROWS, SMALL_TASKS, SMALL_UNITS = 3000, (*TASKS, "openbookqa"), 64
 
 
 @dataclass(frozen=True)
@@ -82,56 +111,83 @@ class Corpus:
 
 
 def write_corpora(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """All corpora as Parquet, and the held-out instructions as targets, once."""
+    """The first three corpora as Parquet, and the held-out instructions as targets, once."""
     if not (work / "documents.parquet").exists():
         usable, sources = _pool(data / "pool.parquet")
         documents, others = (list(_documents(usable, of)) for of in sources)
         write_parquet(work / "lengths.parquet", pa.Table.from_pylist(list(_cut(others, tokenizer))))
         write_parquet(work / "documents.parquet", pa.Table.from_pylist(documents))
     if not (work / "instructions.parquet").exists():
-        groups = _instructions(data / "instructions.parquet", tokenizer)
-        for k, name in enumerate(NAMES):
+        groups = instructions_of(data / "instructions.parquet", tokenizer)
+        for k, name in enumerate(BEGUN_FIRST):
             _write_units(work / f"{name}-units.jsonl", groups, k)
         pool = [row for rows in groups.values() for row in rows[:ROWS_OF_GROUP]]
         write_parquet(work / "instructions.parquet", pa.Table.from_pylist(pool))
 
 
+def write_small(data: Path, work: Path) -> None:
+    """Documents of all sources, as often as the pool has them, that share nothing with a question; once."""
+    if not (work / "small.parquet").exists():
+        table = pq.read_table(data / "pool.parquet", columns=["doc_id", "text", "source", "eval_overlap"])
+        usable = [row for row in table.to_pylist() if not row["eval_overlap"]]
+        drawn = sorted(stream(0, "finetune", "small").permutation(len(usable))[:SMALL_ROWS])
+        rows = [usable[k] for k in drawn]
+        lines = [{"doc_id": r["doc_id"], "text": r["text"][:4000], "source": r["source"], "first": 1} for r in rows]
+        write_parquet(work / "small.parquet", pa.Table.from_pylist(lines))
+
+
 def corpus_settings(name: Name, work: Path) -> CorpusSettings:
-    return CorpusSettings(
-        path=str(work / f"{name}.parquet"), text_column="text", max_length=LENGTH, max_rows_per_document=1
-    )
+    path = work / f"{ENVIRONMENTS[name].rows}.parquet"
+    return CorpusSettings(path=str(path), text_column="text", max_length=LENGTH, max_rows_per_document=1)
 
 
 def target_settings(name: Name, work: Path) -> TargetSettings:
-    """Three benchmarks and held-out instructions; the units of one environment are not those of another."""
+    """Benchmarks and questions of the corpus's own kind; the units of one corpus are not those of another."""
+    rows = ENVIRONMENTS[name].rows
+    own = str(work / f"{rows}-units.jsonl")
+    if rows == "contrasts":
+        return TargetSettings(names=(own,), max_length=LENGTH)
     settings = TargetSettings(names=TASKS, units_per_target=UNITS_OF_TARGET, max_length=LENGTH)
-    for _ in NAMES[: NAMES.index(name)]:
+    earlier = BEGUN_FIRST[: BEGUN_FIRST.index(rows)] if rows in BEGUN_FIRST else BEGUN_FIRST
+    for _ in earlier:
         taken = settings.exclude_units + tuple(unit.unit_id for unit in load_units(settings).units)
         settings = settings.model_copy(update={"exclude_units": taken})
-    return settings.model_copy(update={"names": (*TASKS, str(work / f"{name}-units.jsonl"))})
+    if rows == "small":
+        return settings.model_copy(update={"names": SMALL_TASKS, "units_per_target": SMALL_UNITS})
+    return settings.model_copy(update={"names": (*TASKS, own)})
 
 
 def open_corpus(name: Name, work: Path, tokenizer: HfTokenizer) -> Corpus:
-    store = RowStore.write(work / f"{name}-tokens", corpus_settings(name, work), tokenizer, shard_rows=1024)
-    label = ENVIRONMENTS[name].label
-    table = pq.read_table(work / f"{name}.parquet", columns=["doc_id", "first", label])
-    rows = store.shard(0).table
-    assert rows.column("doc_id").to_pylist() == table.column("doc_id").to_pylist()
-    return Corpus(store, table.column("first").to_numpy(), LabelColumn.of(table.column(label).to_pylist(), label))
+    kind = ENVIRONMENTS[name]
+    store = RowStore.write(work / f"{kind.rows}-tokens", corpus_settings(name, work), tokenizer, shard_rows=1024)
+    table = pq.read_table(work / f"{kind.rows}.parquet", columns=["doc_id", "first", kind.label])
+    stored = [doc_id for k in range(store.n_shards) for doc_id in store.table(k).column("doc_id").to_pylist()]
+    assert stored == table.column("doc_id").to_pylist()
+    labels = LabelColumn.of(table.column(kind.label).to_pylist(), kind.label)
+    return Corpus(store, table.column("first").to_numpy(), labels)
 
 
 # ---------------------------------------------------------------------------------------------------- subsets
 
 
-def draw_subsets(label: LabelColumn, n_subsets: int) -> SubsetBlock:
-    """The rows that each run sees, (B, N) zeros and ones, `SUBSET_ROWS` a subset."""
+def draw_subsets(
+    label: LabelColumn, n_subsets: int, subset_rows: int = SUBSET_ROWS, *, nested: bool = False
+) -> SubsetBlock:
+    """The rows that each run sees, (B, N) zeros and ones.
+
+    Args:
+        subset_rows: of a subset; all that it keeps if these are fewer.
+        nested: fewer rows are the first of more.
+    """
     family = parse_family(f"mixture:{label.name}")
     (kept,) = family.draw(n_subsets, n_rows=label.n_rows, labels=label, seed=0, purpose="evaluation", block=n_subsets)
     weights_BN = np.zeros((n_subsets, label.n_rows))
     for b, row_BN in enumerate(kept.weights_BN.toarray()):
         rows = np.flatnonzero(row_BN)
-        size = min(SUBSET_ROWS, len(rows))
-        weights_BN[b, stream(0, "finetune", "seen", b).choice(rows, size=size, replace=False)] = 1.0
+        size = min(subset_rows, len(rows))
+        draw = stream(0, "finetune", "seen", b)
+        seen = draw.permutation(rows)[:size] if nested else draw.choice(rows, size=size, replace=False)
+        weights_BN[b, seen] = 1.0
     return SubsetBlock(kept.subset_ids, csr_array(weights_BN))
 
 
@@ -172,12 +228,33 @@ def _cut(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iter
         yield row | {"input_ids": ids, "text": tokenizer.decode(ids)}
 
 
-def chat(tokenizer: PreTrainedTokenizerBase, instruction: str, response: str) -> tuple[str, str]:
-    """Prompt and completion of an instruction in the model's own template."""
-    user = {"role": "user", "content": instruction}
-    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+def chat(
+    tokenizer: PreTrainedTokenizerBase, instruction: str, response: str, system: str | None = None
+) -> tuple[str, str]:
+    """Prompt and completion of an instruction in the model's own template, which has a system message by default."""
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    turns.append({"role": "user", "content": instruction})
+    prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert isinstance(prompt, str)
     return prompt, f"{response}<|im_end|>"
+
+
+def chat_row(
+    tokenizer: PreTrainedTokenizerBase,
+    doc_id: str,
+    group: str,
+    instruction: str,
+    response: str,
+    system: str | None = None,
+) -> dict[str, Any] | None:
+    """A row, which may become a unit; none where a token spans prompt and response."""
+    prompt, completion = chat(tokenizer, instruction, response, system)
+    before, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + completion))
+    if whole[: len(before)] != before:
+        return None
+    # as a row of the corpus it gets its end-of-text token, which is <|im_end|> here, from the packer
+    line = {"doc_id": doc_id, "text": prompt + response, "group": group, "first": len(before)}
+    return line | {"prompt": prompt, "completion": completion, "tokens": len(whole)}
 
 
 def group_of(row: dict[str, Any]) -> str:
@@ -188,20 +265,15 @@ def group_of(row: dict[str, Any]) -> str:
     return f"MedQuAD:{collection if collection in MEDQUAD_COLLECTIONS else 'other'}"
 
 
-def _instructions(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[dict[str, Any]]]:
+def instructions_of(
+    path: Path, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """Usable instructions by group, in a drawn order; those beyond the pool may become units."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in pq.read_table(path).to_pylist():
         instruction = "\n".join(part for part in (row["instruction"].strip(), row["input"].strip()) if part)
-        prompt, completion = chat(tokenizer, instruction, row["response"].strip())
-        before, whole = (
-            tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + completion)
-        )
-        if len(before) <= MAX_PROMPT and len(whole) - len(before) >= MIN_RESPONSE and whole[: len(before)] == before:
-            # as a row of the corpus it gets its end-of-text token, which is <|im_end|> here, from the packer
-            text = prompt + row["response"].strip()
-            line = {"doc_id": row["id"], "text": text, "group": group_of(row), "first": len(before)}
-            line |= {"prompt": prompt, "completion": completion, "tokens": len(whole)}
+        line = chat_row(tokenizer, row["id"], group_of(row), instruction, row["response"].strip(), system)
+        if line is not None and line["first"] <= MAX_PROMPT and line["tokens"] - line["first"] >= MIN_RESPONSE:
             groups.setdefault(line["group"], []).append(line)
     return {
         group: [rows[k] for k in stream(0, "finetune", "instructions", group).permutation(len(rows))]
@@ -214,10 +286,14 @@ def _write_units(path: Path, groups: dict[str, list[dict[str, Any]]], k: int) ->
     lines = []
     for rows in groups.values():
         short = [row for row in rows[ROWS_OF_GROUP:] if row["tokens"] <= LENGTH]
-        for row in short[k * UNITS_OF_GROUP : (k + 1) * UNITS_OF_GROUP]:
-            unit = {"task": "instructions", "unit_id": row["doc_id"]}
-            lines.append(json.dumps(unit | {"prompt": row["prompt"], "completion": row["completion"]}))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines += [unit_line("instructions", row) for row in short[k * UNITS_OF_GROUP : (k + 1) * UNITS_OF_GROUP]]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def unit_line(task: str, row: dict[str, Any]) -> str:
+    """A row as a question of a target's file."""
+    unit = {"task": task, "unit_id": row["doc_id"]}
+    return json.dumps(unit | {"prompt": row["prompt"], "completion": row["completion"]}) + "\n"
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:

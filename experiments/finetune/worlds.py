@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments.finetune.features import Features, features_of
 from experiments.finetune.methods import FORWARD, method_scores, pretrained_artifact
+from experiments.finetune.prepare import prepared
 from experiments.finetune.scores import Sides, input_kernel, pooled_kernel, token_kernel
-from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
-from experiments.finetune.training import load_model
+from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, open_corpus, target_settings
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
@@ -52,12 +52,15 @@ class World:
 def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
     """One environment of the pretrained model; its first seed."""
     artifact, reader = pretrained_artifact(name, data, work)
-    model = load_model(work / "model")
+    model, _ = prepared(name, data, work)
+    kind = ENVIRONMENTS[name]
+    bfloat16 = kind.recipe.bfloat16
     corpus = open_corpus(name, work, reader)
     units = load_units(target_settings(name, work))
     tokens = units.tokenize(reader, LENGTH)
-    rows = _features(work / f"{name}-rows.npz", model, corpus.rows, corpus.first_N)
-    asked = _features(work / f"{name}-units.npz", model, [t.input_ids for t in tokens], [t.first for t in tokens])
+    rows = _features(work / f"{kind.rows}-rows.npz", model, corpus.rows, corpus.first_N, bfloat16=bfloat16)
+    ids, firsts = [t.input_ids for t in tokens], [t.first for t in tokens]
+    asked = _features(work / f"{kind.rows}-units.npz", model, ids, firsts, bfloat16=bfloat16)
     sides = Sides(rows, asked, model.config.vocab_size)
     environment = Environment.open(environments / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
@@ -93,9 +96,10 @@ def from_scratch(work: Path, environment_path: Path) -> World:
         ids for k in range(store.n_shards) for shard in [store.shard(k)] for ids in map(shard.ids, range(len(shard)))
     ]
     tokens = units.tokenize(reader, settings.max_length)
+    plain = {"residuals": False, "bfloat16": False}  # sparse residuals are those of its artifact
     sides = Sides(
-        _features(work / "rows.npz", model, rows, np.ones(len(rows), np.int64), large=False),
-        _features(work / "units.npz", model, [t.input_ids for t in tokens], [t.first for t in tokens], large=False),
+        _features(work / "rows.npz", model, rows, np.ones(len(rows), np.int64), **plain),
+        _features(work / "units.npz", model, [t.input_ids for t in tokens], [t.first for t in tokens], **plain),
         model.config.vocab_size,
     )
     columns = np.concatenate([artifact.unit_columns(target) for target in dev])
@@ -125,11 +129,11 @@ def _array(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) ->
 
 
 def _features(
-    path: Path, model: LlamaForCausalLM, ids: Rows, first_N: Sequence[int] | NDArray[np.int64], *, large: bool = True
+    path: Path, model: LlamaForCausalLM, ids: Rows, first_N: Sequence[int] | NDArray[np.int64], **how: bool
 ) -> Features:
-    """Kept on disk. A small model is read in float32, and its sparse residuals are those of its artifact."""
+    """Kept on disk."""
     if not path.exists():
-        features_of(model, ids, first_N, residuals=large, bfloat16=large).save(path)
+        features_of(model, ids, first_N, **how).save(path)
     return Features.load(path)
 
 

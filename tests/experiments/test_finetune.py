@@ -1,5 +1,7 @@
 """Fine-tuning of a pretrained model: the pure parts, against laws and slow versions."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from experiments.finetune import choice
 from experiments.finetune.choice import together
 from experiments.finetune.compare import OURS, methods_of, nearest_example
+from experiments.finetune.contrasts import PIECE, Language, _Maker, _pieces, _texts_of
 from experiments.finetune.evaluate import Method
 from experiments.finetune.features import Features
 from experiments.finetune.scores import (
@@ -15,10 +18,14 @@ from experiments.finetune.scores import (
     delta_kernel,
     input_kernel,
 )
-from experiments.finetune.setting import SUBSET_ROWS, draw_subsets, group_of, row_order
+from experiments.finetune.setting import ENVIRONMENTS, NAMES, SUBSET_ROWS, draw_subsets, group_of, row_order
 from experiments.finetune.table import table
-from experiments.finetune.training import BATCH_ROWS, STEPS, at_loss, batches, learning_rate_at, packed, padded
+from experiments.finetune.training import SHORT, Recipe, at_loss, packed, padded, train
+from grasp.errors import GraspError
 from grasp.predict.labels import LabelColumn
+from grasp.runs.environment import Environment
+
+HERE = Path(__file__).parents[2] / "experiments" / "finetune"
 
 
 def label(n_sources: int = 16, rows: int = 24) -> LabelColumn:
@@ -29,7 +36,7 @@ def test_every_subset_names_exactly_the_rows_that_are_trained_on():
     block = draw_subsets(label(), 6)
     assert block.sizes_B.tolist() == [SUBSET_ROWS] * 6
     assert set(block.weights_BN.data) == {1.0}
-    assert len(batches(block.weights_BN[[0]].indices.tolist())) == STEPS
+    assert len(SHORT.batches(block.weights_BN[[0]].indices.tolist())) == SHORT.steps
     # sources keep fractions that differ: some nearly none, some nearly all
     kept_BG = block.weights_BN.toarray().reshape(6, 16, 24).mean(axis=2)
     assert kept_BG.std() > 0.15
@@ -40,6 +47,21 @@ def test_more_subsets_leave_the_first_as_they_are():
     assert np.array_equal(few.weights_BN.toarray(), many.weights_BN.toarray()[:3])
 
 
+def test_shorter_runs_of_a_subset_see_the_first_of_what_longer_ones_see():
+    few, more, all_kept = (draw_subsets(label(), 3, rows, nested=True).weights_BN.toarray() for rows in (16, 64, 999))
+    assert (few.sum(axis=1).tolist(), more.sum(axis=1).tolist()) == ([16] * 3, [64] * 3)
+    assert (few <= more).all()
+    assert (more <= all_kept).all()
+    assert all_kept.sum() < all_kept.size
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recorded_of_an_environment_is_how_its_runs_are_made(name):
+    kind, info = ENVIRONMENTS[name], Environment.open(HERE / name).info
+    assert (info.role, info.recipe_settings) == (kind.role, kind.recipe.settings())
+    assert len(info.subset_ids) == kind.subsets
+
+
 def test_an_order_is_of_its_seed_alone():
     assert sorted(row_order(0, 50)) == list(range(50))
     assert np.array_equal(row_order(0, 50), row_order(0, 50))
@@ -47,15 +69,15 @@ def test_an_order_is_of_its_seed_alone():
 
 
 def test_too_few_rows_come_again_from_the_beginning():
-    rows = [row for batch in batches(range(50)) for row in batch]
-    assert len(rows) == STEPS * BATCH_ROWS
+    rows = [row for batch in SHORT.batches(range(50)) for row in batch]
+    assert len(rows) == SHORT.steps * SHORT.batch_rows
     assert rows == [k % 50 for k in range(len(rows))]
 
 
 def test_the_learning_rate_rises_and_ends_at_zero():
-    rates = [learning_rate_at(step) for step in range(STEPS)]
+    rates = [SHORT.learning_rate_at(step) for step in range(SHORT.steps)]
     assert max(rates) == pytest.approx(1e-4)
-    assert learning_rate_at(STEPS) == 0.0
+    assert SHORT.learning_rate_at(SHORT.steps) == 0.0
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
@@ -75,6 +97,52 @@ def test_rows_one_after_the_other_give_the_states_of_rows_beside_each_other():
     beside, after = (at_loss(model, *form(rows, [2, 1, 1])) for form in (padded, packed))
     assert after[1].tolist() == beside[1].tolist() == [7, 8, 2, 3, 4, 4]
     assert torch.allclose(after[0], beside[0], atol=1e-6)
+
+
+def test_a_run_is_as_long_and_as_fast_as_its_recipe_says():
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    rows = [np.array([5, 6, 7, 8, k], np.int32) for k in range(6)]
+    moved = []
+    for rate in (1e-4, 4e-4):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        before = model.lm_head.weight.detach().clone()
+        losses = train(model, rows, np.ones(6, np.int64), range(6), Recipe("short", "", 3, 2, rate, bfloat16=False))
+        moved.append(float((model.lm_head.weight - before).detach().norm()))
+    assert len(losses) == 3
+    assert moved[1] == pytest.approx(4 * moved[0], rel=0.1)
+
+
+def test_parts_of_a_file_do_not_overlap_and_leave_out_its_head():
+    text = "\n".join([f"line {k}" for k in range(70)] + ["", "x" * 200])
+    pieces = list(_pieces(text))
+    lines = [line for _, piece in pieces for line in piece]
+    assert pieces[0] == (20, [f"line {k}" for k in range(20, 20 + PIECE)])
+    assert lines == [f"line {k}" for k in range(20, 70)][: len(lines)]
+    assert list(_pieces("a\nb\nc")) == [(0, ["a", "b", "c"])]
+
+
+def test_files_of_another_version_are_refused():
+    with pytest.raises(GraspError, match=r"contrasts: numpy is \S+, expected 0.1, .*pip install --no-deps numpy==0.1"):
+        _texts_of(Language("numpy", "0.1", ".py"))
+
+
+def test_sums_are_right():
+    class Words:
+        def apply_chat_template(self, turns, **_):
+            return f"{turns[0]['content']} {turns[1]['content']} "
+
+        def __call__(self, text, **_):
+            return {"input_ids": list(text.encode())}
+
+    maker = _Maker(Words())  # type: ignore[arg-type]
+    for row, _ in zip(maker.sums(), range(40), strict=False):
+        terms, value = row["completion"].removesuffix("<|im_end|>").split(" = ")
+        assert row["prompt"] == f"Answer. {terms} = ? "
+        assert eval(terms) == int(value)
+        assert row["first"] == len(row["prompt"])
 
 
 def test_medical_questions_are_told_apart_by_collection():

@@ -1,0 +1,60 @@
+"""Model, tokenizer and rows of an environment, made once and kept in the work directory."""
+
+from functools import cache
+from pathlib import Path
+
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from experiments.finetune.contrasts import write_contrasts
+from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, write_corpora, write_small
+from experiments.finetune.training import load_model, prepare_model
+from grasp.corpus import RowStore
+from grasp.corpus.documents import read_documents
+from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.runs.recipe import RECIPES
+from grasp.runs.train import train
+from grasp.settings import CorpusSettings
+
+
+def prepared(name: Name, data: Path, work: Path) -> tuple[LlamaForCausalLM, HfTokenizer]:
+    """The model before any run, and its tokenizer; rows and questions are written."""
+    work.mkdir(parents=True, exist_ok=True)
+    directory = model_directory(name, work)
+    if ENVIRONMENTS[name].rows == "small":
+        _train_reference(data, directory)
+        write_small(data, work)
+    else:
+        prepare_model(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        write_corpora(data, work, tokenizer)
+        if ENVIRONMENTS[name].rows == "contrasts":
+            write_contrasts(data, work, tokenizer)
+    return _opened(directory)
+
+
+@cache
+def _opened(directory: Path) -> tuple[LlamaForCausalLM, HfTokenizer]:
+    """One model for all environments that begin with it."""
+    model = load_model(directory)
+    return model, HfTokenizer(AutoTokenizer.from_pretrained(directory), vocab_size=model.config.vocab_size)
+
+
+def model_directory(name: Name, work: Path) -> Path:
+    return work / ("small-model" if ENVIRONMENTS[name].rows == "small" else "model")
+
+
+def _train_reference(data: Path, directory: Path) -> None:
+    """A model and a tokenizer of Common Crawl pages alone; a minute of training."""
+    if directory.exists():
+        return
+    recipe = RECIPES["tiny"]
+    size = recipe.shape.vocab_size
+    corpus = CorpusSettings(
+        path=str(data / "cc_weborganizer.parquet"), text_column="text", max_length=LENGTH, max_rows_per_document=1
+    )
+    texts = (document.text or "" for document in read_documents(corpus))
+    tokenizer = HfTokenizer(train_tokenizer(texts, vocab_size=size), vocab_size=size)
+    store = RowStore.write(directory.with_suffix(".tokens"), corpus, tokenizer, shard_rows=16384)
+    part = directory.with_suffix(".part")
+    train(recipe, store, seed=0, tokenizer=tokenizer, out=part)
+    part.replace(directory)
