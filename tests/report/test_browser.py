@@ -187,12 +187,16 @@ def test_an_environment_gives_intervals_and_a_warning(view):
     told = [one.text_content() for one in view.locator("#whatif-results tr[data-target] .ci").all()]
     assert len(told) == 2
     assert all(one.startswith("[") for one in told)
-    view.locator("#whatif-none").click()
-    sliders(view).nth(0).fill("100")
+    view.get_by_text("Without what costs", exact=True).click()
+    assert "nats" in view.locator("#whatif-unit").text_content()
     assert view.locator("#whatif-warning").is_visible()
     assert "Beyond the runs" in view.locator("#whatif-warning").text_content()
-    view.locator("#whatif-all").click()
+    sliders(view).nth(1).fill("50")
     assert view.locator("#whatif-warning").is_hidden()
+    assert "nats" not in view.locator("#whatif-unit").text_content()
+    assert "the command below says it in nats" in view.locator("#whatif-note").text_content()
+    view.locator("#whatif-all").click()
+    assert "nats" in view.locator("#whatif-unit").text_content()
 
 
 @pytest.mark.parametrize("kind", ["csv", "datatrove", "olmix", "axolotl"])

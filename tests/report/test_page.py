@@ -176,26 +176,38 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 @pytest.mark.parametrize("components", [{}, {"joint.pair": -0.3, "hidden.cent": 0.2, "residual.self": 0.4}])
 def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, components):
-    """Changes and intervals of random weights of slices, to rounding."""
+    """Changes of random weights of slices, to rounding; what runs expect at a preset and of one slider, on lines."""
     artifact, environment = ArtifactReader.open(place / "art"), Environment.open(place / "env")
     chosen = ScoringProtocol(name="p", side=side, weighting="count", components=components)
     found = findings(artifact, chosen, ReportRequest(by=("topic",), environment=environment))
     slices = found.labels[0].slices
     share_BG = (4 * np.random.default_rng(0).random((5, len(slices.names)))).round(2)
+    told = payload.payload(found)
+    percent_BG = np.full((40, len(slices.names)), 100)
+    percent_BG[np.arange(40), np.random.default_rng(1).integers(len(slices.names), size=40)] = np.arange(0, 400, 10)
+    percent_BG[-1] = 50
+    told["labels"][0]["presets"] = [{"percent": percent_BG[-1].tolist()}]
+    told["labels"][0]["expected"] = payload._expected(found, slices, [percent_BG[-1].tolist()])
     script = Path(payload.__file__).with_name("templates") / "whatif.js"
     law = "".join(part.split("\n", 1)[1] for part in re.split(r"// -{60,}", script.read_text())[1:3])
-    program = f"const DATA = {json.dumps(payload.payload(found))}; const model = DATA.labels[0];\n{law}\n"
-    program += f"const F = {json.dumps(share_BG.tolist())}; console.log(JSON.stringify(F.map((f) => {{"
-    program += "const c = changes(model, f); return [c, learned(model, DATA.taught, f, c)]; })));"
+    program = f"const DATA = {json.dumps(told)}; const model = DATA.labels[0]; const WHOLE = 100;\n{law}\n"
+    program += f"const F = {json.dumps(share_BG.tolist())}, P = {json.dumps(percent_BG.tolist())};"
+    program += "const E = P.concat([F[0]]).map((p) => expected(model, p));"
+    program += "console.log(JSON.stringify([F.map((f) => changes(model, f)), E]));"
     out = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
-    computed = json.loads(out)
+    changes, (*expected, several) = json.loads(out)
+    assert several is None
     predictor = Predictor.of(artifact, chosen, sketches=measures(artifact.array_names))
-    weights = SliceShares(share_BG, slices.codes_N)
-    np.testing.assert_allclose([line[0] for line in computed], predictor.change(weights), atol=1e-9)
-    nats = learn(predictor, artifact, environment).of(weights)
-    np.testing.assert_allclose([[one[0] for one in line[1]] for line in computed], nats.nats_BT, atol=1e-6)
+    np.testing.assert_allclose(changes, predictor.change(SliceShares(share_BG, slices.codes_N)), atol=1e-9)
+    nats = learn(predictor, artifact, environment).of(SliceShares(percent_BG / 100, slices.codes_N))
     half_BT = nats.high_BT - nats.nats_BT
-    np.testing.assert_allclose([[one[1] for one in line[1]] for line in computed], half_BT, atol=1e-6)
+    held_BG = np.isin(percent_BG, payload.PLACES)
+    for b, (one, exact) in enumerate(zip(expected, held_BG.all(axis=1), strict=True)):
+        near = 1e-3 * np.abs(nats.nats_BT[b]) if exact else 0.1 * half_BT[b]
+        assert (np.abs(one["change"] - nats.nats_BT[b]) <= near + 1e-9).all()
+        assert (np.abs(one["half"] - half_BT[b]) <= np.where(exact, 1e-3, 0.1) * half_BT[b] + 1e-9).all()
+        assert (one["beyond"] == nats.outside[b]) or not exact
+    assert 10 < held_BG.all(axis=1).sum() < 40
 
 
 def test_everything_that_was_given_is_shown(parsed):

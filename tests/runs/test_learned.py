@@ -1,7 +1,5 @@
 """The learned predictor: laws of the Gaussian process, and planted worlds where it must find what is there."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy.optimize import approx_fprime
@@ -63,39 +61,55 @@ def test_changes_are_differences_of_predictions_and_the_corpus_has_none() -> Non
     assert (spread_BT[:5] > 0).all()
 
 
-def test_the_formula_for_a_page_gives_what_change_gives() -> None:
-    """By loops over runs and slices, from plain numbers alone."""
+def plain(learned, own: KnownFeatures) -> dict[str, np.ndarray]:
+    """Measured features in such units that inner products are covariances."""
+    kernel_BTM = own.kernel_BTM * np.sqrt(learned.numbers["kernels"] / own.kernel_BTM.shape[2])
+    sketch_BD = own.sketch_BD * np.sqrt(learned.numbers["sketch"])
+    return {"share": own.share_BG, "sketch": sketch_BD, "kernel": kernel_BTM, "r": own.relevance_BT}
+
+
+def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> None:
     features, utility_BT = world(30)
     learned = Learned.fit(features.take(np.arange(20)), utility_BT[:20], seeds_n=np.arange(20) % 2 + 1.0)
     corpus, others = features.take(np.array([25])), features.take(np.arange(20, 30))
-    known = json.loads(json.dumps(learned.formula(corpus)))
-    points, weights, (short, long) = known["points"], known["weights"], known["lengths"]
+    numbers, curves, n_slices = learned.numbers, learned._curves, features.share_BG.shape[1]
+    unit = {name: numbers[name] * curves.units[name] for name in ("linear", "additive", "joint")}
+    short, long = curves.lengths[0], curves.lengths[1] * np.sqrt(n_slices)
 
-    def point(terms: dict, relevance: list, b: int) -> tuple[np.ndarray, ...]:
-        seen = (np.log(np.array(terms["share"][b]) + known["c"]) - known["centre"]) / known["spread"]
-        return seen, np.array(terms["sketch"][b]), np.array(terms["kernel"])[:, b], np.array(relevance[b])
+    def points(own: KnownFeatures) -> list[dict[str, np.ndarray]]:
+        parts = plain(learned, own)
+        return [
+            {name: part[b] for name, part in parts.items()}
+            | {"seen": (np.log(parts["share"][b] + curves.c) - curves.centre_G) / curves.spread}
+            for b in range(len(own))
+        ]
 
-    def covariance(one: tuple[np.ndarray, ...], other: tuple[np.ndarray, ...]) -> np.ndarray:
-        (z, sketch, kernel, r), (z2, sketch2, kernel2, r2) = one, other
-        alike = sketch @ sketch2 + weights["tasks"] * r @ r2 + weights["linear"] * z @ z2
-        alike += sum(weights["additive"] * np.exp(-((a - b) ** 2) / (2 * short**2)) for a, b in zip(z, z2, strict=True))
-        alike += weights["joint"] * np.exp(-((z - z2) @ (z - z2)) / (2 * long**2))
-        return alike + weights["slope"] * r * r2 + (kernel * kernel2).sum(axis=1)
+    def covariance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> np.ndarray:
+        z, z2, r, r2 = one["seen"], other["seen"], one["r"], other["r"]
+        alike = (
+            one["sketch"] @ other["sketch"] + numbers["tasks"] / N_TASKS * r @ r2 + unit["linear"] / n_slices * z @ z2
+        )
+        for a, b in zip(z, z2, strict=True):
+            alike += unit["additive"] / n_slices * np.exp(-((a - b) ** 2) / (2 * short**2))
+        alike += unit["joint"] * np.exp(-((z - z2) @ (z - z2)) / (2 * long**2))
+        return alike + numbers["slope"] * r * r2 + (one["kernel"] * other["kernel"]).sum(axis=1)
 
-    relevance = (others.relevance_BT - known["relevance"]["mean"]) * known["relevance"]["inverse"]
-    terms = json.loads(json.dumps(learned.terms(others)))
-    runs = [point(points, points["relevance"], n) for n in range(20)]
-    whole = point(points, points["relevance"], 20)
+    def apart(one: dict[str, np.ndarray]) -> np.ndarray:
+        return covariance(one, one) + covariance(whole, whole) - 2 * covariance(one, whole)
+
+    runs, (whole,) = points(learned.runs), points(learned._ruler.measure(corpus))
+    far_T = np.mean([apart(run) for run in runs], axis=0)
     expected_BT, spread_BT = learned.change(others, corpus)
-    for b in range(10):
-        own = point(terms, relevance, b)
+    for b, own in enumerate(points(learned._ruler.measure(others))):
         d_nT = np.stack([covariance(own, run) - covariance(whole, run) for run in runs])
-        apart_T = covariance(own, own) + covariance(whole, whole) - 2 * covariance(own, whole)
-        mean_T = np.array(known["scale"]) * (own[3] - whole[3] + (d_nT * known["rest"]).sum(axis=0))
-        explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, np.array(known["inverse"]), strict=True)]
-        variance_T = np.maximum(apart_T - explained_T, 0.0) + known["noise"] * np.minimum(apart_T / known["far"], 1.0)
+        mean_T = learned.scale_T * (own["r"] - whole["r"] + (d_nT * learned._rest_nT).sum(axis=0))
+        inverse_Gnn = learned._solved.inverse_Gnn
+        explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, inverse_Gnn, strict=True)]
+        variance_T = np.maximum(apart(own) - explained_T, 0.0) + 2 * numbers["noise"] * np.minimum(
+            apart(own) / far_T, 1.0
+        )
         np.testing.assert_allclose(mean_T, expected_BT[b], atol=1e-9)
-        np.testing.assert_allclose(known["scale"] * np.sqrt(variance_T), spread_BT[b], atol=1e-7)
+        np.testing.assert_allclose(learned.scale_T * np.sqrt(variance_T), spread_BT[b], atol=1e-7)
 
 
 def test_unit_and_level_of_the_metric_do_not_matter() -> None:

@@ -1,19 +1,21 @@
 """What the scripts of the page compute with: the formula of every label, its slices, and the rows that are held."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from grasp.predict.label_slices import LabelSlices
 from grasp.report.answer import signs
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
 
 DIGITS = 4  # of what is shown, not of what is computed with
-EXACT = 9  # of what runs taught
 LONGEST_TEXT = 600
 MOST_TIMES = 4.0  # as often as now: the end of a slider
+PLACES = (0, 5, *range(10, 100, 10), 95, 100, 105, 110, *range(125, 401, 25))  # percent; between them lines are drawn
 
 
 def payload(found: Findings) -> dict[str, Any]:
@@ -21,8 +23,7 @@ def payload(found: Findings) -> dict[str, Any]:
     return {
         "targets": different(found.targets, LONGEST_CELL),
         "plainUnit": found.plain_unit,
-        "taught": None if isinstance(found.nats, Missing) else _rounded(found.nats.formula()),
-        "taughtUnit": "" if isinstance(found.nats, Missing) else found.nats.unit,
+        "runsUnit": "" if isinstance(found.nats, Missing) else found.nats.unit,
         "title": "" if isinstance(found.nats, Missing) else plain(found.nats.title, 400).partition(": ")[2],
         "labels": [_label(found, label) for label in found.labels],
         "map": None if found.parts is None else _parts(found, found.parts),
@@ -31,7 +32,7 @@ def payload(found: Findings) -> dict[str, Any]:
 
 
 def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
-    formula, slices = label.formula, label.slices
+    formula, slices, presets = label.formula, label.slices, _presets(found, label)
     return {
         "label": slices.label,
         "title": plain(slices.label, 40),
@@ -40,8 +41,8 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
             for one_name, one in zip(different(slices.names, LONGEST_CELL), slices.slices, strict=True)
         ],
         "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
-        "terms": None if isinstance(found.nats, Missing) else _rounded(found.nats.terms(slices.each)),
-        "presets": _presets(found, label),
+        "presets": presets,
+        "expected": _expected(found, slices, [preset["percent"] for preset in presets]),
         "side": formula.side,
         "weighting": formula.weighting,
         "relevance": formula.relevance_GT.tolist(),
@@ -53,6 +54,25 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
         "after": _after(found),
     }
+
+
+def _expected(found: Findings, slices: LabelSlices, presets: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """What runs expect where one slider is moved, at PLACES, and at the presets; None without runs.
+
+    Each is the change by target, half of its interval, and in which way it lies beyond the runs.
+    """
+    if isinstance(found.nats, Missing):
+        return None
+    n_slices = len(slices.slices)
+    moved_BG = np.full((n_slices * len(PLACES), n_slices), 100.0)
+    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(PLACES))] = PLACES * n_slices
+    table = found.nats.of(slices.weights(np.concatenate([moved_BG, *([percent] for percent in presets)]) / 100))
+    settings = [
+        {"change": _short(value_T), "half": _short(half_T), "beyond": beyond}
+        for value_T, half_T, beyond in zip(table.nats_BT, table.high_BT - table.nats_BT, table.outside, strict=True)
+    ]
+    alone = [settings[g * len(PLACES) : (g + 1) * len(PLACES)] for g in range(n_slices)]
+    return {"places": PLACES, "alone": alone, "presets": settings[len(moved_BG) :]}
 
 
 def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:
@@ -135,12 +155,3 @@ def _rows(found: Findings) -> dict[str, Any]:
 
 def _short(values: Any) -> list[float | None]:
     return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values]
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers as short as they can be without a change that anybody sees."""
-    if isinstance(value, float):
-        return float(f"{value:.{EXACT}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list) else value

@@ -29,7 +29,7 @@ Shape letters: B subsets (n of them runs), G slices of all labels, T tasks, M re
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,64 +207,6 @@ class Learned:
         most = float(self._apart(self.runs, whole).mean(axis=1).max())
         parts = [self._apart(own, whole).mean(axis=1) for own in self._measured(features)]
         return np.sqrt(np.concatenate(parts) / max(most, TINY))
-
-    def formula(self, corpus: KnownFeatures) -> dict[str, Any]:
-        """The numbers that `change` is computed from, as plain JSON, for a page that computes it by itself.
-
-        Subsets x and points (the runs, then the corpus w) are known by `terms`. Their covariance is, for a task t,
-
-            slope r_t(x) r_t(y) + tasks r(x) r(y) + kernel_t(x) kernel_t(y) + sketch(x) sketch(y) + linear z(x) z(y)
-            + additive sum_g exp(-(z_g(x) - z_g(y))^2 / 2 a^2) + joint exp(-|z(x) - z(y)|^2 / 2 b^2)
-
-        with r = (change - mean) inverse, z = (log(share + c) - centre) / spread, lengths a, b. With d the differences
-        cov(x, run) - cov(w, run), and apart = cov(x, x) + cov(w, w) - 2 cov(x, w), the change and its variance are
-
-            scale (r(x) - r(w) + d rest),    scale^2 (apart - d' inverse d + noise min(apart / far, 1)).
-
-        What differs between tasks has their axis first, and a single copy where all are alike. `most` is the largest
-        mean of apart over the tasks among the runs: what is farther lies beyond them.
-        """
-        whole, numbers, curves = self._ruler.measure(corpus), self.numbers, self._curves
-        n_slices, (mean_T, inverse_T) = max(whole.share_BG.shape[1], 1), self._ruler.relevance_T
-        unit = {name: numbers[name] * curves.units[name] for name in CURVES}
-        points = KnownFeatures.joined([self.runs, whole])
-        apart_nG = self._apart(self.runs, whole)
-        return {
-            "scale": self.scale_T.tolist(),
-            "noise": 2 * numbers["noise"],
-            "far": np.maximum(apart_nG.mean(axis=0), TINY).tolist(),
-            "most": max(float(apart_nG.mean(axis=1).max()), TINY),
-            "c": curves.c,
-            "centre": curves.centre_G.tolist(),
-            "spread": curves.spread,
-            "lengths": [curves.lengths[0], curves.lengths[1] * float(np.sqrt(n_slices))],
-            "weights": {
-                "slope": numbers["slope"],
-                "tasks": numbers["tasks"] / max(len(mean_T), 1),
-                "linear": unit["linear"] / n_slices,
-                "additive": unit["additive"] / n_slices,
-                "joint": unit["joint"],
-            },
-            "relevance": {"mean": mean_T.tolist(), "inverse": inverse_T.tolist()},
-            "points": {"relevance": points.relevance_BT.tolist()} | self._plain(points),
-            "rest": self._rest_nT.tolist(),
-            "inverse": self._solved.inverse_Gnn.tolist(),
-        }
-
-    def terms(self, features: KnownFeatures) -> dict[str, Any]:
-        """What `formula` takes of subsets, as plain JSON; that of a mean of rows is the mean of the terms.
-
-        share: (B, G); kernel: (T, B, M) and sketch: (B, D), in such units that inner products are covariances.
-        """
-        return self._plain(self._ruler.measure(features))
-
-    def _plain(self, own: KnownFeatures) -> dict[str, Any]:
-        kernel_BTM = own.kernel_BTM * np.sqrt(self.numbers["kernels"] / max(own.kernel_BTM.shape[2], 1))
-        return {
-            "share": own.share_BG.tolist(),
-            "kernel": kernel_BTM.transpose(1, 0, 2).tolist(),
-            "sketch": (own.sketch_BD * np.sqrt(self.numbers["sketch"])).tolist(),
-        }
 
     def quantile(self, coverage: float) -> float:
         """Standard deviations on either side of the mean that hold `coverage`: Student's, the scale being estimated."""

@@ -6,7 +6,7 @@ Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,16 +180,6 @@ class Expected:
         """Of the tasks learned: change against the corpus, and half of the interval."""
         mean_Bt, spread_Bt = self.learned.change(features, corpus)
         return mean_Bt, self.learned.quantile(COVERAGE) * spread_Bt
-
-    def formula(self) -> dict[str, Any]:
-        """What a page needs to compute the same by itself: see `Learned.formula`; `tasks` are those of the targets."""
-        targets = self.known.predictor.targets
-        said = {"tasks": [self.columns.get(name) for name in targets], "quantile": self.learned.quantile(COVERAGE)}
-        return said | self.learned.formula(_pick(self.known.corpus(), self._chosen))
-
-    def terms(self, weights: Weights) -> dict[str, Any]:
-        """What the formula takes of subsets: see `Learned.terms`."""
-        return self.learned.terms(_pick(self.known.features(weights), self._chosen))
 
     @property
     def _chosen(self) -> list[int]:

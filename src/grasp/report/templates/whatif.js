@@ -40,53 +40,20 @@
     });
   }
 
-  // ------------------------------------------------------------------------------------ what runs taught
+  // ------------------------------------------------------------------------------------ what runs expect
 
-  // grasp.runs.learned in its dual form: by target the expected change, half of its interval, and
-  // how far it is from the corpus; null without runs.
-  function learned(model, taught, f, change) {
-    const x = located(model, taught, f, change), last = taught.points.share.length - 1;
-    const points = taught.points.share.map((_, k) => pointOf(taught, k)), corpus = points[last];
-    const pairs = points.map((y) => [alike(taught, x, y), alike(taught, corpus, y)]), self = alike(taught, x, x);
-    return taught.tasks.map((t) => {
-      if (t === null) return null;
-      const cov = (a, b, shared) => shared + taught.weights.slope * a.relevance[t] * b.relevance[t] + dot(a.kernel[t], b.kernel[t]);
-      const d = points.slice(0, last).map((y, k) => cov(x, y, pairs[k][0]) - cov(corpus, y, pairs[k][1]));
-      const apart = Math.max(cov(x, x, self) + cov(corpus, corpus, pairs[last][1]) - 2 * cov(x, corpus, pairs[last][0]), 0);
-      const inverse = taught.inverse[Math.min(t, taught.inverse.length - 1)], far = taught.far[Math.min(t, taught.far.length - 1)];
-      const explained = d.reduce((sum, one, k) => sum + one * dot(inverse[k], d), 0);
-      const variance = Math.max(apart - explained, 0) + taught.noise * Math.min(apart / far, 1);
-      const mean = x.relevance[t] - corpus.relevance[t] + d.reduce((sum, one, k) => sum + one * taught.rest[k][t], 0);
-      return [taught.scale[t] * mean, taught.quantile * taught.scale[t] * Math.sqrt(variance), apart];
-    });
-  }
-
-  function located(model, taught, f, change) {
-    const part = f.map((weight, g) => weight * model.slices[g].rows), total = part.reduce((a, b) => a + b, 0);
-    const mean = (columns) => columns[0].map((_, k) => columns.reduce((sum, one, g) => sum + part[g] * one[k], 0) / total);
-    const { terms } = model, { relevance } = taught;
-    return {
-      seen: logs(taught, mean(terms.share)), sketch: mean(terms.sketch), kernel: terms.kernel.map(mean),
-      relevance: taught.scale.map((_, t) => (change[taught.tasks.indexOf(t)] - relevance.mean[t]) * relevance.inverse[t]),
-    };
-  }
-
-  function pointOf(taught, k) {
-    const { share, sketch, kernel, relevance } = taught.points;
-    return { seen: logs(taught, share[k]), sketch: sketch[k], kernel: kernel.map((one) => one[k]), relevance: relevance[k] };
-  }
-
-  function logs(taught, share) {
-    return share.map((one, g) => (Math.log(one + taught.c) - (taught.centre?.[g] ?? 0)) / taught.spread);
-  }
-
-  // The part of the covariance that is the same for all tasks.
-  function alike(taught, a, b) {
-    const { tasks, linear, additive, joint } = taught.weights, [short, long] = taught.lengths;
-    const square = a.seen.map((one, g) => (one - b.seen[g]) ** 2), all = square.reduce((x, y) => x + y, 0);
-    const curves = additive * square.reduce((sum, one) => sum + Math.exp((-0.5 * one) / short ** 2), 0);
-    return tasks * dot(a.relevance, b.relevance) + dot(a.sketch, b.sketch) + linear * dot(a.seen, b.seen) + curves
-      + joint * Math.exp((-0.5 * all) / long ** 2);
+  // By target the expected change and half of its interval, where the page holds them: at a preset, and where at most
+  // one slider is moved, on lines between the places that were computed. Elsewhere null: the command says it.
+  function expected(model, percent) {
+    const { places, alone, presets } = model.expected;
+    const given = model.presets.findIndex((preset) => preset.percent.every((p, g) => p === percent[g]));
+    if (given >= 0) return presets[given];
+    const moved = percent.flatMap((p, g) => (p === WHOLE ? [] : [g]));
+    if (moved.length > 1) return null;
+    const g = moved[0] ?? 0, k = Math.max(1, places.findIndex((place) => place >= percent[g]));
+    const part = (percent[g] - places[k - 1]) / (places[k] - places[k - 1]), [a, b] = alone[g].slice(k - 1, k + 1);
+    const between = (name) => a[name].map((x, t) => (x === null ? null : x + part * (b[name][t] - x)));
+    return { change: between("change"), half: between("half"), beyond: (part > 0.5 ? b : a).beyond };
   }
 
   // ---------------------------------------------------------------------------------------- command, link
@@ -225,22 +192,22 @@
       ? `${grouped(kept)} rows against ${grouped(whole)} (${((100 * kept) / whole).toFixed(1)} %), ${grouped(size("tokens"))} tokens`
       : "Nothing is kept: there is no prediction.";
     const predicted = kept ? changes(model, f) : targets.map(() => NaN);
-    results(predicted, kept && DATA.taught ? learned(model, DATA.taught, f, predicted) : targets.map(() => null));
+    results(predicted, kept && model.expected ? expected(model, percent) : null);
     $("whatif-command").textContent = command(model, percent);
     $("mix-file").textContent = kept ? file(model, f) : "";
     speak(predicted, kept / whole);
   }
 
   // In nats where all targets have runs; else in the unit of the formula, and what runs say of some stands below.
-  function results(predicted, taught) {
-    const inNats = taught.length > 0 && taught.every(Boolean);
-    const ends = (one) => (one ? [one[0] - one[1], one[0] + one[1]] : [NaN, NaN]);
-    const lines = predicted.map((x, t) => (inNats ? [taught[t][0], ...ends(taught[t])] : [x, NaN, NaN]));
+  function results(predicted, runs) {
+    const known = targets.map((_, t) => runs !== null && runs.change[t] !== null), inNats = known.every(Boolean);
+    const ends = (t) => (known[t] ? [runs.change[t] - runs.half[t], runs.change[t] + runs.half[t]] : [NaN, NaN]);
+    const lines = predicted.map((x, t) => (inNats ? [runs.change[t], ...ends(t)] : [x, NaN, NaN]));
     if (lines.length > 1) lines.push([weighted(lines.map(([x]) => x)), NaN, NaN]);
     const most = scaleOf(lines.map(([x]) => x));
     [...$("whatif-results").rows].forEach((row, t) => {
-      const [, , plot, change] = row.cells, [x, low, high] = lines[t], known = Number.isFinite(x);
-      const [from, to] = ends(taught[t]), drawn = known && Number(x.toFixed(3)) ? x : 0, moved = drawn !== 0;
+      const [, , plot, change] = row.cells, [x, low, high] = lines[t], there = Number.isFinite(x);
+      const [from, to] = ends(t), drawn = there && Number(x.toFixed(3)) ? x : 0, moved = drawn !== 0;
       if (t < targets.length) row.dataset.target = targets[t];
       row.dataset.change = t < targets.length && Number.isFinite(predicted[t]) ? predicted[t] : "";
       plot.firstChild.className = `bar ${moved ? sure(from, to) : "unsure"}`;
@@ -248,18 +215,16 @@
       span(bar, Math.min(0, drawn), Math.max(0, drawn), most);
       whisker.hidden = !moved || !Number.isFinite(low);
       if (!whisker.hidden) span(whisker, low, high, most);
-      change.firstChild.textContent = known ? signed(x) : "\u2013";
-      const said = taught[t] ? `[${signed(from)}, ${signed(to)}]` : "";
-      change.lastChild.textContent = inNats || !said ? said : `${signed(taught[t][0])} ${DATA.taughtUnit} ${said}`;
+      change.firstChild.textContent = there ? signed(x) : "\u2013";
+      const said = known[t] ? `[${signed(from)}, ${signed(to)}]` : "";
+      change.lastChild.textContent = inNats || !said ? said : `${signed(runs.change[t])} ${DATA.runsUnit} ${said}`;
     });
-    const apart = taught.filter(Boolean).map(([, , far]) => far);
-    const times = apart.length ? Math.sqrt(apart.reduce((sum, far) => sum + far, 0) / apart.length / DATA.taught.most) : 0;
-    $("whatif-warning").hidden = !(times > 1 + 1e-6);
-    $("whatif-warning").textContent = `Beyond the runs, so the interval is wider: ${times.toFixed(1)} times as far from the corpus as any of them.`;
-    const which = inNats ? DATA.taughtUnit : DATA.plainUnit;
-    $("whatif-unit").textContent = `Change against the whole corpus, ${which}`;
-    $("whatif-note").textContent = DATA.taught ? `Intervals: ${DATA.title}. Grey: the interval holds zero, or there is none.`
-      : "Grey: without retrained models there is no interval.";
+    $("whatif-warning").hidden = !runs?.beyond;
+    $("whatif-warning").textContent = `Beyond the runs, so the interval is wider: ${runs?.beyond}.`;
+    $("whatif-unit").textContent = `Change against the whole corpus, ${inNats ? DATA.runsUnit : DATA.plainUnit}`;
+    $("whatif-note").textContent = !DATA.runsUnit ? "Grey: without retrained models there is no interval."
+      : runs ? `Intervals: ${DATA.title}. Grey: the interval holds zero, or there is none.`
+        : `Several sliders are moved: the command below says it in ${DATA.runsUnit}, with an interval.`;
   }
 
   function weighted(values) {
