@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,6 +15,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.writer import ArtifactWriter
 from grasp.choose.export import (
+    Kept,
     checked_format,
     corpus_settings,
     kept_documents,
@@ -55,7 +57,7 @@ def build(directory, path, **changes) -> ArtifactReader:
         writer.finish(
             manifest={
                 "settings": {"corpus": corpus.model_dump(mode="json")},
-                "details": {"n_documents": store.n_documents},
+                "details": {"n_documents": store.n_documents, "columns": store.details["columns"]},
                 "fingerprints": {"corpus": store.fingerprint},
             },
             moments={},
@@ -117,7 +119,7 @@ def test_exactly_the_chosen_rows_are_written(kind, packing, named, tmp_path, mon
         assert {name: line[name] for name in ("row_id", "doc_id", "n_tokens", "topic")} == {
             name: row[name] for name in ("row_id", "doc_id", "n_tokens", "topic")
         }
-        assert line["relevance"] == -1.0 * chosen[line["order"]]
+        assert line["effect"] == -1.0 * chosen[line["order"]]
         words = len(line["text"].split())  # Words has a token a word, and one at the end of each document
         assert words <= len(line["input_ids"]) <= words + 1 + 2 * line["text"].count("\n\n") + 8 * (packing == "concat")
     manifest = read_yaml(tmp_path / "kept" / "_manifest.yaml")
@@ -154,6 +156,12 @@ def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
     assert [line["doc_id"] for line in lines] == ["page0", "page1", "page3"]
     kept = kept_documents(rows_of(artifact), np.isin(np.arange(12), chosen), "half")
     assert kept.names == ("page0#1", "page1#2", "page3#1")
+    write_ids(kept, tmp_path / "kept.csv")
+    assert [pages[record]["row_id"] for record in pacsv.read_csv(tmp_path / "kept.csv")["record"].to_pylist()] == [
+        "page0#1",
+        "page1#2",
+        "page3#1",
+    ]
 
 
 def test_token_ids_are_written_as_they_came(tmp_path):
@@ -165,10 +173,17 @@ def test_token_ids_are_written_as_they_came(tmp_path):
 
 
 def test_labels_with_our_names_are_kept_beside_our_columns(tmp_path):
-    lines = [{"text": f"some words {i}", "relevance": "high", "order": i} for i in range(3)]
+    lines = [{"text": f"some words {i}", "effect": "high", "order": i} for i in range(3)]
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", lines))
     (line,) = export(artifact, [2], tmp_path / "kept")
-    assert (line["relevance"], line["relevance_"], line["order"], line["order_"]) == (-2.0, "high", 0, 2)
+    assert (line["effect"], line["effect_"], line["order"], line["order_"]) == (-2.0, "high", 0, 2)
+
+
+def test_the_text_keeps_the_name_that_it_came_with(tmp_path):
+    lines = [{"body": f"some words {i}", "topic": "sky"} for i in range(3)]
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", lines), text_column="body")
+    (line,) = export(artifact, [2], tmp_path / "kept")
+    assert (line["body"], line["topic"], "text" in line) == ("some words 2", "sky", False)
 
 
 def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
@@ -339,7 +354,7 @@ def test_what_keeps_no_document_is_told(tmp_path):
 
 def test_names_with_line_breaks_and_artifacts_without_a_corpus(tmp_path):
     with pytest.raises(SettingsError, match=r"document 'a\\nb': a list with one name a line cannot hold it"):
-        write_ids(["a\nb"], tmp_path / "kept.txt")
+        write_ids(Kept(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0), tmp_path / "kept.txt")
     assert not list(tmp_path.glob("kept*"))
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
     artifact.manifest.settings["model"] = {"classifier": {"head": "fc"}}

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.errors import SettingsError
@@ -23,6 +24,7 @@ from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.resigned import resign
+from tests.says import says
 
 SHARES = re.compile(r"keeps (\d+) of (\d+) rows \((\d+\.\d) %\), ([\d,]+) tokens")
 
@@ -164,13 +166,13 @@ def test_select_exports_exactly_the_chosen_rows(kind, art, root, tmp_path):
         )
     by_order = sorted(lines, key=lambda line: line["order"])
     assert [line["row_id"] for line in by_order] == chosen["row_id"].to_pylist()
-    assert [line["relevance"] for line in by_order] == pytest.approx(chosen["effect"].to_pylist())
+    assert [line["effect"] for line in by_order] == pytest.approx(chosen["effect"].to_pylist())
     assert [len(line["input_ids"]) for line in by_order] == chosen["n_tokens"].to_pylist()
     names = ArtifactReader.open(art).row_batches(["row_id"])
     every = [name for batch in names for name in batch.column(0).to_pylist()]
     assert [line["row_id"] for line in left] == [name for name in every if name not in chosen["row_id"].to_pylist()]
     worst_first = sorted(left, key=lambda line: line["order"])
-    assert [line["relevance"] for line in worst_first] == sorted(line["relevance"] for line in left)
+    assert [line["effect"] for line in worst_first] == sorted(line["effect"] for line in left)
     assert read_yaml(gone / "_manifest.yaml")["left_out"] is True
     originals = {line["row_id"]: line for line in map(json.loads, (root / "corpus.jsonl").read_text().splitlines())}
     for line in [*lines, *left]:
@@ -201,8 +203,24 @@ def test_select_exports_whole_documents_and_says_first_what_that_adds(art, root,
     assert {line["row_id"] for line in gone} == set(originals) - rows
     assert f"{tmp_path / 'gone'}: {len(gone)} documents, " in out
     assert re.search(
-        rf"whole documents \(any\): {len(names)} with [\d,]+ tokens; [\d,]+ of these were not chosen, 0", out
+        rf"whole documents \(any\): {len(names)} with [\d,]+ tokens; [\d,]+ of them in rows that were not chosen\n", out
     )
+
+
+def test_select_says_what_is_in_no_row_and_which_file_it_replaces(art, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept.parquet").write_text("of another day")
+    opened = grasp.open(art)
+    counts = opened.files.manifest.skipped["rows"]["counts"]
+    monkeypatch.setitem(counts, "short_end", 2)
+    monkeypatch.setitem(counts, "empty", 1)
+    monkeypatch.setattr(grasp, "open", lambda _: opened)
+    asked = ("select", art, "--budget", "50%", "--target", "facts", "--out", "kept.parquet")
+    rows, whole = succeed(*asked), succeed(*asked, "--documents", "any", "--export", "kept")
+    neither = "neither chosen nor left out, since no row holds them"
+    says(rows.out, f"{neither}: ", "2 short ends of documents that were cut into rows", "1 empty documents")
+    assert "short ends" not in whole.out  # they come along
+    assert "note: --out replaces kept.parquet" in rows.err
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Kept:
 
     mask_M: NDArray[np.bool_]
     names: tuple[str, ...]  # of the kept ones: the row_id or doc_id that the corpus gave, else the name that was made
+    records: tuple[int, ...]  # their places in the corpus
     tokens: int  # in rows of kept documents
     added: int  # of these, in rows that were not chosen
     lost: int  # tokens of chosen rows whose documents are not kept
@@ -145,7 +146,7 @@ def kept_documents(rows: Iterable[Row], chosen_N: NDArray[np.bool_], rule: Rule,
     mask_M = np.zeros(max(names) + 1, dtype=np.bool_)
     mask_M[kept] = True
     whole, own = sum(tokens[d] for d in kept), sum(chosen[d] for d in kept)
-    return Kept(mask_M, tuple(names[d] for d in kept), whole, whole - own, sum(chosen.values()) - own)
+    return Kept(mask_M, tuple(names[d] for d in kept), tuple(kept), whole, whole - own, sum(chosen.values()) - own)
 
 
 Format = Literal["parquet", "jsonl", "datasets"]
@@ -189,7 +190,7 @@ def write_rows(
     artifact: ArtifactReader,
     rows: Iterator[Row],
     row_index: NDArray[np.int64],
-    relevance: NDArray[np.float64],
+    effect: NDArray[np.float64],
     out: Path,
     kind: Format,
     asked: Mapping[str, Any],
@@ -197,19 +198,19 @@ def write_rows(
 ) -> Export:
     """Write exactly the chosen rows, in the order of the corpus.
 
-    Columns: row_id, doc_id, text (the row's span of its document), input_ids (its tokens, end-of-text mark included),
-    n_tokens, order (place in the choice, best first), relevance (effect size), and the labels.
+    Columns: row_id, doc_id, the text (the row's span of its document) by the name that it has in the corpus, input_ids
+    (its tokens, end-of-text mark included), n_tokens, order (place in the choice, best first), effect, and the labels.
 
     Args:
         rows: all rows of the artifact, in order, as `proven_rows` gives them.
-        row_index: chosen rows, best first; `relevance` is theirs.
+        row_index: chosen rows, best first; `effect` is theirs.
         asked: what the manifest says of the question.
     """
     order_N = np.full(artifact.n_rows, -1, dtype=np.int64)
     order_N[row_index] = np.arange(len(row_index))
     tokens = int(row_tokens(artifact)[row_index].sum())
     facts = {"holds": "rows", "order": "of the corpus; column `order` has the place in the choice"}
-    return _written(out, kind, _row_tables(artifact, rows, order_N, relevance, decode), tokens, {**asked, **facts})
+    return _written(out, kind, _row_tables(artifact, rows, order_N, effect, decode), tokens, {**asked, **facts})
 
 
 def write_documents(
@@ -247,11 +248,11 @@ def _row_tables(
     artifact: ArtifactReader,
     rows: Iterator[Row],
     order_N: NDArray[np.int64],
-    relevance: NDArray[np.float64],
+    effect: NDArray[np.float64],
     decode: Decode,
 ) -> Iterator[pa.Table]:
     """The chosen rows, some thousands of the corpus at a time."""
-    start = 0
+    start, text = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
     for batch in artifact.row_batches(None, batch_rows=ROWS_AT_ONCE):
         order_n = order_N[start : start + batch.num_rows]
         start += batch.num_rows
@@ -263,11 +264,11 @@ def _row_tables(
         ours = {
             "row_id": table["row_id"],
             "doc_id": table["doc_id"],
-            "text": pa.array([_text(row, decode) for row in here], pa.large_string()),
+            text: pa.array([_text(row, decode) for row in here], pa.large_string()),
             "input_ids": pa.array([row.input_ids for row in here], pa.list_(pa.int32())),
             "n_tokens": table["n_tokens"],
             "order": pa.array(order),
-            "relevance": pa.array(relevance[order]),
+            "effect": pa.array(effect[order]),
         }
         labels = [name for name in table.column_names if name not in (*OWN, *UNNEEDED)]
         yield pa.table({**ours, **{f"{name}_" if name in ours else name: table[name] for name in labels}})

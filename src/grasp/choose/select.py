@@ -36,10 +36,11 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
-from grasp.text import several
+from grasp.text import several, skipped_text
 from grasp.verbs.predict import share
 
 SUBSET = "selection"
+ENDS = ("short_end", "cut", "cut_begin")  # of documents
 SHORT_SHARE = 0.01  # of short rows: worth a word
 VALUES_NAMED, LARGE_SHARE = 3, 0.01  # of what is left out, among values with such a share of the rows
 
@@ -319,6 +320,7 @@ def _selection(
         headline = f"keeps {len(table['doc_id'].unique()):,} documents: {headline.removeprefix('keeps ')}"
     more = [*said, *found.notes, *_more_notes(limits, picked_P, pool), *_row_notes(aim, rows, asked["by"])]
     more += [] if whole else _cut_documents(artifact, rows)
+    more += _never_read(artifact, whole=whole)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
         more.append(
@@ -400,6 +402,13 @@ def _cut_documents(artifact: ArtifactReader, row_index: I64) -> list[str]:
         "20%documents takes whole ones, and --export with --documents half writes whole ones"
     )
     return [line] if cut else []
+
+
+def _never_read(artifact: ArtifactReader, *, whole: bool) -> list[str]:
+    """What of the corpus is in no row, and so neither chosen nor left out; whole documents bring their ends along."""
+    counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
+    counts = {reason: count for reason, count in counts.items() if not (whole and reason in ENDS)}
+    return [f"neither chosen nor left out, since no row holds them: {skipped_text(counts)}"] if counts else []
 
 
 def _shares(limits: Limits, row_index: I64) -> pa.Table:

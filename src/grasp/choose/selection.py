@@ -3,7 +3,7 @@
 Shape letters: N rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from grasp.choose.export import (
     NOTHING_LEFT,
     Export,
     Format,
+    Kept,
     Rule,
     are_records,
     checked_format,
@@ -35,6 +36,7 @@ from grasp.extract.reopen import Origin
 from grasp.files import check_place, write_whole
 from grasp.predict.ranking import ranked, write_ranked
 from grasp.predict.row_arrays import F64
+from grasp.results import write_table
 from grasp.settings import CorpusSettings
 from grasp.text import plain, signed, text_table
 
@@ -95,7 +97,8 @@ class Selection(Choice):
             documents: whole documents of which any, half or all tokens were chosen; None: exactly the rows.
             format: parquet, jsonl or datasets.
             corpus: where the corpus lies now; None: where it was built from.
-            ids: file for the names of the whole documents, one a line.
+            ids: file for the whole documents: .csv or .parquet of name and record, which is their place in the corpus
+                from 0; else their names, one a line.
             left_out: write what is not kept, rows or documents, in the place of what is.
             say: told, before anything is written, what whole documents add and drop.
         Raises:
@@ -117,11 +120,11 @@ class Selection(Choice):
             return write_rows(artifact, rows, index, self.effect_N[index], place, kind, asked, tokenizer.decode)
         kept = kept_documents(rows, mask_of(self.row_index, artifact.n_rows), rule or "all", others=left_out)
         if say is not None and rule is not None:
-            moved = f"; {kept.added:,} of these were not chosen, {kept.lost:,} chosen ones are dropped"
-            tail = moved if kept.added or kept.lost else ""
-            say(f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens{tail}")
+            added = f"; {kept.added:,} of them in rows that were not chosen" if kept.added else ""
+            lost = f"; {kept.lost:,} tokens of chosen rows go, as their documents are not kept" if kept.lost else ""
+            say(f"whole documents ({rule}): {len(kept.names):,} with {kept.tokens:,} tokens{added}{lost}")
         if ids is not None:
-            write_ids(kept.names, Path(ids))
+            write_ids(kept, Path(ids))
         asked |= {} if rule is None else {"documents": rule}
         return write_documents(settings, lambda a, b: kept.mask_M[a:b], kept.tokens, place, kind, asked)
 
@@ -214,18 +217,21 @@ def check_export(
     return kind, rule, settings
 
 
-def write_ids(names: Sequence[str], path: Path) -> None:
-    """Names of documents, one a line; the file appears only when whole.
+def write_ids(kept: Kept, path: Path) -> None:
+    """The kept documents: a table of name and record, or names, one a line; the file appears only when whole.
 
     Raises:
-        SettingsError: a name with a line break.
+        SettingsError: a name with a line break, in a list.
     """
-    for name in names:
+    if path.suffix in (".csv", ".parquet"):
+        write_table(pa.table({"name": pa.array(kept.names, pa.string()), "record": pa.array(kept.records)}), path)
+        return
+    for name in kept.names:
         if "\n" in name or "\r" in name:
             raise SettingsError(
-                f"document {name!r}: a list with one name a line cannot hold it; give names without breaks"
+                f"document {name!r}: a list with one name a line cannot hold it; write a table, .csv or .parquet"
             )
-    write_whole(path, ("\n".join(names) + "\n").encode())
+    write_whole(path, ("\n".join(kept.names) + "\n").encode())
 
 
 def mask_of(row_index: I64, n_rows: int) -> NDArray[np.bool_]:

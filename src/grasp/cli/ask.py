@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import PlainStream, in_colour, tell
+from grasp.cli.console import PlainStream, check_outputs, in_colour, tell
 from grasp.cli.options import (
     Art,
     Cache,
@@ -29,7 +29,7 @@ from grasp.cli.options import (
 )
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
-from grasp.files import check_outputs, write_whole
+from grasp.files import write_whole
 from grasp.report import EXPLAINED
 from grasp.text import json_text, size_text
 

@@ -7,6 +7,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
+from grasp.cli.console import check_outputs
 from grasp.cli.options import (
     Art,
     Cautious,
@@ -24,7 +25,7 @@ from grasp.cli.options import (
     beside,
 )
 from grasp.cli.progress import Watch
-from grasp.files import check_outputs, check_place
+from grasp.files import check_place
 from grasp.text import plain
 
 
@@ -68,7 +69,9 @@ def select(
         "Write whole documents, as they came, of which any, half or all was chosen. Default: exactly the rows.",
         None,
     ),
-    ids_out: Path | None = rare("--ids-out FILE", "List of these documents, one name a line.", None),
+    ids_out: Path | None = rare(
+        "--ids-out FILE", "These documents: .csv or .parquet with their places in the corpus; else names.", None
+    ),
     corpus: str | None = rare("--corpus PATH", "Where the corpus lies now. Default: where it was built from.", None),
     protocol: ProtocolFile = None,
     diversity: Diversity = None,

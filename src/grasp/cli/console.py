@@ -3,12 +3,13 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
+from grasp import files
 from grasp.text import WIDTH, plain, printable, text_table
 
 if TYPE_CHECKING:
@@ -52,6 +53,16 @@ def program() -> str:
         return "grasp"
     called = Path(sys.argv[0])
     return f"{shlex.quote(sys.executable)} -m grasp" if called.suffix == ".py" else shlex.quote(str(called))
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None], reads: Mapping[str, files.Reads] | None = None, **how: Any
+) -> None:
+    """`grasp.files.check_outputs`, and a word on files that will be replaced."""
+    files.check_outputs(outputs, reads, **how)
+    for flag, path in outputs.items():
+        if path is not None and flag.startswith("--") and path.is_file():
+            print(f"note: {flag} replaces {plain(path)}", file=sys.stderr)
 
 
 def tell(result: "Result", out: Path | None = None, *, written: int | None = None) -> None:

@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import show
+from grasp.cli.console import check_outputs, show
 from grasp.cli.options import Art, OnlyTarget, Quiet, ResultFile
 from grasp.cli.progress import Watch
-from grasp.files import check_outputs
 
 if TYPE_CHECKING:
     from grasp.audit.detect import Suspects

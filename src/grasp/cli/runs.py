@@ -8,9 +8,8 @@ from typer.core import TyperGroup
 
 import grasp
 from grasp.cli.app import app, command, option, rare
-from grasp.cli.console import tell
+from grasp.cli.console import check_outputs, tell
 from grasp.cli.options import ResultFile, names
-from grasp.files import check_outputs
 
 runs = typer.Typer(cls=TyperGroup, no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(runs, name="runs", help="Use the training runs you already have.")

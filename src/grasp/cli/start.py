@@ -9,11 +9,10 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import program, show
+from grasp.cli.console import check_outputs, program, show
 from grasp.cli.options import Address, Assignments, ConfigFile, IdColumn, Quiet, Split, TextColumn, cluster, merged
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
-from grasp.files import check_outputs
 from grasp.settings import FitSettings
 from grasp.text import json_text, plain, size_text, skipped_text
 from grasp.yaml_files import leaf, require_flags, validated

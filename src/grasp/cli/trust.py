@@ -7,7 +7,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import show, tell
+from grasp.cli.console import check_outputs, show, tell
 from grasp.cli.options import (
     Address,
     Art,
@@ -30,7 +30,7 @@ from grasp.cli.options import (
 )
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
-from grasp.files import STREAMS, Reads, check_outputs, write_whole
+from grasp.files import STREAMS, Reads, write_whole
 from grasp.text import printable
 
 
