@@ -334,7 +334,6 @@ FILES = (
     ("explain", "ART", "--target", "facts", "--row", "row-1", "--out"),
     ("explain", "ART", "--target", "facts", "--row", "row-1", "--json"),
     ("detect", "ART", "--target", "facts", "--label", "topic", "--out"),
-    ("diagnose", "ART", "--json"),
     ("evaluate", "ART", "--environment", "ENV", "--json"),
     ("calibrate", "ART", "--environment", "ENV", "--out"),
     ("runs", "predict", "RUNS", "MIXTURES", "--out"),

@@ -15,8 +15,8 @@ from grasp.text import plain, size_text, text_table
 if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
+    from grasp.audit.checks import check as _check
     from grasp.audit.detect import detect as _detect
-    from grasp.audit.diagnose import diagnose as _diagnose
     from grasp.audit.explain import explain as _explain
     from grasp.choose.distil import distil as _distil
     from grasp.choose.mixture import mix as _mix
@@ -123,7 +123,7 @@ class Artifact:
         mix = _typed(_mix)
         distil = _typed(_distil)
         detect = _typed(_detect)
-        diagnose = _typed(_diagnose)
+        check = _typed(_check)
         report = _typed(_report)
         serve = _typed(_serve)
     else:
@@ -134,7 +134,7 @@ class Artifact:
         mix = _Verb("grasp.choose.mixture")
         distil = _Verb("grasp.choose.distil")
         detect = _Verb("grasp.audit.detect")
-        diagnose = _Verb("grasp.audit.diagnose")
+        check = _Verb("grasp.audit.checks")
         report = _Verb("grasp.report.verb")
         serve = _Verb("grasp.report.serve")
 

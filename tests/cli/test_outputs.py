@@ -18,7 +18,6 @@ COMMANDS = {
     "mix": ("mix", "ART", "--by", "topic", "--target", "facts", "--weights"),
     "report": ("report", "ART", "--out"),
     "detect": ("detect", "ART", "--target", "facts", "--label", "topic", "--out"),
-    "diagnose": ("diagnose", "ART", "--json"),
 }
 
 

@@ -75,16 +75,6 @@ SURFACE = {
         "--match",
         "--quiet",
     ],
-    "diagnose": [
-        "ART",
-        "--environment",
-        "--json",
-        "--protocol",
-        "--rows",
-        "--subsets",
-        "--set",
-        "--seed",
-    ],
     "distil": [
         "ART",
         "--target",
@@ -136,10 +126,7 @@ SURFACE = {
         "--set",
         "--quiet",
     ],
-    "info": [
-        "ART",
-        "--json",
-    ],
+    "info": ["ART", "--json", "--check", "--environment", "--protocol", "--set"],
     "merge": ["ART", "--out", "--quiet"],
     "methods": [
         "[METHOD]",

@@ -1,4 +1,4 @@
-"""Measurements behind the diagnostics: arrays in, numbers out; and what is said of one.
+"""Measurements behind the checks of an artifact: arrays in, numbers out; and what is said of one.
 
 Shape letters: N rows of a sample, P positions, B subsets, D sketch width, H hidden width, V vocabulary.
 """
@@ -6,7 +6,7 @@ Shape letters: N rows of a sample, P positions, B subsets, D sketch width, H hid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,12 @@ from scipy.spatial.distance import pdist
 F64 = NDArray[np.float64]
 F = NDArray[np.floating[Any]]
 
-BearsOn = Literal["geometry", "pooled"]
 BLOCK_ELEMENTS = 4 * 1024 * 1024  # of the gradients that are held at once
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of `grasp diagnose`: what was measured, whether it is healthy, and what to change."""
+    """One line of `grasp info --check`: what was measured, whether it is healthy, and what to change."""
 
     name: str
     measured: str  # in words
@@ -30,26 +29,16 @@ class Check:
     verdict: str  # healthy, look, or not measured
     advice: str  # what to change, or why nothing was measured
     numbers: dict[str, float]  # the first one is what the verdict is about, where it is about one
-    bears_on: BearsOn | None = None  # what of a protocol it is about; None: whatever the protocol is
-    used: bool = True  # False: the protocol has nothing of what it bears on
 
 
-def check(
-    name: str,
-    measured: str,
-    healthy: str,
-    good: bool,
-    advice: str,
-    numbers: dict[str, float],
-    bears_on: BearsOn | None = None,
-) -> Check:
+def judged(name: str, measured: str, healthy: str, good: bool, advice: str, numbers: dict[str, float]) -> Check:
     """A measurement; the advice is kept where it is not good."""
-    return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers, bears_on)
+    return Check(name, measured, healthy, "healthy" if good else "look", "" if good else advice, numbers)
 
 
-def missing(name: str, healthy: str, why: str, bears_on: BearsOn | None = None) -> Check:
+def missing(name: str, healthy: str, why: str) -> Check:
     """A measurement that could not be taken."""
-    return Check(name, "not measured", healthy, "not measured", why, {}, bears_on)
+    return Check(name, "not measured", healthy, "not measured", why, {})
 
 
 def gram(hidden_NH: F, residual_NV: csr_array) -> tuple[F64, F64]:

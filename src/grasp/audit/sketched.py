@@ -16,7 +16,7 @@ from scipy.sparse import csr_array, diags_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit import measures
-from grasp.audit.measures import Check, check, missing
+from grasp.audit.measures import Check, judged, missing
 from grasp.audit.sample import SampleFeatures
 from grasp.extract.finish import PooledKernel, whiten
 from grasp.extract.moments import unspool_moments
@@ -172,10 +172,10 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
     for half in HALVES:
         if half not in sketches:
             why = "there is none: features.product_width is 0, or features.match is pooled"
-            yield missing(f"{half} sketch", HEALTHY_SKETCH, why, "geometry")
+            yield missing(f"{half} sketch", HEALTHY_SKETCH, why)
         elif (full_NN := kernels.full(half)) is None:
             why = "positions were not kept, and it is a sketch of theirs"
-            yield missing(f"{half} sketch", HEALTHY_SKETCH, why, "geometry")
+            yield missing(f"{half} sketch", HEALTHY_SKETCH, why)
         else:
             yield _own(kernels, half, sketches[half], full_NN, weight_BN)
     for name in OF_PRODUCT:
@@ -211,7 +211,7 @@ def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: 
     if wide is not None:
         numbers |= {"healthy_width": float(wide.width), "healthy_ranks": wide.ranks}
     healthy = f"at most {found.allowed:.0%} off, twice what {found.width} numbers give, and ranks {RANKS} or more"
-    return check(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers, "geometry")
+    return judged(f"{half} sketch", value, healthy, found.good, _wider(half, wide), numbers)
 
 
 def healthy_width(kernels: Kernels, half: Half, full_NN: F64, weight_BN: F64, width: int) -> Fit | None:
@@ -238,7 +238,7 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
     name = f"{half} sketch for product"
     if kernels.positions is None:
         why = "positions were not kept; build with keep_features: true and match: both"
-        return missing(name, HEALTHY_PRODUCT, why, "geometry")
+        return missing(name, HEALTHY_PRODUCT, why)
     parts = [sketches[part] for part in (("hidden", "residual") if half == "joint" else (half,))]
     if half == "joint":
         parts = [part / (sqrt(float((part**2).sum(axis=1).mean())) or 1.0) for part in parts]
@@ -255,7 +255,7 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
     advice = "too narrow for what its features tell: build with the widths that the lines of the sketches name"
     if not numbers["full_ranks"] >= RANKS:
         advice = f"no width mends it, {half}.* is another kernel: use product.*, wide enough, or no geometry"
-    return check(
+    return judged(
         name,
         f"ranks agree {numbers['ranks']:+.2f} with the product of positions, {numbers['pooled_ranks']:+.2f} with that "
         f"of pooled rows, {numbers['error']:.1%} off once scaled; all its features agree {numbers['full_ranks']:+.2f}",
@@ -263,7 +263,6 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
         numbers["ranks"] >= RANKS,
         advice,
         numbers,
-        "geometry",
     )
 
 
@@ -271,12 +270,11 @@ def _direct_sum(kernels: Kernels, weight_BN: F64) -> Check:
     direct_B = measures.subset_norms(weight_BN, kernels.joint_NN)
     product_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
     ranks, error = measures.rank_agreement(direct_B, product_B), measures.scaled_error(direct_B, product_B)
-    return check(
+    return judged(
         "direct sum for product",
         f"of pooled rows with all their features ranks agree {ranks:+.2f}, {error:.1%} off once scaled",
         HEALTHY_DIRECT,
         ranks >= RANKS,
         "joint.* is no stand-in for the product of these rows: use product.*, wide enough, or no geometry",
         {"ranks": ranks, "error": error},
-        "geometry",
     )

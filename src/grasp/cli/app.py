@@ -19,7 +19,7 @@ GROUPS = {
     "Ask what rows and slices are worth": ("score", "predict", "explain", "report", "serve"),
     "Choose what to train on": ("select", "mix", "distil", "apply"),
     "Find what should not be there": ("detect",),
-    "See how far to trust it": ("retrain", "runs", "evaluate", "calibrate", "diagnose", "methods"),
+    "See how far to trust it": ("retrain", "runs", "evaluate", "calibrate", "methods"),
 }
 OPTIONS = "Options"
 MORE = "More options"

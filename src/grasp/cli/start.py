@@ -10,7 +10,19 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, program, show
-from grasp.cli.options import Address, Assignments, ConfigFile, IdColumn, Quiet, Split, TextColumn, cluster, merged
+from grasp.cli.options import (
+    Address,
+    Assignments,
+    ConfigFile,
+    IdColumn,
+    OwnSettings,
+    ProtocolFile,
+    Quiet,
+    Split,
+    TextColumn,
+    cluster,
+    merged,
+)
 from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.settings import FitSettings
@@ -199,18 +211,36 @@ def merge(
     print(f"{out}: {len(done):,} rows of {len(parts)} parts x {', '.join(done.targets)}")
 
 
-@command("grasp info art")
+@command("grasp info art", "grasp info art --check --environment dev")
 def info(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact; or a scorer."),
     as_json: bool = option("--json", "Everything, as JSON.", False),
+    checked: bool = option("--check", "Check its approximations on its own rows instead.", False),
+    environment: Path | None = option(
+        "--environment DIR", "With --check: retrained subsets; do predictions order them rightly?", None
+    ),
+    protocol: ProtocolFile = None,
+    assignments: OwnSettings = [],
 ) -> None:
-    """Print what is in an artifact, or how good a scorer is."""
+    """Print what is in an artifact, check it, or say how good a scorer is.
+
+    Every line of --check says what a healthy value is, and what to change when it is not. Features that were not kept
+    are computed again with the model, where it is still there.
+    """
     from grasp.artifact.inspection import info as describe
     from grasp.artifact.remote import remote_url
     from grasp.choose.scorer import is_scorer, read_card
     from grasp.errors import ArtifactError
     from grasp.files import kind_of
 
+    if checked:
+        own = merged(None, assignments, {})
+        checks = grasp.open(path).check(runs=environment, protocol=protocol, own=own)
+        print(checks.to_json() if as_json else checks)
+        return
+    for flag, value in (("--environment", environment), ("--protocol", protocol), ("--set", assignments)):
+        if value:
+            raise SettingsError(f"{flag}: no meaning without --check; leave it out")
     if is_scorer(path):
         card = read_card(path)
         print(json_text(card.model_dump(mode="json")) if as_json else card)

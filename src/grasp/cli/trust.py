@@ -1,4 +1,4 @@
-"""See how far to trust it: grasp retrain, evaluate, calibrate, diagnose, methods."""
+"""See how far to trust it: grasp retrain, evaluate, calibrate, methods."""
 
 import textwrap
 from pathlib import Path
@@ -10,16 +10,13 @@ from grasp.cli.app import command, option, rare
 from grasp.cli.console import check_outputs, show, tell
 from grasp.cli.options import (
     Address,
-    Art,
     Assignments,
     Cache,
     Checkpoints,
     ConfigFile,
     JsonFile,
     MethodSettings,
-    OwnSettings,
     Partial,
-    ProtocolFile,
     Quiet,
     Resamples,
     TargetNames,
@@ -32,38 +29,6 @@ from grasp.cli.progress import Watch
 from grasp.errors import SettingsError
 from grasp.files import STREAMS, Reads, write_whole
 from grasp.text import printable
-
-
-@command(
-    "grasp diagnose art",
-    "grasp diagnose art --environment dev --protocol protocol.json --json findings.json",
-)
-def diagnose(
-    art: Art,
-    environment: Path | None = option(
-        "--environment DIR", "Retrained subsets: do predictions order them rightly?", None
-    ),
-    json_file: JsonFile = None,
-    protocol: ProtocolFile = None,
-    rows: int = rare("--rows N", "Rows that are looked at.", 256),
-    subsets: int = rare("--subsets N", "Subsets whose sketches are compared.", 64),
-    assignments: OwnSettings = [],
-    seed: int = rare("--seed N", "Seed of the draw of rows.", 0, min=0),
-) -> None:
-    """Check the approximations of an artifact on its own rows.
-
-    Every line says what a healthy value is, and what to change when it is not. Features that were not kept are computed
-    again with the model, where it is still there.
-    """
-    artifact = grasp.open(art)
-    read = {"--protocol reads": protocol, "is the environment": environment}
-    check_outputs({"--json": json_file}, artifact.files.reads | read)
-    found = artifact.diagnose(
-        rows=rows, subsets=subsets, seed=seed, runs=environment, protocol=protocol, own=merged(None, assignments, {})
-    )
-    print(found)
-    if json_file is not None:
-        found.write_json(json_file)
 
 
 @command(

@@ -1,4 +1,4 @@
-"""grasp diagnose on real small artifacts: measured from kept features or the model, told apart, mended as advised."""
+"""grasp info --check on small artifacts: measured from kept features or the model, told apart, mended as advised."""
 
 import json
 import shutil
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit import diagnose as diagnosing
+from grasp.audit import checks as checking
 from grasp.audit import measures, sample
-from grasp.audit.diagnose import diagnose
+from grasp.audit.checks import check
 from grasp.audit.sample import environment_subsets, features_alone, reopened, sample_features, sample_rows
 from grasp.audit.sketched import RANKS, Kernels
-from grasp.errors import ArtifactError, EnvironmentDataError, GraspError
+from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_moments
 from grasp.features.moments import Whitener
@@ -30,7 +30,7 @@ from tests.runs.environments import UNITS, write_artifact, write_environment
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("diagnose")
+    return tmp_path_factory.mktemp("checks")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def kept(root, plain):
 
 
 def by_name(found):
-    return {check.name: check for check in found.checks}
+    return {one.name: one for one in found.checks}
 
 
 def test_kept_features_are_those_of_the_model(plain, kept):
@@ -60,28 +60,40 @@ def test_kept_features_are_those_of_the_model(plain, kept):
     assert gap < 2e-3
 
 
-@pytest.fixture(scope="module")
-def of_plain(plain):
-    return diagnose(plain, rows=32, subsets=20)
+def protocol(**components):
+    """The one that ships, with geometry."""
+    return ScoringProtocol.model_validate(default_protocol().model_dump() | {"components": components})
 
 
-LINES = {
-    "pairs that complement",
-    *(f"{half} sketch" for half in ("hidden", "residual", "product")),
-    *(f"{half} sketch for product" for half in ("hidden", "residual", "joint")),
-    "direct sum for product",
-    "residual beyond top-k",
-    "pooled for tokens",
-    "opposed gradients",
-    "direct-sum bound",
-    *(f"effective rank, {half} sketch" for half in ("hidden", "residual", "product")),
-    "pooled against token relevance",
+ALL = ScoringProtocol(name="all", match={"token": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
+PLAIN = {
     *(f"tail, {kernel}" for kernel in ("token", "input", "neighbour")),
     "moments drawn again",
     "model in the tested range",
+    "residual beyond top-k",
     "batch invariance",
     "ranking stability",
 }
+POOLED = {"pooled for tokens", "pooled against token relevance"}
+GEOMETRY = {
+    *(f"{half} sketch" for half in ("hidden", "residual", "product")),
+    *(f"{half} sketch for product" for half in ("hidden", "residual", "joint")),
+    *(f"effective rank, {half} sketch" for half in ("hidden", "residual", "product")),
+    "direct sum for product",
+    "opposed gradients",
+    "direct-sum bound",
+    "pairs that complement, joint.pair",
+}
+
+
+@pytest.fixture(scope="module")
+def of_plain(plain):
+    return check(plain, rows=32, subsets=20)
+
+
+@pytest.fixture(scope="module")
+def all_of_plain(plain):
+    return check(plain, rows=32, subsets=20, protocol=ALL)
 
 
 def says_what_is_healthy(finding):
@@ -89,30 +101,27 @@ def says_what_is_healthy(finding):
     return len(finding.healthy) > 8 and any(letter.isdigit() for letter in finding.healthy)
 
 
-def test_everything_is_measured_and_every_line_says_what_is_healthy(of_plain):
-    assert of_plain.source == "the model"
-    named = by_name(of_plain)
-    assert set(named) == LINES
-    assert len(named) == len(of_plain.checks)
-    for finding in of_plain.checks:
-        assert says_what_is_healthy(finding), finding
-        assert bool(finding.advice) == (finding.verdict != "healthy")
-    idle = {name for name in LINES if any(word in name for word in ("sketch", "direct", "opposed", "compl", "pooled"))}
-    assert (
-        {one.name for one in of_plain.checks[-len(idle) :]} == idle == {x.name for x in of_plain.checks if not x.used}
-    )
-    assert of_plain.checks[0].name == "tail, token"
-    assert f" of {len(LINES) - len(idle)} checks are healthy, " in of_plain.headline
-    assert of_plain.headline.endswith(f"; {len(idle)} more are of what the protocol does not use.")
-    assert f"[not used by this protocol] direct-sum bound: {named['direct-sum bound'].measured}\n[" in repr(of_plain)
-    assert named["batch invariance"].verdict == "healthy"
-    assert named["ranking stability"].verdict == "not measured"
-    rows = of_plain.to_arrow().to_pylist()
-    assert [(row["check"], row["verdict"]) for row in rows] == [(one.name, one.verdict) for one in of_plain.checks]
-    numbers = {row["check"]: row["number"] for row in rows}
-    assert numbers["residual beyond top-k"] == named["residual beyond top-k"].numbers["share"]
-    assert numbers["ranking stability"] is None
-    assert {f.verdict for f in of_plain.checks if f.name not in ("ranking stability",)} <= {"healthy", "look"}
+def test_what_a_protocol_uses_is_measured_and_every_line_says_what_is_healthy(of_plain, all_of_plain):
+    assert {one.name for one in of_plain.checks} == PLAIN
+    tails = {name for name in PLAIN if name.startswith("tail")} - {"tail, token"}
+    assert {one.name for one in all_of_plain.checks} == PLAIN - tails | {"tail, pooled"} | POOLED | GEOMETRY
+    for found in (of_plain, all_of_plain):
+        named = by_name(found)
+        assert found.source == "the model"
+        assert len(named) == len(found.checks)
+        for finding in found.checks:
+            assert says_what_is_healthy(finding), finding
+            assert bool(finding.advice) == (finding.verdict != "healthy")
+        assert f" of {len(found.checks)} checks are healthy, " in found.headline
+        assert named["batch invariance"].verdict == "healthy"
+        assert named["ranking stability"].verdict == "not measured"
+        rows = found.to_arrow().to_pylist()
+        assert [(row["check"], row["verdict"]) for row in rows] == [(one.name, one.verdict) for one in found.checks]
+        numbers = {row["check"]: row["number"] for row in rows}
+        assert numbers["residual beyond top-k"] == named["residual beyond top-k"].numbers["share"]
+        assert numbers["ranking stability"] is None
+        unmeasured = {"ranking stability"} | ({"moments drawn again"} if found is all_of_plain else set())
+        assert {one.name for one in found.checks if one.verdict == "not measured"} == unmeasured
 
 
 def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(plain, of_plain, monkeypatch):
@@ -126,12 +135,12 @@ def test_a_ranking_that_hangs_on_one_row_or_on_the_draw_of_its_moments_is_told(p
     assert again["ranks"] == min(again[target] for target in plain.targets)
     # the same rows twice: nothing is drawn again
     monkeypatch.setattr(sample, "_two_samples", lambda supervised_N, *_: (np.arange(len(supervised_N)),) * 2)
-    same = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
+    same = by_name(check(plain, rows=32, subsets=20))["moments drawn again"]
     assert same.numbers["ranks"] == pytest.approx(1.0)
     assert same.verdict == "healthy"
     # moments of a single row are no moments
     monkeypatch.setattr(sample, "_two_samples", lambda *_: (np.array([0]), np.array([1])))
-    shaky = by_name(diagnose(plain, rows=32, subsets=20))["moments drawn again"]
+    shaky = by_name(check(plain, rows=32, subsets=20))["moments drawn again"]
     assert shaky.numbers["ranks"] < 0.95
     assert shaky.verdict == "look"
 
@@ -155,7 +164,7 @@ def widest(root):
 
 @pytest.fixture(scope="module")
 def of_widest(widest):
-    return by_name(diagnose(widest, rows=40, subsets=40))
+    return by_name(check(widest, rows=40, subsets=40, protocol=ALL))
 
 
 def test_a_sketch_as_wide_as_the_features_has_no_error(of_widest):
@@ -174,7 +183,7 @@ def narrow(root):
 
 
 def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(root, narrow):
-    named = by_name(diagnose(narrow, rows=40, subsets=40))
+    named = by_name(check(narrow, rows=40, subsets=40, protocol=ALL))
     widths = {}
     for half in ("hidden", "residual", "product"):
         numbers = named[f"{half} sketch"].numbers
@@ -184,7 +193,7 @@ def test_a_sketch_that_loses_the_order_is_not_healthy_and_the_width_it_names_is(
         widths[f"{half}_width"] = int(numbers["healthy_width"])
         assert f"features.{half}_width: {widths[f'{half}_width']}" in named[f"{half} sketch"].advice
     art = ArtifactReader.open(build(world(root / "world", features=widths | {"top_k": 300}), root / "as-advised"))
-    mended = by_name(diagnose(art, rows=40, subsets=40))
+    mended = by_name(check(art, rows=40, subsets=40, protocol=ALL))
     for half in ("hidden", "residual", "product"):
         assert mended[f"{half} sketch"].verdict == "healthy"
         promised = named[f"{half} sketch"].numbers["healthy_ranks"]
@@ -218,20 +227,20 @@ def test_both_sources_of_features_answer_alike_where_not_all_positions_are_used(
     answers = []
     for name, keep in (("strided", False), ("strided-kept", True)):
         art = ArtifactReader.open(build(world(root / "world", features=features, keep_features=keep), root / name))
-        answers.append(by_name(diagnose(art, rows=32, subsets=20)))
+        answers.append(by_name(check(art, rows=32, subsets=20, protocol=ALL)))
     for name in ("pooled for tokens", "opposed gradients", "product sketch", "joint sketch for product"):
         for key, value in answers[0][name].numbers.items():
             assert answers[1][name].numbers[key] == pytest.approx(value, abs=0.05), (name, key)
 
 
-def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, of_plain):
+def test_a_summary_of_the_gradients_only_position_keeps_it_all(root, all_of_plain):
     """The share is that of the summary that is kept, over the positions that the gradient is of."""
     features = {"pooling": "tail:1", "token_positions": "tail:1"}
     art = ArtifactReader.open(build(world(root / "world", features=features), root / "last"))
-    one = by_name(diagnose(art, rows=32, subsets=5))["pooled for tokens"]
+    one = by_name(check(art, rows=32, subsets=5, protocol=ALL))["pooled for tokens"]
     assert one.numbers["share"] == pytest.approx(1.0)
     assert one.verdict == "healthy"
-    many = by_name(of_plain)["pooled for tokens"]
+    many = by_name(all_of_plain)["pooled for tokens"]
     assert many.numbers["share"] < many.numbers["same_share"] < 0.5  # the last 32 positions of up to 47
     assert many.verdict == "look"
 
@@ -257,18 +266,16 @@ def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(r
     art = ArtifactReader.open(
         build(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled")
     )
-    named = by_name(diagnose(art, rows=32, subsets=10))
+    own = ScoringProtocol(name="p", match={"pooled": 1.0}, components={"joint.pair": -0.1})
+    named = by_name(check(art, rows=32, subsets=10, protocol=own))
     assert "there is none: features.product_width is 0" in named["product sketch"].advice
     for name in ("joint sketch for product", "pooled for tokens", "opposed gradients"):
         assert named[name].verdict != "not measured"
 
 
 def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
-    def protocol(**components):
-        return ScoringProtocol.model_validate(default_protocol().model_dump() | {"components": components})
-
     def lines(**components):
-        found = by_name(diagnose(plain, rows=32, subsets=5, protocol=protocol(**components)))
+        found = by_name(check(plain, rows=32, subsets=5, protocol=protocol(**components)))
         return {name: finding for name, finding in found.items() if name.startswith("pairs that complement")}
 
     index = sample_rows(plain, 32, seed=0)
@@ -284,9 +291,8 @@ def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
 
 
 def test_aligned_rows_are_called_healthy(plain, monkeypatch):
-    monkeypatch.setattr(diagnosing._Subject, "sketch", lambda self, half: np.ones((len(self.index), 2)))
-    chosen = ScoringProtocol.model_validate(default_protocol().model_dump() | {"components": {"product.raw": -0.1}})
-    named = by_name(diagnose(plain, rows=16, subsets=5, protocol=chosen))
+    monkeypatch.setattr(checking._Subject, "sketch", lambda self, half: np.ones((len(self.index), 2)))
+    named = by_name(check(plain, rows=16, subsets=5, protocol=protocol(**{"product.raw": -0.1})))
     assert named["pairs that complement, product.raw"].verdict == "healthy"
     assert named["direct-sum bound"].verdict == "healthy"  # rows that are all alike
 
@@ -300,8 +306,8 @@ def test_more_top_k_leaves_less_outside(of_plain, of_widest):
 def test_without_features_or_model_it_says_how_to_build(root, plain, tmp_path):
     shutil.copytree(plain.path, tmp_path / "art")
     shutil.rmtree(tmp_path / "art" / "tokens")
-    named = by_name(diagnose(ArtifactReader.open(tmp_path / "art"), rows=16, subsets=5))
-    features = {name for name in LINES if "sketch" in name and "rank" not in name}
+    named = by_name(check(ArtifactReader.open(tmp_path / "art"), rows=16, subsets=5, protocol=ALL))
+    features = {name for name in GEOMETRY if "sketch" in name and "rank" not in name}
     for name in features | {
         "direct sum for product",
         "residual beyond top-k",
@@ -318,7 +324,7 @@ def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
     settings = world(root / "gone")
     art = ArtifactReader.open(build(settings, tmp_path / "art"))
     shutil.rmtree(settings.model.path)
-    named = by_name(diagnose(art, rows=16, subsets=5))
+    named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
     assert (
         "not on this disk, seen from here; restore what the artifact was built from" in named["batch invariance"].advice
     )
@@ -328,7 +334,7 @@ def test_a_model_that_is_not_at_hand_is_not_asked_of_a_hub(root, tmp_path):
 def test_kept_features_need_neither_model_nor_rows(kept, tmp_path):
     shutil.copytree(kept.path, tmp_path / "art")
     shutil.rmtree(tmp_path / "art" / "tokens")
-    found = diagnose(ArtifactReader.open(tmp_path / "art"), rows=16, subsets=5)
+    found = check(ArtifactReader.open(tmp_path / "art"), rows=16, subsets=5, protocol=ALL)
     named = by_name(found)
     assert found.source == "kept features"
     assert named["product sketch"].verdict != "not measured"
@@ -340,8 +346,8 @@ def test_a_model_that_mixes_rows_is_found_out(plain, monkeypatch):
         pooled = features_alone(origin, index)
         return replace(pooled, hidden_NH=pooled.hidden_NH + 0.01)
 
-    monkeypatch.setattr(diagnosing, "features_alone", shifted)
-    finding = by_name(diagnose(plain, rows=16, subsets=5))["batch invariance"]
+    monkeypatch.setattr(checking, "features_alone", shifted)
+    finding = by_name(check(plain, rows=16, subsets=5))["batch invariance"]
     assert finding.verdict == "look"
     assert "model.dtype: float32" in finding.advice
 
@@ -350,11 +356,10 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
     monkeypatch.setattr(environments, "UNITS", {"sciq": UNITS["sciq"], "pooled": UNITS["boolq"]})
     art = write_artifact(tmp_path / "art")
     env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
-    found = diagnose(art, rows=60, subsets=12, runs=env)
+    found = check(art, rows=60, subsets=12, runs=env)
     assert "rows, 12 subsets of env as far as they are among them" in found.notes[0]
     stable = [finding for finding in found.checks if finding.name.startswith("ranking stability, ")]
     assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, pooled"}
-    assert all(finding.used for finding in stable)  # whatever the targets are called
     assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
 
     index = sample_rows(art, 60, seed=0)
@@ -366,30 +371,30 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
         environment_subsets(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 
-def test_an_image_classifier_is_diagnosed_alike(tmp_path):
+def test_an_image_classifier_is_checked_alike(tmp_path):
     art = ArtifactReader.open(build(build_settings(image_settings(tmp_path / "w")), tmp_path / "art"))
-    kept_out = by_name(diagnose(art, rows=30, subsets=10))["batch invariance"]
+    kept_out = by_name(check(art, rows=30, subsets=10))["batch invariance"]
     assert "code is run only if you ask for it yourself" in kept_out.advice
     own = {"model": {"classifier": {"factory": art.manifest.settings["model"]["classifier"]["factory"]}}}
-    named = by_name(diagnose(art, rows=30, subsets=10, own=own))
+    named = by_name(check(art, rows=30, subsets=10, own=own, protocol=ALL))
     assert named["pooled for tokens"].numbers["share"] == pytest.approx(1.0)  # one position an image
     assert named["product sketch"].numbers["pooled_ranks"] == pytest.approx(named["product sketch"].numbers["ranks"])
     assert named["residual beyond top-k"].numbers["share"] == pytest.approx(0.0, abs=1e-6)
     assert named["batch invariance"].verdict == "healthy"
 
 
-def test_the_command(plain, tmp_path):
-    out = succeed("diagnose", plain.path, "--rows", 16, "--subsets", 5, "--json", tmp_path / "d.json").out
-    assert "16 rows, 5 halves of them, full features from the model" in out
+def test_the_command(plain):
+    out = succeed("info", plain.path, "--check").out
+    assert "halves of them, full features from the model" in out
     assert " checks are healthy, " in out
-    assert out.count("    healthy: ") + out.count("[not used by this protocol] ") == len(LINES)
-    assert len(json.loads((tmp_path / "d.json").read_text())["checks"]) == len(LINES)
-    assert refused("diagnose", plain.path, "--rows", 3).startswith("diagnose: got 3 rows and 64 subsets, expected")
-    assert "no such artifact" in refused("diagnose", tmp_path / "nothing")
+    assert out.count("    healthy: ") == len(PLAIN)
+    assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
+    assert "--environment: no meaning without --check" in refused("info", plain.path, "--environment", plain.path)
 
 
 def test_too_few_rows_are_refused(root):
     small = ArtifactReader.open(build(world(root / "small", n_rows=3), root / "tiny"))
-    with pytest.raises(ArtifactError, match=r"has \d rows, diagnostics need at least 8"):
-        diagnose(small)
-    assert diagnosing.MIN_ROWS == 8
+    with pytest.raises(ArtifactError, match=r"has \d rows, checks need at least 8"):
+        check(small)
+    with pytest.raises(SettingsError, match="check: got 3 rows and 64 subsets, expected at least 8 and 3"):
+        check(small, rows=3)

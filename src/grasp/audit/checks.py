@@ -4,8 +4,8 @@ Shape letters: N rows of the sample, B subsets, D sketch width.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit import measures
-from grasp.audit.measures import Check, check, missing
+from grasp.audit.measures import Check, judged, missing
 from grasp.audit.sample import (
     HOW_TO_KEEP,
     SampleFeatures,
@@ -32,7 +32,6 @@ from grasp.audit.sketched import NAMES, Kernels, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.forward import TESTED, forward_shard, tested
 from grasp.extract.reopen import Origin
-from grasp.files import write_whole
 from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.results import Result
@@ -60,87 +59,63 @@ ALIGNED = "at most 5% of the mass negative: gains then diminish as rows are adde
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Diagnosis(Result):
-    """All checks of an artifact.
+class Checks(Result):
+    """Whether an artifact is fit for what a protocol uses of it.
 
     Attributes:
-        table: check, verdict (healthy, look, or not measured), used (by the protocol), number (what the verdict is
-            about), measured, healthy (what a healthy value is), advice.
-        checks: the same, each with all its numbers; those that the protocol does not use stand last.
+        table: check, verdict (healthy, look, or not measured), number (what the verdict is about), measured, healthy
+            (what a healthy value is), advice.
+        checks: the same, each with all its numbers.
         source: where full features came from: kept features, the model, or nothing.
     """
 
     checks: tuple[Check, ...]
     source: str
 
-    @classmethod
-    def of(cls, checks: Sequence[Check], sample: str, source: str) -> "Diagnosis":
-        """The checks as a table."""
-        counts = Counter(one.verdict for one in checks if one.used)
-        table = pa.table(
-            {
-                "check": [one.name for one in checks],
-                "verdict": [one.verdict for one in checks],
-                "used": [one.used for one in checks],
-                "number": pa.array([next(iter(one.numbers.values()), None) for one in checks], pa.float64()),
-                "measured": [one.measured for one in checks],
-                "healthy": [one.healthy for one in checks],
-                "advice": [one.advice for one in checks],
-            }
-        )
-        unused = len(checks) - counts.total()
-        headline = f"{counts['healthy']} of {counts.total()} checks are healthy"
-        headline += "".join(f", {counts[v]} {text}" for v, text in TOLD.items() if counts[v])
-        headline += f"; {unused} more are of what the protocol does not use" * bool(unused)
-        notes = (f"{sample}, full features from {source}",)
-        return cls(table, f"{headline}.", notes, checks=tuple(checks), source=source)
-
     def __repr__(self) -> str:
-        lines = [plain(self.headline)]
+        lines = [self.headline]
         for one in self.checks:
-            if not one.used:
-                lines += [plain(f"[not used by this protocol] {one.name}: {one.measured}")]
-                continue
             lines += [plain(f"[{one.verdict}] {one.name}: {one.measured}")]
             lines += ["    " + plain(f"healthy: {one.healthy}{f'; change: {one.advice}' if one.advice else ''}")]
         return "\n".join([*lines, *map(plain, self.notes)])
 
-    def write_json(self, path: Path) -> None:
-        """All checks with their numbers; the file appears only when whole."""
+    def to_json(self) -> str:
+        """All checks with their numbers."""
         data = {"headline": self.headline, "notes": self.notes, "checks": [asdict(one) for one in self.checks]}
-        write_whole(path, (json_text(data) + "\n").encode())
+        return json_text(data)
 
 
 TOLD = {"look": "need a look", "not measured": "were not measured"}
 
 
-def diagnose(
+def check(
     artifact: ArtifactReader,
     *,
+    runs: Environment | RunTable | Path | str | None = None,
+    protocol: ScoringProtocol | Path | str | None = None,
     rows: int = 256,
     subsets: int = 64,
     seed: int = 0,
-    runs: Environment | RunTable | Path | str | None = None,
-    protocol: ScoringProtocol | Path | str | None = None,
     own: Mapping[str, Any] | None = None,
-) -> Diagnosis:
-    """Check the approximations of the artifact on a sample of its own rows and of subsets of them.
+) -> Checks:
+    """Check the approximations that a protocol uses, on a sample of the artifact's own rows and of subsets of them.
 
     Args:
+        runs: retrained subsets; then also whether predictions order them rightly.
+        protocol: what selects, and what predicts in the runs; None: the one that ships. Sketches are checked where it
+            has components, the pooled kernel where it counts that.
         rows: rows of the sample; memory is rows^2 numbers and their full features.
         subsets: that K is compared on: of the runs, as far as they are in the sample, else halves of the sample.
-        runs: retrained subsets; then also whether predictions order them rightly.
-        protocol: what selects, and what predicts in the runs; None: the one that ships.
         own: settings of the user: code that the artifact was built with is run only if they name it as well.
     Raises:
         SettingsError: fewer than 8 rows or 3 subsets.
         GraspError: the runs do not belong to the artifact.
     """
     if rows < MIN_ROWS or subsets < 3:
-        raise SettingsError(f"diagnose: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
+        raise SettingsError(f"check: got {rows} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     index = sample_rows(artifact, rows, seed)
     if len(index) < MIN_ROWS:
-        raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, diagnostics need at least {MIN_ROWS}")
+        raise ArtifactError(f"{artifact.where}: has {artifact.n_rows} rows, checks need at least {MIN_ROWS}")
     environment = None if runs is None else runs_beside(artifact, runs)
     if environment is None:
         weight_BN, compared = random_halves(len(index), subsets, seed), "halves of them"
@@ -149,18 +124,41 @@ def diagnose(
         compared = f"subsets of {environment.name} as far as they are among them"
     subject = _Subject.of(artifact, index, weight_BN, own)
     chosen = as_protocol(protocol)
-    checks = [*_tails(artifact, chosen), _draw(subject, chosen, seed), *_range(artifact)]
-    checks += [*_complement(subject, chosen), *_of_features(subject), *_of_arrays(subject), _batches(subject)]
+    weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
+    features = subject.features
+    checks = [*_tails(artifact, weighed), _draw(subject, chosen, seed), *_range(artifact)]
+    if isinstance(features, GraspError):
+        checks.append(missing("residual beyond top-k", SMALL_TAIL, str(features)))
+    else:
+        checks.append(_outside(measures.mass_outside(features.residual_NV), artifact.feature_settings["top_k"]))
+    checks.append(_batches(subject))
     if environment is None:
         checks.append(missing("ranking stability", ENVIRONMENT, "name retrained runs"))
     else:
         checks += _stability(artifact, environment, chosen)
-    source = subject.features.source if isinstance(subject.features, SampleFeatures) else "nothing"
-    weighed = {None, *kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))}
-    weighed |= {"geometry"} if chosen.components else set()
-    checks = [replace(one, used=one.bears_on in weighed) for one in checks]
-    checks.sort(key=lambda one: not one.used)
-    return Diagnosis.of(checks, f"{len(index)} rows, {len(weight_BN)} {compared}", source)
+    kernels = None
+    if chosen.components or "pooled" in weighed:
+        kernels = features if isinstance(features, GraspError) else Kernels.of(artifact, features)
+    if kernels is not None and "pooled" in weighed:
+        checks += _of_pooled(subject, kernels)
+    if kernels is not None and chosen.components:
+        checks += _of_geometry(subject, kernels, chosen)
+    counts = Counter(one.verdict for one in checks)
+    table = pa.table(
+        {
+            "check": [one.name for one in checks],
+            "verdict": [one.verdict for one in checks],
+            "number": pa.array([next(iter(one.numbers.values()), None) for one in checks], pa.float64()),
+            "measured": [one.measured for one in checks],
+            "healthy": [one.healthy for one in checks],
+            "advice": [one.advice for one in checks],
+        }
+    )
+    headline = f"{counts['healthy']} of {len(checks)} checks are healthy"
+    headline += "".join(f", {counts[v]} {text}" for v, text in TOLD.items() if counts[v])
+    source = "nothing" if isinstance(features, GraspError) else features.source
+    notes = (f"{len(index)} rows, {len(weight_BN)} {compared}, full features from {source}",)
+    return Checks(table, f"{headline}.", notes, checks=tuple(checks), source=source)
 
 
 @dataclass(frozen=True)
@@ -199,35 +197,8 @@ def _or_error(get: Callable[[], T]) -> T | GraspError:
         return err
 
 
-def _of_features(subject: _Subject) -> Iterator[Check]:
-    """What takes full features of the sample."""
-    features = subject.features
-    if isinstance(features, GraspError):
-        why = str(features)
-        yield from (missing(name, healthy, why, "geometry") for name, healthy in NAMES.items())
-        yield missing("residual beyond top-k", SMALL_TAIL, why)
-        yield from _without_positions(why)
-        return
-    kernels = Kernels.of(subject.artifact, features)
-    arrays = subject.artifact.manifest.arrays
-    gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in subject.halves}
-    sketches = {half: subject.sketch(half) / gain for half, gain in gains.items()}
-    yield from of_sketches(kernels, sketches, subject.weight_BN)
-    yield _outside(measures.mass_outside(features.residual_NV), subject.artifact.feature_settings["top_k"])
-    if kernels.positions is None:
-        yield from _without_positions(f"positions were not kept; {HOW_TO_KEEP}")
-    else:
-        yield _rank_one(kernels, subject.weight_BN)
-        yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
-
-
-def _without_positions(why: str) -> Iterator[Check]:
-    yield missing("pooled for tokens", MOST_OF_IT, why, "pooled")
-    yield missing("opposed gradients", ALIGNED, why, "geometry")
-
-
 def _outside(share: float, top_k: int) -> Check:
-    return check(
+    return judged(
         "residual beyond top-k",
         f"{share:.1%} of its absolute mass",
         SMALL_TAIL,
@@ -242,7 +213,7 @@ def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
     assert at is not None
     pooled_B, product_B = (measures.subset_norms(weight_BN, g) for g in (kernels.pooled_product_NN, at.product_NN))
     ranks = measures.rank_agreement(pooled_B, product_B)
-    return check(
+    return judged(
         "pooled for tokens",
         f"{at.kept_share:.2f} of the output gradient's square is in the summary of {kernels.settings.pooling}, "
         f"{at.same_share:.2f} in one of the gradient's own positions (mean squared cosine, whitened and scaled); ranks "
@@ -252,12 +223,11 @@ def _rank_one(kernels: Kernels, weight_BN: F64) -> Check:
         "rank by the token kernel (features.match: both or token), and take geometry, if any, from product.*; the "
         "pooled kernel has lost most of the gradient",
         {"share": at.kept_share, "same_share": at.same_share, "ranks": ranks},
-        "pooled",
     )
 
 
 def _opposed(pairs: float, mass: float) -> Check:
-    return check(
+    return judged(
         "opposed gradients",
         f"{pairs:.0%} of pairs of output gradients, not centred, have a negative inner product, {mass:.0%} of the mass",
         ALIGNED,
@@ -265,19 +235,40 @@ def _opposed(pairs: float, mass: float) -> Check:
         "these rows are no aligned pool: a penalty on the norm of their update would have no diminishing returns, "
         "whatever sketch it is taken from",
         {"pairs": pairs, "mass": mass},
-        "geometry",
     )
 
 
-def _of_arrays(subject: _Subject) -> Iterator[Check]:
-    """What the arrays of the artifact tell by themselves."""
-    artifact = subject.artifact
+def _of_geometry(subject: _Subject, kernels: Kernels | GraspError, protocol: ScoringProtocol) -> Iterator[Check]:
+    """What takes sketches: those that are stored against full features, and what the arrays tell by themselves."""
+    yield from _complement(subject, protocol)
+    if isinstance(kernels, GraspError):
+        yield from (missing(name, healthy, str(kernels)) for name, healthy in NAMES.items())
+    else:
+        arrays = subject.artifact.manifest.arrays
+        gains = {half: float(arrays[f"{half}_sketch"].gain) or 1.0 for half in subject.halves}
+        sketches = {half: subject.sketch(half) / gain for half, gain in gains.items()}
+        yield from of_sketches(kernels, sketches, subject.weight_BN)
+    if isinstance(kernels, GraspError) or kernels.positions is None:
+        yield missing("opposed gradients", ALIGNED, _no_positions(kernels))
+    else:
+        yield _opposed(*measures.negative_pairs(kernels.positions.gradient_NN))
     yield _bound(measures.direct_sum_bound(subject.sketch("hidden"), subject.sketch("residual")))
     for half in subject.halves:
         yield _rank(f"{half}_sketch", subject.sketch(half))
-    built = [kernel for kernel, array in RELEVANCE.items() if array in artifact.array_names]
-    if {"pooled", "token"} <= set(built):
+
+
+def _of_pooled(subject: _Subject, kernels: Kernels | GraspError) -> Iterator[Check]:
+    """What is lost where positions are summed up first."""
+    if isinstance(kernels, GraspError) or kernels.positions is None:
+        yield missing("pooled for tokens", MOST_OF_IT, _no_positions(kernels))
+    else:
+        yield _rank_one(kernels, subject.weight_BN)
+    if {RELEVANCE["pooled"], RELEVANCE["token"]} <= set(subject.artifact.array_names):
         yield _kernels(subject)
+
+
+def _no_positions(kernels: Kernels | GraspError) -> str:
+    return str(kernels) if isinstance(kernels, GraspError) else f"positions were not kept; {HOW_TO_KEEP}"
 
 
 def _bound(found: measures.DirectSumBound) -> Check:
@@ -286,7 +277,7 @@ def _bound(found: measures.DirectSumBound) -> Check:
     advice = "rows are too far apart for the bound to say anything: go by `direct sum for product`"
     if not right:
         advice = "the identity fails: the sketches hold what is no number, or this is a fault of GRASP to report"
-    return check(
+    return judged(
         "direct-sum bound",
         f"{'met' if right else 'BROKEN'} (an identity, to {found.off:.0e}: it checks the code); gap "
         f"{found.mean:.2f} in the mean, {found.largest:.2f} at most, {tight:.0%} of the bound of {found.bound:.2f}",
@@ -295,14 +286,13 @@ def _bound(found: measures.DirectSumBound) -> Check:
         right and found.mean <= 0.1,
         advice,
         asdict(found) | {"tight": tight},
-        "geometry",
     )
 
 
 def _rank(name: str, sketch_ND: F64) -> Check:
     rank = measures.effective_rank(sketch_ND)
     width = min(sketch_ND.shape[1], len(sketch_ND) - 1)
-    return check(
+    return judged(
         f"effective rank, {name.replace('_', ' ')}",
         f"{rank:.1f} of {width}",
         f"{max(1, width // 8)} or more",
@@ -310,7 +300,6 @@ def _rank(name: str, sketch_ND: F64) -> Check:
         "a few directions carry it: lower features.tau (hidden), raise features.epsilon (residual), or use a narrower "
         "sketch; near-duplicate rows do it too",
         {"rank": rank, "width": float(width)},
-        "geometry",
     )
 
 
@@ -322,14 +311,14 @@ def _complement(subject: _Subject, protocol: ScoringProtocol) -> Iterator[Check]
     name = "pairs that complement"
     bent = {half: omega for half, omega in protocol.components.items() if omega and not half.endswith(".self")}
     if not bent:
-        value = f"protocol {protocol.name} weighs no pairs of rows: gains add up, and no line on sketches bears on it"
-        yield check(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0}, "geometry")
+        value = f"protocol {protocol.name} weighs no pairs of rows: gains add up"
+        yield judged(name, value, ALIGNED, True, "", {"pairs": 0.0, "mass": 0.0})
     for component, omega in bent.items():
         half = component.split(".")[0]
         lacking = {"hidden", "residual"} - set(subject.halves) if half == "joint" else {half} - set(subject.halves)
         if lacking:
             why = f"the artifact has no {' and '.join(sorted(lacking))} sketch"
-            yield missing(f"{name}, {component}", ALIGNED, why, "geometry")
+            yield missing(f"{name}, {component}", ALIGNED, why)
             continue
         parts = [subject.sketch(part) for part in (("hidden", "residual") if half == "joint" else (half,))]
         sketch_ND = np.concatenate(parts, axis=1)
@@ -344,14 +333,13 @@ def _complements(component: str, omega: float, pairs: float, mass: float) -> Che
         advice += "; a narrow sketch gives small inner products a sign by chance: a wider one may be aligned"
     if omega > 0:
         advice = "the protocol rewards large norms: gains grow, and `grasp select` can give no bound; use a penalty"
-    return check(
+    return judged(
         f"pairs that complement, {component}",
         f"{pairs:.0%} of pairs of sketches have a negative inner product, {mass:.0%} of the mass (weight {omega:+g})",
         ALIGNED,
         omega < 0 and mass <= 0.05,
         advice,
         {"pairs": pairs, "mass": mass, "omega": omega},
-        "geometry",
     )
 
 
@@ -359,14 +347,13 @@ def _kernels(subject: _Subject) -> Check:
     pooled_NE, token_NE = (subject.array(RELEVANCE[kernel]) for kernel in ("pooled", "token"))
     each = [measures.rank_agreement(a, b) for a, b in zip(pooled_NE.T, token_NE.T, strict=True)]
     rho = float(np.nanmean(each)) if not all(map(isnan, each)) else float("nan")
-    return check(
+    return judged(
         "pooled against token relevance",
         f"ranks of rows agree {rho:+.2f}, mean over units",
         "0.5 or more",
         rho >= 0.5,
         "the kernels rank rows differently: prefer token, or let `grasp calibrate` choose",
         {"ranks": rho},
-        "pooled",
     )
 
 
@@ -384,7 +371,7 @@ def _batches(subject: _Subject) -> Check:
     worst = max(hidden, residual)
     kind = str(model.dtype).removeprefix("torch.")
     allowed = BATCH_TOLERANCE.get(kind, BATCH_TOLERANCE["float32"])
-    return check(
+    return judged(
         "batch invariance",
         f"rows alone and in batches differ by {worst:.1e} ({kind}, {len(index)} rows)",
         f"at most {allowed:.0e}",
@@ -395,13 +382,13 @@ def _batches(subject: _Subject) -> Check:
     )
 
 
-def _tails(artifact: ArtifactReader, protocol: ScoringProtocol) -> Iterator[Check]:
+def _tails(artifact: ArtifactReader, kernels: Iterable[str]) -> Iterator[Check]:
     """Of every kernel that the protocol counts, over all rows."""
-    for kernel in kernel_weights(protocol.fitted(artifact.array_names, artifact.feature_settings)):
+    for kernel in kernels:
         share_E = measures.top_shares(block for _, block in artifact.array_blocks(f"relevance_{kernel}"))
         middle, most = float(np.median(share_E)), int(share_E.argmax())
         worst = f"{artifact.units['target'][most].as_py()}/{artifact.units['unit_id'][most].as_py()}"
-        yield check(
+        yield judged(
             f"tail, {kernel}",
             f"one row of {artifact.n_rows:,} holds {middle:.0%} of a unit's squared relevance in the median, "
             f"{share_E[most]:.0%} of {worst}",
@@ -419,7 +406,7 @@ def _range(artifact: ArtifactReader) -> Iterator[Check]:
         return
     loss = float(artifact.moments["token.loss"][0])
     share, known = tested(loss, int(artifact.manifest.detail("vocab_size")))
-    yield check(
+    yield judged(
         "model in the tested range",
         f"its loss on the corpus, {loss:.2f} nats a token, is {share:.0%} of ln V",
         f"within 10 points of {' or '.join(f'{one:.0%}' for one in TESTED)}, of which retraining tells",
@@ -442,7 +429,7 @@ def _draw(subject: _Subject, protocol: ScoringProtocol, seed: int) -> Check:
     except ArtifactError as err:
         return missing(name, STEADY_RANKS, str(err))
     worst = min(agreed, key=agreed.__getitem__)
-    return check(
+    return judged(
         name,
         f"ranks of {len(subject.index)} rows agree {agreed[worst]:+.3f} for {worst}, the least of "
         f"{len(agreed)} targets, between two samples of {positions:,} positions",
@@ -456,7 +443,7 @@ def _draw(subject: _Subject, protocol: ScoringProtocol, seed: int) -> Check:
 def _stability(artifact: ArtifactReader, environment: Environment, protocol: ScoringProtocol) -> Iterator[Check]:
     for points in agreement(artifact, environment, protocol).points:
         found = measures.stability(points.predicted_B, points.realized_B)
-        yield check(
+        yield judged(
             f"ranking stability, {points.target}",
             f"{found.accuracy:.0%} of pairs in order; certain by the bound {found.bound:.0%}, by own errors "
             f"{found.certain:.0%}",
