@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from grasp.errors import SettingsError
 from grasp.files import TABLES, written_aside
-from grasp.text import plain, signed, text_table
+from grasp.text import number, plain, signed, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,11 +30,13 @@ class Result:
         table: the numbers; rows are named by their row_id, never by position.
         headline: the answer in one sentence.
         notes: provenance and cautions, a sentence each; they stand under the table.
+        signs: whether its numbers are changes, which have one.
     """
 
     table: pa.Table
     headline: str = ""
     notes: tuple[str, ...] = ()
+    signs: bool = True
 
     def to_arrow(self) -> pa.Table:
         """The numbers as an Arrow table."""
@@ -66,7 +68,7 @@ class Result:
         """Headings and the first rows as text."""
         names = list(self.table.column_names)
         rows = self.table.slice(0, ROWS_SHOWN).to_pylist()
-        return names, [[_cell(row[name]) for name in names] for row in rows]
+        return names, [[_cell(row[name], signs=self.signs) for name in names] for row in rows]
 
     def _below(self) -> Sequence[str]:
         more = len(self) - ROWS_SHOWN
@@ -115,7 +117,9 @@ def _no_formula(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.if_else(is_formula, pc.binary_join_element_wise("'", column, ""), column)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, *, signs: bool) -> str:
     if not isinstance(value, float):
         return "-" if value is None else str(value)
+    if not signs:
+        return number(value) if abs(value) >= 0.01 or not value else f"{value:.2g}"
     return signed(value) if abs(value) >= 0.01 or not value else f"{value:+.2g}"

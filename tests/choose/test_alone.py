@@ -11,7 +11,7 @@ import grasp
 from grasp.choose.alone import Taught, most_telling
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
 PEAK = np.array([0.5, 0.3, 0.2])
@@ -98,9 +98,34 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     succeed(*asked, "--art", artifact.path, "--subsets", tmp_path / "next.parquet")
     (block,) = read_subsets(tmp_path / "next.parquet", RowIndex.from_parquet(artifact.rows_path))
     assert block.subset_ids == ("next-1", "next-2")
-    next_runs = grasp.predict_runs(runs, pacsv.read_csv(tmp_path / "next.csv").drop_columns(["settles"])).to_pandas()
+    next_runs = grasp.predict_runs(runs, tmp_path / "next.csv").to_pandas()
     assert set(next_runs["mixture"]) == {"next-1", "next-2"}
+    printed = succeed("runs", "propose", tmp_path / "runs", "--count", 2).lines
+    assert [cells(line)[0] for line in printed[1:6]] == ["next-1", "settles", *TOPICS]
+    assert printed[6].startswith("settles: by how much the best mixture is expected to become better")
+    assert max(map(len, printed)) <= 140
     assert "name it" in refused("runs", "propose", tmp_path / "runs", "--subsets", tmp_path / "x.parquet")
+
+
+def test_what_mix_writes_is_what_predict_reads_and_losses_have_no_sign(runs, tmp_path):
+    runs.save(tmp_path / "runs")
+    succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss", "--out", tmp_path / "best.csv")
+    said = succeed("runs", "predict", tmp_path / "runs", tmp_path / "best.csv", "--metric", "sciq/loss")
+    shown = {cells(line)[0]: cells(line)[2] for line in said.lines[2:5]}
+    assert shown.keys() == {"proposed", "best_run", "mean_of_runs"}
+    assert float(shown["proposed"]) == pytest.approx(3.0, abs=0.02)
+    assert "+" not in said.out
+    assert "outside" not in said.out
+
+
+def test_a_value_without_a_column_gets_nothing_and_what_no_run_covered_is_said():
+    narrow = runs_of(0.2 + 0.4 * np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS))
+    found = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.9], "science": [0.1]}))
+    full = grasp.predict_runs(narrow, mixtures(np.array([[0.9, 0.1, 0.0]])))
+    assert found.to_pandas()["expected"].to_list() == full.to_pandas()["expected"].to_list()
+    assert re.search(
+        r"outside of what the runs covered, so trust it less: bold \(games 90%, in the runs 2\d% to 4\d%\)", str(found)
+    )
 
 
 def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by(tmp_path):
@@ -115,10 +140,15 @@ def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.table({"games": [1.0], "science": [0.0]}), "has no column for 1 values: travel"),
+        (pa.table({"games": [0.5], "science": [0.3]}), r"add up to 0.8 \(no column, so nothing of: travel\), expected"),
+        (pa.table({"games": [1.0], "scence": [0.0]}), r"'scence' is no value .* on \(did you mean 'science'\?\)"),
+        (
+            pa.table({"value": ["games"], "rows": [1]}),
+            "has a column `value` and no shares: expected proposed",
+        ),
         (mixtures(np.array([[0.5, 0.2, 0.2]])), "mixture 'mixture-1': its shares add up to 0.9"),
         (mixtures(np.array([[1.5, -0.5, 0.0]])), "expected numbers of 0 or more"),
-        (mixtures(PEAK[None], more=[1.0]), "column 'more' is no value that the runs were trained on"),
+        (mixtures(PEAK[None], more=[1.0]), "'more' is no value that the runs were trained on; they are games"),
     ],
 )
 def test_mixtures_that_do_not_fit_are_refused(runs, table, message):

@@ -48,6 +48,7 @@ CANDIDATES = 1_000
 TRIED = 250  # of the candidates: those that may be best, and some of the others
 MOST = TRIED // 2  # so many different ones are among them for certain
 NODES = 21  # of the quadrature
+SLACK = 0.005  # of a share, beyond those of the runs
 CLIMBS = 8  # of the best runs, that the best mixture is looked for from
 
 
@@ -119,6 +120,22 @@ class Taught:
         )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Proposal(Result):
+    """Mixtures to train; on a screen a line a value, as there may be many."""
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        mixtures, settles, *shares = (column.to_pylist() for column in self.table.columns)
+        lines = [
+            [name, *(f"{share:.1%}" for share in column)]
+            for name, column in zip(self.table.column_names[2:], shares, strict=True)
+        ]
+        return ["", *mixtures], [["settles", *(f"{value:.2g}" for value in settles)], *lines]
+
+    def _below(self) -> Sequence[str]:
+        return self.notes
+
+
 def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
     """What mixtures would give, by what imported runs teach, with an interval that holds nine of ten runs.
 
@@ -131,7 +148,10 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
     taught = Taught.of(runs, metric)
     names, share_BG = read_mixtures(mixtures, taught.table.values)
     return Result(
-        taught.lines(names, share_BG), f"{len(names):,} mixtures, by {len(taught.table):,} runs", _notes(taught)
+        taught.lines(names, share_BG),
+        f"{len(names):,} mixtures, by {len(taught.table):,} runs",
+        (*_outside(taught, names, share_BG), *_notes(taught)),
+        signs=False,
     )
 
 
@@ -168,7 +188,10 @@ def mix_runs(
         for one in lines
     ]
     return Result(
-        shares, f"the best mixture by {len(taught.table):,} runs of {taught.table.name}", (*said, *_notes(taught))
+        shares,
+        f"the best mixture by {len(taught.table):,} runs of {taught.table.name}",
+        (*said, *_notes(taught)),
+        signs=False,
     )
 
 
@@ -215,10 +238,16 @@ def propose_runs(
         _write_subsets(taught.table, names, share_BG[picked], artifact, Path(subsets))
     columns = {name: share_BG[picked, g] for g, name in enumerate(taught.table.values)}
     what = "the best mixture" if decide == "best" else f"what each {taught.table.info.label} is worth"
-    return Result(
+    settled = (
+        "by how much the best mixture is expected to become better through this run, in the metric's unit"
+        if decide == "best"
+        else "the part of what is uncertain of all values that this run takes away, in the metric's unit"
+    )
+    return Proposal(
         pa.table({"mixture": names, "settles": settles} | columns),
-        f"{len(picked)} mixtures that say most of {what}, by {len(found):,} runs",
-        _notes(taught),
+        f"{len(picked)} mixtures that say most of {what}, by {len(found):,} runs; train the first one first",
+        (f"settles: {settled}", *_notes(taught)),
+        signs=False,
     )
 
 
@@ -309,6 +338,20 @@ def _gains(mean_B: F64, moved_Bx: F64) -> F64:
         for node, weight in zip(nodes, weights / weights.sum(), strict=True)
     )
     return np.asarray(np.maximum(best_x - mean_B.max(), 0.0))
+
+
+def _outside(taught: Taught, names: Sequence[str], share_BG: F64) -> tuple[str, ...]:
+    """A sentence on mixtures that give a value more, or less, than any run did."""
+    low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
+    beyond_BG = np.maximum(share_BG - high_G, low_G - share_BG)
+    found = []
+    for name, share_G, beyond_G in zip(names, share_BG, beyond_BG, strict=True):
+        g = int(np.argmax(beyond_G))
+        if beyond_G[g] > SLACK:
+            value = taught.table.values[g]
+            found.append(f"{name} ({value} {share_G[g]:.0%}, in the runs {low_G[g]:.0%} to {high_G[g]:.0%})")
+    more = f" and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
+    return (f"outside of what the runs covered, so trust it less: {'; '.join(found[:NAMED])}{more}",) if found else ()
 
 
 def _notes(taught: Taught) -> tuple[str, ...]:

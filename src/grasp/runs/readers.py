@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from grasp.errors import EnvironmentDataError
 from grasp.files import check_place
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
-from grasp.text import parse_json
+from grasp.text import did_you_mean, parse_json
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
 SEEDS, SIZES, TOKENS = ("seed",), ("size", "model_size", "params"), ("tokens", "train_tokens", "n_tokens")
@@ -33,6 +33,7 @@ FINISHED = ("finished", "completed", "success")
 LOWER = r"loss|perplexity|ppl|nll|bpb|bits_per_byte|error|(^|[/_.])ce($|[/_.])"
 HIGHER = r"acc|f1|exact_match|(^|[/_.])em($|[/_.])|bleu|rouge|score|pass@|reward|auc|utility|mrr|recall|precision"
 ROW_COLUMNS = ("row_id", "doc_id")
+MIXTURES = ("proposed", "best_run", "mean_of_runs", "now")  # columns of what `mix` writes
 SHOWN = 5
 MOST_WHOLE = (1 << 63) - 1
 
@@ -109,18 +110,22 @@ def import_runs(
 def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
     """Names of mixtures, and their shares (B, G) of `values`.
 
+    A line a mixture and a column a value, of which those that get nothing may be absent; or a line a value and a column
+    a mixture, as `mix` writes them.
+
     Raises:
-        EnvironmentDataError: no table; a value without a column; shares that are no numbers, or do not add up to 1.
+        EnvironmentDataError: no table; an unknown value; shares that are no numbers, or do not add up to 1.
     """
     table, where = _table(source)
-    if missing := [name for name in values if name not in table.column_names]:
-        raise EnvironmentDataError(
-            f"{where}: has no column for {len(missing)} values: {', '.join(missing[:SHOWN])}; expected one for each "
-            "value that the runs were trained on"
-        )
-    if unknown := sorted(set(table.column_names) - set(values) - {*NAMES, "mixture"}):
-        raise EnvironmentDataError(f"{where}: column {unknown[0]!r} is no value that the runs were trained on")
-    named = [name for name in table.column_names if name not in values]
+    if "value" in table.column_names and "value" not in values:
+        table = _turned(table, where)
+    named = [name for name in table.column_names if name not in values and name in (*NAMES, "mixture")]
+    if unknown := [name for name in table.column_names if name not in (*values, *named, "settles")]:
+        meant = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:SHOWN])} ..."
+        raise EnvironmentDataError(f"{where}: {unknown[0]!r} is no value that the runs were trained on{meant}")
+    absent = [name for name in values if name not in table.column_names]
+    for name in absent:
+        table = table.append_column(name, pa.array(np.zeros(len(table))))
     names = (
         tuple(_text(table, named[0], where).to_pylist())
         if named
@@ -130,11 +135,21 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     share_BG = np.stack([np.full(len(table), np.nan) if one is None else one for one in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):
         if not (np.isfinite(share_G) & (share_G >= 0)).all() or abs(share_G.sum() - 1.0) > SUM_SLACK:
+            without = f" (no column, so nothing of: {', '.join(absent[:SHOWN])})" if absent else ""
             raise EnvironmentDataError(
-                f"{where}: mixture {name!r}: its shares add up to {share_G.sum():.4g}, expected numbers of 0 or more "
-                "that add up to 1"
+                f"{where}: mixture {name!r}: its shares add up to {share_G.sum():.4g}{without}, expected numbers of 0 "
+                "or more that add up to 1"
             )
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
+
+
+def _turned(table: pa.Table, where: str) -> pa.Table:
+    """A line a value and a column a mixture, as a line a mixture."""
+    columns = [name for name in MIXTURES if name in table.column_names]
+    if not columns:
+        raise EnvironmentDataError(f"{where}: has a column `value` and no shares: expected {', '.join(MIXTURES)}")
+    lines = zip(_text(table, "value", where).to_pylist(), *(table[name] for name in columns), strict=True)
+    return pa.table({"mixture": columns} | {value: pa.array(shares) for value, *shares in lines})
 
 
 # --------------------------------------------------------------------------------------------- what was trained on
