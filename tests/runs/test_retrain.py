@@ -23,7 +23,7 @@ from grasp.runs import retrain as module
 from grasp.runs.environment import Environment, Run
 from grasp.runs.retrain import Worker, retrain
 from grasp.runs.retrain_plan import resolved_recipe, row_names
-from grasp.runs.train import train
+from grasp.runs.train import Trainer, train
 from grasp.settings import retrain_settings
 from grasp.yaml_files import read_yaml
 from tests.extract.test_chat_build import chat_settings
@@ -210,8 +210,9 @@ def test_a_worker_waits_for_what_others_hold_and_does_the_rest(inputs, whole, tm
     np.testing.assert_array_equal(env.utilities().values_BSE, whole.utilities().values_BSE)
 
 
-def test_progress_says_how_far_and_how_long(inputs, tmp_path):
-    seen = []
+def test_progress_says_how_far_and_how_long(inputs, tmp_path, monkeypatch):
+    seen, steps, advance = [], [], Trainer.advance
+    monkeypatch.setattr(Trainer, "advance", lambda self, batch: steps.append(self.step) or advance(self, batch))
     retrain(settings(inputs, n_subsets=1, seeds=[0]), tmp_path / "env", seen.append)
     assert [status.stage for status in seen[:2]] == ["tokenizer", "rows"]
     runs = [status for status in seen if status.stage == "runs"]
@@ -221,6 +222,9 @@ def test_progress_says_how_far_and_how_long(inputs, tmp_path):
     assert [status.done for status in runs] == [0] * 5 + [1] * 5 + [2]
     assert all(status.seconds_left > 0 for status in runs[:9])
     assert runs[-1].seconds_left == 0
+    (cost,) = [status.cost for status in seen if status.stage == "cost"]
+    assert (cost.runs, cost.steps, cost.seconds_a_step > 0) == (2, 5, True)
+    assert steps == [0, 1, 2, 3, 4] * 2  # no step is trained only to tell the time
 
 
 def test_seeds_can_be_added_later(inputs, tmp_path):

@@ -119,8 +119,8 @@ def retrain(
 ) -> None:
     """Train a model on each of many subsets, and score it.
 
-    Says first what it will cost. What is finished is never trained again: the same command, or --resume, goes on after
-    a kill, and adds subsets or seeds.
+    Says after the first steps what it will cost. What is finished is never trained again: the same command, or
+    --resume, goes on after a kill, and adds subsets or seeds.
     """
     settings = merged(config or {}, assign, {}) if config or assign else None
     spec = cluster(engine, workers, address, None)

@@ -50,25 +50,26 @@ from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 
 POLL_SECONDS = 2.0
+TIMED_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RetrainStatus:
     """What is known while an environment fills."""
 
-    stage: str  # "rows", "tokenizer", "cost", "runs"
+    stage: str  # "rows", "tokenizer", "runs", "cost"
     done: int = 0  # runs with a result
     total: int = 0
     running: tuple[str, ...] = ()  # of this worker
     step: int = 0
     steps: int = 0
     seconds_left: float | None = None  # from the runs that ended since this call began
-    cost: "RetrainCost | None" = None  # told once, before the first run
+    cost: "RetrainCost | None" = None  # told once, after the first steps
 
 
 @dataclass(frozen=True, slots=True)
 class RetrainCost:
-    """What is left to train, from one optimizer step that was timed."""
+    """What is left to train, by the first steps of the first run."""
 
     runs: int  # without a result yet
     steps: int  # of each
@@ -90,7 +91,7 @@ class RetrainCost:
         share = "" if self.workers == 1 else f" with {self.workers} workers"
         run, whole = duration_text(self.seconds_a_run), duration_text(self.seconds)
         return (
-            f"{self.runs:,} runs of {self.steps:,} steps; one step was timed: {run} a run, {whole} for all{share}; "
+            f"{self.runs:,} runs of {self.steps:,} steps; by its first steps {run} a run, {whole} for all{share}; "
             f"stop at any time, the same command goes on\n{evidence(self.subsets)}"
         )
 
@@ -126,8 +127,6 @@ def retrain(
     settings = fitted_lengths(settings)
     environment = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
     forget_failures(out)
-    if progress is not None and cluster is None and not settings.train_command and environment.pending():
-        progress(RetrainStatus("cost", cost=retrain_cost(settings, environment)))
     if jobs is not None:
         hand_out(settings, environment, jobs)
     elif cluster is not None:
@@ -140,29 +139,10 @@ def retrain(
     return Environment.open(out)
 
 
-def retrain_cost(settings: RetrainSettings, environment: Environment) -> RetrainCost:
-    """Train one step more than one, and time the last: the first pays for what comes only once."""
-    worker = Worker(settings, environment)
-    recipe = worker.recipe.model_copy(update={"steps": 2, "warmup_steps": 0})
-    ends: list[float] = []
-
-    def step_done(_: int) -> None:
-        if torch.device(worker.device).type == "cuda":
-            torch.cuda.synchronize()  # a step is queued, not done
-        ends.append(time.perf_counter())
-
-    seeds = list(range(settings.stack))
-    nothing_dropped = [None] * settings.stack
-    train_stacked(recipe, worker.store, seeds=seeds, retained=nothing_dropped, device=worker.device, progress=step_done)
-    seconds = (ends[1] - ends[0]) / settings.stack
-    subsets = len(environment.info.subset_ids)
-    return RetrainCost(len(environment.pending()), worker.recipe.steps, seconds, settings.workers or 1, subsets)
-
-
 def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     """Work on the runs of a prepared environment until none is left to try, then merge them if all are there."""
     worker = Worker(settings, Environment.open(out))
-    clock = _Clock(worker.environment)
+    clock, first = _Clock(worker.environment), _FirstSteps(worker, progress)
     while pending := worker.environment.untried():
         claims = worker.environment.claim(settings.stack, ttl=settings.lease_seconds)
         if not claims:
@@ -174,6 +154,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
         def step_done(step: int, runs: tuple[Run, ...] = runs, left: int = len(pending)) -> None:
             stems = tuple(run.stem for run in runs)
             progress(clock.status(left, stems, step, 0 if settings.train_command else worker.recipe.steps))
+            first.step(step, models=len(runs), left=left)
 
         with held(list(claims.values()), ttl=settings.lease_seconds):
             if settings.train_command is None:
@@ -316,6 +297,35 @@ def _fill_on_cluster(
         while not cluster.done(tasks, POLL_SECONDS):
             progress(clock.status(len(environment.pending()), (), 0, 0))
     progress(clock.status(len(environment.pending()), (), 0, 0))
+
+
+class _FirstSteps:
+    """Tells once what all runs will cost, by the first steps of real work; the very first pays for what comes once."""
+
+    def __init__(self, worker: Worker, progress: Progress) -> None:
+        self._worker = worker
+        self._progress: Progress | None = None if worker.settings.train_command else progress
+        self._begun: tuple[int, float] | None = None
+
+    def step(self, step: int, *, models: int, left: int) -> None:
+        """One more step of so many models is done; so many runs have no result."""
+        if self._progress is None:
+            return
+        steps, settings = self._worker.recipe.steps, self._worker.settings
+        is_first = self._begun is None or step <= self._begun[0]
+        if self._begun is not None and not is_first and step < min(self._begun[0] + TIMED_STEPS, steps):
+            return
+        if torch.device(self._worker.device).type == "cuda":
+            torch.cuda.synchronize()  # a step is queued, not done
+        now = time.perf_counter()
+        if self._begun is None or is_first:
+            self._begun = step, now
+        else:
+            seconds = (now - self._begun[1]) / (step - self._begun[0]) / models
+            subsets = len(self._worker.environment.subset_ids)
+            cost = RetrainCost(left, steps, seconds, settings.workers or 1, subsets)
+            self._progress(RetrainStatus("cost", cost=cost))
+            self._progress = None
 
 
 class _Clock:
