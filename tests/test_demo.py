@@ -1,5 +1,6 @@
 """The demo's retrained subsets: those of its own rows and units only, and what to run where there are none."""
 
+import re
 import shlex
 import shutil
 
@@ -36,6 +37,21 @@ def test_own_retrainings_come_before_those_that_ship(tmp_path, monkeypatch):
     assert retrained(Demo(tmp_path), artifact).name == "shipped"
     write_environment(tmp_path / "environment", artifact)
     assert retrained(Demo(tmp_path), artifact).name == "environment"
+
+
+def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    runs = write_environment(tmp_path / "env", artifact)
+    evaluation = grasp.evaluate(grasp.open(tmp_path / "art"), runs)
+    heading, *lines = grasp.demo._agreement(evaluation).splitlines()
+    assert re.split("  +", heading) == ["target", "rank correlation", "95 % interval", "ceiling", "95 % interval"]
+    line = next(one for one in evaluation.records() if one["target"] == "sciq")
+    low, high = (f"{line[f'task_ceiling_{end}']:.2f}" for end in ("low", "high"))
+    assert re.split("  +", lines[0])[3:] == [f"{line['task_ceiling']:.2f}", f"{low} to {high}"]
+    assert f"with 95 % intervals: sciq {low} to {high}, boolq " in repr(evaluation)
+    page = grasp.open(tmp_path / "art").report(tmp_path / "page.html", runs=runs, explain=0).read_text()
+    ends = f"[{line['task_ceiling_low']:.3f}, {line['task_ceiling_high']:.3f}]"
+    assert page.count(f'{line["task_ceiling"]:.3f}</span> <small class="num">{ends}') >= 1
 
 
 def test_retrainings_of_other_rows_unfinished_or_none_are_named(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -197,7 +198,8 @@ def _trust(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> Envir
         say("")
         return None
     say(_agreement(grasp.evaluate(art, runs)))
-    say("1 is the right order, 0 is chance. Retraining is noisy: no prediction can reach more than the last column.\n")
+    say("1 is the right order, 0 is chance. Retraining is noisy: a perfect prediction would reach the ceiling.")
+    say("The ceiling is an estimate from how well two trainings agree, with an interval of its own.\n")
     return runs
 
 
@@ -208,13 +210,18 @@ def _agreement(evaluation: grasp.Result) -> str:
         (
             line["target"],
             number(line["task_rho"], 2),
-            f"{number(line['task_rho_low'], 2)} to {number(line['task_rho_high'], 2)}",
+            _interval(line, "task_rho"),
             number(line["task_ceiling"], 2),
+            _interval(line, "task_ceiling"),
         )
         for line in evaluation.to_arrow().to_pylist()
         if line["method"] == name
     ]
-    return text_table("", ("target", "rank correlation", "95 % interval", "at most"), lines)
+    return text_table("", ("target", "rank correlation", "95 % interval", "ceiling", "95 % interval"), lines)
+
+
+def _interval(line: dict[str, Any], figure: str) -> str:
+    return f"{number(line[f'{figure}_low'], 2)} to {number(line[f'{figure}_high'], 2)}"
 
 
 def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Callable[[str], None]) -> None:

@@ -152,10 +152,11 @@ def _scatter(points: TargetPoints, row: TargetMetrics) -> View:
     left_B = LEFT + (RIGHT - LEFT) * (x_B - x_B.min()) / (np.ptp(x_B) or 1.0)
     low, tall = (y_B - spread_B).min(), np.ptp(np.concatenate([y_B - spread_B, y_B + spread_B])) or 1.0
     up_3B = BOTTOM - (BOTTOM - TOP) * (np.stack([y_B, y_B - spread_B, y_B + spread_B]) - low) / tall
-    ceiling, held_out = _value(row["task_ceiling"]), " (held-out)" if points.role == "held-out" else ""
+    ceiling, held_out = row["task_ceiling"], " (held-out)" if points.role == "held-out" else ""
     target = f"{name(points.target)}{held_out}"
+    limit = "" if ceiling.value is None else f", ceiling {_estimate(ceiling)}"
     return {
-        "caption": f"{target}: rho {_estimate(row['task_rho'])}" + (f", ceiling {ceiling}" if ceiling else ""),
+        "caption": f"{target}: rho {_estimate(row['task_rho'])}{limit}",
         "about": f"Scatter of predicted against realized utility of {target}, a point a subset",
         "dots": [[f"{number:.1f}" for number in dot] for dot in zip(left_B, *up_3B, strict=True)],
         "x0": signed(float(x_B.min()), 1),
@@ -169,7 +170,7 @@ def _fidelity_lines(result: MethodResult, report: Evaluation) -> list[View]:
     def line(target: str, units: int, of: Any) -> View:
         shown = {key: _cell(of(metric)) for key, metric in METRICS.items()}
         named = {"method": name(result.method), "target": target, "units": units}
-        return named | {"ceiling": _value(of("task_ceiling"))} | shown
+        return named | {"ceiling": _cell(of("task_ceiling"))} | shown
 
     lines = [line(name(report.marked(row.target, result)), row.n_units, row.__getitem__) for row in result.targets]
     if len(result.targets) > 1:
@@ -187,11 +188,6 @@ def _estimate(estimate: Estimate) -> str:
 def _cell(estimate: Estimate) -> View:
     ends = "" if estimate.low is None or estimate.high is None else f"[{number(estimate.low)}, {number(estimate.high)}]"
     return {"value": "undefined" if estimate.value is None else number(estimate.value), "interval": ends}
-
-
-def _value(estimate: Estimate) -> str:
-    """Without its interval; empty where it is undefined."""
-    return "" if estimate.value is None else number(estimate.value)
 
 
 # ---------------------------------------------------------------------------------- selection and mixture

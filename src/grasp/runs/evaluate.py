@@ -26,7 +26,7 @@ from grasp.runs.metrics import (
 from grasp.runs.predictions import Cost, Predictions, Standing
 from grasp.seeds import bootstrap_weights
 from grasp.targets.units import LossOn, Unit, UnitSet
-from grasp.text import different, json_text, plain, text_table
+from grasp.text import different, json_text, number, plain, text_table
 
 AVERAGE = "average"
 APART: dict[Standing, str] = {
@@ -167,8 +167,17 @@ class Evaluation(Result):
         marked = " ".join(self.marked(row.target, result) for result in self.methods for row in result.targets)
         return [f"{mark}: {says}" for mark, says in MARKS.items() if mark in marked]
 
+    def _of_ceilings(self) -> list[str]:
+        """What the ceilings of tasks are, and how sure; they are the runs', whatever the method."""
+        ceilings = {row.target: row["task_ceiling"] for result in self.methods[:1] for row in result.targets}
+        ends = {target: one for target, one in ceilings.items() if one.low is not None}
+        if not ends:
+            return []
+        intervals = ", ".join(f"{target} {number(one.low, 2)} to {number(one.high, 2)}" for target, one in ends.items())
+        return [f"ceiling: an estimate by how well seeds agree; of task rho, with 95 % intervals: {intervals}"]
+
     def _below(self) -> list[str]:
-        lines = dict.fromkeys([*self.marks(), *self.notes])
+        lines = dict.fromkeys([*self._of_ceilings(), *self.marks(), *self.notes])
         for result in self.methods:
             for row in result.targets:
                 for metric in (*HEADINGS, "task_rho_standardised"):
