@@ -1,0 +1,134 @@
+"""How long is the road of a command? What it passes of `src/grasp` on a small world, counted.
+
+    python -m tools.road            # prints the table of docs/road.md
+    python -m tools.road --names    # also what is passed, in order
+
+A function is passed if it is called, in any thread. Lambdas and comprehensions are their function's; what runs while a
+module is imported counts for nothing. Depth is the most functions that wait for one another. Who reads the functions
+in the order in which they are first called changes the module so often.
+"""
+
+import argparse
+import io
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import groupby, pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from types import CodeType, FrameType
+
+import grasp.cli
+from grasp.yaml_files import write_yaml
+from tests.extract.world import world
+
+ROOT = Path(__file__).parents[1]
+HOUSE = str(ROOT / "src" / "grasp") + os.sep
+COMMANDS = {
+    "grasp build": ("build", "--config", "settings.yaml", "--out", "made", "--untrained"),
+    "grasp select --export": ("select", "art", "--budget", "30%", "--out", "kept.parquet", "--export", "kept"),
+    "grasp predict --by": ("predict", "art", "--by", "topic"),
+    "grasp score": ("score", "art", "--top", "5"),
+    "grasp report": ("report", "art", "--by", "topic", "--out", "report.html"),
+}
+
+
+IMPORT = "import"  # stands for a module that is being imported
+
+
+class Road:
+    """What a command passes: functions, as module:name, in the order in which they are first called."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, None] = {}
+        self.depth = 0
+        self._waiting = threading.local()
+
+    def told(self, frame: FrameType, event: str, _: object) -> None:
+        """As `sys.setprofile` tells of calls and returns."""
+        stack: list[str | None] = self._waiting.__dict__.setdefault("stack", [])
+        if event == "call":
+            name = None if IMPORT in stack else _name(frame.f_code)
+            stack.append(name)
+            if name and name != IMPORT:
+                self.functions.setdefault(name)
+                self.depth = max(self.depth, len(list(filter(None, stack))))
+        elif event == "return" and stack:
+            stack.pop()
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Functions, modules, depth, changes of module."""
+        modules = [name.partition(":")[0] for name in self.functions]
+        changes = sum(one != other for one, other in pairwise(modules))
+        return len(modules), len(set(modules)), self.depth, changes
+
+
+def _name(code: CodeType) -> str | None:
+    """What a frame counts as: a function, an import, or nothing of its own."""
+    if code.co_name == "<module>":
+        return IMPORT
+    if not code.co_filename.startswith(HOUSE) or code.co_name.startswith("<"):
+        return None
+    module = code.co_filename.removeprefix(HOUSE).removesuffix(".py").removesuffix("/__init__")
+    return f"{module.replace(os.sep, '.')}:{code.co_qualname}"
+
+
+def make(place: Path) -> None:
+    """A corpus, a model, a target, and an artifact of them."""
+    write_yaml(world(place).model_dump(mode="json"), place / "settings.yaml")
+    said = _run(place, ("build", "--config", "settings.yaml", "--out", "art", "--untrained"))
+    if not (place / "art" / "manifest.json").exists():
+        raise SystemExit(said)
+
+
+def traced(place: Path, arguments: Sequence[str]) -> tuple[tuple[int, int, int, int], list[str]]:
+    """One command in this process: what it counts, and what it passes."""
+    road = Road()
+    _run(place, arguments, road)
+    return road.counts, list(road.functions)
+
+
+def _run(place: Path, arguments: Sequence[str], road: Road | None = None) -> str:
+    os.chdir(place)
+    sys.argv = ["grasp", *arguments]
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            if road is not None:
+                threading.setprofile(road.told)
+                sys.setprofile(road.told)
+            grasp.cli.main()
+        except SystemExit as stop:
+            if stop.code:
+                raise RuntimeError(said.getvalue()) from stop
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    return said.getvalue()
+
+
+def main() -> None:
+    """Trace, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--names", action="store_true", help="Print what is passed, too.")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        place = Path(folder)
+        pool.apply(make, (place,))
+        roads = {name: pool.apply(traced, (place, arguments)) for name, arguments in COMMANDS.items()}
+    print("| command | functions | modules | depth | changes of module |\n|---|---|---|---|---|")
+    for name, (counts, _) in roads.items():
+        print(f"| `{name}` | {' | '.join(map(str, counts))} |")
+    if given.names:
+        for name, (_, functions) in roads.items():
+            print(f"\n{name}")
+            for module, of_module in groupby(functions, lambda function: function.partition(":")[0]):
+                print(f"  {module}: {', '.join(function.partition(':')[2] for function in of_module)}")
+
+
+if __name__ == "__main__":
+    main()
