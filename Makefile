@@ -20,13 +20,12 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/grasp demo --out demo-out
 
-check: $(STAMP)
+check: $(STAMP) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
-	$(BIN)/mkdocs build --strict --quiet
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,9 @@ def test_every_page_has_a_place_and_every_place_a_page():
     assert "reference/commands.md" in made
     packages = {path.parent.name for path in (ROOT / "src" / "grasp").glob("*/__init__.py")} - {"cli"}
     assert made - {"reference/commands.md"} == {f"reference/{name}.md" for name in packages}
+
+
+def test_check_builds_the_site_as_docs_does():
+    asked = ["make", "--dry-run", "--always-make", "check"]
+    lines = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert [line for line in lines if "mkdocs" in line] == [".venv/bin/mkdocs build --strict"]  # quiet hides warnings

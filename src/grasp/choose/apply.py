@@ -81,7 +81,9 @@ def apply(
             the corpus's row_id and doc_id, `score` (standard deviations of relevance, higher is better) and
             `unfamiliar`. After a kill the files that are there are not read again.
         keep: copy the best documents as well, to `kept` in `out`: 20%, or a number of them.
-        split, text_column, id_column: as in `build`.
+        split: as in `build`.
+        text_column: as in `build`.
+        id_column: as in `build`.
     Raises:
         SettingsError: `out` is something else, or was begun with another scorer or corpus.
         CorpusError: the corpus cannot be read, or has no text.

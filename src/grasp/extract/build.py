@@ -73,7 +73,8 @@ def build(
         out: directory of the artifact, or a URL.
         tokenizer: directory, or a transformers tokenizer where the model is an object.
         split: of a corpus with several.
-        text_column, id_column: columns of the corpus; by default `text`, and `row_id` or `id`.
+        text_column: column of the texts; by default `text`.
+        id_column: column of the names; by default `row_id` or `id`.
         max_length: tokens of the longest row; by default what the model reads, at most 2,048.
         limit: only the first so many documents are read.
         match: relevance kernels, `pooled`, `token` or `both`.

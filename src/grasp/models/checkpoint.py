@@ -76,7 +76,8 @@ def load_beside(kind: Any, settings: ModelSettings, what: str, **how: Any) -> An
     """What a checkpoint has beside its weights, e.g. an image processor.
 
     Args:
-        kind, what: as in `load_checkpoint`.
+        kind: as in `load_checkpoint`.
+        what: as in `load_checkpoint`.
         how: more arguments of the loader.
     Raises:
         ModelError: nothing there, or nothing that transformers can load.

@@ -41,7 +41,8 @@ def report(
         target: one, or several; None: all.
         protocol: None: the one that ships.
         runs: retrained subsets, to say how far to trust the predictions; `partial` takes an unfinished set of them.
-        selection, mixture: JSON that was saved with a selection or a mixture of these rows.
+        selection: JSON that was saved with a selection of these rows.
+        mixture: JSON that was saved with a mixture of them.
         suspects: Parquet that was written of a detection in these rows.
         previous: artifacts of earlier checkpoints on the same corpus, or where they are, oldest first.
         explain: best rows of each target whose words are shaded by what they add, and half as many of the worst; for

@@ -61,7 +61,8 @@ def import_runs(
         weights: shares: of the training tokens, adding up to 1; times: how often each value is seen.
         columns: patterns of the columns that are weights, e.g. train_*; none: all numbers that are no result.
         metrics: patterns of the columns that are results, e.g. eval/*; none: all numbers that are no weight.
-        higher, lower: patterns of metrics of which more is better, or worse, where the name does not tell.
+        higher: patterns of metrics of which more is better, where the name does not tell.
+        lower: patterns of metrics of which less is better.
         size: read the runs of this model size alone.
         out: new directory to keep them in, for `open_runs`.
         skip_failed: leave out runs with a result that is no number; they are counted.

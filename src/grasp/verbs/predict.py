@@ -328,8 +328,8 @@ def slice_table(
 ) -> tuple[pa.Table, tuple[str, ...]]:
     """One line a value and target, the most useful first for each target, and what lies beyond the runs.
 
-    Columns: value, target, rows, tokens, effect, if_dropped[, if_dropped_low, if_dropped_high], if_doubled
-    [, redundancy][, nats, nats_low, nats_high, or the metric of the runs: of dropping it].
+    Columns: value, target, rows, tokens, effect, if_dropped, if_doubled; where they are known if_dropped_low and
+    if_dropped_high, redundancy, and nats, nats_low and nats_high (or the metric of the runs) of dropping it.
     """
     n_targets = len(predictor.targets)
     numbers: dict[str, NDArray[np.float64]] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}

@@ -58,7 +58,8 @@ def retrain(
         corpus: file, directory or URL.
         targets: tasks and files of units.
         like: an artifact whose corpus, targets and tokenizer are taken, so that it can be compared with these runs.
-        text_column, id_column: columns of the corpus; by default `text`, and `row_id` or `id`.
+        text_column: column of the texts; by default `text`.
+        id_column: column of the names; by default `row_id` or `id`.
         family: how subsets are drawn, e.g. mixture:topic; `count` of them, each trained with so many `seeds`.
         recipe: model and training: tiny, small or paper-50m.
         train_command: your own trainer instead, with {corpus}, {checkpoint} and {seed} to be filled in; a run of which

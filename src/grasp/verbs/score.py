@@ -82,7 +82,8 @@ def score(
 
     Args:
         target: None: the only one.
-        top, bottom: how many; neither: all rows, best first.
+        top: how many of the best; neither this nor `bottom`: all rows, best first.
+        bottom: how many of the worst.
         where: label expression: rank these rows only.
         unit: unit_id: rank for one unit of the target.
         min_tokens: pass over shorter rows: their relevance is noisy. Of conversations, tokens with loss.
