@@ -14,6 +14,13 @@ SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
 LONGEST_CELL = 60  # of any column but a last one of text, and ids, which are there to be copied
 ROOM = 6  # for the number behind a name that would be cut to the same as another
+SIGNS_SHOWN = 6
+SIGNS = {
+    " ": "\N{OPEN BOX}",
+    "\t": "\N{RIGHTWARDS ARROW TO BAR}",
+    "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
+    "\r": "\N{SYMBOL FOR CARRIAGE RETURN}",
+}
 NOISE = 1e-9  # what adding up in another order may leave of zero
 WIDTH = 160  # where output is not a terminal
 JOINERS = "\u200c\u200d"  # needed to write some languages and emoji; they change no order
@@ -150,8 +157,16 @@ def ending(text: object, longest: int = 240) -> str:
 
 
 def printable(text: str) -> str:
-    """The same for text of several lines."""
-    return "".join(ch if ch == "\n" or _is_shown(ch) else REPLACEMENT for ch in text)
+    """The same for text of several lines, tabs and all."""
+    return "".join(ch if ch in "\n\t" or _is_shown(ch) else REPLACEMENT for ch in text)
+
+
+def visible(word: str) -> str:
+    """A word; white space that stands for itself gets signs, of a long run the first few, and keeps a line break."""
+    if not word or not word.isspace():
+        return word
+    signs = "".join(SIGNS.get(ch, SIGNS[" "]) for ch in word)
+    return signs[:SIGNS_SHOWN] + "..." * (len(signs) > SIGNS_SHOWN) + "\n" * ("\n" in word)
 
 
 def _is_shown(ch: str) -> bool:

@@ -7,6 +7,7 @@ import unicodedata
 from contextlib import redirect_stdout
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 import grasp
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.audit.explain import Explainer, explain
-from grasp.audit.explanation import joined_words
+from grasp.audit.explanation import Explanation, joined_words
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_position_moments
@@ -24,6 +25,8 @@ from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import row_index
+from grasp.report.shades import _words
+from grasp.text import visible
 from grasp.verbs.score import score
 from tests.cli.grasp_command import refused, run, succeed
 from tests.extract.world import world, write_checkpoint
@@ -298,3 +301,42 @@ def test_the_command_prints_writes_and_refuses(art, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[30;48;5;" in run("explain", place, "--target", "facts", "--row", "row-5").out
+
+
+TAB, BREAK, SPACE = "\u21e5", "\u21b5", "\u2423"
+
+
+def test_white_space_that_counts_is_seen():
+    tokens, adds = (
+        ("def", " f", ":", "\n", "\t\t", "x", " ", "\t", "\n"),
+        (0.1, 0.1, 0.0, 1.0, -0.9, 0.3, 0.5, 0.0, 0.01),
+    )
+    found = Explanation(
+        table=pa.table({"text": tokens, "contribution": adds}),
+        **{"row_id": "r", "target": "t", "unit_id": "u", "effect": 0.0, "average": 0.0, "gap": 0.0},
+        kernels=pa.table({}),
+        answer=pa.table({"text": (" [", "\n"), "received": (0.5, 0.6)}),
+        pairs=pa.table(
+            {
+                "contribution": [0.5],
+                "row_position": [4],
+                "row_text": ["\t\t"],
+                "answer_position": [1],
+                "answer_text": ["\n"],
+            }
+        ),
+    )
+    shown = repr(found)
+    assert f"def f:{BREAK}[+1]{TAB}{TAB}[-0.9]x[+0.3]{SPACE}[+0.5]  " in shown + "  "
+    assert f"def f: [{TAB}{TAB}]" in shown
+    assert f"[[{BREAK}]" in shown
+    assert "\ufffd" not in shown + found._repr_html_()
+    assert f"{BREAK}\n</span>" in found._repr_html_()  # where the line breaks it goes on breaking
+    in_report = list(_words(tokens, np.array(adds)))
+    assert "".join(word for word, _ in in_report) == f"def f:{BREAK}\n{TAB}{TAB}x{SPACE}\t\n"
+
+
+def test_a_long_run_of_white_space_is_cut():
+    assert visible(" " * 24) == SPACE * 6 + "..."
+    assert visible("\r\n") == "\u240d" + BREAK + "\n"
+    assert [visible(word) for word in ("", " a", "a\n")] == ["", " a", "a\n"]

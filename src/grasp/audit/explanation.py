@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
 from grasp.predict.predictor import Predictor, kernel_weights
 from grasp.results import Result, html_table
-from grasp.text import ending, plain, printable, signed, text_table
+from grasp.text import ending, plain, printable, signed, text_table, visible
 
 F64 = NDArray[np.float64]
 
@@ -89,16 +89,12 @@ class Explanation(Result):
     @property
     def shades(self) -> list[tuple[str, float]]:
         """The row's words, and the share of the strongest that each adds, from -1 to 1; joined they are its text."""
-        joined, adds = _by_word(self.tokens, self.contributions)
-        return list(zip(joined, _shares(adds).tolist(), strict=True))
+        return _shades(self.tokens, self.contributions)
 
     @property
     def answer_shades(self) -> list[tuple[str, float]]:
         """The same for the unit's words by what they received; none without a unit."""
-        if self.answer is None:
-            return []
-        joined, adds = _by_word(self.answer_tokens, self.received)
-        return list(zip(joined, _shares(adds).tolist(), strict=True))
+        return [] if self.answer is None else _shades(self.answer_tokens, self.received)
 
     def __repr__(self) -> str:
         return self.as_text()
@@ -194,7 +190,7 @@ def joined_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
     return joined, np.array(starts, dtype=np.int64)
 
 
-def _by_word(tokens: Sequence[str], adds: F64) -> tuple[list[str], F64]:
+def by_word(tokens: Sequence[str], adds: F64) -> tuple[list[str], F64]:
     """Words, and what each adds; NaN where no token of it carries loss."""
     joined, starts = joined_words(tokens)
     known = np.add.reduceat(~np.isnan(adds), starts, dtype=np.int64)
@@ -215,6 +211,15 @@ def _numbers(column: pa.ChunkedArray) -> F64:
     return np.asarray(column.to_pandas(), dtype=np.float64)
 
 
+def _shades(tokens: Sequence[str], adds: F64) -> list[tuple[str, float]]:
+    """Words with the share of the strongest that each adds; white space with a share to speak of is made visible."""
+    joined, adds = by_word(tokens, adds)
+    shares = _shares(adds).tolist()
+    return [
+        (visible(word) if abs(share) >= STRONG else word, share) for word, share in zip(joined, shares, strict=True)
+    ]
+
+
 def _shares(adds: F64) -> F64:
     """By the largest; 0 where there is nothing."""
     known = np.nan_to_num(adds)
@@ -227,11 +232,12 @@ def _paragraph(tokens: Sequence[str], adds: F64, mark: Callable[[str, float, flo
     Args:
         mark: how a word is shown, by what it adds, and by that over the most that any adds.
     """
-    joined, adds = _by_word(tokens, adds)
+    joined, adds = by_word(tokens, adds)
     start, stop = _window(np.abs(np.nan_to_num(adds)), SHOWN_WORDS)
     lines, line, used = [], "", 0
     for word, add, share in list(zip(joined, adds, _shares(adds), strict=True))[start:stop]:
-        shown = printable(re.sub(r"\s+", " ", word))
+        shown = visible(word).strip() if word.isspace() and abs(share) >= STRONG else re.sub(r"\s+", " ", word)
+        shown = printable(shown)
         width = len(shown) + (ROOM if abs(share) >= STRONG else 0)
         if used + width > COLUMNS and (shown.startswith(" ") or used > COLUMNS + LEEWAY):
             lines.append(line.rstrip())
@@ -256,7 +262,7 @@ def _window(strength_L: F64, size: int) -> tuple[int, int]:
 def _in_context(tokens: Sequence[str], place: int, word: str) -> str:
     """A word that begins at a token, in brackets, behind the few that stand before it."""
     before = "".join(tokens[max(0, place - CONTEXT) : place])
-    return plain(f"{before}{' ' * word.startswith(' ')}[{word.strip()}]")
+    return plain(f"{before}{' ' * (word.startswith(' ') and not word.isspace())}[{visible(word).strip()}]")
 
 
 def _question(question: dict[str, Any]) -> str:

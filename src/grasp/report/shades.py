@@ -2,20 +2,22 @@
 images the trusted images that they bear on most.
 """
 
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain_images import explain_images
-from grasp.audit.explanation import joined_words
+from grasp.audit.explanation import STRONG, by_word
 from grasp.errors import GraspError
 from grasp.extract.reopen import Origin
 from grasp.predict.protocol import ScoringProtocol
 from grasp.report.rows import HeldRows
-from grasp.text import LONGEST_CELL, plain, printable
+from grasp.text import LONGEST_CELL, plain, printable, visible
 
 LONGEST = 2_000  # characters of a row
 DIGITS = 3
@@ -74,14 +76,14 @@ def _ends(held: HeldRows, t: int, count: int) -> list[int]:
     return list(dict.fromkeys([*order[:count], *order[max(0, len(order) - count // 2) :]]))
 
 
-def _words(
-    tokens: tuple[str, ...], adds: "np.ndarray[tuple[int], np.dtype[np.float64]]"
-) -> Iterator[tuple[str, float | None]]:
-    joined, starts = joined_words(tokens)
+def _words(tokens: tuple[str, ...], adds: NDArray[np.float64]) -> Iterator[tuple[str, float | None]]:
+    """Words with what each adds; white space that adds much is made visible."""
+    joined, adds_W = by_word(tokens, adds)
+    much = STRONG * float(np.abs(np.nan_to_num(adds_W)).max(initial=0.0))
     length = 0
-    for word, start, stop in zip(joined, starts, [*starts[1:], len(tokens)], strict=True):
-        known = adds[start:stop][~np.isnan(adds[start:stop])]
-        yield printable(word), float(f"{known.sum():.{DIGITS}g}") if len(known) else None
+    for word, add in zip(joined, adds_W.tolist(), strict=True):
+        shown = visible(word) if abs(add) >= much > 0 else word
+        yield printable(shown), None if math.isnan(add) else float(f"{add:.{DIGITS}g}")
         length += len(word)
         if length > LONGEST:
             yield " ...", None
