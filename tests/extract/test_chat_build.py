@@ -14,6 +14,7 @@ from grasp.corpus.store import RowStore
 from grasp.extract.extend import add_target
 from grasp.extract.local import build
 from grasp.extract.merge import merge
+from grasp.extract.progress import Silent
 from grasp.extract.reopen import Origin
 from grasp.models.classifier import load_reference
 from grasp.settings import BuildSettings, TargetSettings, build_settings
@@ -39,11 +40,21 @@ def chat_settings(root: Path) -> BuildSettings:
     return build_settings(settings.model_dump() | {"corpus": {"path": str(root / "corpus.jsonl"), "max_length": 120}})
 
 
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    root = tmp_path_factory.mktemp("chat")
+    root, notes = tmp_path_factory.mktemp("chat"), Notes()
     settings = chat_settings(root)
-    build(settings, root / "art")
+    build(settings, root / "art", progress=notes)
+    asked = "asked as plain text, without the chat template that this model has"  # its questions are no conversations
+    assert [line for line in notes.lines if asked in line]
     return root, settings
 
 

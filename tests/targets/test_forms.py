@@ -94,6 +94,7 @@ def test_sample_logs_of_the_harness(changes, prompt, completion, gold):
             {"text": "x", "label": 1},
             r"exam.jsonl:1: has the fields text, label; expected `prompt` and `completion`, `ques",
         ),
+        ({"question": "x", "answer": None}, r"exam.jsonl:1: has the fields question, answer \(null\); expected"),
         ({**CHOICE, "target": "red"}, r"exam.jsonl:1: target: got 'red', expected the number or the text of one"),
         ({**CHOICE, "arguments": [3]}, r"exam.jsonl:1: arguments: got \[3\], expected the requests of a sample"),
         ({"question": "x", "answer": ""}, r"exam.jsonl:1: completion: got ' ', expected text to score"),

@@ -39,8 +39,9 @@ def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) ->
     loss, chance = float(forward_shard(model, rows, settings, None).loss_N.mean()), math.log(model.vocab_size)
     if loss > UNTRAINED * chance:
         raise ModelError(
-            f"model: looks untrained: its loss on the first {len(rows)} rows is {loss:.1f} nats a token, guessing "
-            f"gives {chance:.1f}; name a trained checkpoint, or go on all the same with --untrained"
+            f"model: looks untrained: its loss on the first {len(rows)} rows is {loss:.1f} nats a token, "
+            f"guessing gives {chance:.1f}; name a trained checkpoint, or, if the corpus holds token ids, the model whose "
+            "tokenizer made them; or go on all the same with --untrained"
         )
 
 

@@ -140,7 +140,14 @@ def _texts(
             f"{context} or less"
         )
     longest = min(settings.targets.max_length, context or settings.targets.max_length)
-    unit_set = load_units(settings.targets, in_memory.units).written_out(model.tokenizer)
+    unit_set = load_units(settings.targets, in_memory.units)
+    as_text = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
+    if as_text and model.tokenizer.writes_chats:
+        progress.note(
+            f"{', '.join(as_text)}: asked as plain text, without the chat template that this model has; questions that "
+            "are conversations (messages) are asked with it"
+        )
+    unit_set = unit_set.written_out(model.tokenizer)
     unit_tokens = unit_set.tokenize(model.tokenizer, longest)
     store = RowStore.write(
         tokens,

@@ -42,6 +42,11 @@ class HfTokenizer:
         return eos_id
 
     @property
+    def writes_chats(self) -> bool:
+        """Whether it has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of what turns text into ids; it does not depend on where the tokenizer was loaded from."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
