@@ -1,9 +1,10 @@
-"""Whether the pages are easy to read: short sentences, short table cells, everyday words.
+"""Whether pages and printed sentences are easy to read: short sentences, short table cells, everyday words.
 
-python tools/prose.py            every page over a limit, and exit code 1 if there is one
-python tools/prose.py --list     every page with its figures
+python tools/prose.py            every page and module over a limit, and exit code 1 if there is one
+python tools/prose.py --list     every page and module with its figures
 """
 
+import ast
 import re
 import statistics
 import subprocess
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MEAN, LONGEST, CELL = 18, 40, 15
+FEWEST = 6  # words of a text that counts as a sentence that is printed
 # A map from the paper's labels: names, not prose.
 NOT_PROSE = {"docs/paper_map.md"}
 # Made by scripts from results: cells are counted, sentences are not.
@@ -76,8 +78,8 @@ def sentences(text: str) -> list[str]:
     return [part for part in re.split(r"(?<=[.!?])[\"*)]*\s+(?=[\"*(`]*[A-Z\d`])", text) if words(part) > 1]
 
 
-def figures(page: str, *, glossary: bool = False, made: bool = False) -> Figures:
-    """Count one page."""
+def figures(page: str, *, glossary: bool = False, made: bool = False, module: bool = False) -> Figures:
+    """Count one page; of a module the longest sentence alone, as messages are made of clauses and name our things."""
     texts, cells = paragraphs(page)
     texts = [] if made else texts
     found = [sentence for text in texts for sentence in sentences(text)]
@@ -89,24 +91,45 @@ def figures(page: str, *, glossary: bool = False, made: bool = False) -> Figures
     ]
     return Figures(
         sentences=len(found),
-        mean=statistics.fmean(map(words, found)) if found else 0.0,
+        mean=statistics.fmean(map(words, found)) if found and not module else 0.0,
         longest=max(found, key=words, default=""),
         cell=max(cells, key=words, default=""),
-        house=[] if glossary or made else house,
+        house=[] if glossary or made or module else house,
     )
 
 
+def printed(module: str) -> str:
+    """What a module can print, a paragraph a text: its strings but for docstrings, values in them as `x`."""
+    tree = ast.parse(module)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)} - {
+        id(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)
+    }
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (docs | parts):
+            text = node.value
+        else:
+            continue
+        # a list of words is no sentence
+        texts += [
+            line.replace("|", "/") for line in text.splitlines() if words(line) >= FEWEST and set(line) & set(".,;:")
+        ]
+    return "\n\n".join(texts)
+
+
 def pages() -> list[str]:
-    """README, docs and experiments, as git knows them."""
+    """README, docs, experiments and what the package prints, as git knows them."""
     asked = [
         "git",
         "ls-files",
         "--cached",
         "--others",
         "--exclude-standard",
-        "README.md",
-        "docs/*.md",
-        "experiments/*.md",
+        "*.md",
+        "src/grasp/*.py",
     ]
     listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     return sorted({name for name in listed if name not in NOT_PROSE and (ROOT / name).is_file()})
@@ -117,7 +140,9 @@ def main() -> int:
     bad = 0
     for name in pages():
         text = (ROOT / name).read_text(encoding="utf-8")
-        page = figures(text, glossary=name == GLOSSARY, made=Path(name).name in MADE)
+        module = name.endswith(".py")
+        text = printed(text) if module else text
+        page = figures(text, glossary=name == GLOSSARY, made=Path(name).name in MADE, module=module)
         if "--list" in sys.argv:
             print(f"{page.mean:5.1f} {words(page.longest):4d} {words(page.cell):4d} {len(page.house):2d}  {name}")
         else:

@@ -309,8 +309,8 @@ def _notes(
     times = asked["max_repeat"]
     least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(times, f"{times:g}th part")
     said = [
-        f"no row is seen more than {times:g} times unless a floor wants it (as often as now, if the corpus is repeated "
-        f"anyway); values keep a {least} of their share at least, unless their floor is 0% (max-repeat)"
+        f"no row is seen more than {times:g} times, and values keep a {least} of their share (--max-repeat); "
+        "--floor VALUE:0% lets one go, a larger floor gives it more"
     ]
     if slices.n_grouped:
         said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")

@@ -40,8 +40,8 @@ def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) ->
     if loss > UNTRAINED * chance:
         raise ModelError(
             f"model: looks untrained: its loss on the first {len(rows)} rows is {loss:.1f} nats a token, "
-            f"guessing gives {chance:.1f}; name a trained checkpoint, or, if the corpus holds token ids, the model whose "
-            "tokenizer made them; or go on all the same with --untrained"
+            f"guessing gives {chance:.1f}. Name a trained checkpoint; for token ids the model whose tokenizer made "
+            "them; or go on all the same with --untrained"
         )
 
 

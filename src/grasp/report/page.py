@@ -243,7 +243,7 @@ def _pairs(label: LabelFindings, names: Sequence[str]) -> View:
     """Slices whose mean sketches point the same way, and those that point apart. Source: eq:ia-discrete-curvature."""
     half = next((half for half in HALVES if half in label.formula.gram_GG), None)
     if half is None:
-        return {"half": "", "redundant": [], "completing": []}
+        return {"redundant": [], "completing": []}
     cosine_GG = label.formula.cosines(half)
     i, j = np.triu_indices(len(cosine_GG), 1)
     known = np.isfinite(cosine_GG[i, j])
@@ -254,7 +254,7 @@ def _pairs(label: LabelFindings, names: Sequence[str]) -> View:
         ends = [k for k in (order if sign > 0 else order[::-1])[:PAIRS_SHOWN] if sign * cosine_GG[i[k], j[k]] > 0]
         return [[names[i[k]], names[j[k]], signed(float(cosine_GG[i[k], j[k]]), 2)] for k in ends]
 
-    return {"half": half, "redundant": view(1.0), "completing": view(-1.0)}
+    return {"redundant": view(1.0), "completing": view(-1.0)}
 
 
 def _map(found: Findings) -> View | None:

@@ -122,8 +122,8 @@ def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversa
         question, answer = given.pop("question"), given.pop("answer")
         given |= {"prompt": f"Question: {question}\nAnswer:", "completion": f" {answer}"}
     elif not {"prompt", "completion"} & given.keys():
-        fields = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
-        raise TargetError(f"{where}: has the fields {fields or 'none'}; {LOOKED_FOR}")
+        named = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in record.items())
+        raise TargetError(f"{where}: has the fields {named or 'none'}; {LOOKED_FOR}")
     try:
         fields = UnitFields.model_validate(given)
     except ValidationError as err:

@@ -293,7 +293,8 @@ def _by(
     if many:
         slices = label_slices(column, tokens_N, most=len(column.values))
     effects = slice_effects(predictor, slices)
-    bounds = None if many else dropped_intervals(artifact, predictor, effects, slices)
+    # one kind of interval a table: with runs it is theirs, of nine in ten runs
+    bounds = None if many or intervals is not None else dropped_intervals(artifact, predictor, effects, slices)
     table, outside = slice_table(predictor, slices, effects, bounds, intervals)
     said = [f"{slices.n_grouped:,} of the values are small and share one slice"] if slices.n_grouped else []
     said += ["effect: mean of the rows, above 0 they help more than the corpus does on average"]
@@ -301,7 +302,7 @@ def _by(
     counts = dict(zip(predictor.targets, predictor.units.counts_T.tolist(), strict=True))
     said += few_units(counts) if bounds is not None else []
     said += (
-        ["redundancy: how alike the slice is to all other rows; near 1 they can stand in for it"]
+        ["redundancy: how alike the slice is to all other rows; near 1 they can stand in for it, below 0 they cannot"]
         if effects.redundancy_G is not None
         else []
     )
