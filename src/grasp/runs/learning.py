@@ -3,7 +3,7 @@
 Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.label_slices import label_slices, sensible_labels
+from grasp.predict.label_slices import LabelSlices, SliceFormula, label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import Kernel
 from grasp.predict.row_arrays import row_tokens
@@ -113,21 +113,19 @@ class Known:
             np.concatenate([nothing_B0, *sketch], axis=1),
         )
 
-    def of_rows(self, slope: KnownFeatures, tasks: Sequence[int]) -> F64:
+    def of_rows(self, slope: KnownFeatures) -> F64:
         """What every row adds to a linear function of the features, (N,), under the weighting `mean`.
 
         Args:
-            slope: of that function, for some of the predictor's tasks.
+            slope: of that function.
         """
-        gain_T = self.predictor.task.gain_C[list(tasks)]
-        out_N = np.asarray(self.predictor.effect_NT[:, list(tasks)] @ (slope.relevance_BT[0] * gain_T), np.float64)
+        gain_T = self.predictor.task.gain_C
+        out_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * gain_T), np.float64)
         widths = np.cumsum([one.width for one in self.indicators])
         for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
             out_N += one.dot(slope_G)
         for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
-            every_T = np.zeros(one.width)
-            every_T[list(tasks)] = slope_T
-            out_N += one.dot(every_T)
+            out_N += one.dot(slope_T)
         halves = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
         widths = np.cumsum([len(sketch.totals.mean_D) for sketch in halves])
         for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
@@ -141,50 +139,57 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What runs say of the predictions of one predictor: the change in their own unit, with an interval."""
+    """What runs say of the predictions of one predictor: the change in their own unit, with an interval.
+
+    All targets of the runs teach, whichever are asked: so what is expected of one does not depend on the others asked.
+    """
 
     unit: str  # what columns are called: nats, or the metric of the runs
     title: str  # what the numbers are, in words
     notes: tuple[str, ...]
-    known: Known
+    targets: tuple[str, ...]  # asked
+    known: Known  # of the targets that teach
     learned: Learned
-    columns: Mapping[str, int]  # target -> its task among those learned
     runs: KnownFeatures
     utility_RST: F64
 
+    @property
+    def columns(self) -> dict[str, int]:
+        """Asked target -> its task among those learned; those without runs are not in it."""
+        taught = self.known.predictor.targets
+        return {target: taught.index(target) for target in self.targets if target in taught}
+
     def of(self, weights: Weights) -> NatsTable:
         """Change of subsets against the corpus; nan where a target has no runs."""
-        features = _pick(self.known.features(weights), self._chosen)
-        corpus = _pick(self.known.corpus(), self._chosen)
-        mean_Bt, half_Bt = self._change(features, corpus)
-        shape = (len(mean_Bt), len(self.known.predictor.targets))
-        expected, half = np.full(shape, np.nan), np.full(shape, np.nan)
-        for t, target in enumerate(self.known.predictor.targets):
-            if target in self.columns:
-                expected[:, t], half[:, t] = mean_Bt[:, self.columns[target]], half_Bt[:, self.columns[target]]
+        features, corpus = self.known.features(weights), self.known.corpus()
+        mean_BT, half_BT = self._change(features, corpus)
         far_B = self.learned.reach(features, corpus)
         outside = [f"{far:.1f} times as far from the corpus as any run" if far > FAR else "" for far in far_B]
+        expected, half = self._asked(mean_BT), self._asked(half_BT)
         return NatsTable(expected, expected - half, expected + half, tuple(outside), self.unit)
 
     def rise(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """How fast the weighted change rises as one subset takes in a row, (N,), but for what all rows share."""
-        chosen, corpus = self._chosen, _pick(self.known.corpus(), self._chosen)
+        corpus = self.known.corpus()
 
         def value(features: KnownFeatures) -> F64:
-            mean_Bt, half_Bt = self._change(features, corpus)
-            return np.asarray((mean_Bt - half_Bt if cautious else mean_Bt) @ weights_T[chosen])
+            mean_BT, half_BT = self._change(features, corpus)
+            return np.asarray(np.nan_to_num(self._asked(mean_BT - half_BT if cautious else mean_BT)) @ weights_T)
 
-        return self.known.of_rows(self.learned.slope(_pick(self.known.features(weights), chosen), value), chosen)
+        return self.known.of_rows(self.learned.slope(self.known.features(weights), value))
 
     def _change(self, features: KnownFeatures, corpus: KnownFeatures) -> tuple[F64, F64]:
         """Of the tasks learned: change against the corpus, and half of the interval."""
-        mean_Bt, spread_Bt = self.learned.change(features, corpus)
-        return mean_Bt, self.learned.quantile(COVERAGE) * spread_Bt
+        mean_BT, spread_BT = self.learned.change(features, corpus)
+        return mean_BT, self.learned.quantile(COVERAGE) * spread_BT
 
-    @property
-    def _chosen(self) -> list[int]:
-        targets = self.known.predictor.targets
-        return [targets.index(name) for name in sorted(self.columns, key=self.columns.__getitem__)]
+    def _asked(self, learned_BT: F64) -> F64:
+        """The targets asked out of the tasks learned; nan where a target has no runs."""
+        out_BT = np.full((len(learned_BT), len(self.targets)), np.nan)
+        for target, column in self.columns.items():
+            out_BT[:, self.targets.index(target)] = learned_BT[:, column]
+        return out_BT
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,42 +241,46 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
         EnvironmentDataError: runs and artifact have no target or no label in common, or there are too few runs.
     """
     environment = runs_beside(artifact, runs)
-    scored, targets = development_targets(predictor, artifact, environment)
-    labels = dict.fromkeys([*([environment.label] if environment.label else []), *sensible_labels(artifact)])
-    known = Known.of(predictor, artifact, tuple(labels))
-    parts = [known.features(block.weights) for block in scored.blocks]
+    scored, asked = development_targets(predictor, artifact, environment)
+    targets = {own: theirs for own, theirs in scored.renamed.items() if environment.role_of(theirs) == "dev"}
     utility_RST = environment.task_utilities(list(targets.values()))
+    # a target whose runs all came out the same teaches nothing, and is refused only where it is asked
+    teaches_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
+    teaches_T |= np.array([target in asked for target in targets])
+    targets = {own: theirs for (own, theirs), teaches in zip(targets.items(), teaches_T, strict=True) if teaches}
+    utility_RST = utility_RST[:, :, teaches_T]
+    teacher = Predictor.of(artifact, predictor.protocol, list(targets), sketches=measures(artifact.array_names))
+    labels = dict.fromkeys([*([environment.label] if environment.label else []), *sensible_labels(artifact)])
+    known = Known.of(teacher, artifact, tuple(labels))
+    parts = [known.features(block.weights) for block in scored.blocks]
     whole_ST = environment.task_reference(list(targets.values()))
     if len(whole_ST) == utility_RST.shape[1]:
         parts.append(known.corpus())
         utility_RST = np.concatenate([utility_RST, whole_ST[None]])
-    features = _pick(KnownFeatures.joined(parts), [predictor.targets.index(name) for name in targets])
+    features = KnownFeatures.joined(parts)
     centred_RT = features.relevance_BT - features.relevance_BT.mean(axis=0)
     rise_T = (centred_RT * np.nanmean(utility_RST, axis=1)).sum(axis=0)  # covariance over the runs
+    falling = [target for target, rise in zip(targets, rise_T, strict=True) if rise < 0 and target in asked]
     unit, (measured, models) = environment.unit, environment.described
     return Expected(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
-        tuple(_notes(predictor, scored, list(targets), rise_T)),
+        tuple(_notes(predictor, scored, asked, falling)),
+        predictor.targets,
         known,
         learn_features(features, utility_RST),
-        {name: t for t, name in enumerate(targets)},
         features,
         utility_RST,
     )
 
 
-def _notes(predictor: Predictor, scored: Scored, targets: Sequence[str], rise_T: F64) -> list[str]:
+def _notes(predictor: Predictor, scored: Scored, asked: Collection[str], falling: Sequence[str]) -> list[str]:
     environment = scored.environment
     notes = [*environment.notes]
     if predictor.protocol.chosen_on(scored.runs_fingerprint):
         notes.append(f"the protocol was selected on {environment.name}: its intervals are somewhat too narrow")
-    notes += [
-        f"{name}: what came out does not rise with the prediction; the runs correct it"
-        for name, rise in zip(targets, rise_T, strict=True)
-        if rise < 0
-    ]
-    missing = [name for name in predictor.targets if name not in targets]
+    notes += [f"{name}: what came out does not rise with the prediction; the runs correct it" for name in falling]
+    missing = [name for name in predictor.targets if name not in asked]
     return [*notes, *([f"no runs for {', '.join(missing)}: no expected change"] if missing else [])]
 
 
@@ -328,9 +337,3 @@ def _indicators(codes_N: NDArray[np.int32], n_slices: int) -> RowSums:
         lambda: ((at, one_GG[codes_N[at : at + step]]) for at in range(0, len(codes_N), step)), len(codes_N), n_slices
     )
 
-
-def _pick(features: KnownFeatures, tasks: Sequence[int]) -> KnownFeatures:
-    """The same of some of the tasks."""
-    return KnownFeatures(
-        features.share_BG, features.relevance_BT[:, tasks], features.kernel_BTM[:, tasks], features.sketch_BD
-    )
