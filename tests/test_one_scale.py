@@ -16,12 +16,15 @@ from grasp.predict.protocol import ScoringProtocol, default_protocol, save_proto
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import SliceShares
+from grasp.report.findings import ReportRequest, findings
 from grasp.report.serve import Ask, answered
+from grasp.text import several
 from grasp.verbs.predict import predict
 from grasp.verbs.score import score
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import succeed
 from tests.extract.world import world
+from tests.runs.environments import write_artifact, write_environment
 
 GEOMETRY = ScoringProtocol(
     name="geometry",
@@ -153,3 +156,41 @@ def test_what_select_promises_is_what_predict_and_score_say_of_its_rows(art):
         "effects it writes": found.table["effect"].to_numpy().mean(),
     }
     assert promised == pytest.approx(dict.fromkeys(promised, promised["select"]), abs=2e-6)
+
+
+def test_what_runs_lead_to_expect_is_one_number_however_it_is_asked(tmp_path):
+    """With the other target and without it, by every flag, for every verb, on the page."""
+    artifact = write_artifact(tmp_path / "art")
+
+    def utility(b, seed, target):
+        return 0.1 * np.sin(b) + 0.03 * np.cos(3 * b + len(target)) + 0.004 * np.sin(7 * b + seed)
+
+    runs = write_environment(tmp_path / "env", artifact, utility)
+    labels = LabelTable(artifact.rows_path)
+    kept_ids = [f"row-{i}" for i in np.flatnonzero(~labels.matching("topic = 'games'").mask_N)]
+    question = {"drop": "topic = 'games'"}, {"weight": {"topic = 'games'": 0.0}}, {"subsets": {"kept": kept_ids}}
+    columns = ["nats", "nats_low", "nats_high"]
+    answers = {}
+    for target in ("sciq", ["sciq", "boolq"], ["boolq", "sciq"], None):
+        for asked in question:
+            table = predict(artifact, **asked, target=target, runs=runs).to_pandas().set_index("target")
+            answers[f"{target} {next(iter(asked))}"] = table.loc["sciq", columns].tolist()
+        by = predict(artifact, by="topic", target=target, runs=runs).to_pandas().set_index(["target", "value"])
+        answers[f"{target} by"] = by.loc[("sciq", "games"), columns].tolist()
+        shown = None if target is None else several(target)
+        found = findings(artifact, default_protocol(), ReportRequest(targets=shown, environment=runs))
+        g, t = found.labels[0].slices.names.index("games"), list(found.targets).index("sciq")
+        dropped = found.labels[0].dropped
+        answers[f"{target} page"] = [one[g, t] for one in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]
+    served = Ask(artifact, runs=runs)
+    answer, status = answered(served, "predict", {"drop": "topic = 'games'", "target": "sciq"})
+    assert status == 200, answer
+    answers["served"] = [dict(zip(answer["columns"], answer["rows"][0], strict=True))[name] for name in columns]
+    selection = select(artifact, len(kept_ids), "sciq", runs=runs)
+    chosen = predict(artifact, subsets={"chosen": selection.row_ids}, runs=runs).to_pandas().set_index("target")
+    reference = answers["sciq drop"]
+    assert reference[1] < reference[0] < reference[2]
+    for name, value in answers.items():
+        assert value == pytest.approx(reference, abs=1e-9), name
+    promised = [selection.targets[name][0].as_py() for name in columns]
+    assert promised == pytest.approx(chosen.loc["sciq", columns].tolist(), abs=1e-9)
