@@ -12,11 +12,11 @@ from scipy.sparse import csr_array
 
 from grasp.choose.mixture import coefficients, mix
 from grasp.choose.quadratic_program import Programme, Segments, solve
-from grasp.choose.repetition import effective_tokens
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.label_slices import label_slices
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.predict.weights import BEND
 from tests.choose.world import World, predictor_of, protocol
 from tests.rounding import rounding
 
@@ -92,7 +92,8 @@ def test_a_training_budget_counts_repetition_and_nothing_feasible_is_better():
     mean_G = parts.effect_BT[:, 0] / slices.rows_G
 
     def value(p_G):
-        return float(mean_G @ effective_tokens(10.0 * slices.rows_G, trained * p_G)) / effective_tokens(2000.0, trained)
+        times_G = p_G * 200 / slices.rows_G
+        return float((mean_G * slices.rows_G / 200) @ np.log1p(times_G * 3 / BEND)) / np.log1p(3 / BEND)
 
     assert got.value == pytest.approx(value(proposed(got)), abs=0.01 * abs(got.value))
     assert got.value < got.targets["change"][0].as_py()  # repetition takes something
@@ -220,14 +221,20 @@ def test_a_rewarded_geometry_is_said_to_be_solved_locally():
     assert got.summary()["optimum"] == "the best of 38 local searches"
 
 
-def test_without_geometry_and_bounds_the_best_mixture_is_a_corner_and_this_is_said():
+def test_without_geometry_and_bounds_the_last_row_of_every_slice_that_helps_is_worth_the_same():
+    """exposure'(times) m is alike where slices lie inside, and less at 0; what hurts goes."""
     source = World()
-    got = mixed(source, protocol())
-    relevance_N = source.arrays["relevance_token"][:, [0, 2, 4]].mean(axis=1)
-    means = [relevance_N[slices_of(source).codes_N == g].mean() for g in range(4)]
-    assert proposed(got)[int(np.argmax(means))] == 1.0
-    assert np.count_nonzero(proposed(got)) == 1
-    assert any(note.startswith("the protocol is additive: the best mixture goes as far as") for note in got.notes)
+    got, slices = mixed(source, protocol()), slices_of(source)
+    effect_N = predictor_of(source, protocol(), ["sciq"]).effect_NT[:, 0]
+    mean_G = np.array([effect_N[slices.codes_N == g].mean() for g in range(4)])
+    times_G = got.table["times_as_often"].to_numpy()
+    slope_G = mean_G / (BEND + times_G)
+    inside_G = times_G > 0
+    assert inside_G.sum() > 1
+    assert (times_G[mean_G < 0] == 0).all()
+    np.testing.assert_allclose(slope_G[inside_G], slope_G[inside_G].mean(), rtol=0.05)  # straight pieces
+    assert (slope_G[~inside_G] <= slope_G[inside_G].min() * 1.05).all()
+    assert got.optimum == "the best mixture"
 
 
 @settings(max_examples=25)

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from grasp.predict.geometry import SketchSums, SketchTotals, SubsetMass, subset_relevance
 
@@ -52,7 +53,7 @@ def summed(weights_BN, sketch_ND):
     norm_N = (sketch_ND**2).sum(axis=1)
     sums = SketchSums(dense_BN @ sketch_ND, dense_BN @ norm_N, dense_BN**2 @ norm_N)
     totals = SketchTotals(sketch_ND.sum(axis=0), norm_N.sum(), len(sketch_ND))
-    return sums, totals, SubsetMass(dense_BN.sum(axis=1), np.abs(1 - dense_BN).sum(axis=1), len(sketch_ND))
+    return sums, totals, SubsetMass.of(csr_array(dense_BN))
 
 
 def components(weights_BN, sketch_ND, mean_D):

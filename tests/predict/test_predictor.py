@@ -13,7 +13,7 @@ from grasp.predict.geometry import SubsetMass, subset_relevance
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.weights import EachSlice, SliceShares
+from grasp.predict.weights import BEND, EachSlice, SliceShares
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components
 from tests.rounding import rounding
@@ -63,7 +63,9 @@ def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(ta
     for t, target in enumerate(source.targets):
         task_N, unit_NE = slow_effects(source, chosen, target)
         np.testing.assert_allclose(predictor.effect_NT[:, t], task_N, rtol=0, atol=rounding(40, task_N))
-        mean = weights.toarray() / weights.sum(axis=1)[:, None]
+        dense_BN = weights.toarray()
+        counted_BN = np.log1p(dense_BN / dense_BN.mean(axis=1, keepdims=True) / BEND)
+        mean = counted_BN / counted_BN.sum(axis=1, keepdims=True)
         found_BE, close = change_BE[:, first : first + unit_NE.shape[1]], rounding(40, unit_NE)
         np.testing.assert_allclose(change_BT[:, t], mean @ task_N, rtol=0, atol=close)
         np.testing.assert_allclose(found_BE, mean @ unit_NE, rtol=0, atol=close)
@@ -145,7 +147,10 @@ def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, wei
 @given(seed=seeds, share=st.floats(0.05, 0.95))
 @settings(max_examples=30)
 def test_a_slice_is_explained_by_its_mean_effect(seed, share):
-    """Dropping a share p of the rows with the mean effect m changes -p / (1 - p) m; doubling it p / (1 + p) m."""
+    """Dropping a share p of the rows with the mean effect m changes -p / (1 - p) m; doubling it, less than its share.
+
+    With x what a doubled row counts against one that is not, (x - 1) p m / (1 + (x - 1) p).
+    """
     predictor = Predictor.of(FakeSource(), default_protocol())
     rows = np.random.default_rng(seed).choice(40, max(1, round(share * 40)), replace=False)
     weights_BN = np.ones((2, 40))
@@ -154,7 +159,9 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     change_BT = predictor.change(csr_array(weights_BN))
     close = rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(change_BT[0], -p / (1 - p) * m_T, rtol=0, atol=close * max(1.0, p / (1 - p)))
-    np.testing.assert_allclose(change_BT[1], p / (1 + p) * m_T, rtol=0, atol=close)
+    more = np.log1p(2 / (1 + p) / BEND) / np.log1p(1 / (1 + p) / BEND) - 1
+    assert 0 < more < 1
+    np.testing.assert_allclose(change_BT[1], more * p / (1 + more * p) * m_T, rtol=0, atol=close)
 
 
 def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():
@@ -212,9 +219,9 @@ def test_shares_of_slices_are_weights_of_their_rows(components):
     by_slice, close = predictor.change(SliceShares(share_BG, CODES)), rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(by_slice, predictor.change(csr_array(share_BG[:, CODES])), rtol=0, atol=close)
     slices = predictor.sums(EachSlice(CODES, 4))
-    dropped = predictor.change_of(slices.from_whole(predictor.whole(), -1.0))
+    dropped = predictor.change_of(slices.from_whole(predictor.whole(), 0.0, predictor.exposure))
     np.testing.assert_allclose(dropped, predictor.change(SliceShares(1.0 - np.eye(4), CODES)), rtol=0, atol=close)
-    doubled = predictor.change_of(slices.from_whole(predictor.whole(), 1.0))
+    doubled = predictor.change_of(slices.from_whole(predictor.whole(), 2.0, predictor.exposure))
     np.testing.assert_allclose(doubled, predictor.change(SliceShares(1.0 + np.eye(4), CODES)), rtol=0, atol=close)
 
 

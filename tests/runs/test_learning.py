@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 import grasp
+from grasp.choose.climb import SLOW
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.errors import EnvironmentDataError, ProtocolLeakError, SettingsError
@@ -251,7 +252,7 @@ def test_the_best_mixture_by_runs_that_saturate_lies_inside(artifact):
     with pytest.raises(SettingsError, match="cautious: is of what runs lead to expect; give runs"):
         mix(artifact, "topic", "sciq", protocol=PROTOCOL, cautious=True)
     alone = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50).to_pandas().set_index("value")
-    assert alone["proposed"].max() > 0.9  # relevance alone ends in a corner
+    assert np.abs(alone.loc[list(TOPICS), "proposed"] - peak_G).max() > 0.1  # relevance alone ends elsewhere
     bounded = mix(artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs, cap=["games:20%"])
     assert bounded.to_pandas().set_index("value").loc["games", "proposed"] <= 0.2 + 1e-6
 
@@ -277,7 +278,7 @@ def test_rows_are_chosen_by_what_runs_lead_to_expect(artifact):
     assert len(plain) == len(alone) == len(careful)
     best, low = ([one.targets[name][0].as_py() for one in (plain, careful)] for name in ("acc", "acc_low"))
     assert best[0] >= best[1]
-    assert low[1] > low[0]
+    assert low[1] > low[0] - SLOW * abs(low[0])  # the climb ends where a round gains less
     text = re.search(r"expect, (\S+) acc; the best by relevance alone have (\S+)", str(plain))
     assert text[1] == f"{best[0]:+.4f}"
     assert float(text[2]) < 0

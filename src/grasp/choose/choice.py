@@ -23,7 +23,7 @@ from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol, save_protocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.subset_tables import CORPUS
-from grasp.predict.weights import Weights
+from grasp.predict.weights import Exposure, Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
@@ -49,7 +49,7 @@ class Choice(Result):
     Attributes:
         targets: target, weight, change (against the whole corpus), and, with runs, nats, nats_low and nats_high, or
             the metric of the runs in their place.
-        value: weighted mean of the changes, repetition counted if the training budget is known.
+        value: weighted mean of the changes, what repetition leaves of it.
         unit: of the changes.
         asked: the question.
     """
@@ -140,16 +140,21 @@ class Aim:
             )
         beside = None if runs is None else runs_beside(artifact, runs)
         sketches = () if beside is None else measures(artifact.array_names)
-        predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
-        effect_N = predictor.task.effects.dot(weights_T)
         bound = training.of_corpus(int(tokens_N.sum()))
+        predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches, exposure=bound.exposure)
+        effect_N = predictor.task.effects.dot(weights_T)
         intervals = None if beside is None else learn(predictor, artifact, beside)
         return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, intervals, cautious)
 
-    def value(self, sums: SubsetSums, tokens_B: F64 | I64) -> F64:
-        """Weighted change of subsets with so many tokens, what repetition leaves of it, (B,)."""
-        return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * self.training.share(tokens_B))
+    def value(self, sums: SubsetSums) -> F64:
+        """Weighted change of subsets, what repetition leaves of it, (B,)."""
+        return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * sums.mass.worth(self.exposure))
+
+    @property
+    def exposure(self) -> Exposure | None:
+        """By which repetition is counted; by a protocol with geometry, or that counts rows, only under a budget."""
+        return self.predictor.exposure or (None if self.training.tokens is None else self.training.exposure)
 
     def learned(self, weights: Weights) -> F64:
         """The weighted change that runs lead to expect, (B,), or the lower end of its interval."""
@@ -242,7 +247,7 @@ def curve_of(aim: Aim, row_index: I64, places: Sequence[int], effect_N: F64 | No
     sums = aim.predictor.sums(weights_BN).cumulated()
     tokens_B = np.cumsum([int(aim.tokens_N[part].sum()) for part in parts])
     last_B = (aim.effect_N if effect_N is None else effect_N)[row_index[np.asarray(places) - 1]]
-    columns = (np.asarray(places), tokens_B, last_B, aim.value(sums, tokens_B))
+    columns = (np.asarray(places), tokens_B, last_B, aim.value(sums))
     return Curve(*(tuple(column.tolist()) for column in columns))
 
 

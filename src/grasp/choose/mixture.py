@@ -1,14 +1,19 @@
 """Weights for the values of a label: a mixture to train on. The verb `mix`.
 
-A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N. Without geometry the
-change against the corpus is linear, sum_g p_g m_g with m_g the mean effect of the slice; with it, mean sketch m_g and
-mean squared norm q_g of each slice, and f = 1 under the weighting `mean`, N under `count`,
+A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N. Shares are of rows.
+Without geometry the value is, by the law of exposure and with m_g the mean effect of a slice,
+
+    sum_g n_g / N exposure(N p_g / n_g) m_g,
+
+concave where m_g > 0. Where a slice hurts it is convex, and a straight line between its least and greatest share stands
+in for it, which is nowhere below. So the solver's optimum is an upper bound; it is the best mixture where these slices
+end at their bounds, and else as near to it as is said. With geometry, mean sketch m_g and mean squared norm q_g of each
+slice, and f = 1 under the weighting `mean`, N under `count`,
 
     K_raw = f^2 |sum_g p_g m_g|^2,   K_cent = f^2 |sum_g p_g (m_g - mean)|^2,   K_self = f^2 sum_g p_g^2 q_g / n_g,
 
 so V is linear plus quadratic in p. On the omitted side with `count` every row counts 1 - w, which is quadratic as
 well. With `mean` it is not: there V depends on the direction of a change alone, and such a protocol is refused.
-A training budget makes the linear part concave: see `repetition`.
 Shape letters: G slices, N rows, T targets, D sketch width.
 """
 
@@ -26,7 +31,7 @@ from grasp.choose.choice import Aim, Choice, protocol_of, text_of
 from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
 from grasp.choose.quadratic_program import Programme, Segments, Solution, solve
-from grasp.choose.repetition import REPEAT_WORTH, Training, effective_tokens
+from grasp.choose.repetition import Training
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.label_slices import LabelSlices, label_slices
@@ -34,6 +39,7 @@ from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import Exposure
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.text import plain, several
@@ -42,7 +48,8 @@ SHOWN = 5
 LINES_SHOWN = 30
 MIXTURE = "mixture"
 MAX_REPEAT = 4.0  # data seen more often is worth clearly less than new data: arXiv 2305.16264
-SEGMENTS = 8  # straight pieces that a curve of repetition is made of
+SEGMENTS = 32  # straight pieces that a curve of exposure is made of
+NEAR = 1e-3  # of the value: what straight pieces differ by from curves
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -89,7 +96,6 @@ def mix(
     train_tokens: str | float | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
-    repeat_worth: float = REPEAT_WORTH,
     runs: Environment | RunTable | Path | str | None = None,
     cautious: bool = False,
 ) -> Mixture:
@@ -107,7 +113,6 @@ def mix(
         train_tokens: tokens that the model will be trained on, e.g. 100B; None: as many as the corpus has.
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
-        repeat_worth: R* of `repetition`.
         runs: retrained or imported runs: the change in their unit, with an interval.
         cautious: maximise the lower end of that interval, so that what the runs know little of counts as worse.
     Raises:
@@ -125,7 +130,7 @@ def mix(
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
     slices = label_slices(label_column(artifact, by, "by"), tokens_N)
-    training = Training.parsed(train_tokens, repeat_worth).of_corpus(int(tokens_N.sum()))
+    training = Training.parsed(train_tokens).of_corpus(int(tokens_N.sum()))
     far = None if distance is None else parse_share(distance, "distance")
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     bounds = _bounds(slices, floors, caps, max_repeat, training, far)
@@ -149,23 +154,28 @@ def _mixture(
     current_G = slices.rows_G / predictor.n_rows
     parts = predictor.sums(slices.each)
     effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, parts, slices.rows_G.astype(np.float64))
-    segments = _segments(effect_G, slices, aim.training, low_G, high_G)
+    curves = None if aim.exposure is None else _Curves(aim.exposure, effect_G, current_G)
+    segments = None if curves is None else curves.segments(low_G, high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
     programme = Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments)
     solution = solve(programme)
-    by_runs, p_G = segments is None and aim.intervals is not None, solution.p_G
+    by_runs, p_G = aim.training.tokens is None and aim.intervals is not None, solution.p_G
     if by_runs:
         p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
     targets, notes = aim.judged(MIXTURE, weights)
     value = float(predictor.change(weights)[0] @ aim.weights_T)
-    said = _notes(slices, predictor, solution, asked, by_runs=by_runs)
-    if segments is not None:
-        value += segments.value(solution.p_G) - float(effect_G @ solution.p_G)
+    said, short = _notes(slices, solution, asked, by_runs=by_runs), 0.0
+    if curves is not None and segments is not None:
+        additive = curves.value(p_G)
+        value = additive if predictor.additive else value + additive - float(effect_G @ p_G)
         said.append(_repeated(aim.training, factor_G, value))
+        short = max(segments.value(p_G) - additive, 0.0)
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
     optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
+    if short > NEAR * abs(value):
+        optimum += f", but for {short:.3f} at most,"
     optimum = "the best that the runs lead to" if by_runs else optimum
     return Mixture(
         pa.table(
@@ -192,30 +202,35 @@ def _mixture(
     )
 
 
-def _segments(linear_G: F64, slices: LabelSlices, training: Training, low_G: F64, high_G: F64) -> Segments | None:
-    """The linear part under a training budget: mean effect of a slice times its effective share of the tokens.
+@dataclass(frozen=True, slots=True)
+class _Curves:
+    """What slices are worth by their shares, under the law of exposure."""
 
-    A slice that hurts is taken to do so in proportion, at the rate of its whole range: the part is concave then.
-    """
-    if training.tokens is None:
-        return None
-    steps = np.linspace(0.0, 1.0, SEGMENTS + 1)
-    knots_GK = low_G[:, None] + (high_G - low_G)[:, None] * steps
-    share_G1 = slices.rows_G[:, None] / slices.rows_G.sum()
-    corpus, worth = training.corpus_tokens, training.repeat_worth
-    effective_GK = effective_tokens(corpus * share_G1, training.tokens * knots_GK, worth)
-    value_GK = linear_G[:, None] * effective_GK / effective_tokens(corpus, training.tokens, worth)
-    straight_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * steps
-    return Segments(knots_GK, np.where(linear_G[:, None] < 0, straight_GK, value_GK))
+    exposure: Exposure
+    effect_G: F64
+    current_G: F64
+
+    def value(self, p_G: F64) -> float:
+        """sum_g n_g / N exposure(N p_g / n_g) m_g."""
+        return float(self.effect_G @ (self.current_G * self.exposure(p_G / self.current_G)))
+
+    def segments(self, low_G: F64, high_G: F64) -> Segments:
+        """The curves by straight pieces, closer where they bend more; of slices that hurt a single one."""
+        steps = np.linspace(0.0, 1.0, SEGMENTS + 1) ** 2
+        knots_GK = low_G[:, None] + (high_G - low_G)[:, None] * steps
+        worth_G1, current_G1 = (self.effect_G * self.current_G)[:, None], self.current_G[:, None]
+        value_GK = worth_G1 * self.exposure(knots_GK / current_G1)
+        straight_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * steps
+        return Segments(knots_GK, np.where(worth_G1 < 0, straight_GK, value_GK))
 
 
 def _repeated(training: Training, factor_G: F64, value: float) -> str:
     most = training.epochs * float(factor_G.max())
-    return (
-        f"value {value:+.3f}: the change less what repetition takes (R* = {training.repeat_worth:g}); "
-        f"{training.tokens:,.0f} training tokens are {training.epochs:.2g} times the corpus, and no row is seen more "
-        f"than {most:.2g} times"
-    )
+    budget = "a training as long as that on the corpus"
+    if training.tokens is not None:
+        budget = f"{training.tokens:,.0f} training tokens, {training.epochs:.2g} times the corpus,"
+    seen = f"no row is seen more than {most:.2g} times"
+    return f"value {value:+z.3f}: what repetition leaves of the change; in {budget} {seen}"
 
 
 def coefficients(predictor: Predictor, weights_T: F64, parts: SubsetSums, rows_G: F64) -> tuple[F64, F64]:
@@ -303,9 +318,7 @@ def _shares(bounds: Sequence[Bound], name: str, slices: LabelSlices, default_G: 
     return out_G
 
 
-def _notes(
-    slices: LabelSlices, predictor: Predictor, solution: Solution, asked: Mapping[str, Any], *, by_runs: bool
-) -> list[str]:
+def _notes(slices: LabelSlices, solution: Solution, asked: Mapping[str, Any], *, by_runs: bool) -> list[str]:
     times = asked["max_repeat"]
     least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(times, f"{times:g}th part")
     said = [
@@ -320,10 +333,5 @@ def _notes(
         said.append(
             "the protocol rewards a part of the geometry, so the problem is not convex: the best of "
             f"{solution.starts} local searches is shown, and there may be a better mixture"
-        )
-    if predictor.additive:
-        said.append(
-            "the protocol is additive: the best mixture goes as far as floors, caps, distance and max-repeat allow; "
-            "diversity keeps it nearer"
         )
     return said

@@ -53,7 +53,7 @@ class Objective:
         """
         protocol, geometry = predictor.protocol, predictor.geometry
         assert geometry is not None
-        mass = SubsetMass(np.array([float(size)]), np.array([float(predictor.n_rows - size)]), predictor.n_rows)
+        mass = SubsetMass.plain(np.array([float(size)]), predictor.n_rows)
         factor = float(mass.factor(protocol.side, protocol.weighting)[0])
         slope_T = weights_T * predictor.task.gain_C
         zero = float(slope_T @ predictor.task.offset_C)  # of a row whose effect is the mean

@@ -22,7 +22,7 @@ from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
 from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
 from grasp.choose.limits import I64, Limits, read_exclusion, within
-from grasp.choose.repetition import REPEAT_WORTH, Training
+from grasp.choose.repetition import Training
 from grasp.choose.selection import Selection, mask_of
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
@@ -59,7 +59,6 @@ def select(
     documents: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     diversity: float | None = None,
-    repeat_worth: float = REPEAT_WORTH,
     runs: Environment | RunTable | Path | str | None = None,
     cautious: bool = False,
     progress: Progress | None = None,
@@ -81,7 +80,6 @@ def select(
         documents: how they will be exported, see `Selection.export`: then nothing is said of those that rows cut.
         protocol: None: the one that ships.
         diversity: penalty on redundancy in place of the protocol's own geometry; 0: none.
-        repeat_worth: R* of `repetition`.
         runs: retrained or imported runs: rows are chosen by the change that they lead to expect, in their unit, with
             an interval; by relevance under a protocol with geometry, or with `train_tokens`.
         cautious: by the lower end of that interval, so that what the runs know little of counts as worse.
@@ -98,7 +96,7 @@ def select(
     table = LabelTable(artifact.rows_path)
     allowed_N, said = _allowed(artifact, table, exclude, exclude_where)
     labels = None if by is None else label_column(artifact, by, "by")
-    training = Training.parsed(train_tokens, repeat_worth)
+    training = Training.parsed(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
     amount = None if budget is None else parse_budget(budget)
     if amount is None:
@@ -269,7 +267,7 @@ def _best_budget(aim: Aim, allowed_N: NDArray[np.bool_], limits_of: Callable[[Am
             refused.append(err)
             return -np.inf
         weights = one_subset(SUBSET, mask_of(rows, aim.artifact.n_rows)).weights
-        return float(aim.value(aim.predictor.sums(weights), np.array([aim.tokens_N[rows].sum()]))[0])
+        return float(aim.value(aim.predictor.sums(weights))[0])
 
     best = searched(len(order_P), lambda places: [value(size) for size in places.tolist()], at_once=16, near=0.005)
     if value(best) == -np.inf:
@@ -313,7 +311,7 @@ def _selection(
     sums = aim.predictor.sums(weights)
     targets, notes = aim.judged(SUBSET, weights)
     n_tokens = int(aim.tokens_N[rows].sum())
-    value = float(aim.value(sums, np.array([n_tokens]))[0])
+    value = float(aim.value(sums)[0])
     table = _row_table(aim, found, asked["by"])
     headline = f"keeps {share(len(rows), artifact.n_rows)}, {n_tokens:,} tokens"
     if asked["unit"] == "documents":
@@ -323,9 +321,11 @@ def _selection(
     more += _never_read(artifact, whole=whole)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
+    if aim.exposure is not None:
+        left, times = float(sums.mass.worth(aim.exposure)[0]), float(sums.mass.times_B[0])
         more.append(
-            f"value {value:+.3f}: the change times {float(training.share(n_tokens)):.3f}, what repetition leaves of "
-            f"the tokens against the whole corpus, seen {training.epochs:.2g} times (R* = {training.repeat_worth:g})"
+            f"value {value:+z.3f}: the change times {left:.2f}, what repetition leaves of it: in a training as long as "
+            f"that on the corpus, rows are seen {times:.2g} times as often"
         )
     return Selection(
         table,

@@ -176,7 +176,7 @@ class Selection(Choice):
         each = "document" if self.asked["unit"] == "documents" else "row"
         return text_table(
             f"other budgets: what the next {each} is worth (0 = the corpus average), and all rows together",
-            ("rows", "share", "tokens", f"next {each}", "all rows" if self.asked["train_tokens"] is None else "value"),
+            ("rows", "share", "tokens", f"next {each}", "value"),
             lines,
             left=0,
         )

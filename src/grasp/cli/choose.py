@@ -17,7 +17,6 @@ from grasp.cli.options import (
     OnlyTarget,
     ProtocolFile,
     Quiet,
-    RepeatWorth,
     Split,
     TargetWeights,
     TextColumn,
@@ -75,7 +74,6 @@ def select(
     corpus: str | None = rare("--corpus PATH", "Where the corpus lies now. Default: where it was built from.", None),
     protocol: ProtocolFile = None,
     diversity: Diversity = None,
-    repeat_worth: RepeatWorth = 15.4,
     cautious: Cautious = False,
     quiet: Quiet = False,
 ) -> None:
@@ -111,7 +109,6 @@ def select(
             documents=documents,
             protocol=protocol,
             diversity=diversity,
-            repeat_worth=repeat_worth,
             runs=environment,
             cautious=cautious,
             progress=watch,
@@ -154,7 +151,6 @@ def mix(
     ),
     protocol: ProtocolFile = None,
     diversity: Diversity = None,
-    repeat_worth: RepeatWorth = 15.4,
     cautious: Cautious = False,
 ) -> None:
     """Find the shares of a label's values that help the targets most.
@@ -174,7 +170,6 @@ def mix(
         train_tokens=train_tokens,
         protocol=protocol,
         diversity=diversity,
-        repeat_worth=repeat_worth,
         runs=environment,
         cautious=cautious,
     )

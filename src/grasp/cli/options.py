@@ -43,10 +43,6 @@ Diversity = Annotated[
     float | None,
     rare("--diversity X", "Penalty on redundancy in place of the protocol's own geometry, e.g. 0.25. Default: none."),
 ]
-RepeatWorth = Annotated[
-    float,
-    rare("--repeat-worth R", "Repetitions past which more of them add little (R* of arXiv 2305.16264)."),
-]
 Cautious = Annotated[
     bool,
     rare("--cautious", "Maximise the lower end of what the runs of --environment lead to expect."),

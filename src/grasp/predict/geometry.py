@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.predict.blocks import Side
-from grasp.predict.weights import Weights, weight_sums
+from grasp.predict.weights import Exposure, Weights, weight_sums
 
 F64 = NDArray[np.float64]
 Weighting = Literal["count", "mean"]
@@ -64,23 +64,36 @@ class SubsetMass:
     retained_B: F64  # sum of w_i
     omitted_B: F64  # sum over the corpus of |1 - w_i|; the number of omitted rows where weights are 1
     n_rows: int
+    times_B: F64  # how often a row of the weight 1 is seen, against the corpus, when both are read equally long
 
     @classmethod
     def of(cls, weights: Weights) -> Self:
         """The sums of weights of each subset of a block."""
-        return cls(*weight_sums(weights), weights.shape[1])
+        retained_B, omitted_B = weight_sums(weights)
+        return cls(retained_B, omitted_B, weights.shape[1], _inverse(retained_B / weights.shape[1]))
+
+    @classmethod
+    def plain(cls, retained_B: F64, n_rows: int) -> Self:
+        """Of subsets that keep so many rows, with the weight 1."""
+        return cls(retained_B, n_rows - retained_B, n_rows, _inverse(retained_B / n_rows))
 
     @classmethod
     def whole(cls, n_rows: int) -> Self:
         """Of the corpus, as a block of one subset."""
-        return cls(np.array([float(n_rows)]), np.zeros(1), n_rows)
+        return cls.plain(np.array([float(n_rows)]), n_rows)
+
+    def worth(self, exposure: Exposure | None) -> F64:
+        """What the rows count together against the corpus, (B,): less than 1 where rows are repeated."""
+        if exposure is None:
+            return np.ones_like(self.retained_B)
+        return np.asarray(exposure(self.times_B) * self.retained_B / self.n_rows)
 
     def factor(self, side: Side, weighting: Weighting) -> F64:
         """(B,) what raw weights are multiplied by: 1 for `count`, 1 / sum |w| for `mean`; 0 for an empty side."""
         mass_B = self.retained_B if side == "retained" else self.omitted_B
         if weighting == "count":
             return np.ones_like(mass_B)
-        return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
+        return _inverse(mass_B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +142,10 @@ class SketchTotals:
         """The corpus itself as a block of one subset."""
         norm_B = np.array([self.norm])
         return SketchSums(self.total_D[None], norm_B, norm_B)
+
+
+def _inverse(mass_B: F64) -> F64:
+    return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
 
 
 def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:

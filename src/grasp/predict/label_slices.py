@@ -24,7 +24,7 @@ from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
 from grasp.predict.row_arrays import F64
 from grasp.predict.row_sums import BlockSums
-from grasp.predict.weights import EachSlice, SliceShares
+from grasp.predict.weights import EachSlice, Exposure, SliceShares
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
@@ -32,7 +32,7 @@ MOST_SLICES = 100
 MOST_LABELS = 4
 RESAMPLES = 1_000
 TAILS = (0.025, 0.975)
-DROPPED, DOUBLED = -1.0, 1.0
+DROPPED, DOUBLED = 0.0, 2.0  # weights
 SIMILAR = ("hidden", "residual")  # sketches by which redundancy is told
 
 
@@ -164,13 +164,13 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     """What dropping, and doubling, each slice changes; the cost is linear in the slices."""
     sums, corpus = predictor.sums(slices.each), predictor.whole()
     rows_G = sums.mass.retained_B
-    dropped_GT = predictor.change_of(sums.from_whole(corpus, DROPPED))
+    dropped_GT = predictor.change_of(sums.from_whole(corpus, DROPPED, predictor.exposure))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
         dropped_GT=dropped_GT,
-        doubled_GT=predictor.change_of(sums.from_whole(corpus, DOUBLED)),
+        doubled_GT=predictor.change_of(sums.from_whole(corpus, DOUBLED, predictor.exposure)),
         redundancy_G=_redundancy(sums, corpus),
     )
 
@@ -188,7 +188,7 @@ def dropped_intervals(
     Cost: one more pass over the relevance of every kernel; memory: slices x units.
     """
     n_slices = len(slices.slices)
-    without = effects.sums.from_whole(predictor.whole(), DROPPED)
+    without = effects.sums.from_whole(predictor.whole(), DROPPED, predictor.exposure)
     part_GE = _unit_parts(artifact, predictor, slices)
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
     rest_GE = np.outer(effects.sums.mass.retained_B, mean_E) - part_GE  # all other rows, counted from the mean
@@ -242,12 +242,12 @@ class SliceFormula:
     """The predictor as a formula in one weight a slice: G and G x G numbers that a page can compute with by itself.
 
     Give every row of slice g the weight f_g: 0 drops the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the
-    rows and e_g the sum of the effects of a slice, the change against the corpus is
+    rows and e_g the sum of the effects of a slice, N the rows of the corpus, the change against it is
 
-        sum_g f_g e_g / sum_g f_g n_g
+        sum_g x_g e_g / sum_g x_g n_g,    x_g = exposure(f_g N / sum_h f_h n_h)
 
     for an additive protocol of the retained side and the mean. In general, with u = f on the retained side and 1 - f on
-    the omitted one, N the rows, c = 1 or 1 / sum |u_g| n_g by the weighting, the Gram matrix of the slices' sketch sums
+    the omitted one, c = 1 or 1 / sum |u_g| n_g by the weighting, the Gram matrix of the slices' sketch sums
     C_gh = <Phi_g, Phi_h>, and p_g the sum of ||phi_i||^2 over the slice, it is
 
         c (sum_g f_g relevance_g - taken) + c^2 (raw u'C u + own sum_g u_g^2 p_g + cent v'C v) - corpus,
@@ -267,6 +267,7 @@ class SliceFormula:
     quadratic: Mapping[str, QuadraticWeights]  # by half; empty for an additive protocol
     gram_GG: Mapping[str, F64]  # by half; joint where hidden and residual are there
     norm_G: Mapping[str, F64]
+    exposure: Exposure | None
 
     @classmethod
     def of(cls, predictor: Predictor, slices: SubsetSums) -> Self:
@@ -294,6 +295,7 @@ class SliceFormula:
             quadratic=halves,
             gram_GG=grams,
             norm_G=norms,
+            exposure=predictor.exposure,
         )
 
     def cosines(self, half: str) -> F64:

@@ -29,7 +29,7 @@ from grasp.predict.relevance import Kernel, UnitSelection, effects
 from grasp.predict.row_arrays import F32, F64, checked_targets, kept
 from grasp.predict.row_sums import RowSums
 from grasp.predict.standardize import ComponentMoments
-from grasp.predict.weights import Weights, squared, weight_sums
+from grasp.predict.weights import Exposure, Weights, squared, weight_sums
 
 EFFECT_SIZE = "effect size"
 
@@ -43,22 +43,26 @@ class SubsetSums:
     effect_BT: F64
     sketch: Mapping[str, SketchSums]
 
-    def from_whole(self, corpus: "SubsetSums", step: float) -> "SubsetSums":
-        """The corpus with the weight of the rows of each subset changed by `step`: -1 drops them, +1 doubles them.
+    def from_whole(self, corpus: "SubsetSums", weight: float, exposure: Exposure | None) -> "SubsetSums":
+        """The corpus with the rows of each subset at another weight: 0 drops them, 2 doubles them.
 
         Weights are 1 + step there, so squared norms change by (1 + step)^2 - 1. For subsets with weights 0 and 1.
         """
         size_B, n_rows = self.mass.retained_B, self.mass.n_rows
-        square_step = (1.0 + step) ** 2 - 1.0
+        times_B = n_rows / np.maximum(n_rows + (weight - 1.0) * size_B, 1.0)
+        counted_B = np.full(len(size_B), weight) if exposure is None else exposure.relative(weight, times_B)
+        step_B = counted_B - 1.0
+        square_B = counted_B**2 - 1.0
+        step_B1 = step_B[:, None]
         return SubsetSums(
-            SubsetMass(n_rows + step * size_B, abs(step) * size_B, n_rows),
-            n_rows + square_step * size_B,
-            corpus.effect_BT + step * self.effect_BT,
+            SubsetMass(n_rows + step_B * size_B, np.abs(step_B) * size_B, n_rows, times_B),
+            n_rows + square_B * size_B,
+            corpus.effect_BT + step_B1 * self.effect_BT,
             {
                 half: SketchSums(
-                    corpus.sketch[half].total_BD + step * part.total_BD,
-                    corpus.sketch[half].norm_B + step * part.norm_B,
-                    corpus.sketch[half].square_norm_B + square_step * part.norm_B,
+                    corpus.sketch[half].total_BD + step_B1 * part.total_BD,
+                    corpus.sketch[half].norm_B + step_B * part.norm_B,
+                    corpus.sketch[half].square_norm_B + square_B * part.norm_B,
                 )
                 for half, part in self.sketch.items()
             },
@@ -71,7 +75,7 @@ class SubsetSums:
             half: SketchSums(np.cumsum(part.total_BD, axis=0), np.cumsum(part.norm_B), np.cumsum(part.square_norm_B))
             for half, part in self.sketch.items()
         }
-        mass = SubsetMass(kept_B, n_rows - kept_B, n_rows)
+        mass = SubsetMass.plain(kept_B, n_rows)
         return SubsetSums(mass, np.cumsum(self.square_B), np.cumsum(self.effect_BT, axis=0), sketch)
 
 
@@ -107,6 +111,7 @@ class Predictor:
     kernel_dropped: tuple[str, ...]
     unit_scales: Mapping[str, F64 | float]  # by kernel: what units are multiplied by before a task takes their mean
     task_kernels: Mapping[str, Kernel] = field(repr=False)  # empty unless asked for
+    exposure: Exposure | None  # how weights count; None: as they are
 
     @classmethod
     def of(
@@ -119,6 +124,7 @@ class Predictor:
         sketches: Sequence[str] = (),
         components: bool = False,
         units: UnitSelection | None = None,
+        exposure: Exposure | None = None,
     ) -> Self:
         """Bind a protocol to an artifact.
 
@@ -129,6 +135,8 @@ class Predictor:
             sketches: halves wanted besides those of the protocol's geometry.
             components: keep the kernels apart, for `kernel_parts`.
             units: other columns than all units of the targets.
+            exposure: of a training budget; None: of one as long as the corpus. Only an additive protocol that scores
+                the retained rows by their mean counts weights by it.
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
@@ -136,13 +144,16 @@ class Predictor:
         selected = units or UnitSelection.of(artifact, checked_targets(artifact, targets))
         wanted = sorted({*halves_needed(fitted.components), *sketches})
         held = {half: Sketch.of(artifact, half) for half in wanted}
+        bends = (fitted.side, fitted.weighting) == ("retained", "mean") and not fitted.components
+        law = (exposure or Exposure()) if bends else None
         if fitted.components or per_unit or components or units is not None:
-            return cls._bound(artifact, fitted, selected, held, per_unit=per_unit, components=components)
+            bound = cls._bound(artifact, fitted, selected, held, per_unit=per_unit, components=components)
+            return replace(bound, exposure=law)
         key = "relevance", fitted.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
         bound = kept(artifact, key, n_bytes, lambda: cls._bound(artifact, fitted, selected, {}))
         own = replace(bound.task, effects=RowSums.over(bound.effect_NT))  # which packs, and adds up, for itself
-        return replace(bound, task=own, sketches=held)
+        return replace(bound, task=own, sketches=held, exposure=law)
 
     @classmethod
     def _bound(
@@ -182,6 +193,7 @@ class Predictor:
             kernel_dropped=tuple(name for name, one in spread.items() if not one.varies_E.any()),
             unit_scales=scales,
             task_kernels=kernels if components else {},
+            exposure=None,
         )
 
     @property
@@ -236,10 +248,15 @@ class Predictor:
         Args:
             halves: sketches that are summed; None: all that the predictor was made with.
         """
-        chosen = self.sketches if halves is None else halves
-        sketch = {half: sketch.sums(weights) for half, sketch in self.sketches.items() if half in chosen}
-        square_B = weight_sums(squared(weights))[0]
-        return SubsetSums(SubsetMass.of(weights), square_B, self.task.effects.sums(weights), sketch)
+        chosen, counted = self.sketches if halves is None else halves, self.counted(weights)
+        sketch = {half: sketch.sums(counted) for half, sketch in self.sketches.items() if half in chosen}
+        mass = replace(SubsetMass.of(counted), times_B=SubsetMass.of(weights).times_B)
+        square_B = weight_sums(squared(counted))[0]
+        return SubsetSums(mass, square_B, self.task.effects.sums(counted), sketch)
+
+    def counted(self, weights: Weights) -> Weights:
+        """What every row counts against a row of the weight 1."""
+        return weights if self.exposure is None else self.exposure.of(weights)
 
     def whole(self) -> SubsetSums:
         """The corpus itself, as a block of one subset."""
@@ -264,7 +281,7 @@ class Predictor:
         """
         level = self.unit_level
         assert level is not None
-        additive_BE = level.gain_C * self.relative(level.effects.sums(weights), level.offset_C, sums.mass)
+        additive_BE = level.gain_C * self.relative(level.effects.sums(self.counted(weights)), level.offset_C, sums.mass)
         return additive_BE + self.geometry_change(sums)[:, None]
 
     def relative(self, sum_BC: F64, offset_C: F64, mass: SubsetMass) -> F64:
@@ -279,6 +296,10 @@ class Predictor:
         whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(self.n_rows), side, weighting)
         return np.asarray(subset_relevance(sum_BC, total_C, mass, side, weighting) - whole_1C)
 
+    def value_of(self, sums: SubsetSums) -> F64:
+        """The change less what repetition takes of it, (B, T): what a loss follows, of subsets of all sizes."""
+        return np.asarray(sums.mass.worth(self.exposure)[:, None] * self.change_of(sums))
+
     def geometry_change(self, sums: SubsetSums) -> F64:
         """What geometry adds to a change, the same for every target, (B,)."""
         if self.geometry is None:
@@ -287,10 +308,10 @@ class Predictor:
 
     def kernel_parts(self, weights: Weights, mass: SubsetMass) -> dict[str, F64]:
         """What each kernel adds to a change, (B, T); they add up to its additive part."""
-        parts: dict[str, F64] = {}
+        parts, counted = dict[str, F64](), self.counted(weights)
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], self.task.means[name]
-            sum_BT = share_T * (kernel.held.sums(weights) - np.outer(mass.retained_B, mean_T))
+            sum_BT = share_T * (kernel.held.sums(counted) - np.outer(mass.retained_B, mean_T))
             offset_T = share_T * mean_T if self.protocol.weighting == "count" else np.zeros_like(share_T)
             parts[name] = self.task.gain_C * self.relative(sum_BT, offset_T, mass)
         return parts

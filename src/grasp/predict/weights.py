@@ -12,13 +12,15 @@ Shape letters: B subsets, N rows of the corpus, G slices.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csc_array, csr_array
 
 F64 = NDArray[np.float64]
+
+BEND = 0.3  # c of the law of exposure: chosen on development worlds, experiments/exposure
 
 _ONES_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
 
@@ -169,6 +171,51 @@ def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[NDArray[np.int
 
 Compact = OmittedRows | PackedMasks | SliceShares | EachSlice
 Weights = csr_array | Compact
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """The law of diminishing returns: what a row counts that is seen so many times as often as in the corpus.
+
+        exposure(times) = log(1 + times / c) / log(1 + 1 / c)        exposure(0) = 0, exposure(1) = 1
+
+    It is concave: a row that is seen twice as often does less than twice as much. A model that reads the corpus several
+    times has seen every row as often already, so c is divided by these epochs.
+    """
+
+    epochs: float = 1.0
+
+    def __call__(self, times: Any) -> F64:
+        return np.asarray(np.log1p(np.asarray(times, dtype=np.float64) / self.c) / np.log1p(1.0 / self.c))
+
+    @property
+    def c(self) -> float:
+        """The smaller, the sooner a row has said what it has to say."""
+        return BEND / max(self.epochs, 1.0)
+
+    def of(self, weights: Weights) -> Weights:
+        """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay.
+
+        Under a fixed training budget a subset is read as long as the corpus is, so a row of the weight w is seen
+        w times(S) times as often, times(S) = N / sum w.
+        """
+        if is_plain(weights):
+            return weights
+        times_B = weights.shape[1] / weight_sums(weights)[0]
+        if isinstance(weights, SliceShares):
+            return SliceShares(self.relative(weights.share_BG, times_B[:, None]), weights.codes_N)
+        if isinstance(weights, OmittedRows):
+            gone_BN = weights.omitted_BN.copy()
+            gone_BN.data = 1.0 - self.relative(1.0 - gone_BN.data, np.repeat(times_B, np.diff(gone_BN.indptr)))
+            return OmittedRows(gone_BN)
+        assert isinstance(weights, csr_array)
+        own_BN = weights.copy()
+        own_BN.data = self.relative(own_BN.data, np.repeat(times_B, np.diff(own_BN.indptr)))
+        return own_BN
+
+    def relative(self, weight: Any, times: Any) -> F64:
+        """exposure(w times) / exposure(times), elementwise."""
+        return np.asarray(self(weight * times) / self(times))
 
 
 def as_csr(weights: Weights) -> csr_array:

@@ -45,6 +45,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "expected": _expected(found, slices, [preset["percent"] for preset in presets]),
         "side": formula.side,
         "weighting": formula.weighting,
+        "c": None if formula.exposure is None else formula.exposure.c,
         "relevance": formula.relevance_GT.tolist(),
         "taken": formula.taken_T.tolist(),
         "corpus": formula.corpus_T.tolist(),

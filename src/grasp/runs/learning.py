@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
+from grasp.predict.geometry import SubsetMass
 from grasp.predict.label_slices import LabelSlices, SliceFormula, label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import Kernel
@@ -103,23 +104,24 @@ class Known:
     def features(self, weights: Weights) -> KnownFeatures:
         """Of one block of subsets."""
         sums = self.predictor.sums(weights)
-        mass_B1 = weight_sums(weights)[0][:, None]
+        mass_B1, counted = weight_sums(weights)[0][:, None], self.predictor.counted(weights)
+        counted_B1 = weight_sums(counted)[0][:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
-        sketch = [part.total_BD / mass_B1 for half, part in sums.sketch.items() if half != "product"]
+        sketch = [part.total_BD / counted_B1 for half, part in sums.sketch.items() if half != "product"]
         return KnownFeatures(
             np.concatenate([nothing_B0, *(one.sums(weights) / mass_B1 for one in self.indicators)], axis=1),
-            self.predictor.change_of(sums),
-            np.stack([one.sums(weights) / mass_B1 for one in self.kernels], axis=2),
+            self.predictor.value_of(sums),
+            np.stack([one.sums(counted) / counted_B1 for one in self.kernels], axis=2),
             np.concatenate([nothing_B0, *sketch], axis=1),
         )
 
-    def of_rows(self, slope: KnownFeatures) -> F64:
-        """What every row adds to a linear function of the features, (N,), under the weighting `mean`.
+    def of_rows(self, slope: KnownFeatures, weights: Weights) -> F64:
+        """What every row adds to a linear function of the features of one subset, (N,), under the weighting `mean`.
 
         Args:
             slope: of that function.
         """
-        gain_T = self.predictor.task.gain_C
+        gain_T = self.predictor.task.gain_C * SubsetMass.of(weights).worth(self.predictor.exposure)
         out_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * gain_T), np.float64)
         widths = np.cumsum([one.width for one in self.indicators])
         for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
@@ -176,7 +178,7 @@ class Expected:
             mean_BT, half_BT = self._change(features, corpus)
             return np.asarray(np.nan_to_num(self._asked(mean_BT - half_BT if cautious else mean_BT)) @ weights_T)
 
-        return self.known.of_rows(self.learned.slope(self.known.features(weights), value))
+        return self.known.of_rows(self.learned.slope(self.known.features(weights), value), weights)
 
     def _change(self, features: KnownFeatures, corpus: KnownFeatures) -> tuple[F64, F64]:
         """Of the tasks learned: change against the corpus, and half of the interval."""
@@ -336,4 +338,3 @@ def _indicators(codes_N: NDArray[np.int32], n_slices: int) -> RowSums:
     return RowSums(
         lambda: ((at, one_GG[codes_N[at : at + step]]) for at in range(0, len(codes_N), step)), len(codes_N), n_slices
     )
-

@@ -1,6 +1,6 @@
 // Predicts, while sliders move, what `grasp predict` says of the same weights: the formula of
 // grasp.predict.slice_formula with its coefficients, f weights of the slices, n their rows, u = f or 1 - f by the side.
-// For an additive protocol it is sum_g f_g relevance_g / sum_g f_g n_g.
+// For an additive protocol it is sum_g x_g relevance_g / sum_g x_g n_g, x the exposures of the slices.
 (() => {
   const root = $("whatif-app");
   if (!root) return;
@@ -25,8 +25,16 @@
     return u.map((x) => x - shift);
   }
 
-  function changes(model, f) {
-    const c = factor(model, f);
+  // grasp.predict.weights.Exposure: what a row of each slice counts, 1 being once as often as in the corpus.
+  function exposed(model, f) {
+    if (model.c === null) return f;
+    const rows = model.slices.map((slice) => slice.rows);
+    const times = rows.reduce((sum, x) => sum + x, 0) / dot(f, rows);
+    return f.map((weight) => Math.log1p((weight * times) / model.c) / Math.log1p(1 / model.c));
+  }
+
+  function changes(model, weights) {
+    const f = exposed(model, weights), c = factor(model, f);
     const u = model.side === "retained" ? f : f.map((x) => 1 - x);
     let geometry = 0;
     for (const [half, weights] of Object.entries(model.quadratic)) {
