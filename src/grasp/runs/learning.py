@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
 from grasp.predict.geometry import SubsetMass
-from grasp.predict.label_slices import LabelSlices, SliceFormula, label_slices, sensible_labels
+from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import Kernel
 from grasp.predict.row_arrays import row_tokens
@@ -191,7 +191,6 @@ class Expected:
         for target, column in self.columns.items():
             out_BT[:, self.targets.index(target)] = learned_BT[:, column]
         return out_BT
-
 
 
 @dataclass(frozen=True, slots=True)
