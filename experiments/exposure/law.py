@@ -1,12 +1,12 @@
 """Which law says what a row counts that is seen more, or less, often? Candidates beside retrained subsets.
 
-    python -m experiments.exposure.law --world ARTIFACT ENVIRONMENT LABEL [--world ...] --out experiments/exposure/law.json
+    python -m experiments.exposure.law --world ART ENVIRONMENT LABEL [--world ...] --out experiments/exposure/law.json
 
 A candidate is a concave function f of times: how often a row is seen, against the corpus, when both are read equally
 long. `sum` adds f up over the rows and divides by those of the corpus, so that repetition makes every change smaller;
 `mean` divides by the sum of f. `by slice` bends what all rows of a value bring together instead of what a row brings.
 Figures: rank correlation with retraining, of tasks (rho) and of single questions (LDS), mean over them; `gain` is over
-`linear, mean` in LDS, with a 95 % interval over subsets and the 2.5 % end of the one that would hold for all candidates.
+`linear, mean` in LDS, with a 95 % interval over subsets.
 """
 
 import argparse
@@ -92,9 +92,7 @@ def judged(artifact: Path, environment: Path, label: str) -> dict[str, object]:
         for name, law in LAWS.items():
             counted_BN = counted(times_BN, law, form, slices.codes_N)
             task_BT, guess_BE = counted_BN @ predictor.effect_NT, counted_BN.astype(np.float32) @ unit_NE
-            lds_D = np.array(
-                [np.nanmean(spearman(guess_BE[draw], real_BE[draw])) for draw in draws[:: 1 if base_D is None else 1]]
-            )
+            lds_D = np.array([np.nanmean(spearman(guess_BE[draw], real_BE[draw])) for draw in draws])
             base_D = lds_D if base_D is None else base_D
             gain_D = lds_D - base_D
             found[f"{name}, {form}"] = {
@@ -121,11 +119,12 @@ def main() -> None:
     worlds = [judged(Path(artifact), Path(environment), label) for artifact, environment, label in asked.world]
     asked.out.write_text(json.dumps(worlds, indent=1) + "\n")
     for world in worlds:
-        print(world["environment"], world["subsets"], "subsets,", world["seeds"], "seeds")
-        for name, one in world["laws"].items():  # type: ignore[attr-defined]
-            print(
-                f"  {name:28s} rho {one['rho']:.3f}  lds {one['lds']:.3f}  gain {one['gain']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]"
-            )
+        print(f"{world['environment']}: {world['subsets']} subsets, {world['seeds']} seeds")
+        laws = world["laws"]
+        assert isinstance(laws, dict)
+        for name, one in laws.items():
+            interval = f"[{one['low']:+.3f}, {one['high']:+.3f}]"
+            print(f"  {name:28s} rho {one['rho']:.3f}  lds {one['lds']:.3f}  gain {one['gain']:+.3f} {interval}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class World(FakeSource):
 
     @property
     def manifest(self) -> SimpleNamespace:
-        return SimpleNamespace(fingerprints={"corpus": "c0ffee"}, settings={}, details={"labels": ["topic"]})
+        return SimpleNamespace(fingerprints={"corpus": "c0ffee"}, settings={}, details={"labels": ["topic"]}, skipped={})
 
     where = "world"
 

@@ -145,7 +145,6 @@ SURFACE = {
         "--weights",
         "--protocol",
         "--diversity",
-        "--repeat-worth",
         "--cautious",
     ],
     "predict": [
@@ -259,7 +258,6 @@ SURFACE = {
         "--corpus",
         "--protocol",
         "--diversity",
-        "--repeat-worth",
         "--cautious",
         "--quiet",
     ],

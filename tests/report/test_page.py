@@ -173,12 +173,12 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the script of the page, is not installed")
-@pytest.mark.parametrize("side", ["retained", "omitted"])
+@pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
 @pytest.mark.parametrize("components", [{}, {"joint.pair": -0.3, "hidden.cent": 0.2, "residual.self": 0.4}])
-def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, components):
+def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, weighting, components):
     """Changes of random weights of slices, to rounding; what runs expect at a preset and of one slider, on lines."""
     artifact, environment = ArtifactReader.open(place / "art"), Environment.open(place / "env")
-    chosen = ScoringProtocol(name="p", side=side, weighting="count", components=components)
+    chosen = ScoringProtocol(name="p", side=side, weighting=weighting, components=components)
     found = findings(artifact, chosen, ReportRequest(by=("topic",), environment=environment))
     slices = found.labels[0].slices
     share_BG = (4 * np.random.default_rng(0).random((5, len(slices.names)))).round(2)

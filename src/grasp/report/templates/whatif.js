@@ -114,9 +114,9 @@
         const copies = Math.max(1, Math.ceil(one.times));
         return `  ${yaml(one.name)}: {rate: ${Number((one.times / copies).toFixed(4))}, copies: ${copies}}`;
       })].join("\n"),
-    olmix: (model, mix) => ["# Olmix: weights of the sources, named as in data.sources", "mix:",
+    olmix: (model, mix) => ["# Olmix: weights are shares of tokens, sources named as in data.sources", "mix:",
       ...mix.filter((one) => one.share > 0).map((one) =>
-        `  ${yaml(one.name)}: {weight: ${one.share}, repetition_factor: ${Math.max(1, one.times)}}`)].join("\n"),
+        `  ${yaml(one.name)}: {weight: ${one.ofTokens}, repetition_factor: ${Math.max(1, one.times)}}`)].join("\n"),
     axolotl: (model, mix) => ["# Axolotl: a file a value; set path and type to yours", "datasets:",
       ...mix.flatMap((one) => {
         const part = Math.round(100 * (one.times % 1)), whole = Math.floor(one.times);
@@ -128,8 +128,10 @@
   function file(model, f) {
     const all = model.slices.reduce((sum, slice) => sum + slice.rows, 0), kept = dot(f, model.slices.map((slice) => slice.rows));
     const short = (x) => Number(x.toFixed(6));
+    const tokens = dot(f, model.slices.map((slice) => slice.tokens));
     const mix = model.slices.map((slice, g) => ({
       name: slice.name, now: short(slice.rows / all), times: f[g], share: kept ? short((f[g] * slice.rows) / kept) : 0,
+      ofTokens: tokens ? short((f[g] * slice.tokens) / tokens) : 0,
     }));
     return FILES[$("mix-format").value](model, mix);
   }

@@ -1,0 +1,131 @@
+"""What `select` and `mix` choose, to be trained on; and what came of it beside what was promised.
+
+    python -m experiments.exposure.chosen propose ART --environment RUNS --by source --out chosen.parquet
+    grasp retrain --like ART --set subsets=chosen.parquet --out CHOSEN
+    python -m experiments.exposure.chosen judge ART --environment RUNS --chosen CHOSEN --out pairs.json
+
+Choosing leaves the range of the runs, by what looks best. So this is where a promise is broken most easily: of each
+subset and target the expected change, its interval of 90 %, and the change that came.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.choose.mixture import mix
+from grasp.choose.select import select
+from grasp.predict.blocks import WeightedRows, stack
+from grasp.predict.predictor import Predictor
+from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.runs.environment import Environment
+from grasp.runs.learning import learn, measures
+from grasp.runs.scored import Scored
+
+BUDGETS = ("5%", "10%", "20%", "40%")
+
+
+def aims(artifact: ArtifactReader) -> dict[str, list[str]]:
+    """Every target by itself, and all of them."""
+    return {name: [name] for name in artifact.targets} | {"all": list(artifact.targets)}
+
+
+def chosen(
+    artifact: ArtifactReader, runs: Environment | None, label: str, budgets: list[str], distance: str | None
+) -> Iterator[WeightedRows]:
+    """Subsets that are chosen by relevance alone, or, with runs, by what they lead to expect."""
+    by = "relevance" if runs is None else "runs"
+    for name, targets in aims(artifact).items():
+        for budget in budgets:
+            rows = np.sort(select(artifact, budget, targets, runs=runs).row_index)
+            yield WeightedRows(f"{by} {name} {budget}", rows)
+        mixture = mix(artifact, label, targets, runs=runs, distance=distance)
+        (weight_N,) = mixture.slices.weights(mixture.table["times_as_often"].to_numpy()[None]).csr().toarray()
+        kept = np.flatnonzero(weight_N)
+        yield WeightedRows(f"{by} {name} mixture", kept, weight_N[kept])
+
+
+def propose(asked: argparse.Namespace) -> None:
+    artifact, runs = ArtifactReader.open(asked.artifact), None
+    if asked.environment is not None:
+        runs = Environment.open(asked.environment)
+    subsets = [
+        one
+        for one in chosen(artifact, runs, asked.by, asked.budgets, asked.distance)
+        if not asked.only or one.subset_id.partition(" ")[2] in asked.only
+    ]
+    index = RowIndex.from_parquet(artifact.rows_path)
+    write_subsets(asked.out, [stack(subsets, artifact.n_rows)], index, weights=True)
+    print("\n".join(f"{one.subset_id}: {len(one.row_index):,} rows" for one in subsets))
+
+
+def judge(asked: argparse.Namespace) -> None:
+    artifact, runs = ArtifactReader.open(asked.artifact), Environment.open(asked.environment)
+    trained = Environment.open(asked.chosen)
+    predictor = Predictor.of(artifact, sketches=measures(artifact.array_names))
+    expected, scored = learn(predictor, artifact, runs), Scored.of(trained, artifact)
+    tables = [expected.of(block.weights) for block in scored.blocks]
+    low_BT, nats_BT, high_BT = (
+        np.concatenate([getattr(table, name) for table in tables]) for name in ("low_BT", "nats_BT", "high_BT")
+    )
+    targets = [scored.renamed[name] for name in predictor.targets]
+    came_BT = np.nanmean(trained.task_utilities(targets) - trained.task_reference(targets), axis=1)
+    pairs = [
+        {
+            "subset": name,
+            "target": target,
+            "chosen_for": target in aims(artifact)[name.split()[1]],
+            "expected": float(nats_BT[b, t]),
+            "low": float(low_BT[b, t]),
+            "high": float(high_BT[b, t]),
+            "came": float(came_BT[b, t]),
+        }
+        for b, name in enumerate(trained.subset_ids)
+        for t, target in enumerate(predictor.targets)
+    ]
+    asked.out.write_text(json.dumps({"pairs": pairs}, indent=1) + "\n")
+    for only in (True, False):
+        told(
+            pairs if not only else [one for one in pairs if one["chosen_for"]], "chosen for" if only else "all targets"
+        )
+
+
+def told(pairs: list[dict[str, object]], what: str) -> None:
+    """How many intervals held, and whether the error has a sign."""
+    expected, low, high, came = (
+        np.array([one[name] for one in pairs], dtype=float) for name in ("expected", "low", "high", "came")
+    )
+    inside, error = (low <= came) & (came <= high), expected - came
+    over, under = (came < low).mean(), (came > high).mean()
+    print(
+        f"{what}: {len(pairs)} pairs, {inside.mean():.0%} inside ({over:.0%} promised too much, {under:.0%} too "
+        f"little); expected {expected.mean():+.3f}, came {came.mean():+.3f}, error {error.mean():+.3f} with a standard "
+        f"error of {error.std() / np.sqrt(len(error)):.3f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    first = verbs.add_parser("propose")
+    first.add_argument("--by", required=True)
+    first.add_argument("--budgets", nargs="+", default=list(BUDGETS))
+    first.add_argument("--distance", help="of mixtures; none: any")
+    first.add_argument("--only", nargs="*", default=[], help="e.g. 'sciq 20%%' 'all mixture'; none: all of them")
+    first.set_defaults(do=propose)
+    second = verbs.add_parser("judge")
+    second.add_argument("--chosen", type=Path, required=True)
+    second.set_defaults(do=judge)
+    for one in (first, second):
+        one.add_argument("artifact", type=Path)
+        one.add_argument("--environment", type=Path)
+        one.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    asked.do(asked)
+
+
+if __name__ == "__main__":
+    main()
