@@ -46,7 +46,8 @@ class World(FakeSource):
 
     @property
     def manifest(self) -> SimpleNamespace:
-        return SimpleNamespace(fingerprints={"corpus": "c0ffee"}, settings={}, details={"labels": ["topic"]}, skipped={})
+        details = {"labels": ["topic"]}
+        return SimpleNamespace(fingerprints={"corpus": "c0ffee"}, settings={}, details=details, skipped={})
 
     where = "world"
 

@@ -100,7 +100,8 @@ def test_select_writes_rows_that_predict_to_the_value_it_says(arguments, art, tm
     assert table.schema.metadata[b"corpus"].decode() == summary["corpus"]
     found = predicted(art, out, tmp_path / "kept.protocol.yaml", tmp_path)
     assert summary["targets"][0]["change"] == pytest.approx(found, rel=1e-6)
-    assert summary["value"] == pytest.approx(found * (1 if arguments else left_of(table.num_rows / artifact.n_rows)), rel=1e-6)
+    left = 1 if arguments else left_of(table.num_rows / artifact.n_rows)
+    assert summary["value"] == pytest.approx(found * left, rel=1e-6)
     assert f"{found:+.3f}" in next(line for line in outcome.lines if line.startswith("facts "))
     share = SHARES.search(outcome.out)
     assert share is not None

@@ -175,7 +175,7 @@ class Selection(Choice):
         ]
         each = "document" if self.asked["unit"] == "documents" else "row"
         return text_table(
-            f"other budgets: what the next {each} is worth (0 = the corpus average), and the value of all rows together",
+            f"other budgets: what the next {each} is worth (0 = the corpus average), and the value of all rows",
             ("rows", "share", "tokens", f"next {each}", "value"),
             lines,
             left=0,
