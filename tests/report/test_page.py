@@ -344,11 +344,26 @@ def test_the_first_screen_names_what_to_keep_and_what_costs_most(tmp_path):
     assert "For sciq, keep a and d; c costs most." in said(ArtifactReader.open(tmp_path / "art"), by=("topic",))
 
 
+def test_what_divides_the_targets_is_named_though_it_cancels_in_the_mean(tmp_path):
+    worth = ((9.0, -8.9), (-8.0, 8.1), (0.3, 0.6), (0.2, 0.7), (-0.1, -4.0))
+    art = write_artifact(tmp_path / "art", topics=("py", "de", "es", "fr", "x"), worth=worth, pull=0.0, n_rows=400)
+    text = said(art, by=("topic",))
+    assert "Targets want opposite things of py: sciq gains, boolq loses; of de: boolq gains, sciq loses." in text
+
+
+def test_what_most_targets_gain_from_is_kept_though_one_loses(tmp_path):
+    worth = ((9.0, 9.0, 9.0, -2.0), (-9.0, -9.0, -9.0, 2.0), (0.0, 0.0, 0.0, 0.0))
+    names = ("sciq", "boolq", "arc", "piqa")
+    art = write_artifact(tmp_path / "art", topics=("a", "b", "c"), worth=worth, pull=0.0, n_rows=400, targets=names)
+    assert "For 4 targets, keep a; b costs most." in said(art, by=("topic",))
+
+
 def test_targets_that_want_opposite_things_are_told_first(tmp_path):
     worth = ((4.0, 2.0), (0.0, 4.0), (-5.0, -5.0), (10.0, -1.0))
     art = write_artifact(tmp_path / "art", topics=("a", "b", "c", "d"), worth=worth, pull=0.2)
     text = said(art, by=("topic",))
-    assert "Targets want opposite things of d: sciq gains, boolq loses. For 2 targets, keep a; c costs most." in text
+    opposite = "Targets want opposite things of d: sciq gains, boolq loses; of b: boolq gains, sciq loses. "
+    assert f"{opposite}For 2 targets, keep a; c costs most." in text
     assert "Grey: it holds zero, or there is none: the mean has none." in text
     assert "Few questions (sciq 5, boolq 5): an interval over fewer than 20 is too narrow." in text
 

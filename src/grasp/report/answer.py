@@ -20,30 +20,37 @@ BARS = 4  # slices on either side of the picture
 
 
 def headline(found: Findings, targets: Sequence[str]) -> View:
-    """The sentence of the page: for all targets together what helps most of them, and what costs them most."""
+    """The sentence of the page: what divides the targets, then what helps most of them, and what costs them most."""
     whom = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
     if not found.labels:
-        return {"whom": whom, "label": "", "keep": [], "cost": [], "alone": False, "split": None}
+        return {"whom": whom, "label": "", "keep": [], "cost": [], "alone": False, "divided": []}
     label = found.labels[0]
     sign_GT, alone = signs(label, list(range(len(targets))))
-    change_G = label.dropped.value_GT.mean(axis=1)
-    named = _named(label, sign_GT.sum(axis=1), change_G)
-    split = _split(label, sign_GT, change_G, targets)
-    return {"whom": whom, "label": plain(label.slices.label, 40), "alone": alone, "split": split} | named
+    change_GT = (label.by_relevance if alone else label.dropped).value_GT
+    mean_G, apart_G = change_GT.mean(axis=1), _apart(sign_GT, change_GT)
+    named = _named(label, np.where(apart_G > 0, 0, sign_GT.sum(axis=1)), mean_G)
+    names = different(label.slices.names, LONGEST_CELL)
+    least = min((abs(mean_G[names.index(one)]) for one in (*named["keep"], *named["cost"])), default=0.0)
+    order = [g for g in np.argsort(-apart_G, kind="stable").tolist() if apart_G[g] > least][:NAMED]
+    divided = [
+        {"name": names[g]}
+        | {
+            what: [name for name, sign in zip(targets, sign_GT[g], strict=True) if sign == side]
+            for what, side in (("gain", 1), ("lose", -1))
+        }
+        for g in order
+    ]
+    return {"whom": whom, "label": plain(label.slices.label, 40), "alone": alone, "divided": divided} | named
 
 
-def _split(
-    label: LabelFindings, sign_GT: NDArray[np.int8], change_G: NDArray[np.float64], targets: Sequence[str]
-) -> View | None:
-    """The slice at an end of the mean over targets of which as many are sure to gain as to lose; None: there is none.
-
-    The sentence does not name it, though the table of the slices puts it first, or last.
+def _apart(sign_GT: NDArray[np.int8], change_GT: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How far targets want opposite things of a slice, (G,): half of the way from its largest sure loss to its largest
+    sure gain; 0 where one side has more than twice as many targets as the other.
     """
-    for g in (int(change_G.argmin()), int(change_G.argmax())):
-        if sign_GT[g].any() and not sign_GT[g].sum():
-            gain, lose = ([name for name, s in zip(targets, sign_GT[g], strict=True) if s == side] for side in (1, -1))
-            return {"name": different(label.slices.names, LONGEST_CELL)[g], "gain": gain, "lose": lose}
-    return None
+    gains_GT, losses_GT = (np.where(sign_GT == side, -side * change_GT, 0.0) for side in (1, -1))
+    counts_2G = np.stack([(sign_GT == side).sum(axis=1) for side in (1, -1)])
+    is_apart_G = counts_2G.min(axis=0) * 2 >= np.maximum(counts_2G.max(axis=0), 1)
+    return np.where(is_apart_G, (gains_GT.max(axis=1) + losses_GT.max(axis=1)) / 2, 0.0)
 
 
 def signs(label: LabelFindings, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
