@@ -154,6 +154,9 @@ def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> Artif
     for name, entry in manifest.files.items():
         by_kind[_kind(name)] = by_kind.get(_kind(name), 0) + entry.bytes
     total = sum(by_kind.values())
+    extension, part = None, len(manifest.units)
+    if complete and (path / part_dir(part) / BUILD).exists():
+        extension = f"{len(finished_shards(path, part, grid))} of {grid.n_shards} shards"
     return ArtifactInfo(
         path=str(path),
         complete=complete,
@@ -162,7 +165,7 @@ def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> Artif
         shard_rows=manifest.shard_rows,
         n_shards=grid.n_shards,
         finished_shards=finished,
-        extension_in_progress=_extension(path, manifest, grid) if complete else None,
+        extension_in_progress=extension,
         targets=manifest.targets,
         arrays=tuple(_array(manifest, name, rows) for name in manifest.arrays),
         bytes=by_kind,
@@ -219,13 +222,6 @@ def _unfinished(path: Path) -> Manifest:
 def _begun(name: str, spec: dict[str, Any]) -> ArrayEntry:
     group = ColumnGroup(name=group_name(name, 0), start=0, stop=spec["width"], dtype=spec["dtype"])
     return ArrayEntry(width=spec["width"], unit=spec["unit"], sign=spec["sign"], groups=(group,))
-
-
-def _extension(path: Path, manifest: Manifest, grid: ShardGrid) -> str | None:
-    part = len(manifest.units)
-    if not (path / part_dir(part) / BUILD).exists():
-        return None
-    return f"{len(finished_shards(path, part, grid))} of {grid.n_shards} shards"
 
 
 def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None:

@@ -248,7 +248,8 @@ def finished_shards(root: Path, part: int, grid: ShardGrid) -> dict[int, dict[st
         k, mark = int(path.stem), read_record(path, ShardMark)
         if k >= grid.n_shards or (mark.start, mark.stop) != grid.bounds(k):
             raise ArtifactError(f"{path}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
-        if all(_has_size(root / name, entry.bytes) for name, entry in mark.files.items()):
+        paths = {root / name: entry.bytes for name, entry in mark.files.items()}
+        if all(kind_of(file) == "file" and file.stat().st_size == size for file, size in paths.items()):
             shards[k] = mark.files
     return shards
 
@@ -317,10 +318,6 @@ def provenance(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             f"expected mappings among {list(PROVENANCE)}"
         )
     return {key: plain_json(value, f"manifest.{key}") for key, value in given.items()}
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return kind_of(path) == "file" and path.stat().st_size == size
 
 
 def _first_problem(err: ValidationError) -> str:

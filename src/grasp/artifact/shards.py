@@ -208,7 +208,11 @@ class PartWriter:
         files = {chunk_file(group_name(name, self._part), k): npy_bytes(stored) for name, stored in content.items()}
         if table is not None:
             files[self._relative(k, ".parquet")] = parquet_bytes(table)
-        totals = {name: _sum_entry(name, value, k) for name, value in sums.items()}
+        arrays_of_sums = {name: np.asarray(value, dtype=np.float64) for name, value in sums.items()}
+        for name, value in arrays_of_sums.items():
+            if not np.isfinite(value).all():
+                raise ArtifactError(f"sum {name} of shard {k}: got a number that is not finite")
+        totals = {name: SumEntry.of(value) for name, value in arrays_of_sums.items()}
         mark = self._relative(k, ".json")
         with out_of_space(f"{self.path}: shard {k} was not written", self.progress):
             try:
@@ -328,13 +332,6 @@ def _first(mask_NE: NDArray[np.bool_]) -> tuple[int, int] | None:
         return None
     row, column = np.unravel_index(int(mask_NE.argmax()), mask_NE.shape)
     return int(row), int(column)
-
-
-def _sum_entry(name: str, value: NDArray[np.float64], k: int) -> SumEntry:
-    array = np.asarray(value, dtype=np.float64)
-    if not np.isfinite(array).all():
-        raise ArtifactError(f"sum {name} of shard {k}: got a number that is not finite")
-    return SumEntry.of(array)
 
 
 def _shapes(arrays: Mapping[str, NDArray[np.float64]]) -> dict[str, tuple[int, ...]]:

@@ -62,7 +62,11 @@ def row_name(rows: pa.Table, start: int, i: int) -> str:
 
 def assemble_rows(tables: Sequence[Path], out: Path) -> None:
     """Stream the row tables of all shards, in order, into one Parquet file, written aside and renamed."""
-    schema = _common_schema(tables)
+    try:
+        schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
+        said = " ".join(str(err).split())
+        raise ArtifactError(f"{tables[0].parent}: a label column changes its type: {said}") from err
     with written_aside(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         for batch in _grouped(tables, schema):
             writer.write_table(batch, row_group_size=_GROUP_ROWS)
@@ -93,16 +97,6 @@ def units_per_target(units: pa.Table) -> dict[str, int]:
     for target in units["target"].to_pylist():
         counts[target] = counts.get(target, 0) + 1
     return counts
-
-
-def _common_schema(tables: Sequence[Path]) -> pa.Schema:
-    schemas = [pq.read_schema(path) for path in tables]
-    try:
-        return pa.unify_schemas(schemas, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
-        raise ArtifactError(
-            f"{tables[0].parent}: a label column changes its type: {' '.join(str(err).split())}"
-        ) from err
 
 
 def _grouped(tables: Sequence[Path], schema: pa.Schema) -> Iterable[pa.Table]:

@@ -131,7 +131,10 @@ class ArtifactWriter(PartWriter):
         """
         self._require_writable()
         given = provenance(manifest)
-        self._check_gains(gains or {})
+        unknown = sorted((gains or {}).keys() - self.arrays)
+        wrong = {name: gain for name, gain in (gains or {}).items() if not 0 < gain < np.inf}
+        if unknown or wrong:
+            raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
         check_units(units, _unit_columns(self.arrays))
         missing = sorted(set(range(self.n_shards)) - self.finished)
         if missing:
@@ -147,12 +150,6 @@ class ArtifactWriter(PartWriter):
         super()._require_writable()
         if self.complete:
             raise ArtifactError(f"{self.path}: is complete; a finished artifact is not written again")
-
-    def _check_gains(self, gains: Mapping[str, float]) -> None:
-        unknown = sorted(gains.keys() - self.arrays)
-        wrong = {name: gain for name, gain in gains.items() if not 0 < gain < np.inf}
-        if unknown or wrong:
-            raise ArtifactError(f"gains: no such arrays {unknown}, not positive and finite {wrong}")
 
     def _manifest(
         self, given: Mapping[str, Any], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
@@ -254,10 +251,17 @@ class ArtifactExtension(PartWriter):
         try:
             artifact = ArtifactReader.open(path)
             check_units(units, _common_width(artifact, arrays))
-            part, key = len(artifact.manifest.units), {**identity, "units": _units_key(units)}
+            names = list(zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True))
+            part, key = len(artifact.manifest.units), {**identity, "units": checksum(repr(names).encode())}
             extension = cls(path, part, artifact.grid, arrays, dtype, key)
-            if (done := _done_as(artifact, extension.record)) is None:
-                _check_targets_are_new(artifact, units)
+            builds = {earlier: artifact.path / part_dir(earlier) / BUILD for earlier in range(1, part)}
+            done = next((k for k, at in builds.items() if read_record(at, BuildRecord) == extension.record), None)
+            if done is None:
+                if known := sorted(set(units_per_target(units)) & set(artifact.targets)):
+                    raise ArtifactError(
+                        f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
+                        "or build a new artifact"
+                    )
             else:
                 extension = cls(path, done, artifact.grid, arrays, dtype, key)
             extension._artifact, extension._units = artifact, units
@@ -288,7 +292,11 @@ class ArtifactExtension(PartWriter):
         if unknown:
             raise ArtifactError(f"sums: the artifact has no {unknown} to join to, only {list(self._artifact.sums)}")
         start, _ = self.bounds(k)
-        self._write(k, arrays, None, sums, lambda i: self._row_name(start + i))
+
+        def name_of(i: int) -> str:
+            return f"row {start + i} (row_id {self._artifact.rows(np.array([start + i]))['row_id'][0].as_py()!r})"
+
+        self._write(k, arrays, None, sums, name_of)
 
     def finish(
         self, *, manifest: Mapping[str, Any] | None = None, moments: Mapping[str, NDArray[Any]] | None = None
@@ -312,10 +320,6 @@ class ArtifactExtension(PartWriter):
             write_whole(self.path / moment_file, contents)
             write_manifest(self.path, self._manifest(given, units, moment_file))
         self._artifact = ArtifactReader.open(self.path)
-
-    def _row_name(self, row: int) -> str:
-        row_id = self._artifact.rows(np.array([row]))["row_id"][0].as_py()
-        return f"row {row} (row_id {row_id!r})"
 
     def _require_writable(self) -> None:
         super()._require_writable()
@@ -373,24 +377,3 @@ def _common_width(artifact: ArtifactReader, arrays: Mapping[str, ArraySpec]) -> 
                 f"and {old.sign!r}; columns of one array mean one thing"
             )
     return widths.pop()
-
-
-def _units_key(units: pa.Table) -> str:
-    pairs = zip(units["target"].to_pylist(), units["unit_id"].to_pylist(), strict=True)
-    return checksum(repr(list(pairs)).encode())
-
-
-def _done_as(artifact: ArtifactReader, record: BuildRecord) -> int | None:
-    """The extension that is this very one, if it was finished before."""
-    for part in range(1, len(artifact.manifest.units)):
-        if read_record(artifact.path / part_dir(part) / BUILD, BuildRecord) == record:
-            return part
-    return None
-
-
-def _check_targets_are_new(artifact: ArtifactReader, units: pa.Table) -> None:
-    if known := sorted(set(units_per_target(units)) & set(artifact.targets)):
-        raise ArtifactError(
-            f"{artifact.path}: has targets {known} already; add only targets that it does not have, "
-            "or build a new artifact"
-        )

@@ -235,7 +235,11 @@ class _Question:
         target, unit = self.predictor.targets[0], self.units["unit_id"][0].as_py() if self.by_position else None
         total, answer = sum(here.values()), self._answer(model, added)
         where = f"{unit} of {target}" if unit else target
-        questions = None if self.by_position else _by_question(self.units, added.column_C)
+        questions = None
+        if not self.by_position:  # what the row adds to each, the most helped first
+            questions = self.units.select(["unit_id", "prompt", "completion"])
+            questions = questions.append_column("contribution", pa.array(added.column_C))
+            questions = questions.take(pa.array(np.argsort(-added.column_C, kind="stable")))
         return Explanation(
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
@@ -354,9 +358,3 @@ def _mostly_one(questions: pa.Table | None) -> tuple[str, ...]:
         return ()
     name = questions["unit_id"][0].as_py()
     return (f"{name} alone gets {adds_E[0] / adds_E.sum():.0%} of the help: the effect on the target rests on it",)
-
-
-def _by_question(units: pa.Table, adds_E: F64) -> pa.Table:
-    """What the row adds to each unit, the most helped first."""
-    table = units.select(["unit_id", "prompt", "completion"]).append_column("contribution", pa.array(adds_E))
-    return table.take(pa.array(np.argsort(-adds_E, kind="stable")))

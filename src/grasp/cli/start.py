@@ -147,7 +147,12 @@ def build(
         _refuse_idle(idle | {"--untrained": untrained}, "--add-target, which runs in this process on what is finished")
         with Watch(quiet=quiet) as watch:
             source = add_targets(out, add_target, settings=data, progress=watch)
-        _say_added(out, add_target, source)
+        done = {
+            "kept features": f"added {add_target} from the features that were kept",
+            "pass": f"added {add_target} by a pass over the corpus",
+            "there already": f"{add_target} is there already, with the same units; nothing was done",
+        }
+        print(f"{out}: {done[source]}; targets now: {', '.join(grasp.open(out).targets)}")
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; say --engine ray")
@@ -178,17 +183,6 @@ def _say(out: str, path: Path) -> None:
         print(f"left out: {skipped_text(done.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
     score = ["score", out, "--target", next(iter(done.targets)), "--top", "10", "--min-tokens", "32"]
     print(f"next: {program()} {shlex.join(score)}")
-
-
-def _say_added(out: str, added: str, source: str) -> None:
-    from grasp.artifact.reader import ArtifactReader
-
-    done = {
-        "kept features": f"added {added} from the features that were kept",
-        "pass": f"added {added} by a pass over the corpus",
-        "there already": f"{added} is there already, with the same units; nothing was done",
-    }
-    print(f"{out}: {done[source]}; targets now: {', '.join(ArtifactReader.open(out).targets)}")
 
 
 @command(

@@ -256,7 +256,16 @@ def calibrate(
     """
     if listing is not None:
         check_outputs({"--list": listing})
-        _list(listing, paths, environments, family, out)
+        idle = {"ART": paths, "--environment": environments, "--family": family, "--out": out}
+        if any(idle.values()):
+            useless = ", ".join(flag for flag, value in idle.items() if value)
+            raise SettingsError(f"calibrate: {useless} has no meaning with --list; leave it out")
+        if listing.exists():
+            raise SettingsError(f"--list: {listing} is there already; give another name, or remove it")
+        from grasp.runs.candidates import write_default_family
+
+        write_default_family(listing)
+        print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")
         return
     missing = [flag for flag, given in (("ART", paths), ("--environment", environments), ("--out", out)) if not given]
     if missing or out is None:
@@ -279,16 +288,3 @@ def calibrate(
     record = result.save(out)
     tell(result)
     print(f"{out}: written; how it was chosen: {record}")
-
-
-def _list(listing: Path, paths: list[Path], environments: list[Path], family: Path | None, out: Path | None) -> None:
-    idle = {"ART": paths, "--environment": environments, "--family": family, "--out": out}
-    if any(idle.values()):
-        useless = ", ".join(flag for flag, value in idle.items() if value)
-        raise SettingsError(f"calibrate: {useless} has no meaning with --list; leave it out")
-    if listing.exists():
-        raise SettingsError(f"--list: {listing} is there already; give another name, or remove it")
-    from grasp.runs.candidates import write_default_family
-
-    write_default_family(listing)
-    print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")

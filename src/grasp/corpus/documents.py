@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.corpus.conversations import Content, Conversation, Span, form_of
+from grasp.corpus.conversations import Conversation, Span, form_of
 from grasp.corpus.labels import Label, is_label, is_text, label_name, label_text, label_values
 from grasp.corpus.sources import ArrowChunk, JsonRecord, Source, open_source
 from grasp.errors import CorpusError
@@ -57,25 +57,21 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
 
     for chunk in source.chunks(start, select):
         if isinstance(chunk, JsonRecord):
-            records: Iterable[Record] = [_of_line(chunk, content_of)]
+            where = f"{chunk.name}:{chunk.line}"
+            try:
+                line = _valid(chunk.record)
+            except RecursionError as err:
+                raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the line") from err
+            content = content_of(dict.fromkeys(line), where)
+            ignored = tuple(sorted(k for k, v in line.items() if isinstance(v, list | dict) and k not in content))
+            values = {name: value for name, value in line.items() if name not in ignored}
+            records: Iterable[Record] = [Record(chunk.index, chunk.name, where, values, content, ignored)]
         else:
             records = _of_batch(chunk, *known[chunk.name])
         for record in records:
             if settings.limit is not None and record.index >= settings.limit:
                 return
             yield record
-
-
-def _of_line(chunk: JsonRecord, content_of: ContentOf) -> Record:
-    where = f"{chunk.name}:{chunk.line}"
-    try:
-        line = _valid(chunk.record)
-    except RecursionError as err:
-        raise CorpusError(f"{where}: lists in lists deeper than can be read; mend or remove the line") from err
-    content = content_of(dict.fromkeys(line), where)
-    ignored = tuple(sorted(k for k, v in line.items() if isinstance(v, list | dict) and k not in content))
-    values = {name: value for name, value in line.items() if name not in ignored}
-    return Record(chunk.index, chunk.name, where, values, content, ignored)
 
 
 def _of_batch(chunk: ArrowChunk, content: Sequence[str], ignored: tuple[str, ...]) -> Iterator[Record]:
@@ -216,9 +212,12 @@ def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) ->
         ids = _token_ids(record.values.get(settings.ids_column), settings.ids_column, record.where)
         said = form_of(record.values.keys(), settings, record.where).read(record.values, record.where)
         row_id, doc_id, labels = names_and_labels(record, settings)
+        if doc_id is None:  # made of content and position: 64 bits of a hash, and the index, which keeps repeats apart
+            text = (said.text or "") if said.conversation is None else said.conversation.content
+            doc_id = f"{content_hash(text) if ids is None else _hash(ids.astype('<i4').tobytes())}-{record.index}"
         yield Document(
             index=record.index,
-            doc_id=_made_id(record.index, said, ids) if doc_id is None else doc_id,
+            doc_id=doc_id,
             row_id=row_id,
             text=said.text,
             input_ids=ids,
@@ -263,12 +262,6 @@ def _content_columns(
     ):
         raise CorpusError(f"{where}: text column {text!r} holds {kind}, expected text or a list of turns")
     return (*form.columns, ids)
-
-
-def _made_id(index: int, said: Content, ids: NDArray[np.int32] | None) -> str:
-    """Name out of content and position: 64 bits of a hash, and the index, which keeps repeats apart."""
-    text = (said.text or "") if said.conversation is None else said.conversation.content
-    return f"{content_hash(text) if ids is None else _hash(ids.astype('<i4').tobytes())}-{index}"
 
 
 def content_hash(text: str) -> str:

@@ -96,7 +96,8 @@ def _check_columns(columns: Mapping[str, pa.DataType | None], settings: CorpusSe
             )
     check_id_columns(settings, list(columns), where)
     kind = columns[image]
-    if kind is not None and not (is_text(kind) or any(test(kind) for test in BINARY) or _holds_bytes(kind)):
+    fields = [kind.field(i).name for i in range(kind.num_fields)] if kind and pa.types.is_struct(kind) else []
+    if kind is not None and not (is_text(kind) or any(test(kind) for test in BINARY) or "bytes" in fields):
         raise CorpusError(
             f"{where}: image column {image!r} holds {kind}, expected encoded images (binary), paths (text) or "
             "a struct of bytes and path"
@@ -178,10 +179,6 @@ def _encoded(image: Any, name: str, fetch: bool) -> bytes | None:
     except (OSError, ValueError):
         return b""  # no image can be made of it: named and counted as a broken one
     return content
-
-
-def _holds_bytes(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_struct(kind)) and "bytes" in [kind.field(i).name for i in range(kind.num_fields)]
 
 
 def decode_image(encoded: bytes) -> Any | None:

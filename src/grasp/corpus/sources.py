@@ -103,14 +103,27 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     if there:
         return _open_directory(fs, root, path, split, field)
     if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path) and not is_path(path):
-        return _open_hub(path, split, field)
+        datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
+        none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
+        if silent := unreachable():
+            raise CorpusError(f"{none}: {silent}")
+        try:
+            table = _one_split(datasets.load_dataset(path), split, path, field)
+        except (OSError, ValueError) as err:
+            raise CorpusError(f"{none}: {_one_line(err)}") from err
+        return DatasetSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
     raise CorpusError(f"{path}: no such file or directory{meant(path)}; {EXPECTED}")
 
 
 def _open_directory(fs: Any, root: str, path: str, split: str | None, field: str) -> Source:
     saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if saved_table or fs.exists(f"{root}/dataset_dict.json"):
-        return _open_saved(fs, root, path, split, field)
+        datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
+        try:
+            table = _one_split(datasets.load_from_disk(path), split, path, field)
+        except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
+            raise CorpusError(f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again") from err
+        return DatasetSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
     files = sorted(file for file in fs.find(root) if _is_read(PurePosixPath(file).relative_to(root)))
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
@@ -357,28 +370,6 @@ def _table_digest(table: pa.Table) -> str:
             writer.write_table(batch)
         digest.update(sink.getvalue())
     return digest.hexdigest()
-
-
-def _open_saved(fs: Any, root: str, path: str, split: str | None, field: str) -> DatasetSource:
-    datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
-    try:
-        table = _one_split(datasets.load_from_disk(path), split, path, field)
-    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
-        raise CorpusError(f"{path}: not a whole `datasets` directory: {_one_line(err)}; save it again") from err
-    files = [_file_identity(fs, file, root) for file in sorted(fs.find(root))]
-    return DatasetSource(table, path, files)
-
-
-def _open_hub(path: str, split: str | None, field: str) -> DatasetSource:
-    datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
-    none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
-    if silent := unreachable():
-        raise CorpusError(f"{none}: {silent}")
-    try:
-        table = _one_split(datasets.load_dataset(path), split, path, field)
-    except (OSError, ValueError) as err:
-        raise CorpusError(f"{none}: {_one_line(err)}") from err
-    return DatasetSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
 def _one_split(loaded: Any, split: str | None, where: str, field: str) -> Any:

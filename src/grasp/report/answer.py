@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report import views
-from grasp.report.findings import NATS, Change, Findings, LabelFindings, Missing
+from grasp.report.findings import NATS, Findings, LabelFindings, Missing
 from grasp.report.texts import interval, number, signed
 from grasp.runs.learning import OUTSIDE
 from grasp.text import LONGEST_CELL, different, plain
@@ -87,21 +87,14 @@ def _answer(found: Findings, t: int, target: str) -> View:
         label = found.labels[0]
         sign_G1, alone = signs(label, [t])
         dropped = label.by_relevance if alone else label.dropped
-        view |= _named(label, sign_G1[:, 0], dropped.value_GT[:, t]) | {
-            "bars": _bars(label, dropped, t),
-            "alone": alone,
-        }
+        change_G, low_G, high_G = dropped.value_GT[:, t], dropped.low_GT[:, t], dropped.high_GT[:, t]
+        names = different(label.slices.names, LONGEST_CELL)
+        order = np.argsort(change_G, kind="stable").tolist()
+        shown = order if len(order) <= 2 * BARS else order[:BARS] + order[-BARS:]  # those at the ends, the best first
+        most = views.scale(change_G[shown])
+        bars = [{"name": names[g]} | views.bar(change_G[g], low_G[g], high_G[g], most) for g in shown]
+        view |= _named(label, sign_G1[:, 0], change_G) | {"bars": bars, "alone": alone}
     return view | {"best": _best(found, t), "trust": _trust(found, found.targets[t])}
-
-
-def _bars(label: LabelFindings, dropped: Change, t: int) -> list[View]:
-    """The slices at the ends, the best first."""
-    change_G, low_G, high_G = dropped.value_GT[:, t], dropped.low_GT[:, t], dropped.high_GT[:, t]
-    names = different(label.slices.names, LONGEST_CELL)
-    order = np.argsort(change_G, kind="stable").tolist()
-    shown = order if len(order) <= 2 * BARS else order[:BARS] + order[-BARS:]
-    most = views.scale(change_G[shown])
-    return [{"name": names[g]} | views.bar(change_G[g], low_G[g], high_G[g], most) for g in shown]
 
 
 def _best(found: Findings, t: int) -> View:

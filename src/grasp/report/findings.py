@@ -167,7 +167,9 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     selection = NO_SELECTION if kept is None else read_summary(SelectionSummary, kept, artifact)
     mixture = NO_MIXTURE if mixed is None else read_summary(MixtureSummary, mixed, artifact)
     tokens_N = row_tokens(artifact)
-    names = tuple(request.by) or _labels(artifact, mixture)
+    # nobody having asked by name, that of the mixture comes first, for the page opens on the first
+    first = () if isinstance(mixture, Missing) else (mixture.label,)
+    names = tuple(request.by) or tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
     retraining = _retraining(artifact, protocol, targets, request)
     predictor = Predictor.of(artifact, protocol, targets, sketches=measures(artifact.array_names))
     columns = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
@@ -183,6 +185,15 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
     pictures = pictured(artifact, protocol, targets, rows, request.explain) if request.explain else {}
     trends = label_trends([*request.previous, artifact], columns, targets) if request.previous else NO_TRENDS
     suspects = NO_SUSPECTS if request.suspects is None else read_suspects(request.suspects, artifact, names)
+    optional = (trends, retraining, selection, mixture, suspects)
+    lacking = [Missing(unshaded, "")] if unshaded else []  # what is not there, and how to get it
+    if not labels:
+        lacking.append(NO_LABELS)
+    if not any(row["snippet"] for row in rows.rows):
+        lacking.append(NO_TEXT)
+    if labels and not labels[0].formula.gram_GG:
+        lacking.append(NO_SKETCHES)
+    lacking += [part for part in optional if isinstance(part, Missing)]
     return Findings(
         built=_built(artifact, targets, int(tokens_N.sum())),
         request=request,
@@ -198,7 +209,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         rows=rows,
         shades=shades,
         pictures=pictures,
-        lacking=_lacking(unshaded, labels, rows, [trends, retraining, selection, mixture, suspects]),
+        lacking=tuple(lacking),
         trends=trends,
         retraining=retraining,
         curve=learning_curve(nats) if isinstance(nats, Expected) else None,
@@ -206,20 +217,6 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         mixture=mixture,
         suspects=suspects,
     )
-
-
-def _lacking(
-    unshaded: str, labels: Sequence[LabelFindings], rows: HeldRows, parts: Sequence[object]
-) -> tuple[Missing, ...]:
-    """What is not there, and how to get it."""
-    found = [Missing(unshaded, "")] if unshaded else []
-    if not labels:
-        found.append(NO_LABELS)
-    if not any(row["snippet"] for row in rows.rows):
-        found.append(NO_TEXT)
-    if labels and not labels[0].formula.gram_GG:
-        found.append(NO_SKETCHES)
-    return (*found, *(part for part in parts if isinstance(part, Missing)))
 
 
 NO_LABELS = Missing(
@@ -280,12 +277,6 @@ def _built(artifact: ArtifactReader, targets: Sequence[str], n_tokens: int) -> B
 
 
 # ------------------------------------------------------------------------------------------------ labels
-
-
-def _labels(artifact: ArtifactReader, mixture: MixtureSummary | Missing) -> tuple[str, ...]:
-    """Labels that nobody asked for by name: that of the mixture first, for the page opens on the first."""
-    first = () if isinstance(mixture, Missing) else (mixture.label,)
-    return tuple(dict.fromkeys([*first, *sensible_labels(artifact)]))
 
 
 def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, nats: Expected | None) -> LabelFindings:

@@ -60,12 +60,16 @@ def render(found: Findings, live: str = "") -> str:
         live: where a server answers what the page does not hold, e.g. /api; empty: nowhere, and nothing is asked.
     """
     script = "\n".join(["'use strict';", *(_resource(file) for file in SCRIPTS)])
+    checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page: str = template().render(
         **_context(found),
         title=f"{name(found.built.name)}: what the data is worth",
         version=grasp.__version__,
         live=live,
-        policy=_policy(script, live),
+        policy=(  # no network but a server's own, and no script but ours
+            f"default-src 'none'; script-src 'sha256-{checksum}'; style-src 'unsafe-inline'; img-src data:; "
+            f"{'connect-src ' + repr('self') + '; ' if live else ''}base-uri 'none'; form-action 'none'"
+        ),
         style=markupsafe.Markup(_resource("style.css")),
         script=markupsafe.Markup(script),
         data=_data(payload(found)),
@@ -74,15 +78,6 @@ def render(found: Findings, live: str = "") -> str:
 
 
 # ----------------------------------------------------------------------------------------------- the file
-
-
-def _policy(script: str, live: str) -> str:
-    """No network but a server's own, and no script but ours."""
-    checksum = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; script-src 'sha256-{checksum}'; style-src 'unsafe-inline'; img-src data:; "
-        f"{'connect-src ' + repr('self') + '; ' if live else ''}base-uri 'none'; form-action 'none'"
-    )
 
 
 def _data(value: Any) -> Any:
@@ -125,6 +120,11 @@ def _lines(text: str) -> str:
 
 def _context(found: Findings) -> View:
     targets = different(found.targets, LONGEST_CELL)
+    trust: Sequence[str] = ()  # what must be said before anything else
+    if not isinstance(found.nats, Missing):
+        trust = found.nats.notes
+    elif found.request.environment is not None and found.labels:
+        trust = (found.nats.reason,)
     context: View = {
         "found": found,
         "targets": targets,
@@ -134,7 +134,7 @@ def _context(found: Findings) -> View:
         "headline": headline(found, targets),
         "answers": answers(found, targets),
         "interval_note": _interval_note(found),
-        "trust_notes": _trust_notes(found),
+        "trust_notes": [plain(note) for note in dict.fromkeys(trust)],
         "map": _map(found),
         "rows": _rows(found, targets),
         "fidelity": None
@@ -172,16 +172,6 @@ def _interval_note(found: Findings) -> str:
         "95 % intervals over resamples of the target's questions: what other questions of the same kind would say, "
         f"not how well predictions agree with retraining.{few}"
     )
-
-
-def _trust_notes(found: Findings) -> list[str]:
-    """What must be said before anything else."""
-    notes: list[str] = []
-    if not isinstance(found.nats, Missing):
-        notes += found.nats.notes
-    elif found.request.environment is not None and found.labels:
-        notes.append(found.nats.reason)
-    return [plain(note) for note in dict.fromkeys(notes)]
 
 
 def _actions(found: Findings) -> list[tuple[str, str]]:

@@ -33,6 +33,9 @@ def payload(found: Findings) -> dict[str, Any]:
 
 def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
     formula, slices, presets = label.formula, label.slices, _presets(found, label)
+    # flags that make the command line say what the page says
+    targets = None if found.request.targets is None else ",".join(found.targets)
+    asked = {"--target": targets, "--protocol": found.request.protocol_path}
     return {
         "label": slices.label,
         "title": plain(slices.label, 40),
@@ -53,7 +56,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "gram": {half: formula.gram_GG[half].tolist() for half in formula.quadratic},
         "norm": {half: formula.norm_G[half].tolist() for half in formula.quadratic},
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
-        "after": _after(found),
+        "after": shlex.join(part for flag, value in asked.items() if value for part in (flag, str(value))),
     }
 
 
@@ -90,16 +93,6 @@ def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:
         percent = np.where(votes_G < 0, 0, 100).tolist()
         presets.append({"name": "Without what costs", "percent": percent, "given": False})
     return presets
-
-
-def _after(found: Findings) -> str:
-    """Flags that make the command line say what the page says."""
-    request, parts = found.request, []
-    if request.targets is not None:
-        parts += ["--target", ",".join(found.targets)]
-    if request.protocol_path is not None:
-        parts += ["--protocol", str(request.protocol_path)]
-    return shlex.join(parts)
 
 
 def _parts(found: Findings, parts: LabelFindings) -> list[dict[str, Any]]:

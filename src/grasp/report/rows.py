@@ -79,7 +79,7 @@ def held_rows(
         wanted.append(_first_of_each(parts, mean_L, rows_L, 1))
     index = np.array(list(dict.fromkeys(np.concatenate(wanted).tolist()))[:MOST_ROWS], dtype=np.int64)
     ranks = [
-        _ranks(np.sort(effect_L), effect_K)
+        1 + len(effect_L) - np.searchsorted(np.sort(effect_L), effect_K, side="right")  # 1, and how many are higher
         for effect_L, effect_K in zip(by_column(effect_NT, rows_L), effect_NT[index].T, strict=True)
     ]
     rank_KT = np.where(long_N[index, None], np.stack(ranks, axis=1), 0)
@@ -120,11 +120,6 @@ def _ends(values_L: NDArray[np.float32], rows_L: Rows, top: int, bottom: int) ->
     """The rows with the highest values, best first, and those with the lowest, worst last."""
     ends = [ranked(values_L, count=top), ranked(-values_L, count=bottom)[::-1]]
     return np.asarray(rows_L[np.concatenate(ends)])
-
-
-def _ranks(sorted_L: NDArray[np.float32], values_K: NDArray[np.float32]) -> Rows:
-    """1 and the number of values that are higher."""
-    return 1 + len(sorted_L) - np.searchsorted(sorted_L, values_K, side="right")
 
 
 def _first_of_each(slices: LabelSlices, values_L: NDArray[np.float32], rows_L: Rows, count: int) -> Rows:

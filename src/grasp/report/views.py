@@ -195,6 +195,8 @@ def _cell(estimate: Estimate) -> View:
 
 def selection(found: SelectionSummary) -> View:
     """What was selected, what it is worth, and what other budgets are worth."""
+    points = list(zip(found.curve.rows, found.curve.value, found.curve.effect, strict=True))
+    step = max(1, len(points) // CURVE_SHOWN)
     return {
         "title": "The selection",
         "head": plain(found.headline, 400),
@@ -204,18 +206,12 @@ def selection(found: SelectionSummary) -> View:
             ("scored by", plain(f"protocol {found.protocol.name}")),
         ],
         **_changes(found.targets, found.scale),
-        "curve": _curve(found),
+        "curve": [[f"{rows:,}", signed(value), signed(effect)] for rows, value, effect in points[step - 1 :: step]],
         "label": "value",
         "columns": ["value", "corpus", "selection"],
         "lines": _shares(found),
         "notes": [plain(note) for note in found.notes],
     }
-
-
-def _curve(found: SelectionSummary) -> list[list[str]]:
-    points = list(zip(found.curve.rows, found.curve.value, found.curve.effect, strict=True))
-    step = max(1, len(points) // CURVE_SHOWN)
-    return [[f"{rows:,}", signed(value), signed(effect)] for rows, value, effect in points[step - 1 :: step]]
 
 
 def _shares(found: SelectionSummary) -> list[list[str]]:
