@@ -1,10 +1,10 @@
-# make venv | demo | test | check | docs
+# make venv | demo | test | check | docs | coverage
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: venv demo test check docs clean
+.PHONY: venv demo test check docs coverage clean
 
 venv: $(STAMP)
 
@@ -33,6 +33,9 @@ docs: $(STAMP)
 # A file is one worker's: its fixtures are made once. Models are tiny, so that more threads than workers only wait.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu" --cov=grasp --cov-report=term
 
 clean:
 	rm -rf $(VENV) demo-out bench-out build-out

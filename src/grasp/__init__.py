@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from grasp.verbs.evaluate import evaluate
     from grasp.verbs.retrain import retrain
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Artifact": "grasp.handle",

@@ -394,7 +394,15 @@ def test_predictions(data, suffix, place):
 @fuzz
 def test_summaries(data, kind, place):
     path, art = place / "in" / "given.json", ArtifactReader.open(place / "in" / "art")
-    value = {"checksum": UNSIGNED, "kind": "selection", "corpus": "c0ffee", "headline": "h", "rows": 1, "targets": []}
+    value = {
+        "checksum": UNSIGNED,
+        "kind": "selection",
+        "format_version": 1,
+        "corpus": "c0ffee",
+        "headline": "h",
+        "rows": 1,
+        "targets": [],
+    }
     path.write_bytes(changed_json(data.draw, with_checksum((json.dumps(value, indent=1) + "\n").encode())))
     survives(lambda: read_summary(kind, path, art), place)
 

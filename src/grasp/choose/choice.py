@@ -33,6 +33,7 @@ from grasp.text import json_text, signed, text_table
 from grasp.verbs.predict import notes
 
 GROUP_ROWS = 65_536
+SUMMARY_VERSION = 1  # of the .json beside a choice
 # Changes have a sign; shares, weights and factors have none.
 FORMATS = {
     "weight": "{:.2f}",
@@ -90,6 +91,7 @@ class Choice(Result):
         plain_names = [*names[:3], *("nats", "nats_low", "nats_high")[: len(names) - 3]]  # `runs_unit` says what it is
         return {
             "kind": self.kind,
+            "format_version": SUMMARY_VERSION,
             "headline": self.headline,
             "asked": dict(self.asked),
             "targets": self.targets.rename_columns(plain_names).to_pylist(),

@@ -6,6 +6,7 @@ from typing import Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.choose.choice import SUMMARY_VERSION
 from grasp.errors import SettingsError
 from grasp.files import is_signed
 from grasp.text import parse_json
@@ -117,6 +118,12 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
     found = data.get("kind") if isinstance(data, dict) else None
     if isinstance(found, str) and found in COMMANDS and found != name:
         raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with --{found}; {expected}")
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if found == name and version != SUMMARY_VERSION:
+        raise SettingsError(
+            f"{flag}: {path}: format version {version!r}, this program reads {SUMMARY_VERSION}; run {COMMANDS[name]} "
+            "again"
+        )
     try:
         summary = kind.model_validate(data)
     except ValidationError as err:

@@ -1,0 +1,73 @@
+"""Files of the release before, and of this one, are read and say what they said; older ones are refused in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import grasp
+from grasp.artifact.layout import FORMAT_VERSION
+from grasp.choose.summaries import MixtureSummary, SelectionSummary, read_summary
+from grasp.errors import ArtifactError, EnvironmentDataError, SettingsError
+from grasp.runs.environment import Environment
+from tests.formats.make import numbers, unpacked
+
+KEPT = sorted(path for path in Path(__file__).parent.iterdir() if (path / "numbers.json").exists())
+FILES = {
+    "artifact": "artifact/manifest.json",
+    "retrained": "retrained/environment.json",
+    "runs": "runs/runs.json",
+    "selection": "kept.json",
+    "mixture": "mixture.json",
+}
+
+
+def versions(directory: Path) -> dict[str, int]:
+    card = next((directory / "scorer").glob("*.json"))
+    found = {name: json.loads((directory / file).read_text())["format_version"] for name, file in FILES.items()}
+    return found | {"scorer": json.loads(card.read_text())["format_version"]}
+
+
+def test_one_of_each_is_kept_as_this_version_writes_it():
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    (now,) = [found for found in map(versions, KEPT) if found["artifact"] == FORMAT_VERSION]
+    for name, what in (("artifact", "artifact"), ("retrained", "retrained runs"), ("runs", "imported runs")):
+        assert f"| {what} |" in page
+        assert f"| {now[name]} | `format_version`" in next(line for line in page.splitlines() if f"| {what} |" in line)
+    assert set(now.values()) == {FORMAT_VERSION, 1}
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
+def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
+    kept = unpacked(kept, tmp_path / "kept")
+    said = json.loads((kept / "numbers.json").read_text())
+    found = numbers(kept)
+    assert found.pop("best") == said.pop("best")
+    for name, value in found.items():
+        assert value == pytest.approx(said[name], rel=1e-5, abs=1e-6)
+    assert grasp.open(kept / "artifact").verify().ok
+    art = grasp.open(kept / "artifact").files
+    assert read_summary(SelectionSummary, kept / "kept.json", art).rows == 20
+    assert len(read_summary(MixtureSummary, kept / "mixture.json", art).slices) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "error", "remedy"),
+    [
+        ("artifact", lambda at: grasp.open(at / "artifact"), ArtifactError, "format version 99, this program reads 2"),
+        ("retrained", lambda at: Environment.open(at / "retrained"), EnvironmentDataError, "format version 99"),
+        ("runs", lambda at: grasp.open_runs(at / "runs"), EnvironmentDataError, "format_version"),
+        (
+            "selection",
+            lambda at: read_summary(SelectionSummary, at / "kept.json", grasp.open(at / "artifact").files),
+            SettingsError,
+            "format version 99, this program reads 1; run grasp select again",
+        ),
+    ],
+)
+def test_a_number_that_is_not_read_is_refused_in_one_line(name, opened, error, remedy, tmp_path):
+    unpacked(KEPT[-1], tmp_path / "kept")
+    path = tmp_path / "kept" / FILES[name]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}, indent=1) + "\n")
+    with pytest.raises(error, match=remedy):
+        opened(tmp_path / "kept")

@@ -1,0 +1,76 @@
+"""The files that hosts and newcomers read agree with the code: versions, make targets, paths, packages."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+import grasp
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def workflow_commands() -> str:
+    jobs = [job for path in WORKFLOWS for job in yaml.safe_load(path.read_text())["jobs"].values()]
+    return "\n".join(step["run"] for job in jobs for step in job["steps"] if "run" in step)
+
+
+def test_the_version_is_one():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = re.findall(r"^## (\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == (grasp.__version__, citation["date-released"])
+    assert citation["version"] == grasp.__version__
+    assert "version" not in re.findall(r'^(\w+) = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+def test_every_make_target_that_is_named_is_there():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = set(
+        re.findall(r"\bmake (\w+)", workflow_commands() + "".join(re.findall(r"```bash.*?```", CONTRIBUTING, re.S)))
+    )
+    assert {"test", "check", "docs", "coverage"} <= asked <= targets
+
+
+def test_every_python_that_is_promised_is_tried():
+    (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    matrix = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
+    assert matrix["python"][0] == oldest
+    assert {system.partition("-")[0] for system in matrix["os"]} == {"ubuntu", "macos"}
+
+
+def test_every_path_that_newcomers_are_sent_to_is_there():
+    named = set(re.findall(r"`([\w/.-]+/[\w.-]*|[\w/]+\.(?:py|md|yaml))`", CONTRIBUTING)) | set(
+        re.findall(r"\]\(([\w/.-]+)", CONTRIBUTING)
+    )
+    places = {name for name in named if "NAME" not in name}
+    missing = [
+        name
+        for name in places
+        if not any((base / name).exists() for base in (ROOT, ROOT / "src" / "grasp", ROOT / "docs"))
+    ]
+    assert len(places) > 15
+    assert not missing
+
+
+def test_the_picture_of_the_house_has_every_package_of_the_road():
+    road = re.search(r"before it: (.*?)\.", CONTRIBUTING, re.S)
+    assert road is not None
+    packages = [name.strip() for name in road[1].replace("\n", " ").split(",")]
+    contract = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert contract is not None
+    layers = re.findall(r'"grasp\.(\w+)"', contract[1])[::-1]
+    assert packages == [name for name in layers if name in packages]
+    assert all(find_spec(f"grasp.{name}") for name in packages)
+    assert {name for name in layers if (ROOT / "src/grasp" / name / "__init__.py").exists()} == set(packages)
+
+
+@pytest.mark.parametrize("name", ["bug", "wish"])
+def test_an_issue_form_asks_for_what_is_needed(name):
+    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+    ids = [part["id"] for part in form["body"]]
+    assert len(ids) == len(set(ids))
+    assert any(part.get("validations", {}).get("required") for part in form["body"])
