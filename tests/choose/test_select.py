@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
 from grasp.choose.choice import protocol_of
 from grasp.choose.geometric import choose
-from grasp.choose.limits import Limits
+from grasp.choose.limits import Limits, within
 from grasp.choose.objective import Objective, is_aligned, upper_bound
-from grasp.choose.select import select
+from grasp.choose.select import _of_tokens, select
 from grasp.errors import ProtocolError, SettingsError
+from grasp.predict.ranking import ranked
 from grasp.predict.weights import BEND
 from grasp.verbs.score import score
 from tests.choose.world import World, best_subset, changes, planted, predictor_of, protocol
@@ -166,6 +169,25 @@ def test_without_geometry_the_selection_is_proven_optimal():
     rows = np.argsort(-source.arrays["relevance_token"][:, [0, 2, 4]].mean(axis=1))[:9]
     assert got.value == pytest.approx(left_of(0.1) * best_subset(source, chosen, 4, rows), rel=1e-5)
     assert got.guarantee.startswith("optimal: ")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_budget_in_tokens_has_the_most_worth_of_a_token_and_says_how_near_the_most(seed):
+    rng = np.random.default_rng(seed)
+    cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
+    limits = Limits.of(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_N=cost_N)
+    picked = within(ranked(worth_N), limits)
+    aim = SimpleNamespace(predictor=SimpleNamespace(protocol=protocol()))
+    said = _of_tokens(aim, worth_N, picked, limits)
+    mean, most = (float(found) for found in re.findall(r"[-+][\d.]+(?= a token|$)", said))
+    used = int(cost_N[picked].sum())
+    assert mean == pytest.approx(cost_N[picked] @ worth_N[picked] / used, abs=1e-3)
+    every = (np.array(one) for size in range(1, 13) for one in itertools.combinations(range(12), size))
+    best = max(cost_N[one] @ worth_N[one] / used for one in every if cost_N[one].sum() == used)
+    assert mean <= best + 1e-3
+    assert best <= most + 1e-3
+    assert "the change counts rows alike, long or short" in said
+    assert "optimal" not in said
 
 
 def test_what_is_proven_depends_on_the_pool():

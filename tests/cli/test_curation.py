@@ -248,7 +248,8 @@ def test_a_budget_in_tokens_that_caps_cannot_fill_is_refused(art):
     whole = sum(ArtifactReader.open(art).rows(np.arange(ArtifactReader.open(art).n_rows))["n_tokens"].to_pylist())
     short = whole // 2 - int(share[4].replace(",", ""))
     assert (f"of {whole // 2:,} tokens were taken: no row that is left fits" in out) == (short > 0)
-    assert "optimal: " in out
+    assert "optimal" not in out
+    assert "rows by what a token of them is worth, as far as the tokens go" in out
 
 
 def test_exclusion_lists_of_other_editors(art, tmp_path):

@@ -263,7 +263,8 @@ def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: 
     """
     objective, picks = _sized(predictor, weights_T, limits, progress)
     if picks is None:
-        return Chosen(best_rows(objective.linear_N, limits), None, None, OPTIMAL, ())
+        said = OPTIMAL if limits.cost_N is None else "rows by their worth, until no row fits the tokens that are left"
+        return Chosen(best_rows(objective.linear_N, limits), None, None, said, ())
     bound, reason = upper_bound(objective, limits, picks.row_index)
     rewards = any(bend > 0 for bend in objective.curvature.values())
     note = "the protocol rewards a part of the geometry: rows that resemble one another attract one another"

@@ -36,7 +36,7 @@ from grasp.predict.slices import LabelTable
 from grasp.predict.weights import Weights
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
-from grasp.text import several, skipped_text
+from grasp.text import several, signed, skipped_text
 from grasp.verbs.predict import share
 
 SUBSET = "selection"
@@ -192,6 +192,8 @@ def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) ->
             worth_M, guarantee = _worth_by_runs(aim, pool, limits, worth_M)
         every_P = ranked(worth_M, among_N=limits.allowed_N)
         picked_P = within(every_P, limits)
+        if limits.cost_N is not None and not aim.ranks_by_runs:
+            guarantee = _of_tokens(aim, worth_M, picked_P, limits)
         found = Chosen(pool.rows(picked_P), None, None, guarantee, ())
         order_P = found.row_index
         if not limits.has_label_limits:
@@ -207,6 +209,26 @@ def _worth(aim: Aim, pool: _Pool, limits: Limits) -> F64:
     if aim.predictor.protocol.weighting == "count" and limits.cost_N is not None:
         return (aim.effect_N + float(aim.predictor.task.offset_C @ aim.weights_T)) / aim.tokens_N
     return pool.effect_M
+
+
+def _of_tokens(aim: Aim, worth_N: F64, picked_P: I64, limits: Limits) -> str:
+    """What a token of the choice is worth, and what it could be at most if the last row were cut to fit.
+
+    The rows by their worth, as far as the tokens go, have the highest mean worth of a token: a knapsack whose items
+    may be cut. A short row counts as its tokens.
+    """
+    assert limits.cost_N is not None
+    said = "rows by what a token of them is worth, as far as the tokens go"
+    if aim.predictor.protocol.weighting == "mean":
+        said += "; the change counts rows alike, long or short"
+    if limits.has_label_limits:
+        return f"{said}; within floors and caps"
+    cost_P, used = limits.cost_N[picked_P], int(limits.cost_N[picked_P].sum())
+    order_N = ranked(worth_N, among_N=limits.allowed_N)
+    cost_N = limits.cost_N[order_N]
+    whole_N = np.clip(used - (np.cumsum(cost_N) - cost_N), 0, cost_N)
+    mean, most = float(cost_P @ worth_N[picked_P]) / used, float(whole_N @ worth_N[order_N]) / used
+    return f"{said}: {signed(mean)} a token, and no choice of as many tokens has more than {signed(most)}"
 
 
 def _worth_by_runs(aim: Aim, pool: _Pool, limits: Limits, worth_M: F64) -> tuple[F64, str]:
