@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
-import pyarrow.parquet as pq
 
 from grasp.errors import SettingsError
 from grasp.files import TABLES, written_aside
+from grasp.sealed import write_sealed
 from grasp.text import number, plain, signed, text_table
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def write_table(table: pa.Table, path: Path) -> Path:
             pacsv.write_csv(pa.table(columns, names), part)
         else:
             kept = pa.table(columns, table.column_names).replace_schema_metadata(table.schema.metadata)
-            pq.write_table(kept, part, compression="zstd")
+            write_sealed(kept, part)
     return path
 
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
@@ -29,6 +28,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, learn, measures
 from grasp.runs.table import RunTable
+from grasp.sealed import write_sealed
 from grasp.text import json_text, signed, text_table
 from grasp.verbs.predict import notes
 
@@ -79,7 +79,7 @@ class Choice(Result):
         corpus = self.artifact.manifest.fingerprints.get("corpus", "")
         with written_aside(path) as part:
             marked = self.table.replace_schema_metadata({CORPUS: corpus})
-            pq.write_table(marked, part, compression="zstd", row_group_size=GROUP_ROWS)
+            write_sealed(marked, part, group_rows=GROUP_ROWS)
         text = json_text({"checksum": UNSIGNED, **self.summary(), CORPUS: corpus})
         write_whole(path.with_suffix(".json"), with_checksum(f"{text}\n".encode()))
         save_protocol(self.protocol, path.with_suffix(".protocol.yaml"))

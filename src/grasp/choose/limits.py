@@ -25,6 +25,7 @@ from grasp.errors import SettingsError
 from grasp.predict.labels import LabelColumn
 from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64
+from grasp.sealed import read_sealed
 
 SHOWN = 5
 NAMES = ("row_id", "doc_id")
@@ -375,5 +376,5 @@ def _file_names(path: Path) -> list[str]:
         found = [name for name in NAMES if name in columns]
         if not found:
             raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED}")
-        names: list[str] = pq.read_table(path, columns=found[:1]).column(0).cast(pa.string()).drop_null().to_pylist()
+        names: list[str] = read_sealed(path, found[:1]).column(0).cast(pa.string()).drop_null().to_pylist()
         return names

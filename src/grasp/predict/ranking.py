@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
@@ -20,6 +19,7 @@ from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.relevance import UnitSelection
 from grasp.predict.row_arrays import length_column, row_tokens
 from grasp.results import write_table
+from grasp.sealed import SealedWriter
 
 ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
 SHORT = 32  # tokens: the relevance of shorter rows is noisy
@@ -103,9 +103,9 @@ def write_ranked(
         write_table(ranked_table(artifact, order, values_N, by), path)
         return
     schema = ranked_table(artifact, order[:0], values_N, by).schema
-    with written_aside(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
+    with written_aside(path) as part, SealedWriter(part, schema) as writer:
         for start in range(0, len(order), ROWS_AT_ONCE):
-            writer.write_table(ranked_table(artifact, order[start : start + ROWS_AT_ONCE], values_N, by).cast(schema))
+            writer.write(ranked_table(artifact, order[start : start + ROWS_AT_ONCE], values_N, by).cast(schema))
 
 
 def ranked_table(

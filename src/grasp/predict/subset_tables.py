@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -30,6 +29,7 @@ from grasp.predict.blocks import (
     WeightedRows,
     in_blocks,
 )
+from grasp.sealed import SealedWriter, sealed_batches
 
 ONE_SUBSET = "subset"  # name of the only subset of a table that names none
 CORPUS = "corpus"  # key of the corpus' fingerprint in the metadata of what we write
@@ -127,8 +127,10 @@ def write_subsets(
     row_ids = row_index_of.ids()
     fields = [("subset_id", pa.string()), ("row_id", pa.string())] + ([("weight", pa.float64())] if weights else [])
     schema = pa.schema(fields, {CORPUS: corpus} if corpus else None)
-    how: dict[str, Any] = {"compression": "zstd", "compression_level": compression_level}
-    with written_aside(Path(path)) as part, pq.ParquetWriter(part, schema, **how) as writer:
+    with (
+        written_aside(Path(path)) as part,
+        SealedWriter(part, schema, compression_level=compression_level) as writer,
+    ):
         for block in blocks:
             matrix = block.weights_BN
             ids = pa.array(block.subset_ids, pa.string()).take(
@@ -137,7 +139,7 @@ def write_subsets(
             columns = [ids, row_ids.take(pa.array(matrix.indices)).combine_chunks()]
             if weights:
                 columns.append(pa.array(matrix.data))
-            writer.write_table(pa.table(columns, schema=schema))
+            writer.write(pa.table(columns, schema=schema))
 
 
 def _where(source: Path | pa.Table) -> str:
@@ -176,8 +178,7 @@ def _batches(source: Path | pa.Table, columns: list[str]) -> Iterator[pa.RecordB
     if isinstance(source, pa.Table):
         yield from source.select(columns).to_batches(max_chunksize=BATCH)
         return
-    with pq.ParquetFile(source) as file:
-        yield from file.iter_batches(batch_size=BATCH, columns=columns)
+    yield from sealed_batches(source, columns)
 
 
 def _entries(source: Path | pa.Table, has_weight: bool) -> Iterator[pa.RecordBatch]:

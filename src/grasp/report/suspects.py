@@ -17,6 +17,7 @@ from grasp.corpus.images import HASH_LABEL
 from grasp.errors import SettingsError
 from grasp.predict.row_arrays import row_places
 from grasp.report.texts import number, signed
+from grasp.sealed import sealed_batches
 from grasp.text import name, plain
 from grasp.yaml_files import describe
 
@@ -60,9 +61,11 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
 def _table(path: Path, artifact: ArtifactReader) -> tuple[DetectionRecord, list[dict[str, Any]]]:
     written = "the .parquet that grasp detect --out writes"
     expected = f"expected {written}"
-    with readable(f"--detect: {path}", SettingsError, written), pq.ParquetFile(path) as file:
-        metadata = (file.schema_arrow.metadata or {}).get(RECORD)
-        batch = next(file.iter_batches(batch_size=SHOWN), None)
+    with readable(f"--detect: {path}", SettingsError, written):
+        metadata = (pq.read_schema(path).metadata or {}).get(RECORD)
+        batch = None
+        for part in sealed_batches(path):  # all of it is proven
+            batch = part.slice(0, SHOWN) if batch is None else batch
     if metadata is None or batch is None or not {"rank", "row_id", "flagged"} <= set(batch.schema.names):
         raise SettingsError(f"--detect: {path} does not say what was detected; {expected}")
     try:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
@@ -29,6 +28,7 @@ from grasp.predict.geometry import SubsetMass, Weighting, subset_relevance
 from grasp.predict.relevance import counted
 from grasp.predict.row_sums import BlockSums
 from grasp.predict.subset_tables import RowIndex
+from grasp.sealed import read_sealed
 from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]
@@ -313,4 +313,4 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
 
 def _open(path: Path) -> pa.Table:
     with readable(path, EnvironmentDataError, "Parquet"):
-        return pq.read_table(path)
+        return read_sealed(path)

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
 from grasp.files import check_place
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
+from grasp.sealed import read_sealed
 from grasp.text import did_you_mean, parse_json
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name
@@ -340,7 +340,7 @@ def _table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
         return source, "runs"
     path = Path(source)
     try:
-        table = pq.read_table(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
+        table = read_sealed(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
         names = table.column_names
     except FileNotFoundError as err:
         raise EnvironmentDataError(f"{path}: no such file") from err

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
@@ -30,6 +29,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, columns_of, learn, measures
 from grasp.runs.table import RunTable
+from grasp.sealed import SealedWriter
 from grasp.text import plain, several, signed, text_table
 
 if TYPE_CHECKING:
@@ -388,9 +388,9 @@ class PredictionTable:
             table = self.read()
             write_table(table, path)
             return int(table.num_rows)
-        with written_aside(path) as part, pq.ParquetWriter(part, self.schema, compression="zstd") as writer:
+        with written_aside(path) as part, SealedWriter(part, self.schema) as writer:
             for table in self.tables:
-                writer.write_table(table)
+                writer.write(table)
                 lines += table.num_rows
         return lines
 
