@@ -246,10 +246,6 @@ def test_a_given_table_of_subsets_is_trained_on(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"family": "uniform:0.03"}, SubsetError, r"'evaluation-000000': retains 4 rows, recipe tiny needs the 8 of"),
-        ({"family": "mixture:colour"}, SubsetError, r"no label 'colour', expected one of \['topic'\]"),
-        ({"recipe": "tinny"}, ModelError, "did you mean tiny"),
-        ({"overrides": {"stepz": 3}}, SettingsError, "overrides: stepz"),
         ({"held_out_targets": ["sciq"]}, EnvironmentDataError, r"held_out_targets: got \['sciq'\]"),
         ({"tokenizer": "/nowhere"}, SettingsError, "tokenizer: got '/nowhere', expected the directory"),
     ],
