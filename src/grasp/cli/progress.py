@@ -108,7 +108,8 @@ class Watch:
             return
         self._runs = status.done - self._before
         step = f"step {status.step:,} of {status.steps:,} of " if status.steps else ""
-        doing = step + _some(status.running) if status.running else ""
+        others = f" and {len(status.running) - 1} more" if len(status.running) > 1 else ""
+        doing = f"{step}{status.running[0]}{others}" if status.running else ""
         left = "" if status.seconds_left is None else f"{duration_text(status.seconds_left)} left"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=status.done, rate=doing, left=left)
@@ -139,7 +140,3 @@ class Watch:
         if not self._total or not self._rows:
             return ""
         return f"{duration_text((time.monotonic() - self._begun) * (self._total - self._rows) / self._rows)} left"
-
-
-def _some(running: tuple[str, ...]) -> str:
-    return running[0] + (f" and {len(running) - 1} more" if len(running) > 1 else "")

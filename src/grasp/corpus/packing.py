@@ -186,7 +186,11 @@ class Packer:
         else:
             mark = self._eos if document.conversation is None else self._eos[:0]  # a template brings its own
             ids = np.concatenate([self._checked(document, np.asarray(tokens, dtype=np.int64)), mark])
-            whole = _Piece(document, 0, len(ids), ids, ends=_ends(document.text, ends, len(ids)))
+            ends_N = None
+            if ends is not None:  # the last token, which may be the mark of the end, takes what is left of the text
+                ends_N = np.full(len(ids), len(document.text), dtype=np.int64)
+                ends_N[: len(ids) - 1] = ends[: len(ids) - 1]
+            whole = _Piece(document, 0, len(ids), ids, ends=ends_N)
             if document.answers is not None:
                 yield from self._answered(whole, document.answers)
             else:
@@ -241,7 +245,10 @@ class Packer:
         Before a document came, less than a row was waiting, so that what is left after a row is its own.
         """
         document = whole.document
-        self._add(whole.cut(self._start(document), whole.total))
+        rest_of_it = whole.cut(self._start(document), whole.total)
+        if len(rest_of_it.ids):
+            self._pieces.append(rest_of_it)
+            self._waiting += len(rest_of_it.ids)
         while self._waiting >= self._length:
             pieces = self._take(self._length)
             dominant = _dominant(pieces).document.index
@@ -255,11 +262,6 @@ class Packer:
 
     def _start(self, document: Document) -> int:
         return self._resume.token if document.index == self._resume.document else 0
-
-    def _add(self, piece: _Piece) -> None:
-        if len(piece.ids):
-            self._pieces.append(piece)
-            self._waiting += len(piece.ids)
 
     def _take(self, n_tokens: int) -> list[_Piece]:
         """First tokens of the stream, at most a row of them."""
@@ -286,6 +288,7 @@ class Packer:
         if len(ids) < MIN_ROW_TOKENS:
             self._log.add("one_token", row_id)
             return
+        texts = [piece.text for piece in pieces]
         yield Row(
             row_id=row_id,
             doc_id=document.doc_id,
@@ -297,7 +300,7 @@ class Packer:
             labels=document.labels,
             ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
             after=after,
-            text=_joined(pieces),
+            text=None if None in texts else "\n\n".join(text for text in texts if text is not None),
         )
 
     def _snippet(self, main: _Piece) -> str:
@@ -329,21 +332,6 @@ def _base_id(document: Document) -> str:
 def _dominant(pieces: list[_Piece]) -> _Piece:
     """First piece of the document with the most tokens; a document has one piece in a row."""
     return max(pieces, key=lambda piece: len(piece.ids))
-
-
-def _ends(text: str, ends: list[int] | None, n_tokens: int) -> NDArray[np.int64] | None:
-    """Where tokens end; the last one, which may be the mark at the end of the text, takes what is left of it."""
-    if ends is None:
-        return None
-    out = np.full(n_tokens, len(text), dtype=np.int64)
-    out[: n_tokens - 1] = ends[: n_tokens - 1]
-    return out
-
-
-def _joined(pieces: list[_Piece]) -> str | None:
-    """Text of a row; None if a piece has none."""
-    texts = [text for piece in pieces if (text := piece.text) is not None]
-    return "\n\n".join(texts) if len(texts) == len(pieces) else None
 
 
 def _snippet(text: str, share: float, n_chars: int) -> str:

@@ -1,6 +1,6 @@
 """From target settings to the units of a run: read, left out, drawn."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -29,20 +29,6 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         TargetError: no target, an unknown or empty one, two targets of one name, a unit_id that occurs twice.
         MissingExtraError: what a target is read with is not installed.
     """
-    pools = _pools(settings, in_memory)
-    if not pools:
-        raise TargetError("targets.names: got none, expected at least one task or file of units")
-    _refuse_broken(chain.from_iterable(pools.values()))
-    _refuse_duplicates(chain.from_iterable(pools.values()))
-    drawn = [draw(target, pool, [unit.unit_id for unit in pool], settings) for target, pool in pools.items()]
-    excluded = frozenset(settings.exclude_units)
-    found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
-    sizes = {target: len(pool) for target, pool in pools.items()}
-    return UnitSet(tuple(chain.from_iterable(drawn)), found, sizes)
-
-
-def _pools(settings: TargetSettings, in_memory: Sequence[Unit]) -> dict[str, list[Unit]]:
-    """All units by target."""
     pools: dict[str, list[Unit]] = {}
     for name in settings.names:
         if in_memory and name.startswith(IN_MEMORY):
@@ -53,7 +39,29 @@ def _pools(settings: TargetSettings, in_memory: Sequence[Unit]) -> dict[str, lis
             _add(pools, read_task(name, settings.variant, settings.loss_on, task_root()))
     for target in settings.datasets:
         _add(pools, read_mapped(target, settings.loss_on))
-    return pools
+    if not pools:
+        raise TargetError("targets.names: got none, expected at least one task or file of units")
+    target_of: dict[str, str] = {}
+    for unit in chain.from_iterable(pools.values()):
+        for name in ("target", "unit_id", "prompt", "completion"):
+            text: str = getattr(unit, name)  # of a conversation the prompt is all that is said
+            try:
+                text.encode()
+            except UnicodeEncodeError as err:  # JSON may spell halves of pairs, which no tokenizer and no table takes
+                raise TargetError(
+                    f"unit {unit.unit_id!a} of {unit.target!a}: {name}: half of a surrogate pair at character "
+                    f"{err.start}, which is no text; mend it"
+                ) from err
+        if other := target_of.get(unit.unit_id):
+            raise TargetError(
+                f"targets: unit_id {unit.unit_id!r} occurs twice (in {other} and {unit.target}), expected each once"
+            )
+        target_of[unit.unit_id] = unit.target
+    drawn = [draw(target, pool, [unit.unit_id for unit in pool], settings) for target, pool in pools.items()]
+    excluded = frozenset(settings.exclude_units)
+    found = tuple(unit.unit_id for unit in chain.from_iterable(pools.values()) if unit.unit_id in excluded)
+    sizes = {target: len(pool) for target, pool in pools.items()}
+    return UnitSet(tuple(chain.from_iterable(drawn)), found, sizes)
 
 
 def _add(pools: dict[str, list[Unit]], units: Sequence[Unit]) -> None:
@@ -64,31 +72,6 @@ def _add(pools: dict[str, list[Unit]], units: Sequence[Unit]) -> None:
     if clash:
         raise TargetError(f"targets: {', '.join(clash)} is named twice, expected each target once")
     pools.update(fresh)
-
-
-def _refuse_broken(units: Iterable[Unit]) -> None:
-    """JSON may spell halves of surrogate pairs, which no tokenizer and no table takes."""
-    for unit in units:
-        for name in ("target", "unit_id", "prompt", "completion"):
-            text: str = getattr(unit, name)  # of a conversation the prompt is all that is said
-            try:
-                text.encode()
-            except UnicodeEncodeError as err:
-                raise TargetError(
-                    f"unit {unit.unit_id!a} of {unit.target!a}: {name}: half of a surrogate pair at character "
-                    f"{err.start}, which is no text; mend it"
-                ) from err
-
-
-def _refuse_duplicates(units: Iterable[Unit]) -> None:
-    target_of: dict[str, str] = {}
-    for unit in units:
-        if unit.unit_id in target_of:
-            raise TargetError(
-                f"targets: unit_id {unit.unit_id!r} occurs twice (in {target_of[unit.unit_id]} and"
-                f" {unit.target}), expected each once"
-            )
-        target_of[unit.unit_id] = unit.target
 
 
 def draw(target: str, pool: Sequence[T], unit_ids: Sequence[str], settings: TargetSettings) -> list[T]:

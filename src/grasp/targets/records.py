@@ -90,21 +90,20 @@ def units_of(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
             gold=fields.gold,
             support=fields.support,
         )
-        units += [unit] if conversation is None else _of_conversation(unit, conversation)
+        if conversation is None:
+            units.append(unit)
+            continue
+        answers = conversation.answers  # a unit for the last, or for every one, each after all that was said before it
+        chosen = answers if unit.loss_on == "assistant" else answers[-1:]
+        for k in chosen:
+            own = replace(
+                unit,
+                unit_id=unit.unit_id if len(chosen) == 1 else f"{unit.unit_id}#{answers.index(k)}",
+                loss_on="all" if unit.loss_on == "all" else "completion",
+                conversation=Conversation(conversation.turns[: k + 1], conversation.tools),
+            )
+            units.append(own)
     return units
-
-
-def _of_conversation(unit: Unit, conversation: Conversation) -> Iterator[Unit]:
-    """A unit for the last answer, or for every one, each after all that was said before it."""
-    answers = conversation.answers
-    chosen = answers if unit.loss_on == "assistant" else answers[-1:]
-    for k in chosen:
-        yield replace(
-            unit,
-            unit_id=unit.unit_id if len(chosen) == 1 else f"{unit.unit_id}#{answers.index(k)}",
-            loss_on="all" if unit.loss_on == "all" else "completion",
-            conversation=Conversation(conversation.turns[: k + 1], conversation.tools),
-        )
 
 
 def _fields(record: Mapping[str, Any], where: str) -> tuple[UnitFields, Conversation | None]:
