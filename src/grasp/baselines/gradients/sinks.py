@@ -1,4 +1,4 @@
-"""Consumers of factors: whole matrices a few rows at a time, squared norms, sums of projections.
+"""Consumers of factors: all uses of a block together, whole matrices a few rows at a time.
 
 Shape letters: B examples, b a few of them, X left width, Y right width, K projected width.
 """
@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grasp.baselines.gradients.factors import ELEMENTS, Use, materialise, squared_norm
+from grasp.baselines.gradients.factors import ELEMENTS, Use, materialise
 from grasp.baselines.gradients.per_example import PerExample
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
@@ -65,15 +65,6 @@ class MatrixSink(UseSink):
             for use in uses[1:]:
                 total += materialise(use.rows(begin, end), block.left)
             self._matrix(number, total, slice(rows.start + begin, rows.start + end))
-
-
-def norm_sink(engine: PerExample, wanted: Sequence[bool], square_B: Tensor) -> UseSink:
-    """Adds the squared norms of the blocks wanted to `square_B`."""
-
-    def take(number: int, uses: list[Use], rows: slice) -> None:
-        square_B[rows] += squared_norm(uses, engine.layers.blocks[number].left)
-
-    return UseSink(engine, wanted, take)
 
 
 def everything(engine: PerExample) -> list[bool]:
