@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.sums import (
     BlockParameters,
     EachGradient,
@@ -29,6 +27,8 @@ from grasp.baselines.gradients.sums import (
 )
 from grasp.features.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.layers import choose_layers
+from grasp.models.gradients.per_example import Example, PerExample
 from grasp.runs.llama import StackedLlama
 from grasp.runs.recipe import TrainingRecipe
 from grasp.targets.units import UnitTokens

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.baselines.gradients.per_example import Example
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import SettingsError
 from grasp.extract.local import build
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.per_example import Example
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.runs.llama import StackedLlama
 from grasp.runs.recipe import TrainingRecipe, named_recipe

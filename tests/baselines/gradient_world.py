@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from grasp.baselines.gradients.per_example import Example
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.per_example import Example
 from tests.conftest import VOCAB, make_model
 
 

@@ -6,17 +6,17 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.gradients.capture import _check_forward
-from grasp.baselines.gradients.factors import Use, materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
-from grasp.baselines.gradients.layers import Block, as_matrix, choose_layers
-from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products, query_elements
 from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.sinks import whole_gradients
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.capture import _check_forward
+from grasp.models.gradients.factors import Use, materialise, squared_norm
+from grasp.models.gradients.layers import Block, as_matrix, choose_layers
+from grasp.models.gradients.per_example import Example, PerExample
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
 from tests.rounding import rounding
@@ -105,7 +105,7 @@ def test_batches_and_padding_do_not_matter():
 
 def test_head_in_pieces_of_the_batch(monkeypatch):
     expected = held(engine_of("llama-tied"), rows())
-    monkeypatch.setattr("grasp.baselines.gradients.per_example.CPU_LOGITS", 2 * 13 * VOCAB)
+    monkeypatch.setattr("grasp.models.gradients.per_example.CPU_LOGITS", 2 * 13 * VOCAB)
     found = held(engine_of("llama-tied"), rows())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from grasp.baselines.gradients.per_example import Example
 from grasp.baselines.inrun import STATE, InRun, _trainable
 from grasp.baselines.replay import Replay, ReplaySettings
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
+from grasp.models.gradients.per_example import Example
 from grasp.runs.methods import scores
 from grasp.seeds import stream
 from tests.baselines.gradient_world import reference

@@ -17,9 +17,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from grasp.baselines.checkpoints import checkpoints_of
-from grasp.baselines.gradients.factors import Use, squared_norm
-from grasp.baselines.gradients.layers import LayerSet, choose_layers
-from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import DenseQuery, Queries
 from grasp.baselines.gradients.scorers import ExactScorer, ProjectedScorer, exact_note, projection_note
@@ -39,6 +36,9 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.models.gradients.factors import Use, squared_norm
+from grasp.models.gradients.layers import LayerSet, choose_layers
+from grasp.models.gradients.per_example import Example, PerExample
 from grasp.runs.contract import Account, Material
 from grasp.settings import refuse_idle
 

@@ -22,8 +22,6 @@ from grasp.baselines.gradients.curvature import (
     refuse_tied,
     second_moments,
 )
-from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.per_example import PerExample
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import ExactScorer, exact_note
 from grasp.baselines.gradients.session import (
@@ -38,6 +36,8 @@ from grasp.baselines.gradients.session import (
 from grasp.baselines.gradients.settings import LayerSettings, Patterns
 from grasp.baselines.stored import BlockMethod, RowScorer, digest
 from grasp.baselines.work import WorkArea
+from grasp.models.gradients.layers import choose_layers
+from grasp.models.gradients.per_example import PerExample
 from grasp.runs.contract import Account, Material
 from grasp.seeds import stream
 from grasp.settings import refuse_idle

@@ -16,13 +16,13 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from grasp.baselines.gradients.per_example import Example
 from grasp.baselines.gradients.settings import Patterns
 from grasp.baselines.replay import Replay, ReplaySettings, refuse_non_finite, steps_of
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.per_example import Example
 from grasp.runs.contract import Account, Material, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings

@@ -33,8 +33,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.sums import (
     BlockParameters,
     EachGradient,
@@ -48,6 +46,8 @@ from grasp.baselines.gradients.sums import (
 from grasp.errors import ModelError
 from grasp.files import aside
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.layers import choose_layers
+from grasp.models.gradients.per_example import Example, PerExample
 
 F64 = NDArray[np.float64]
 

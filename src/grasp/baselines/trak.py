@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from grasp.baselines.checkpoints import Checkpoint
-from grasp.baselines.gradients.layers import LayerSet, choose_layers
 from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
 from grasp.baselines.gradients.session import chosen_checkpoints, typical_tokens
 from grasp.baselines.gradients.settings import ProjectedSettings
@@ -22,6 +21,7 @@ from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_sec
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError
+from grasp.models.gradients.layers import LayerSet, choose_layers
 from grasp.runs.contract import Account, Material, Scores
 
 F64 = NDArray[np.float64]

@@ -1,1 +1,1 @@
-"""Per-example gradients of a causal LM in factorised form: exact inner products, projections and curvature."""
+"""What gradient methods make of per-example gradients: exact inner products, projections and curvature."""

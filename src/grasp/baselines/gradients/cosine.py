@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.baselines.checkpoints import Checkpoint
-from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.projection import Form
 from grasp.baselines.gradients.queries import Queries
 from grasp.baselines.gradients.scorers import (
@@ -39,6 +38,7 @@ from grasp.baselines.gradients.settings import LayerSettings
 from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, Update
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
+from grasp.models.gradients.layers import choose_layers
 from grasp.runs.contract import Account, Material
 
 F64 = NDArray[np.float64]

@@ -24,13 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.baselines.gradients.factors import Use
-from grasp.baselines.gradients.layers import Block
-from grasp.baselines.gradients.output import Output
-from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
 from grasp.baselines.gradients.sinks import MatrixSink, everything
 from grasp.errors import ModelError, SettingsError
+from grasp.models.gradients.factors import Use
+from grasp.models.gradients.layers import Block
+from grasp.models.gradients.output import Output
+from grasp.models.gradients.per_example import Example, PerExample
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.baselines.gradients.factors import ELEMENTS, Use, materialise
-from grasp.baselines.gradients.layers import Block
+from grasp.models.gradients.factors import ELEMENTS, Use, materialise
+from grasp.models.gradients.layers import Block
 from grasp.seeds import stream
 
 Form = Literal["auto", "dense", "two-sided"]

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.baselines.gradients.factors import ELEMENTS, Use, left_products, squared_norm
-from grasp.baselines.gradients.layers import Block
-from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
+from grasp.models.gradients.factors import ELEMENTS, Use, left_products, squared_norm
+from grasp.models.gradients.layers import Block
+from grasp.models.gradients.per_example import Example, PerExample
 
 ELEMENTWISE = 32  # what a pair of positions costs beside its two inner products, in multiplications
 

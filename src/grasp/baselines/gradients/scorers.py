@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import refuse_non_finite
-from grasp.baselines.gradients.layers import Block
 from grasp.baselines.gradients.projection import Form, choose_forms
 from grasp.baselines.gradients.queries import Queries, Transform, exact_products
 from grasp.baselines.gradients.session import Group, row_examples
@@ -19,6 +18,7 @@ from grasp.baselines.gradients.store import FeatureStore, ready_seconds
 from grasp.baselines.stored import RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.models.gradients.layers import Block
 from grasp.runs.contract import Account, Material, Scores
 
 F64 = NDArray[np.float64]

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.baselines.checkpoints import Checkpoint, checkpoints_of
-from grasp.baselines.gradients.layers import LayerSet, choose_layers
-from grasp.baselines.gradients.per_example import Example, PerExample
 from grasp.baselines.gradients.queries import Sizes, choose_dense, products, query_elements
+from grasp.models.gradients.layers import LayerSet, choose_layers
+from grasp.models.gradients.per_example import Example, PerExample
 from grasp.runs.contract import Material
 from grasp.seeds import stream
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grasp.baselines.gradients.factors import ELEMENTS, Use, materialise
-from grasp.baselines.gradients.per_example import PerExample
+from grasp.models.gradients.factors import ELEMENTS, Use, materialise
+from grasp.models.gradients.per_example import PerExample
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
 TakeUses = Callable[[int, list[Use], slice], None]

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from grasp.baselines.gradients.capture import Consumer
-from grasp.baselines.gradients.factors import ELEMENTS, Use, materialise
-from grasp.baselines.gradients.layers import LayerSet
-from grasp.baselines.gradients.per_example import Example, PerExample
+from grasp.models.gradients.capture import Consumer
+from grasp.models.gradients.factors import ELEMENTS, Use, materialise
+from grasp.models.gradients.layers import LayerSet
+from grasp.models.gradients.per_example import Example, PerExample
 
 F64 = NDArray[np.float64]
 

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from grasp.baselines.gradients.capture import Capture, Consumer, SharedPositionsError, augmented
-from grasp.baselines.gradients.factors import Use
-from grasp.baselines.gradients.layers import LayerSet
-from grasp.baselines.gradients.output import Output, residual
 from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+from grasp.models.gradients.capture import Capture, Consumer, SharedPositionsError, augmented
+from grasp.models.gradients.factors import Use
+from grasp.models.gradients.layers import LayerSet
+from grasp.models.gradients.output import Output, residual
 
 CPU_LOGITS = 1 << 24  # numbers in one chunk of logits
 CUDA_LOGITS = 1 << 28

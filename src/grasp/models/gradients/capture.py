@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from grasp.baselines.gradients.factors import Use
-from grasp.baselines.gradients.layers import Block, LayerSet
 from grasp.errors import ModelError
+from grasp.models.gradients.factors import Use
+from grasp.models.gradients.layers import Block, LayerSet
 
 FORWARD_TOLERANCE = 0.05  # of the output's standard deviation: room for bfloat16, none for another function
 
