@@ -214,25 +214,53 @@ def _positions(text: str) -> str:
 Positions = Annotated[str, AfterValidator(_positions)]
 
 
+Train = Literal["further", "new"]
+
+
 class FeatureSettings(Settings):
     """What the forward pass keeps, and how it is weighed."""
 
-    match: Literal["pooled", "token", "both"] = Field("both", description="Relevance kernels built. Paper: pooled.")
+    match: Literal["pooled", "token", "forward", "all"] = Field(
+        "all",
+        description="Relevance kernels built: pooled, those of single positions (token), both (forward), or these and "
+        "`gradient`, which takes a backward pass, where `train` is further (all). Paper: pooled.",
+    )
     pooling: Positions = Field("tail:32", description="Positions averaged by `pooled`. Paper: tail:32.")
     token_positions: Positions = Field("all", description="Row positions used by `token`: all, tail:n or stride:n.")
     input_match: bool = Field(True, description="Input-token kernel beside `token`. Not in the paper.")
     neighbour_match: bool | None = Field(
         None,
-        description="Neighbour kernel beside `token`; null: of a model whose loss on the corpus is over half of ln V, "
-        "as when it was trained on it from scratch. Not in the paper.",
+        description="Neighbour kernel beside `token`; null: where `train` is new. Not in the paper.",
     )
     shift_match: bool | None = Field(
         None,
-        description="Shift kernel beside `input`; null: of a model whose loss on the corpus is under half of ln V, as "
-        "when it is fine-tuned. Not in the paper.",
+        description="Shift kernel beside `input`; null: where `train` is further. Not in the paper.",
     )
     tilt_match: bool | None = Field(
-        None, description="Tilt kernel beside `input`; null: of the same models as the shift kernel. Not in the paper."
+        None, description="Tilt kernel beside `input`; null: where `train` is further. Not in the paper."
+    )
+    gradient_match: bool | None = Field(
+        None, description="Gradient kernel under `match: all`; null: where `train` is further. Not in the paper."
+    )
+    gradient_coordinates: int | Literal["all"] | None = Field(
+        None,
+        description="Coordinates of a row's gradient that the gradient kernel takes, about, the same share of every "
+        "matrix of the body. null: 1,000,000, or all where there are fewer. Memory is 2 bytes for each and each unit.",
+    )
+    gradient_damping: float = Field(
+        0.01,
+        gt=0,
+        allow_inf_nan=False,
+        description="What is added to second moments of gradients, in units of their mean over the parameters.",
+    )
+    gradient_rows: int = Field(
+        256, ge=1, description="Rows sampled for the second moments of gradients; a smaller corpus is exact."
+    )
+    gradient_memory_mb: int = Field(
+        4096,
+        ge=1,
+        description="Memory for the units' gradients; where they need more they lie in a file, which costs time, not "
+        "digits.",
     )
     top_k: int = Field(64, ge=1, description="Probabilities kept per residual, beside the label. Paper: 64.")
     alpha: float = Field(1.0, description="Exponent of the residual preconditioner (gamma + eps)^-alpha: 1 or 0.5.")
@@ -267,6 +295,13 @@ class FeatureSettings(Settings):
             return {"product_width": 0} | data
         return data
 
+    @field_validator("gradient_coordinates")
+    @classmethod
+    def _some_coordinates(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"expected all, or a number from 1, got {value}")
+        return value
+
     @field_validator("alpha")
     @classmethod
     def _one_or_half(cls, value: float) -> float:
@@ -279,17 +314,17 @@ class FeatureSettings(Settings):
         given = [name for name in ("shift_match", "tilt_match") if getattr(self, name)]
         if given and not self.input:
             raise ValueError(
-                f"{', '.join(given)}: got true without the input kernel; set input_match: true and match: both"
+                f"{', '.join(given)}: got true without the input kernel; set input_match: true and match: all"
             )
         return self
 
     @property
     def pooled(self) -> bool:
-        return self.match in ("pooled", "both")
+        return self.match != "token"
 
     @property
     def token(self) -> bool:
-        return self.match in ("token", "both")
+        return self.match != "pooled"
 
     @property
     def input(self) -> bool:
@@ -307,6 +342,17 @@ class FeatureSettings(Settings):
     def tilt(self) -> bool:
         return self.input and self.tilt_match is not False
 
+    @property
+    def gradient(self) -> bool:
+        return self.match == "all" and self.gradient_match is not False
+
+    def decided(self, train: "Train") -> Self:
+        """With what is left open said: which kernels stand beside `token` and `input`."""
+        further = train == "further"
+        by_use = {"neighbour_match": not further} | dict.fromkeys(("shift_match", "tilt_match"), further and self.input)
+        by_use["gradient_match"] = further and self.match == "all"
+        return self.model_copy(update={name: use for name, use in by_use.items() if getattr(self, name) is None})
+
 
 class BuildSettings(Settings):
     """One build: corpus + targets + model -> artifact.
@@ -317,6 +363,12 @@ class BuildSettings(Settings):
     model: ModelSettings
     corpus: CorpusSettings
     targets: TargetSettings = TargetSettings()
+    train: Train | None = Field(
+        None,
+        description="What will be trained on the corpus: this model `further`, or a `new` one from scratch. It decides "
+        "which kernels are built. null: what the checkpoint says, as those of `grasp retrain` do. A classifier is of "
+        "neither kind.",
+    )
     features: FeatureSettings = FeatureSettings()
     like: str | None = Field(
         None, description="Artifact whose moments are taken instead of measuring them, so that the two can be merged."
@@ -358,6 +410,7 @@ class BuildSettings(Settings):
 CLASSIFIER_FEATURES: dict[str, Any] = {
     "input_match": False,
     "neighbour_match": False,
+    "gradient_match": False,
     "tau": 100.0,
     "hidden_width": 2048,
 }

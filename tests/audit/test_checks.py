@@ -69,7 +69,6 @@ ALL = ScoringProtocol(name="all", match={"token": 1.0, "pooled": 0.3}, component
 PLAIN = {
     *(f"tail, {kernel}" for kernel in ("token", "input", "neighbour")),
     "moments drawn again",
-    "model in the tested range",
     "residual beyond top-k",
     "batch invariance",
     "ranking stability",

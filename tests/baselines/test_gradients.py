@@ -113,8 +113,11 @@ def test_head_in_pieces_of_the_batch(monkeypatch):
 
 @pytest.mark.parametrize("elements", [1, 500])
 def test_memory_bounds_change_no_number(monkeypatch, elements):
-    for module in ("factors", "queries", "sinks", "projection"):
-        monkeypatch.setattr(f"grasp.baselines.gradients.{module}.ELEMENTS", elements)
+    for module in (
+        "models.gradients.factors",
+        *(f"baselines.gradients.{m}" for m in ("queries", "sinks", "projection")),
+    ):
+        monkeypatch.setattr(f"grasp.{module}.ELEMENTS", elements)
     test_inner_products_and_norms_without_projection_are_exact("llama-tied", "chosen")
 
 

@@ -50,6 +50,7 @@ def write_checkpoint(path: Path, vocab: int = 300, context: int = 128) -> Path:
         max_position_embeddings=context,
         bos_token_id=None,
         eos_token_id=0,
+        grasp_train="new",
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

@@ -42,15 +42,16 @@ from grasp.artifact.tables import units_per_target
 from grasp.errors import ArtifactError
 from grasp.files import FileEntry, Reads, fault, kind_of
 
-RELEVANCE = {kernel: f"relevance_{kernel}" for kernel in ("pooled", "token", "input", "neighbour", "shift", "tilt")}
 BUILT_WITH = {
-    "pooled": "features.match: pooled or both",
-    "token": "features.match: token or both",
-    "input": "features.input_match: true and features.match: token or both",
-    "neighbour": "features.neighbour_match: true and features.match: token or both",
-    "shift": "features.shift_match: true, features.input_match: true and features.match: token or both",
-    "tilt": "features.tilt_match: true, features.input_match: true and features.match: token or both",
+    "pooled": "features.match: pooled, forward or all",
+    "token": "features.match: token, forward or all",
+    "input": "features.input_match: true and features.match other than pooled",
+    "neighbour": "features.neighbour_match: true and features.match other than pooled",
+    "shift": "features.shift_match: true, features.input_match: true and features.match other than pooled",
+    "tilt": "features.tilt_match: true, features.input_match: true and features.match other than pooled",
+    "gradient": "features.gradient_match: true and features.match: all",
 }
+RELEVANCE = {kernel: f"relevance_{kernel}" for kernel in BUILT_WITH}
 _BUILT_FROM = (
     ("the corpus", "corpus", "path"),
     ("a target", "targets", "names"),

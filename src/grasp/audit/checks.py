@@ -30,7 +30,7 @@ from grasp.audit.sample import (
 )
 from grasp.audit.sketched import NAMES, Kernels, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
-from grasp.extract.forward import TESTED, forward_shard, tested
+from grasp.extract.forward import forward_shard
 from grasp.extract.reopen import Origin
 from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol, as_protocol
@@ -126,7 +126,7 @@ def check(
     chosen = as_protocol(protocol)
     weighed = kernel_weights(chosen.fitted(artifact.array_names, artifact.feature_settings))
     features = subject.features
-    checks = [*_tails(artifact, weighed), _draw(subject, chosen, seed), *_range(artifact)]
+    checks = [*_tails(artifact, weighed), _draw(subject, chosen, seed)]
     if isinstance(features, GraspError):
         checks.append(missing("residual beyond top-k", SMALL_TAIL, str(features)))
     else:
@@ -398,22 +398,6 @@ def _tails(artifact: ArtifactReader, kernels: Iterable[str]) -> Iterator[Check]:
             "weigh less by how rarely a token was seen (features.alpha: 0.5)",
             {"median": middle, "most": float(share_E[most])},
         )
-
-
-def _range(artifact: ArtifactReader) -> Iterator[Check]:
-    """Whether predictions for a model like this one were compared with retraining."""
-    if "token.loss" not in artifact.moments or "vocab_size" not in artifact.manifest.details:
-        return
-    loss = float(artifact.moments["token.loss"][0])
-    share, known = tested(loss, int(artifact.manifest.detail("vocab_size")))
-    yield judged(
-        "model in the tested range",
-        f"its loss on the corpus, {loss:.2f} nats a token, is {share:.0%} of ln V",
-        f"within 10 points of {' or '.join(f'{one:.0%}' for one in TESTED)}, of which retraining tells",
-        known,
-        "nothing is known of models like it: retrain on a few subsets (grasp retrain) and see (grasp evaluate)",
-        {"share": share, "loss": loss},
-    )
 
 
 def _draw(subject: _Subject, protocol: ScoringProtocol, seed: int) -> Check:

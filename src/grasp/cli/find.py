@@ -36,7 +36,9 @@ def detect(
     k: int | None = rare("-k N", "First rows that are counted. Default: as many as are wrong.", None),
     neighbours: int | None = rare("--neighbours N", "Nearest rows whose labels are compared. Default: 10.", None),
     match: str | None = rare(
-        "--match NAME", "token, input, neighbour, shift, tilt or pooled. Default: the first that there is.", None
+        "--match NAME",
+        "gradient, token, input, neighbour, shift, tilt or pooled. Default: the first there is.",
+        None,
     ),
     quiet: Quiet = False,
 ) -> None:

@@ -28,7 +28,7 @@ ResultFile = Annotated[Path | None, option("--out FILE", "Write the table there:
 OnlyTarget = Annotated[str | None, option("--target NAME", "Target that is asked about. Default: the only one.")]
 Kernel = Annotated[
     str | None,
-    rare("--match", "By one kernel: token, input, neighbour, shift, tilt or pooled."),
+    rare("--match", "By one kernel: gradient, token, input, neighbour, shift, tilt or pooled."),
 ]
 JsonFile = Annotated[Path | None, option("--json FILE", "Write everything there as JSON.")]
 TargetWeights = Annotated[

@@ -58,9 +58,9 @@ def demo(
 
 
 @command(
-    "grasp build --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
-    "grasp build --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
-    "grasp build --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
+    "grasp build --train new --model ./ckpt --corpus corpus.parquet --targets sciq,openbookqa --out art",
+    "grasp build --train new --model gpt2 --corpus posts.jsonl --text-column body --targets exam.jsonl --out art",
+    "grasp build --train further --model ./chat-model --corpus chats.jsonl --targets held-out-chats.jsonl --out art",
     "grasp build --resume --out art",
     "grasp build --config art/run.yaml --out s3://bucket/art",
     "grasp build --model ./vit --set model.classifier.head=classifier --corpus images.parquet \\\n"
@@ -80,6 +80,11 @@ def build(
         "What the model should do well: tasks (sciq, ...) or files of questions (exam.jsonl; a line is "
         '{"question": ..., "answer": ...}, or prompt and completion), separated by commas; repeatable.',
         [],
+    ),
+    train: str | None = option(
+        "--train further|new",
+        "What will be trained on the corpus: this model further (fine-tuning), or a new one from scratch.",
+        None,
     ),
     text_column: TextColumn = None,
     id_column: IdColumn = None,
@@ -103,7 +108,7 @@ def build(
         "--like ART", "Take the moments of this artifact, so that grasp merge can join the two.", None
     ),
     match: str | None = rare(
-        "--match KIND", "How rows are compared with answers: pooled, token or both. Default: both.", None
+        "--match KIND", "How rows are compared with answers: pooled, token, forward or all. Default: all.", None
     ),
     dtype: str | None = rare(
         "--dtype TYPE", "float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.", None
@@ -137,6 +142,7 @@ def build(
         "corpus.max_length": max_length,
         "corpus.limit": limit,
         "targets.names": [name for text in targets for name in split_names(text)] or None,
+        "train": train,
         "features.match": match,
         "keep_features": keep_features,
         "like": like,

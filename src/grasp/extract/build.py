@@ -51,6 +51,7 @@ def build(
     id_column: str | None = None,
     max_length: int | None = None,
     limit: int | None = None,
+    train: str | None = None,
     match: str | None = None,
     dtype: str | None = None,
     keep_features: bool | None = None,
@@ -77,7 +78,10 @@ def build(
         id_column: column of the names; by default `row_id` or `id`.
         max_length: tokens of the longest row; by default what the model reads, at most 2,048.
         limit: only the first so many documents are read.
-        match: relevance kernels, `pooled`, `token` or `both`.
+        train: what will be trained on the corpus: this model `further`, or a `new` one from scratch; by default what
+            the checkpoint says, as the references of `retrain` do.
+        match: relevance kernels: `pooled`, `token`, `forward` (both), or `all`: of a model that is trained further
+            also `gradient`, which takes a backward pass.
         dtype: `float32`, `bfloat16` or `float16`; by default float32 on a CPU, else bfloat16.
         keep_features: keep what a target needs that is added later.
         like: an artifact whose moments are taken, so that this one and it can be merged.
@@ -94,6 +98,7 @@ def build(
         "corpus.row_id_column": id_column,
         "corpus.max_length": max_length,
         "corpus.limit": limit,
+        "train": train,
         "features.match": match,
         "keep_features": keep_features,
         "like": None if like is None else str(like),

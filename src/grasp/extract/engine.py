@@ -13,11 +13,12 @@ same, batches within a shard are the same, and moments are merged in the order o
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from grasp.extract.backward import Opened, square_sums
 from grasp.extract.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.extract.forward import (
     PositionSums,
@@ -29,6 +30,7 @@ from grasp.extract.forward import (
 )
 from grasp.extract.passes import Pass, Rows
 from grasp.extract.progress import Advance, ignore
+from grasp.features.gradient_match import SquareSums
 from grasp.features.moments import PositionMoments
 from grasp.models.classifier import Reference, load_reference
 from grasp.settings import FeatureSettings, ModelSettings
@@ -50,6 +52,12 @@ class InProcess:
         for k, rows in enumerate(parts):
             keep = None if self.seen is None else self.seen.setdefault(k, [])
             yield position_sums(self.model, rows, self.features, every, advance, keep)
+
+    def square_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[SquareSums]:
+        """Sums for the second moments of gradients of each part, in the order of the parts."""
+        opened = Opened.of(self.model, self.features)
+        for rows in parts:
+            yield square_sums(self.model, rows, self.features, advance, opened)
 
     def forward(
         self,
@@ -82,6 +90,10 @@ class ModelActor:
         """See InProcess."""
         return position_sums(self._loaded(), rows, self._features, every)
 
+    def square_sums(self, rows: Rows) -> SquareSums:
+        """See InProcess."""
+        return square_sums(self._loaded(), rows, self._features)
+
     def forward(
         self, rows: Rows, kernel: tuple[UnitFeatures, PositionMoments] | None, keep_positions: bool
     ) -> ShardForward:
@@ -111,13 +123,17 @@ class RayWorkers:
     units: UnitFeatures  # on the CPU
 
     def position_sums(self, parts: Iterable[Rows], every: int, advance: Advance = ignore) -> Iterator[PositionSums]:
-        """In the order of the parts. Those that are done early wait for their turn, a few of them at most."""
-        early: dict[int, PositionSums] = {}
+        """In the order of the parts."""
+        return self._in_order(parts, lambda actor, rows: actor.position_sums.remote(rows, every), advance)
+
+    def square_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[SquareSums]:
+        """In the order of the parts."""
+        return self._in_order(parts, lambda actor, rows: actor.square_sums.remote(rows), advance)
+
+    def _in_order(self, parts: Iterable[Rows], call: Callable[[Any, Rows], Any], advance: Advance) -> Iterator[Any]:
+        """What each part gives, in their order. Those that are done early wait for their turn, a few at most."""
+        early: dict[int, Any] = {}
         due, most = 0, JOBS_A_WORKER * len(self.actors)
-
-        def call(actor: Any, rows: Rows) -> Any:
-            return actor.position_sums.remote(rows, every)
-
         size: Sizes = {}
         jobs = _counted(enumerate(parts), size)
         for k, sums in self.cluster.spread(self.actors, jobs, call, wait=lambda: len(early) >= most):

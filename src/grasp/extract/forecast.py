@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
+from grasp.extract.backward import square_sums
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
 from grasp.extract.moments import reads_once
 from grasp.extract.passes import Pass, Rows
@@ -49,9 +50,16 @@ def expected_seconds(
     model: Reference, store: RowStore | ImageStore, rows: Rows, units: UnitFeatures, settings: FeatureSettings
 ) -> Spent:
     """Time of all passes over the corpus, kernels included, by that of the first rows, which the model must have seen
-    before.
+    before. There and back it counts the gradient kernel without its products, and the questions.
     """
     kernel, sampled, seconds = None, 0.0, np.zeros(2)
+    if settings.gradient:
+        begun = _now()
+        square_sums(model, rows, settings)
+        sample = store.n_tokens * min(1.0, settings.gradient_rows / store.n_rows)
+        asked = sum(len(example.input_ids) for example in units.examples)
+        seconds += (_now() - begun) * (store.n_tokens + sample + asked)
+        settings = settings.model_copy(update={"gradient_match": False})
     seen: list[Pass] = []
     if settings.token or settings.product_width > 0:
         begun = _now()

@@ -1,4 +1,4 @@
-"""The forward half of a shard: everything that needs the model. One pass gives every relevance kernel.
+"""The half of a shard that needs the model. One pass gives every relevance kernel, one there and back `gradient` too.
 
 Shape letters: N rows of the shard, E units, S unit positions, H hidden width, V vocabulary, D sketch width.
 """
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
+from grasp.corpus.images import ImageShard
 from grasp.errors import ArtifactError, ModelError
+from grasp.extract.backward import GradientKernel
 from grasp.extract.passes import Pass, Rows, Units, row_passes, unit_passes
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import BatchFeatures, bad_rows
@@ -37,12 +39,9 @@ from grasp.features.tilt_match import TiltTargets, prepare_tilt, tilt_relevance
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.classifier import Reference
+from grasp.models.gradients.per_example import Example
 from grasp.models.head import OutputHead
 from grasp.settings import FeatureSettings
-
-KNOWN = 0.5  # of ln V: a model with less loss on the corpus knows the language
-TESTED = (0.21, 0.30, 0.35, 0.63)  # of ln V: losses of models whose predictions were compared with retraining
-NEAR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,7 @@ class UnitFeatures:
     unit_S: Tensor
     input_S: Tensor  # token at the position
     loss_E: NDArray[np.float32]
+    examples: tuple[Example, ...] = ()  # the texts themselves, for a backward pass
 
     @property
     def n_units(self) -> int:
@@ -97,20 +97,6 @@ class UnitFeatures:
         )
 
 
-def resolved(settings: FeatureSettings, moments: PositionMoments, vocab: int) -> FeatureSettings:
-    """The settings with what they leave to the model's loss decided: what stands beside `token` and `input`."""
-    share = moments.loss / math.log(vocab)
-    decided = {"neighbour_match": share > KNOWN, "shift_match": share < KNOWN, "tilt_match": share < KNOWN}
-    left = {name: value for name, value in decided.items() if getattr(settings, name) is None}
-    return settings.model_copy(update=left)
-
-
-def tested(loss: float, vocab: int) -> tuple[float, bool]:
-    """A model's loss on its corpus as a share of ln V, and whether a model like it was compared with retraining."""
-    share = loss / math.log(vocab)
-    return share, any(abs(share - known) <= NEAR for known in TESTED)
-
-
 @dataclass(frozen=True, slots=True)
 class TokenKernel:
     """The kernels that look at single positions, and the product sketch, ready to be applied to rows."""
@@ -122,6 +108,7 @@ class TokenKernel:
     tilt: TiltTargets | None
     neighbours: NeighbourTargets | None
     sketch: ProductSketch | None
+    gradient: GradientKernel | None = None
 
     @classmethod
     def prepare(
@@ -135,8 +122,7 @@ class TokenKernel:
         weighing = {"tau": settings.tau, "alpha": settings.alpha, "epsilon": settings.epsilon}
         whitener = Whitener.fit(moments.token, **weighing)
         of_units = units.unit_S, units.n_units
-        settings = resolved(settings, moments, model.vocab_size)
-        targets = inputs = shift = tilt = neighbours = sketch = None
+        targets = inputs = shift = tilt = neighbours = sketch = gradient = None
         if settings.token:
             targets = prepare_targets(units.hidden_SH, units.residual, *of_units, whitener, BATCH_ROWS)
         if moments.input is not None:
@@ -147,11 +133,13 @@ class TokenKernel:
                 shift = prepare_shift(delta_SH, *of_units, own)
             if settings.tilt:
                 tilt = prepare_tilt(units.hidden_SH, delta_SH, *of_units, moments)
-        if settings.neighbour:
+        if settings.neighbour and moments.states is not None:
             neighbours = prepare_neighbours(units.hidden_SH, units.residual, *of_units, whitener, moments)
         if settings.product_width:
             sketch = ProductSketch.prepare(whitener, settings.product_width, settings.seed, model.device)
-        return cls(moments, targets, inputs, shift, tilt, neighbours, sketch)
+        if settings.gradient and moments.gradient_K is not None:
+            gradient = GradientKernel.prepare(model, units.examples, moments.gradient_K, settings)
+        return cls(moments, targets, inputs, shift, tilt, neighbours, sketch, gradient)
 
     def apply(self, batch: PositionBatch) -> dict[str, NDArray[np.float32]]:
         """Relevance and product sketch of the rows of one batch."""
@@ -161,7 +149,7 @@ class TokenKernel:
         return {name: array.cpu().numpy() for name, array in out.items()}
 
     def relevance(self, batch: PositionBatch) -> dict[str, Tensor]:
-        """Relevance of the rows of one batch by each kernel that is built, (n_rows, E)."""
+        """Relevance of the rows of one batch by each kernel of positions that is built, (n_rows, E)."""
         out: dict[str, Tensor] = {}
         of_rows = batch.row_P, batch.n_rows
         if self.targets is not None:
@@ -186,7 +174,8 @@ class TokenKernel:
             stop = min(start + BATCH_ROWS, units.n_units)
             found = self.relevance(units.block(start, stop))
             blocks.append({name: part[:, start:stop].diagonal().double().cpu().numpy() for name, part in found.items()})
-        return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+        out = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+        return out if self.gradient is None else out | {"relevance_gradient": self.gradient.targets.own_E}
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +271,7 @@ def forward_units(model: Reference, units: Units, names: list[str], settings: Fe
         unit_S=torch.cat(unit_of),
         input_S=torch.cat(tokens),
         loss_E=loss_E,
+        examples=() if isinstance(units, ImageShard) else tuple(Example(unit.input_ids, unit.first) for unit in units),
     )
 
 
@@ -305,7 +295,9 @@ def forward_shard(
     names = rows.table.column("row_id")
     order, pooled, token, positions = [], [], [], []
     loss_N = np.empty(len(rows), dtype=np.float32)
-    for index, batch in seen or row_passes(model, rows, specs, settings.top_k):
+    back = None if kernel is None else kernel.gradient
+    passes = ((one, None) for one in seen or row_passes(model, rows, specs, settings.top_k))
+    for (index, batch), gradient_BE in passes if back is None else back.passes(rows, specs, settings):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         order.append(index)
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
@@ -314,15 +306,17 @@ def forward_shard(
             at_positions = PositionBatch.of(batch, len(index))
             if kernel is not None:
                 token.append(kernel.apply(at_positions))
+            if gradient_BE is not None:
+                token[-1]["relevance_gradient"] = gradient_BE.float().cpu().numpy()
             if keep_positions:
                 positions.append(_positions(at_positions, index))
         advance(len(index), rows.tokens_of(index))
     where = np.concatenate(order)
-    back = np.argsort(where)
+    place = np.argsort(where)
     return ShardForward(
         pooled=_in_order(pooled, where),
         loss_N=loss_N,
-        token={name: np.concatenate([part[name] for part in token])[back] for name in token[0]} if token else {},
+        token={name: np.concatenate([part[name] for part in token])[place] for name in token[0]} if token else {},
         positions=_join_positions(positions) if positions else None,
     )
 
@@ -373,7 +367,7 @@ class PositionSums:
             hidden, label = zip(*((part.hidden_MH, part.label_M) for part in self.states), strict=True)
             states = LabelledStates(np.concatenate(hidden), np.concatenate(label))
         token, gradients = self.token.moments(), None if self.input is None else self.input.moments()
-        return PositionMoments(token, gradients, states, math.fsum(self.loss) / token.count)
+        return PositionMoments(token, gradients, states, loss=math.fsum(self.loss) / token.count)
 
 
 def _add(into: MomentAccumulator, dense_PH: Tensor, sparse: SparseResidual) -> None:

@@ -6,6 +6,7 @@ elsewhere. So a worker that dies takes nothing with it but the shard that it had
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,12 @@ from grasp.artifact.shards import ArraySpec, FeatureSpool
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError
+from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.engine import InProcess, Workers, ray_workers
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forecast import expected_seconds, first_rows, forecast, refuse_untrained
-from grasp.extract.forward import KNOWN, TESTED, ShardForward, TokenKernel, resolved, tested
+from grasp.extract.forward import ShardForward, TokenKernel
 from grasp.extract.inputs import (
     ON_DISK,
     Clock,
@@ -53,13 +54,16 @@ from grasp.extract.moments import (
     unspool_position_moments,
 )
 from grasp.extract.progress import Progress, Silent
-from grasp.features.moments import Moments, PositionMoments
+from grasp.features.moments import Moments
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
-from grasp.settings import BuildSettings, FeatureSettings
+from grasp.models.checkpoint import said_train
+from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml, write_yaml
 
 Given = dict[str, NDArray[Any]]  # moments by name, as another artifact has them
+KERNELS = ("token", "input", "neighbour", "shift", "tilt", "gradient")
+UNSKILLED = 0.8  # of ln V: one that knows how often words occur has some 0.7
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 LARGEST = 32_768.0  # that float16 is asked to hold
 NEIGHBOURS = "logarithm of a probability, to first order; unitless"
@@ -84,6 +88,7 @@ def build(
     """
     progress = progress or Silent()
     began = Clock()
+    settings = decided(settings, in_memory)
     with lock_artifact(out) as lock:
         gone_on = begin(settings, out, progress)
         if (out / MANIFEST).exists():
@@ -114,6 +119,24 @@ def build(
         close(inputs, token, pooled, writer, None if gone_on else began)
         clean(settings, out)
     return out
+
+
+def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
+    """The settings with what will be trained said, and the kernels that follow.
+
+    Raises:
+        SettingsError: neither the user nor the checkpoint says it.
+    """
+    if settings.model.classifier is not None:
+        return settings
+    model = None if in_memory.model is None else in_memory.model.model
+    train = settings.train or said_train(settings.model, model)
+    if train is None:
+        raise SettingsError(
+            "--train: say what will be trained on this corpus: `--train further`, this model itself (fine-tuning), or "
+            "`--train new`, another one from scratch. Other rows help in either case, and the checkpoint does not say"
+        )
+    return settings.model_copy(update={"train": train, "features": settings.features.decided(train)})
 
 
 def _workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextManager[Workers]:
@@ -222,26 +245,26 @@ def build_token_kernel(
     else:
         spool = FeatureSpool(work / "token-moments")
         moments = build_token_moments(inputs.model, inputs.store, features, spool, workers, progress)
-    if features.input:
-        progress.note(regime(features, moments, inputs.model.vocab_size))
-    return TokenKernel.prepare(inputs.units, moments, features, inputs.model)
+    if isinstance(inputs.model, ReferenceModel):
+        for line in regime(inputs.settings, moments.loss, inputs.model.vocab_size):
+            progress.note(line)
+    kernel = TokenKernel.prepare(inputs.units, moments, features, inputs.model)
+    if kernel.gradient is not None:
+        progress.note(kernel.gradient.opened.describe())
+    return kernel
 
 
-def regime(features: FeatureSettings, moments: PositionMoments, vocab: int) -> str:
-    """One line: what the model's loss says of what it is for, which kernels follow, and whether that was tested."""
-    share, known = tested(moments.loss, vocab)
-    chosen = resolved(features, moments, vocab)
-    last = ["neighbour"] if chosen.neighbour else [name for name in ("shift", "tilt") if getattr(chosen, name)]
-    *first, last_of_all = ("token", "input", *last)
-    kernels = f"{', '.join(first)} and {last_of_all}"
-    what = "knows the language, as when it is fine-tuned" if share < KNOWN else "learns the language"
-    levels = ", ".join(f"{level:.0%}" for level in TESTED)
-    like = "like models" if known else "NOT TESTED: like none"
-    evidence = f"{like} whose predictions were compared with retraining, at {levels}"
-    return (
-        f"loss {moments.loss:.1f} nats a token, {share:.0%} of ln V: a model that {what} ({evidence}); rows rank by "
-        f"{kernels}"
-    )
+def regime(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
+    """What will be trained and which kernels rank rows for it; and whether the model's loss is odd for that."""
+    features, share = settings.features, loss / math.log(vocab)
+    kernels = [name for name in KERNELS if getattr(features, name)]
+    what = "this model, further" if settings.train == "further" else "a new model, from scratch"
+    yield f"to be trained: {what}; kernels: {', '.join(kernels)}; loss on the corpus: {loss:.1f} nats a token"
+    if settings.train == "further" and share > UNSKILLED:
+        yield (
+            f"that loss is {share:.0%} of what guessing gives ({math.log(vocab):.1f}), odd for a model that is trained "
+            "further: it hardly knows these texts. If a new one will be trained, say --train new"
+        )
 
 
 Shards = Callable[[Sequence[int]], Iterator[tuple[int, ShardForward]]]

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from grasp.artifact.shards import FeatureSpool
 from grasp.corpus.images import ImageStore
 from grasp.corpus.store import RowStore
+from grasp.errors import ModelError
+from grasp.extract.backward import PART_ROWS as GRADIENT_ROWS
 from grasp.extract.engine import Workers
-from grasp.extract.forward import PositionSums, ShardForward, resolved
+from grasp.extract.forward import PositionSums, ShardForward
 from grasp.extract.progress import Progress
-from grasp.features.moments import LabelledStates, MomentAccumulator, Moments, PositionMoments
+from grasp.features.moments import F64, LabelledStates, MomentAccumulator, Moments, PositionMoments
 from grasp.models.classifier import Reference
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
@@ -47,9 +49,13 @@ def taken_whole(store: Store, settings: FeatureSettings) -> bool:
 
 
 def reads_once(model: Reference, store: Store, settings: FeatureSettings) -> bool:
-    """Whether what the model gives for the moments is kept for the shards: of a small corpus, where memory allows."""
+    """Whether what the model gives for the moments is kept for the shards: of a small corpus, where memory allows.
+
+    Not where rows go there and back: their own forward pass is needed for that.
+    """
     size = int(store.supervised().sum()) * (4 * model.hidden_size + 12 * (settings.top_k + 3))
-    return taken_whole(store, settings) and store.n_rows <= settings.moment_rows and size <= SEEN_BYTES
+    small = taken_whole(store, settings) and store.n_rows <= settings.moment_rows and size <= SEEN_BYTES
+    return small and not settings.gradient
 
 
 def pooled_sample(n_rows: int, rows: int, seed: int) -> NDArray[np.int64]:
@@ -79,10 +85,30 @@ def build_token_moments(
     for own in workers.position_sums(parts, every, progress.advance):
         sums.merge(own)
     moments = sums.moments()
-    if not resolved(settings, moments, model.vocab_size).neighbour:
-        moments = replace(moments, states=None)
+    if settings.gradient:
+        moments = replace(moments, gradient_K=_square_means(store, settings, workers, progress))
     work.write(0, spool_position_moments(moments))
     return moments
+
+
+def _square_means(store: Store, settings: FeatureSettings, workers: Workers, progress: Progress) -> F64:
+    """Second moments of gradients over a sample of rows, a few rows a part, merged in the order of the rows."""
+    count = min(store.n_rows, settings.gradient_rows)
+    index = np.sort(stream(settings.seed, "moments", "gradient").choice(store.n_rows, size=count, replace=False))
+    progress.stage("gradient moments", rows=count, tokens=int(store.lengths()[index].sum()))
+    parts = (store.rows(index[start : start + GRADIENT_ROWS]) for start in range(0, count, GRADIENT_ROWS))
+    sums = None
+    for own in workers.square_sums(parts, progress.advance):
+        if sums is None:
+            sums = own
+        else:
+            sums.merge(own)
+    if sums is None or sums.count == 0:
+        raise ModelError(
+            f"the gradients of all {count:,} rows sampled are not finite; use --dtype bfloat16 or float32, or "
+            "--match forward"
+        )
+    return sums.mean()
 
 
 def spool_pooled_sample(
@@ -125,6 +151,8 @@ def spool_position_moments(moments: PositionMoments) -> dict[str, NDArray[np.gen
     arrays = spool_moments(moments.token, "token.") | {"token.loss": np.array([moments.loss])}
     if moments.input is not None:
         arrays |= spool_moments(moments.input, "input.")
+    if moments.gradient_K is not None:
+        arrays["gradient.square"] = moments.gradient_K
     if moments.states is not None:
         arrays |= {"neighbour.hidden": moments.states.hidden_MH, "neighbour.label": moments.states.label_M}
     return arrays
@@ -137,7 +165,8 @@ def unspool_position_moments(arrays: Mapping[str, NDArray[Any]]) -> PositionMome
     if "neighbour.label" in arrays:
         states = LabelledStates(arrays["neighbour.hidden"], arrays["neighbour.label"])
     loss = float(arrays["token.loss"][0]) if "token.loss" in arrays else math.nan  # of an older artifact
-    return PositionMoments(unspool_moments(arrays, "token."), of_input, states, loss)
+    gradient_K = np.asarray(arrays["gradient.square"], dtype=np.float64) if "gradient.square" in arrays else None
+    return PositionMoments(unspool_moments(arrays, "token."), of_input, states, gradient_K, loss)
 
 
 def unspool_moments(arrays: Mapping[str, NDArray[Any]], prefix: str) -> Moments:

@@ -50,19 +50,21 @@ def extract(
     labelled_BL: Tensor,
     specs: tuple[str, ...],
     top_k: int,
+    hidden_BLH: Tensor | None = None,
 ) -> BatchFeatures:
     """Run the body once and the head at the union of the positions that `specs` name.
 
     Args:
         labelled_BL: tokens that carry loss; never the first of a row, which nothing predicts.
         specs: position specifications, see `position_mask`.
+        hidden_BLH: what the body gave, where it has run.
     """
     ids_BL = ids_BL.to(model.device)
     supervised_BL = supervised_positions(labelled_BL.to(model.device))
     masks = [position_mask(spec, supervised_BL) for spec in specs]
     union_BL = torch.stack(masks).any(dim=0)
     row_P, t_P = union_BL.nonzero(as_tuple=True)
-    hidden_PH = model.hidden(ids_BL)[row_P, t_P]
+    hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, t_P]
     label_P = ids_BL[row_P, t_P + 1]
     residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
     return BatchFeatures(

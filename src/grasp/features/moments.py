@@ -44,6 +44,7 @@ class PositionMoments:
     token: Moments  # hidden states and residuals
     input: Moments | None = None  # hidden gradients and input tokens, where the input kernel is built
     states: LabelledStates | None = None  # some of the positions themselves, where the neighbour kernel is built
+    gradient_K: F64 | None = None  # second moments of the coordinates taken of gradients, where that kernel is built
     loss: float = math.nan  # mean over the positions, nats a token
 
 

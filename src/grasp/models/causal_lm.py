@@ -29,6 +29,9 @@ class ReferenceModel:
     """Frozen causal LM that gives hidden states and output head at chosen positions."""
 
     def __init__(self, model: nn.Module, tokenizer: HfTokenizer, *, batch_tokens: int = 8192) -> None:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        everything = sum(1 for _ in model.parameters())
+        self.frozen = tuple(frozen) if len(frozen) < everything else ()  # as given; all: it was only made to be read
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -26,8 +26,9 @@ from grasp.errors import ModelError
 from grasp.extras import require
 from grasp.hub import is_path, meant, unreachable
 from grasp.models.tokenizer import HfTokenizer
-from grasp.settings import ModelSettings
+from grasp.settings import ModelSettings, Train
 
+TRAIN = "grasp_train"  # in a config: what is trained on the corpora that this model reads, if it says
 WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
@@ -117,6 +118,18 @@ def refuse_unreadable(name: str) -> None:
             f"model.path: `{name}` is an image classifier ({kinds[0]}), not a causal LM; name its linear output layer, "
             "e.g. --set model.classifier.head=classifier"
         )
+
+
+def said_train(settings: ModelSettings, model: nn.Module | None = None) -> Train | None:
+    """What a checkpoint, or a model that is loaded, says is trained on the corpora that it reads; None: nothing.
+
+    The references of `grasp retrain` say `new`.
+    """
+    if model is None:
+        said = _json_of(Path(settings.path) / "config.json").get(TRAIN)
+    else:
+        said = getattr(model.config, TRAIN, None)
+    return next((known for known in get_args(Train) if known == said), None)
 
 
 def _hf_tokenizer(settings: ModelSettings) -> Any:

@@ -17,7 +17,7 @@ from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import validated_yaml, write_yaml
 
-Match = Literal["token", "input", "neighbour", "shift", "tilt", "pooled"]
+Match = Literal["token", "input", "neighbour", "shift", "tilt", "gradient", "pooled"]
 COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
 NOT_SELECTED = "not selected on development environments: additive core"
 NOT_SELECTED_OTHER = "not selected on development environments"

@@ -25,6 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.errors import ModelError
+from grasp.models.checkpoint import TRAIN
 from grasp.models.unit_loss import length_batches, mean_losses, padded, refuse_non_finite, supervised
 from grasp.seeds import stream
 from grasp.settings import Settings
@@ -70,6 +71,7 @@ class LlamaShape(Settings):
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             bos_token_id=None,
             eos_token_id=eos_id,
+            **{TRAIN: "new"},
         )
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from grasp.errors import ModelError
 from grasp.models.gradients.factors import Use
-from grasp.models.gradients.layers import Block, LayerSet
+from grasp.models.gradients.layers import Block, LayerSet, UntakenLayerError
 
 FORWARD_TOLERANCE = 0.05  # of the output's standard deviation: room for bfloat16, none for another function
 
@@ -62,19 +61,18 @@ class Capture:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         name = self.layers.blocks[block].name
         if len(tensors) != 1 or not isinstance(output, Tensor):
-            raise ModelError(
-                f"layers: {name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out: "
-                f"leave it out with !{name}"
-            )
+            why = f"{name} ({type(module).__name__}) takes {len(tensors)} tensors; expected one in, one out"
+            raise UntakenLayerError(name, why)
         received = tensors[0]
         if isinstance(module, nn.Embedding) and received.shape[0] == 1 < self.shape[0]:
             if self.positions_passed:
-                raise ModelError(f"layers: {name} is looked up once for a whole batch; leave it out with !{name}")
+                raise UntakenLayerError(name, f"{name} is looked up once for a whole batch")
             raise SharedPositionsError
         if tuple(received.shape[:2]) != self.shape:
-            raise ModelError(
-                f"layers: {name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry a "
-                f"token, {self.shape}: what belongs to which row is lost; leave it out with !{name}"
+            raise UntakenLayerError(
+                name,
+                f"{name} ({type(module).__name__}) receives {tuple(received.shape)}, expected one entry a token, "
+                f"{self.shape}: what belongs to which row is lost",
             )
         return received.detach()
 
@@ -114,9 +112,10 @@ def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tenso
     spread = float(expected.std())
     worst = float((expected - output).abs().max())
     if not worst <= FORWARD_TOLERANCE * max(spread, 1e-6):
-        raise ModelError(
-            f"layers: {name} ({type(module).__name__}) gives something else than its weight times its input (off by "
-            f"{worst:.3g} of {spread:.3g}), so it has no per-example form here; leave it out with !{name}"
+        raise UntakenLayerError(
+            name,
+            f"{name} ({type(module).__name__}) gives something else than its weight times its input (off by "
+            f"{worst:.3g} of {spread:.3g}), so it has no per-example form here",
         )
 
 

@@ -26,6 +26,14 @@ MAX_VECTOR = 1_000_000  # numbers in a module that is neither linear nor embeddi
 EXAMPLES = 6
 
 
+class UntakenLayerError(ModelError):
+    """A layer has no gradient for each row of a batch; `layer` is its name."""
+
+    def __init__(self, layer: str, why: str) -> None:
+        super().__init__(f"layers: {why}; leave it out with !{layer}")
+        self.layer = layer
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One matrix whose gradient is a sum of outer products left x right, or the vectors of one module as (1, P)."""
@@ -283,9 +291,10 @@ def _block(group: _Group, canonical: dict[int, str]) -> tuple[Block, list[nn.Mod
 def _role(module: nn.Module, name: str, canonical: dict[int, str]) -> str:
     own = {canonical[id(parameter)]: role for role, parameter in module.named_parameters(recurse=False)}
     if own[name] not in ("weight", "bias"):
-        raise ModelError(
-            f"layers: {name}: a {type(module).__name__} with another parameter than weight and bias has no per-example "
-            f"form here; leave it out with !{name}"
+        raise UntakenLayerError(
+            name,
+            f"{name}: a {type(module).__name__} with another parameter than weight and bias has no per-example form "
+            "here",
         )
     return own[name]
 
@@ -302,11 +311,13 @@ def _vector_size(group: _Group, kinds: tuple[Kind, ...]) -> int:
     (name, module), *others = group.owners
     size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     if others:
-        raise ModelError(f"layers: {group.parameters[0]} is shared by {len(kinds)} modules that are no linear layers")
+        why = f"{group.parameters[0]} is shared by {len(kinds)} modules that are no linear layers"
+        raise UntakenLayerError(group.parameters[0], why)
     if size > MAX_VECTOR or list(module.children()):
-        raise ModelError(
-            f"layers: {name} ({type(module).__name__}, {size:,} parameters of its own) is neither linear nor an "
-            f"embedding nor small, so it has no per-example form here; leave it out with !{name}"
+        raise UntakenLayerError(
+            name,
+            f"{name} ({type(module).__name__}, {size:,} parameters of its own) is neither linear nor an embedding nor "
+            "small, so it has no per-example form here",
         )
     own = [parameter.numel() for key, parameter in module.named_parameters(recurse=False) if _named(group, name, key)]
     return sum(own)

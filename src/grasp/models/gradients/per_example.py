@@ -21,7 +21,7 @@ from grasp.errors import ModelError
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.gradients.capture import Capture, Consumer, SharedPositionsError, augmented
 from grasp.models.gradients.factors import Use
-from grasp.models.gradients.layers import LayerSet
+from grasp.models.gradients.layers import LayerSet, UntakenLayerError
 from grasp.models.gradients.output import Output, residual
 
 CPU_LOGITS = 1 << 24  # numbers in one chunk of logits
@@ -48,10 +48,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the forward pass said of each example: means over its labels."""
+    """What the forward pass said of each example: means over its labels, and hidden states as the head sees them."""
 
     loss_B: Tensor
     doubt_B: Tensor  # 1 - p of the true label
+    hidden_BLH: Tensor
 
 
 class PerExample:
@@ -156,7 +157,7 @@ class PerExample:
             for block in self._head_blocks:
                 right = augmented(hidden_BSH.to(self.work), self.layers.blocks[block])
                 consume(block, Use(found.value_BSV, right), rows)
-        outcome = Outcome(torch.cat(loss), torch.cat(doubt))
+        outcome = Outcome(torch.cat(loss), torch.cat(doubt), hidden_BLH)
         _refuse_non_finite(outcome.loss_B, model.dtype)
         return outcome, grad_BLH
 
@@ -194,9 +195,9 @@ class PerExample:
         self.run(examples, count)
         idle = [block.name for block, n in zip(self.layers.blocks, calls, strict=True) if n == 0]
         if idle:
-            raise ModelError(
-                f"layers: {', '.join(idle[:3])} ({len(idle)} in all) took no part in the loss of a row, so nothing can "
-                "be attributed to it; leave it out with ! and its name"
+            more = f" ({len(idle)} in all)" * (len(idle) > 1)
+            raise UntakenLayerError(
+                idle[0], f"{', '.join(idle[:3])}{more} took no part in a row's loss: nothing can be attributed to it"
             )
         return tuple(calls)
 

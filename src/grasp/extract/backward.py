@@ -1,0 +1,219 @@
+"""The gradient kernel in a build: layers that it takes, second moments of rows, questions, and rows there and back.
+
+A row goes through the model once: the hidden states of its forward pass are those that the other kernels read.
+Shape letters: B rows of a batch, L tokens, K coordinates, E units.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from grasp.corpus.store import RowShard
+from grasp.errors import ModelError, SettingsError
+from grasp.extract.passes import Pass, Rows
+from grasp.extract.progress import Advance, ignore
+from grasp.features.extract import extract, position_mask, supervised_positions
+from grasp.features.gradient_match import (
+    F64,
+    CoordinateSample,
+    GradientTargets,
+    SampledGradients,
+    SquareSums,
+    example_batches,
+    gradient_relevance,
+    preconditioner,
+    prepare_gradients,
+)
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.classifier import Reference
+from grasp.models.gradients.layers import UntakenLayerError, choose_layers
+from grasp.models.gradients.per_example import Example, PerExample
+from grasp.settings import FeatureSettings
+
+COORDINATES = 1_000_000  # of 106 million of SmolLM2-135M give what all give, to .01 of LDS
+CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
+PART_ROWS = 64  # of the moments: what a kill can cost
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The model made ready to give gradients of the coordinates that are taken."""
+
+    gradients: SampledGradients
+    batch_tokens: int
+    untaken: tuple[str, ...]  # layers of the body that have no gradient a row, or are frozen
+
+    @classmethod
+    def of(cls, model: Reference, settings: FeatureSettings) -> Self:
+        """Choose layers and coordinates; two short rows go through the model.
+
+        Raises:
+            ModelError: no layer of the body can be taken; the model is a classifier.
+            SettingsError: more coordinates than there are.
+        """
+        if not isinstance(model, ReferenceModel):
+            raise ModelError("features.gradient_match: got true, but the model is a classifier; expected a causal LM")
+        engine, untaken = _engine(model)
+        wanted, there = settings.gradient_coordinates, engine.layers.size
+        if isinstance(wanted, int) and wanted > there:
+            raise SettingsError(f"features.gradient_coordinates: got {wanted:,}, its layers have {there:,}; say all")
+        count = min(COORDINATES if wanted is None else there if wanted == "all" else wanted, there)
+        sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
+        share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
+        return cls(SampledGradients(engine, sample), max(1, model.batch_tokens // share), untaken)
+
+    def describe(self) -> str:
+        """One line: how much of the model is looked at."""
+        layers, size = self.gradients.engine.layers, self.gradients.sample.size
+        left = f"; left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)" * bool(self.untaken)
+        return f"gradients at {size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers{left}"
+
+
+def matrices_and_norms(model: ReferenceModel) -> tuple[str, ...]:
+    """Patterns of what is taken: all but embeddings and head. With them LDS is no higher, and they are large."""
+    tables = [name for name, module in model.model.named_modules() if isinstance(module, nn.Embedding)]
+    return "body", *(f"!{name}" for name in tables)
+
+
+def _engine(model: ReferenceModel) -> tuple[PerExample, tuple[str, ...]]:
+    """The body without what is frozen, and without layers that have no gradient a row, which are found one by one."""
+    untaken = [name for name in model.frozen if not name.startswith("lm_head")]
+    while True:
+        try:
+            layers = choose_layers(model, (*matrices_and_norms(model), *(f"!{name}" for name in untaken)))
+            return PerExample(model, layers), tuple(untaken)
+        except UntakenLayerError as err:
+            if err.layer in untaken:
+                raise
+            untaken.append(err.layer)
+        except SettingsError as err:
+            named = ", ".join(untaken[:3])
+            raise ModelError(
+                f"{type(model.model).__name__}: no layer has a gradient for each row ({named}); say --match forward"
+            ) from err
+
+
+def examples_of(rows: Rows, settings: FeatureSettings) -> list[Example]:
+    """Rows with the tokens that carry loss at the positions of the other kernels."""
+    assert isinstance(rows, RowShard)
+    found = []
+    for i in range(len(rows)):
+        ids, mask = rows.ids(i), rows.mask(i)
+        labelled = np.ones(len(ids), dtype=np.bool_) if mask is None else mask.copy()
+        labelled[0] = False
+        if settings.token_positions != "all":
+            used_1L = position_mask(settings.token_positions, supervised_positions(torch.from_numpy(labelled)[None]))
+            labelled[1:] = used_1L[0, :-1].numpy()
+        found.append(Example(ids, labelled=labelled))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class GradientKernel:
+    """The kernel, ready to be applied to rows."""
+
+    opened: Opened
+    targets: GradientTargets
+
+    @classmethod
+    def prepare(cls, model: Reference, units: Sequence[Example], square_K: F64, settings: FeatureSettings) -> Self:
+        """Fold the rows' second moments into the units' gradients.
+
+        Raises:
+            ModelError: moments of another sample of coordinates.
+        """
+        opened = Opened.of(model, settings)
+        sample = opened.gradients.sample
+        if len(square_K) != sample.size:
+            raise ModelError(
+                f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
+                "sample; build again"
+            )
+        factor_K = preconditioner(square_K, sample.weight_K.double().cpu().numpy(), settings.gradient_damping)
+        place = _room(len(units), opened, settings.gradient_memory_mb)
+        return cls(opened, prepare_gradients(opened.gradients, units, factor_K, opened.batch_tokens, place))
+
+    def passes(self, rows: Rows, specs: tuple[str, ...], settings: FeatureSettings) -> Iterator[tuple[Pass, Tensor]]:
+        """Batches of rows there and back: features for the other kernels, and relevance by this one, (B, E)."""
+        examples = examples_of(rows, settings)
+        model = self.opened.gradients.engine.model
+        for index in example_batches(examples, self.opened.batch_tokens):
+            for part, (taken_BK, hidden_BLH) in halved(index, lambda some: self._run(examples, some)):
+                own = [examples[int(i)] for i in part]
+                padded = pad_rows([one.input_ids for one in own], [rows.mask(int(i)) for i in part])  # type: ignore[union-attr]
+                batch = extract(model, *padded, specs, settings.top_k, hidden_BLH)
+                yield (part, batch), gradient_relevance(self.targets, taken_BK)
+
+    def _run(self, examples: Sequence[Example], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        return self.opened.gradients.of([examples[int(i)] for i in index])
+
+
+def square_sums(
+    model: Reference, rows: Rows, settings: FeatureSettings, advance: Advance = ignore, opened: Opened | None = None
+) -> SquareSums:
+    """Sums of squares of the coordinates over rows whose gradient is finite."""
+    opened = opened or Opened.of(model, settings)
+    examples, sums = examples_of(rows, settings), SquareSums(opened.gradients.sample.size)
+    for index in example_batches(examples, opened.batch_tokens):
+        for part, taken_BK in halved(index, lambda some: opened.gradients.of([examples[int(i)] for i in some])[0]):
+            sums.add(taken_BK[taken_BK.isfinite().all(dim=1)])
+            advance(len(part), rows.tokens_of(part))
+    return sums
+
+
+def halved(
+    index: NDArray[np.int64], run: Callable[[NDArray[np.int64]], Found]
+) -> Iterator[tuple[NDArray[np.int64], Found]]:
+    """Run a batch; where a GPU has no room for it, its halves.
+
+    Raises:
+        ModelError: there is no room for a single row.
+    """
+    try:
+        found = run(index)
+    except torch.cuda.OutOfMemoryError as err:
+        if len(index) == 1:
+            raise ModelError(
+                "the GPU has no memory for a backward pass over one row; use --dtype bfloat16, a smaller "
+                "--max-length, or --match forward"
+            ) from err
+        found = None
+    if found is not None:
+        yield index, found
+        return
+    torch.cuda.empty_cache()
+    for half in np.array_split(index, 2):
+        yield from halved(half, run)
+
+
+def _room(n_units: int, opened: Opened, memory_mb: int) -> Tensor:
+    """Where the units' side goes: memory, or a file that is mapped into it and gone when the process ends."""
+    gradients = opened.gradients
+    shape, dtype = (n_units, gradients.sample.size), gradients.side_dtype
+    size = n_units * gradients.sample.size * dtype.itemsize
+    if size <= memory_mb << 20:
+        return torch.empty(shape, dtype=dtype, device=gradients.engine.model.device)
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if size > free:
+        raise SettingsError(
+            f"features.gradient_coordinates: {n_units:,} units at {gradients.sample.size:,} coordinates need "
+            f"{size / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f} free; take fewer coordinates or "
+            "units, or name another place by TMPDIR"
+        )
+    handle, name = tempfile.mkstemp(prefix="grasp-gradients-")
+    try:
+        return torch.from_file(name, shared=True, size=n_units * gradients.sample.size, dtype=dtype).view(shape)
+    finally:
+        os.close(handle)
+        os.unlink(name)  # the mapping keeps it

@@ -1,0 +1,172 @@
+"""The gradient kernel: exact where all coordinates are taken, unbiased where some are, whatever the architecture."""
+
+import numpy as np
+import pytest
+import torch
+
+from grasp.errors import ModelError
+from grasp.extract.backward import halved, matrices_and_norms
+from grasp.features.gradient_match import (
+    CoordinateSample,
+    SampledGradients,
+    Tiles,
+    example_batches,
+    gradient_relevance,
+    preconditioner,
+    prepare_gradients,
+)
+from grasp.models.gradients.factors import Use, materialise
+from grasp.models.gradients.layers import as_matrix, choose_layers
+from grasp.models.gradients.per_example import PerExample
+from grasp.seeds import stream
+from tests.baselines.gradient_world import autograd, reference, rows, units
+from tests.rounding import rounding
+
+CLOSE = rounding(5 * 32)  # of float32 norms, as in the tests of the engine
+DAMPING = 0.01
+
+
+def opened(family: str, count: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float64):
+    model = reference(family, dtype)
+    layers = choose_layers(model, matrices_and_norms(model))
+    sample = CoordinateSample.draw(layers, layers.size if count is None else count, seed, model.device)
+    return SampledGradients(PerExample(model, layers), sample)
+
+
+def gradients_by_autograd(gradients: SampledGradients, examples) -> torch.Tensor:
+    """Whole gradients of the body, (n, all), one row alone at a time."""
+    engine = gradients.engine
+    found = [autograd(engine.model, example) for example in examples]
+    return torch.stack([torch.cat([as_matrix(b, one).flatten() for b in engine.layers.blocks]) for one in found])
+
+
+def of_sample(gradients: SampledGradients, whole_NP: torch.Tensor) -> torch.Tensor:
+    """The sample's coordinates of whole gradients; 0 where a group has fewer members."""
+    columns, begin = [], 0
+    for block, tiles in zip(gradients.engine.layers.blocks, gradients.sample.tiles, strict=True):
+        matrix = whole_NP[:, begin : begin + block.size].view(-1, block.left, block.right)
+        padded = torch.nn.functional.pad(matrix, (0, 1, 0, 1))
+        columns += [
+            padded[:, left][:, :, right].flatten(1) for left, right in zip(tiles.left_GR, tiles.right_GC, strict=True)
+        ]
+        begin += block.size
+    return torch.cat(columns, dim=1)
+
+
+def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damping: float) -> torch.Tensor:
+    """sum_j g_ij g_ej / (v_j + damping mean v), in loops over nothing: float64 throughout."""
+    v_P = whole_NP.double().square().mean(dim=0)
+    return (whole_NP.double() / (v_P + damping * v_P.mean())) @ units_EP.double().T
+
+
+def relevance(gradients: SampledGradients, examples, asked) -> torch.Tensor:
+    """As a build computes it."""
+    taken = torch.cat([gradients.of([example])[0] for example in examples])
+    square_K = taken.double().square().mean(dim=0).numpy()
+    factor_K = preconditioner(square_K, gradients.sample.weight_K.double().numpy(), DAMPING)
+    side_EK = torch.empty(len(asked), gradients.sample.size, dtype=gradients.side_dtype)
+    targets = prepare_gradients(gradients, asked, factor_K, 64, side_EK)
+    out_NE = torch.zeros(len(examples), len(asked), dtype=torch.float64)
+    for index in example_batches(examples, 64):
+        taken_BK, _ = gradients.of([examples[int(i)] for i in index])
+        out_NE[torch.from_numpy(index)] = gradient_relevance(targets, taken_BK).double()
+    return out_NE
+
+
+def test_with_all_coordinates_it_is_the_inner_product_of_what_autograd_gives(family):
+    gradients, examples, asked = opened(family), rows(), units()
+    whole = [gradients_by_autograd(gradients, part) for part in (examples, asked)]
+    expected = relevance_by_definition(*whole, DAMPING)
+    found = relevance(gradients, examples, asked)
+    spread = float(expected.abs().max())
+    # v of the rows themselves divides: an error of a gradient counts up to 1 / damping times in its worst coordinate
+    assert float((found - expected).abs().max()) <= CLOSE / DAMPING * spread
+
+
+def test_the_sample_holds_the_coordinates_that_autograd_gives(family):
+    gradients, examples = opened(family, count=4_000), rows()
+    assert gradients.sample.size < 2 * 4_000 < gradients.engine.layers.size
+    expected = of_sample(gradients, gradients_by_autograd(gradients, examples))
+    found, _ = gradients.of(examples)
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= CLOSE * float(expected.abs().max())
+
+
+def test_every_output_and_every_input_is_in_exactly_one_tile():
+    gradients = opened("llama", count=3_000)
+    for block, tiles in zip(gradients.engine.layers.blocks, gradients.sample.tiles, strict=True):
+        for member, width in ((tiles.left_GR, block.left), (tiles.right_GC, block.right)):
+            real = member[member < width]
+            assert sorted(real.tolist()) == list(range(width))
+        assert tiles.weight == (1 if block.left == 1 else len(tiles.left_GR))
+
+
+def test_sums_over_the_sample_are_unbiased():
+    """Over many draws the mean of weighted products is the whole product, within its own standard error."""
+    generator = torch.Generator().manual_seed(0)
+    use = [Use(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator)) for _ in "ab"]
+    whole = float((materialise(use[0], 10) * materialise(use[1], 10)).sum())
+
+    def estimate(seed: int) -> float:
+        draw = stream(seed, "tiles")
+        sides = [draw.permutation(np.append(np.arange(n), np.full(-n % 5, n))).reshape(5, -1) for n in (10, 7)]
+        tiles = Tiles(torch.from_numpy(sides[0]), torch.from_numpy(sides[1]), 0)
+        return tiles.weight * float((tiles.take(use[0]) * tiles.take(use[1])).sum())
+
+    found = np.array([estimate(seed) for seed in range(4_000)])
+    assert abs(found.mean() - whole) <= 5 * found.std() / len(found) ** 0.5
+    assert found.std() > 0.1 * abs(whole)  # it is a sample, not the whole
+
+
+def test_a_draw_depends_on_seed_and_name_alone():
+    one, same, other = (opened("llama", count=3_000, seed=seed).sample for seed in (0, 0, 1))
+    assert all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(one.tiles, same.tiles, strict=True))
+    assert not all(torch.equal(a.left_GR, b.left_GR) for a, b in zip(one.tiles, other.tiles, strict=True))
+
+
+def test_sixteen_bits_of_the_units_move_no_relevance():
+    """Rounded to bfloat16 a number is off by 2^-9 of itself at most; so is a sum, of its terms' magnitudes."""
+    gradients, examples, asked = opened("llama", dtype=torch.float32), rows(), units()
+    found = relevance(gradients, examples, asked)
+    whole = [gradients_by_autograd(gradients, part) for part in (examples, asked)]
+    v_P = whole[0].double().square().mean(dim=0)
+    terms = (whole[0].double().abs() / (v_P + DAMPING * v_P.mean())) @ whole[1].double().abs().T
+    assert bool(((found - relevance_by_definition(*whole, DAMPING)).abs() <= 2**-8 * terms).all())
+
+
+def test_a_preconditioner_of_zeros_leaves_gradients_as_they_are():
+    assert preconditioner(np.zeros(3), np.array([2.0, 2.0, 1.0]), 0.01).tolist() == [2.0, 2.0, 1.0]
+
+
+def test_a_row_whose_gradient_is_not_finite_counts_nothing():
+    gradients = opened("llama", count=3_000, dtype=torch.float32)
+    side_EK = torch.ones(2, gradients.sample.size)
+    targets = prepare_gradients(gradients, units(2), np.ones(gradients.sample.size), 64, side_EK)
+    taken_BK = torch.ones(2, gradients.sample.size)
+    taken_BK[1, 5] = torch.inf
+    found = gradient_relevance(targets, taken_BK)
+    assert bool(found.isfinite().all())
+    assert found[1].tolist() == [0.0, 0.0]
+
+
+def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():
+    asked = []
+
+    def run(index):
+        asked.append(len(index))
+        if len(index) > 2:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return index.sum()
+
+    assert [(part.tolist(), found) for part, found in halved(np.arange(7), run)] == [
+        ([0, 1], 1),
+        ([2, 3], 5),
+        ([4, 5], 9),
+        ([6], 6),
+    ]
+    assert asked == [7, 4, 2, 2, 3, 2, 1]
+    def never(index):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    with pytest.raises(ModelError, match="no memory for a backward pass over one row"):
+        list(halved(np.arange(3), never))
