@@ -116,6 +116,7 @@ def artifact_of(name: Name, work: Path, start: Path, tokenizer: HfTokenizer) -> 
         "model": {"path": str(start), "dtype": dtype, "batch_tokens": 1024, "threads": 1},
         "corpus": corpus_settings(name, work).model_dump(exclude_unset=True),
         "targets": target_settings(name, work).model_dump(exclude_unset=True),
+        "train": "further",
         "features": {"match": "pooled"},  # methods read rows and units; our kernels are made in `scores`
     }
     if kind.label == "group":

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,18 +28,17 @@ from grasp.extract.engine import InProcess
 from grasp.extract.extend import add_target
 from grasp.extract.forecast import forecast
 from grasp.extract.forward import ShardForward
-from grasp.extract.inputs import prepare, tell_units
-from grasp.extract.local import build, build_token_kernel, regime, relevance_scale
+from grasp.extract.inputs import ON_DISK, prepare, tell_units
+from grasp.extract.local import KERNELS, build, build_token_kernel, decided, regime, relevance_scale
 from grasp.extract.moments import token_sample
 from grasp.extract.progress import Silent
 from grasp.extract.reopen import Origin
 from grasp.features import extract
 from grasp.files import discard
 from grasp.models.causal_lm import ReferenceModel
-from grasp.predict.protocol import default_protocol
-from grasp.settings import BuildSettings, FeatureSettings, TargetSettings, build_settings
+from grasp.settings import BuildSettings, TargetSettings, build_settings
 from grasp.targets import load_units
-from tests.extract.world import texts, world, write_targets
+from tests.extract.world import texts, world, write_checkpoint, write_targets
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
@@ -406,15 +404,10 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     )
     assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows(; .*)?", time)
     assert re.fullmatch(
-        r"loss \d\.\d nats a token, \d+% of ln V: a model that learns the language \(NOT TESTED: like none whose "
-        r"predictions were compared with retraining, at 21%, 30%, 35%, 63%\); rows rank by token, input and neighbour",
+        r"to be trained: a new model, from scratch; kernels: token, input, neighbour; loss on the corpus: \d\.\d nats "
+        "a token",
         which,
     )
-    trained = SimpleNamespace(loss=0.6 * math.log(300))
-    like = "(like models whose predictions were compared with retraining, at 21%, 30%, 35%, 63%); rows rank by "
-    assert f"learns the language {like}token, input and neighbour" in regime(FeatureSettings(), trained, 300)
-    tuned = SimpleNamespace(loss=0.25 * math.log(300))
-    assert regime(FeatureSettings(), tuned, 300).endswith(f"{like}token, input, shift and tilt")
     assert notes.stages == ["rows", "units", "token moments", "forward"]
 
 
@@ -615,23 +608,30 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
     assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))
 
 
-@pytest.mark.parametrize(("loss", "kernels"), [(0.6, ("neighbour",)), (0.4, ("shift", "tilt"))])
-def test_the_models_loss_says_which_kernels_stand_beside_token_and_input(root, tmp_path, monkeypatch, loss, kernels):
-    chance = math.log(ReferenceModel.load(world(root).model).vocab_size)
-    monkeypatch.setattr(forward.PositionSums, "moments", _with_loss(forward.PositionSums.moments, loss * chance))
-    notes = Notes()
-    artifact = ArtifactReader.open(build(world(root), tmp_path / "artifact", progress=notes))
-    there = {name for name in ("neighbour", "shift", "tilt") if f"relevance_{name}" in artifact.array_names}
-    assert there == set(kernels)
-    (told,) = [line for line in notes.lines if "of ln V" in line]
-    assert told.startswith(f"loss {loss * chance:.1f} nats a token, {loss:.0%} of ln V: a model that ")
-    assert " and ".join(kernels) in told
-    match = default_protocol().fitted(artifact.array_names, artifact.feature_settings).match
-    assert match == dict.fromkeys(("token", "input", *kernels), 1.0)
+@pytest.mark.parametrize(("train", "kernels"), [("new", ("neighbour",)), ("further", ("shift", "tilt", "gradient"))])
+def test_what_will_be_trained_says_which_kernels_stand_beside_token_and_input(root, tmp_path, train, kernels):
+    artifact = ArtifactReader.open(build(world(root, train=train), tmp_path / "artifact"))
+    there = {name for name in KERNELS if f"relevance_{name}" in artifact.array_names}
+    assert there == {"token", "input", *kernels}
+    assert artifact.manifest.settings["train"] == train
 
 
-def _with_loss(real, loss):
-    return lambda sums: replace(real(sums), loss=loss)
+def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(root, tmp_path):
+    silent = write_checkpoint(tmp_path / "silent", train=None)
+    settings = world(root, train=None)
+    assert decided(settings, ON_DISK).train == "new"  # the checkpoint says it
+    unsaid = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(silent)})})
+    with pytest.raises(SettingsError, match=r"--train: say what will be trained on this corpus: `--train further`"):
+        build(unsaid, tmp_path / "artifact")
+    assert not (tmp_path / "artifact").exists()
+
+
+def test_a_loss_near_that_of_guessing_is_told_where_the_model_is_trained_further(root):
+    settings = world(root, train="further")
+    assert len(list(regime(settings, 0.6 * math.log(300), 300))) == 1
+    *_, odd = regime(settings, 0.9 * math.log(300), 300)
+    assert odd.startswith("that loss is 90% of what guessing gives (5.7), odd for a model that is trained further")
+    assert len(list(regime(world(root), 0.9 * math.log(300), 300))) == 1
 
 
 @pytest.mark.parametrize("name", ["shift_match", "tilt_match"])

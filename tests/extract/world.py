@@ -39,7 +39,7 @@ def write_targets(path: Path, task: str = "facts", n_units: int = 6, seed: int =
     return path
 
 
-def write_checkpoint(path: Path, vocab: int = 300, context: int = 128) -> Path:
+def write_checkpoint(path: Path, vocab: int = 300, context: int = 128, train: str | None = "new") -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -50,7 +50,7 @@ def write_checkpoint(path: Path, vocab: int = 300, context: int = 128) -> Path:
         max_position_embeddings=context,
         bos_token_id=None,
         eos_token_id=0,
-        grasp_train="new",
+        grasp_train=train,
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -74,7 +74,11 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
         "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48, "shortest_end": 1},
         "targets": {"names": [str(root / "facts.jsonl")], "max_length": 64},
         "features": features | changes.pop("features", {}),
+        "train": "new",
         "shard_rows": 8,
         "array_dtype": "float32",
     }
-    return build_settings(data | changes)
+    settings = build_settings(data | changes)
+    if settings.train is None:
+        return settings
+    return settings.model_copy(update={"features": settings.features.decided(settings.train)})

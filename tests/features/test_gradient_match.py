@@ -165,6 +165,7 @@ def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():
         ([6], 6),
     ]
     assert asked == [7, 4, 2, 2, 3, 2, 1]
+
     def never(index):
         raise torch.cuda.OutOfMemoryError("no room")
 
