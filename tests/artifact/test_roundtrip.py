@@ -159,7 +159,8 @@ def test_what_is_not_there_is_named(world, tmp_path):
         artifact.relevance_name("pooled")
     with pytest.raises(
         ArtifactError,
-        match=r"match: got 'both', expected one of \['pooled', 'token', 'input', 'neighbour', 'shift', 'tilt'\]",
+        match=r"match: got 'both', expected one of \['pooled', 'token', 'input', 'neighbour', 'shift', 'tilt', "
+        r"'gradient'\]",
     ):
         artifact.relevance_name("both")
     with pytest.raises(ArtifactError, match=r"no columns \['genre'\]; it has \['row_index', 'row_id'"):

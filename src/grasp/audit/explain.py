@@ -30,6 +30,7 @@ from grasp.audit.explain_images import ImageExplanation, explain_images
 from grasp.audit.explanation import EffectParts, Explanation, joined_words
 from grasp.audit.sample import reopened
 from grasp.corpus.store import RowShard, RowStore
+from grasp.extract.backward import examples_of
 from grasp.extract.extend import kernels
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import PositionBatch, TokenKernel, UnitFeatures, forward_units
@@ -38,6 +39,7 @@ from grasp.extract.reopen import Origin
 from grasp.features.extract import BatchFeatures, position_mask, supervised_positions
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
+from grasp.models.gradients.per_example import Example
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
@@ -129,6 +131,7 @@ class RowFeatures:
     batch: BatchFeatures
     token_P: NDArray[np.int64]  # the token that each position predicts, by its place in the row
     vocab: int
+    example: Example
 
     @classmethod
     def of(cls, model: ReferenceModel, row: RowShard, settings: FeatureSettings) -> Self:
@@ -138,7 +141,8 @@ class RowFeatures:
         _, labelled_BL = pad_rows([row.ids(0)], [row.mask(0)])
         supervised_BL = supervised_positions(labelled_BL)
         used_L = torch.stack([position_mask(spec, supervised_BL) for spec in specs]).any(dim=0)[0]
-        return cls(batch, used_L.nonzero()[:, 0].numpy() + 1, model.vocab_size)
+        (example,) = examples_of(row, settings)
+        return cls(batch, used_L.nonzero()[:, 0].numpy() + 1, model.vocab_size, example)
 
     def tokens(self, which: int) -> NDArray[np.int64]:
         """Tokens that are predicted at the positions of one specification."""
@@ -149,8 +153,11 @@ def unit_by_position(unit: UnitFeatures, settings: FeatureSettings, vocab: int) 
     """One unit as if each of its S positions were a unit. The kernels of positions then lack the factor 1/S."""
     n = len(unit.unit_S)
     used_S = position_mask(settings.pooling, torch.ones(1, n, dtype=torch.bool))[0].to(unit.unit_S.device)
+    (example,) = unit.examples
+    answer = range(len(example.input_ids) - n, len(example.input_ids))
     return replace(
         unit,
+        examples=tuple(Example(example.input_ids, labelled=np.arange(len(example.input_ids)) == k) for k in answer),
         pooled=_shares(unit.pooled, unit.hidden_SH, unit.residual, used_S, vocab),
         unit_S=torch.arange(n, device=unit.unit_S.device),
         loss_E=np.repeat(unit.loss_E, n),
@@ -171,6 +178,10 @@ def relevance_by_position(
         yield "pooled", row.tokens(0), pooled.relevance(shares)["relevance_pooled"].astype(np.float64)
     if token is None:
         return
+    if token.gradient is not None:
+        added_LC = token.gradient.reader.gradients.by_position(row.example, token.gradient.targets.side_EK)
+        # what the model makes of token t goes to the token after it, as everywhere; after the last nothing has loss
+        yield "gradient", np.arange(1, len(added_LC)), added_LC[:-1] / unit_positions
     every, predicted = PositionBatch.of(row.batch, 1), row.tokens(1)
     for start in range(0, len(predicted), BATCH_ROWS):
         some = slice(start, start + BATCH_ROWS)
@@ -322,8 +333,8 @@ def _language_model(origin: Origin) -> ReferenceModel:
 
 
 def _row_table(pieces: Sequence[str], row: RowFeatures, kernel_L: Mapping[str, F64]) -> pa.Table:
-    """position, text, contribution, and the same by kernel; none where a token carries no loss."""
-    used_L = np.zeros(len(pieces), dtype=np.bool_)
+    """position, text, contribution, and the same by kernel; none where a token has no part in a loss."""
+    used_L = np.any([value_L != 0 for value_L in kernel_L.values()], axis=0)
     used_L[row.token_P] = True
     columns = {"contribution": np.sum(list(kernel_L.values()), axis=0), **kernel_L}
     return pa.table(

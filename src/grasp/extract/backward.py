@@ -47,7 +47,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class GradientReader:
     """The model made ready to give gradients of the coordinates that are taken."""
 
     gradients: SampledGradients
@@ -123,7 +123,7 @@ def examples_of(rows: Rows, settings: FeatureSettings) -> list[Example]:
 class GradientKernel:
     """The kernel, ready to be applied to rows."""
 
-    opened: Opened
+    reader: GradientReader
     targets: GradientTargets
 
     @classmethod
@@ -133,22 +133,22 @@ class GradientKernel:
         Raises:
             ModelError: moments of another sample of coordinates.
         """
-        opened = Opened.of(model, settings)
-        sample = opened.gradients.sample
+        reader = GradientReader.of(model, settings)
+        sample = reader.gradients.sample
         if len(square_K) != sample.size:
             raise ModelError(
                 f"gradients: second moments of {len(square_K):,} coordinates, this model has {sample.size:,} in its "
                 "sample; build again"
             )
         factor_K = preconditioner(square_K, sample.weight_K.double().cpu().numpy(), settings.gradient_damping)
-        place = _room(len(units), opened, settings.gradient_memory_mb)
-        return cls(opened, prepare_gradients(opened.gradients, units, factor_K, opened.batch_tokens, place))
+        place = _room(len(units), reader, settings.gradient_memory_mb)
+        return cls(reader, prepare_gradients(reader.gradients, units, factor_K, reader.batch_tokens, place))
 
     def passes(self, rows: Rows, specs: tuple[str, ...], settings: FeatureSettings) -> Iterator[tuple[Pass, Tensor]]:
         """Batches of rows there and back: features for the other kernels, and relevance by this one, (B, E)."""
         examples = examples_of(rows, settings)
-        model = self.opened.gradients.engine.model
-        for index in example_batches(examples, self.opened.batch_tokens):
+        model = self.reader.gradients.engine.model
+        for index in example_batches(examples, self.reader.batch_tokens):
             for part, (taken_BK, hidden_BLH) in halved(index, lambda some: self._run(examples, some)):
                 own = [examples[int(i)] for i in part]
                 padded = pad_rows([one.input_ids for one in own], [rows.mask(int(i)) for i in part])  # type: ignore[union-attr]
@@ -156,17 +156,21 @@ class GradientKernel:
                 yield (part, batch), gradient_relevance(self.targets, taken_BK)
 
     def _run(self, examples: Sequence[Example], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        return self.opened.gradients.of([examples[int(i)] for i in index])
+        return self.reader.gradients.of([examples[int(i)] for i in index])
 
 
 def square_sums(
-    model: Reference, rows: Rows, settings: FeatureSettings, advance: Advance = ignore, opened: Opened | None = None
+    model: Reference,
+    rows: Rows,
+    settings: FeatureSettings,
+    advance: Advance = ignore,
+    reader: GradientReader | None = None,
 ) -> SquareSums:
     """Sums of squares of the coordinates over rows whose gradient is finite."""
-    opened = opened or Opened.of(model, settings)
-    examples, sums = examples_of(rows, settings), SquareSums(opened.gradients.sample.size)
-    for index in example_batches(examples, opened.batch_tokens):
-        for part, taken_BK in halved(index, lambda some: opened.gradients.of([examples[int(i)] for i in some])[0]):
+    reader = reader or GradientReader.of(model, settings)
+    examples, sums = examples_of(rows, settings), SquareSums(reader.gradients.sample.size)
+    for index in example_batches(examples, reader.batch_tokens):
+        for part, taken_BK in halved(index, lambda some: reader.gradients.of([examples[int(i)] for i in some])[0]):
             sums.add(taken_BK[taken_BK.isfinite().all(dim=1)])
             advance(len(part), rows.tokens_of(part))
     return sums
@@ -197,9 +201,9 @@ def halved(
         yield from halved(half, run)
 
 
-def _room(n_units: int, opened: Opened, memory_mb: int) -> Tensor:
+def _room(n_units: int, reader: GradientReader, memory_mb: int) -> Tensor:
     """Where the units' side goes: memory, or a file that is mapped into it and gone when the process ends."""
-    gradients = opened.gradients
+    gradients = reader.gradients
     shape, dtype = (n_units, gradients.sample.size), gradients.side_dtype
     size = n_units * gradients.sample.size * dtype.itemsize
     if size <= memory_mb << 20:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grasp.extract.backward import Opened, square_sums
+from grasp.extract.backward import GradientReader, square_sums
 from grasp.extract.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.extract.forward import (
     PositionSums,
@@ -55,9 +55,9 @@ class InProcess:
 
     def square_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[SquareSums]:
         """Sums for the second moments of gradients of each part, in the order of the parts."""
-        opened = Opened.of(self.model, self.features)
+        reader = GradientReader.of(self.model, self.features)
         for rows in parts:
-            yield square_sums(self.model, rows, self.features, advance, opened)
+            yield square_sums(self.model, rows, self.features, advance, reader)
 
     def forward(
         self,

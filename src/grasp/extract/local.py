@@ -250,7 +250,7 @@ def build_token_kernel(
             progress.note(line)
     kernel = TokenKernel.prepare(inputs.units, moments, features, inputs.model)
     if kernel.gradient is not None:
-        progress.note(kernel.gradient.opened.describe())
+        progress.note(kernel.gradient.reader.describe())
     return kernel
 
 

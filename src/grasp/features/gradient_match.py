@@ -137,6 +137,20 @@ class SampledGradients:
         outcome = self.engine.run(examples, consume)
         return taken_BK, outcome.hidden_BLH
 
+    def by_position(self, example: Example, side_EK: Tensor) -> F64:
+        """What each position's own delta and input add to the products with E units, (L, E); they add up to a_i."""
+        product_LE = torch.zeros(
+            len(example.input_ids), len(side_EK), dtype=self.engine.work, device=self.engine.model.device
+        )
+
+        def consume(number: int, use: Use, rows: slice) -> None:
+            tile = self.sample.tiles[number]
+            side = side_EK[:, tile.start : tile.start + tile.size].to(product_LE.device, product_LE.dtype)
+            product_LE[rows] += tile.take(use) @ side.T
+
+        self.engine.run([example], consume, by_position=True)
+        return np.asarray(product_LE.double().cpu().numpy())
+
 
 class SquareSums:
     """Sums of squares of gradients over rows, float64. Parts merge; their order decides the last digits."""

@@ -36,6 +36,7 @@ class Capture:
     scale_B: Tensor | None  # what gradients are multiplied by
     probing: bool  # whether it is the pass that looks at how modules behave
     positions_passed: bool  # whether the model was given the position of every token of every row
+    by_position: bool = False  # of the one example each position is handed on as if it were an example
     _quiet: bool = False  # a norm's gradients are found by calling it again
 
     def hook(self, blocks: Sequence[int]) -> Callable[..., Tensor | None]:
@@ -77,10 +78,12 @@ class Capture:
         return received.detach()
 
     def _capture(self, module: nn.Module, blocks: Sequence[int], received: Tensor, grad: Tensor) -> None:
-        examples = slice(0, self.shape[0])
         scaled = grad.to(self.work)
         if self.scale_B is not None:
             scaled = scaled * self.scale_B.view(-1, *(1,) * (grad.ndim - 1))
+        if self.by_position:
+            received, scaled = received.transpose(0, 1), scaled.transpose(0, 1)
+        examples = slice(0, len(scaled))
         for number in blocks:
             block = self.layers.blocks[number]
             if "vector" in block.kinds:

@@ -87,6 +87,8 @@ class PerExample:
         consume: Consumer,
         output: Output = "loss",
         uniforms: Sequence[NDArray[np.float64]] | None = None,
+        *,
+        by_position: bool = False,
     ) -> Outcome:
         """Hand the factors of every use of every block to `consume`.
 
@@ -95,6 +97,8 @@ class PerExample:
 
         Args:
             uniforms: for `sampled`, one number a label of each example.
+            by_position: of a single example every position's part of the gradient is handed on as an example's; they
+                add up to the whole. Not of the head.
         Raises:
             ModelError: the loss of an example is not a number.
         """
@@ -113,6 +117,7 @@ class PerExample:
             scale_B if self._narrow else None,
             self.probing,
             self.pass_positions,
+            by_position,
         )
         with torch.enable_grad(), self._hooked(capture):
             hidden_BLH = self.model.body(**self._inputs(ids_BL)).last_hidden_state
