@@ -514,9 +514,9 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("moment_rows", [60, 65_536])
-def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root, tmp_path, moment_rows):
-    settings = world(root, features={"moment_rows": moment_rows})
+@pytest.mark.parametrize(("train", "moment_rows"), [("new", 60), ("new", 65_536), ("further", 60)])
+def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root, tmp_path, train, moment_rows):
+    settings = world(root, train=train, features={"moment_rows": moment_rows, "gradient_rows": 30})
     begun = time.monotonic()
     expected = arrays(build(settings, tmp_path / "whole"))
     whole_seconds = time.monotonic() - begun
@@ -531,11 +531,12 @@ def test_killed_at_random_moments_a_resumed_build_is_the_uninterrupted_one(root,
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_path, keep):
+@pytest.mark.parametrize("train", ["new", "further"])
+def test_an_added_target_has_the_relevance_it_has_in_a_joint_build(root, tmp_path, train, keep):
     write_targets(root / "more.jsonl", task="more", seed=5)
     names = (str(root / "facts.jsonl"), str(root / "more.jsonl"))
-    joint = arrays(build(world(root, targets={"names": names, "max_length": 64}), tmp_path / "joint"))
-    out = build(world(root, keep_features=keep), tmp_path / "grown")
+    joint = arrays(build(world(root, train=train, targets={"names": names, "max_length": 64}), tmp_path / "joint"))
+    out = build(world(root, train=train, keep_features=keep), tmp_path / "grown")
     more = TargetSettings(names=names[1:], max_length=64)
     assert add_target(out, more) == ("kept features" if keep else "pass")
     assert add_target(out, more) == "there already"

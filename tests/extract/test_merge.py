@@ -33,7 +33,7 @@ def write_lines(path: Path, first: int, lines: list[str], **labels: object) -> s
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("parts")
-    settings = world(root)
+    settings = world(root, train="further")
     lines = texts(sum(DOCUMENTS), seed=5)
     one = write_lines(root / "one.jsonl", 0, lines[: DOCUMENTS[0]], source="news", year=1999)
     two = write_lines(root / "two.jsonl", DOCUMENTS[0], lines[DOCUMENTS[0] :], source="code")

@@ -293,7 +293,7 @@ class EffectParts:
         for kernel in kernel_weights(predictor.protocol):
             here_1E = artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns_E)
             stored[kernel] = np.asarray(here_1E[0], dtype=np.float64)
-            counted_E = np.where(stored[kernel] < 0, predictor.protocol.negative, 1.0)
+            counted_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
             share = float(level.shares[kernel][0])
             weights[kernel] = np.asarray(counted_E * share * predictor.unit_scales[kernel] / len(columns_E))
         average = -sum(float(level.shares[kernel][0] * level.means[kernel][0]) for kernel in stored)

@@ -258,6 +258,7 @@ def _ranking(artifact: ArtifactReader, arrays: dict[str, F32], fitted: ScoringPr
     units = UnitSelection.of(artifact, artifact.targets)
     total_NT = np.zeros((len(next(iter(arrays.values()))), len(units.targets)))
     for kernel, weight in kernel_weights(fitted).items():
-        score_NT = units.mean_per_task(counted(arrays[f"relevance_{kernel}"][:, units.columns_E], fitted.negative))
+        relevance_NE = arrays[f"relevance_{kernel}"][:, units.columns_E]
+        score_NT = units.mean_per_task(counted(relevance_NE, fitted.negative_of(kernel)))
         total_NT += weight * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
     return total_NT

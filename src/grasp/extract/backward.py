@@ -40,6 +40,7 @@ from grasp.settings import FeatureSettings
 
 COORDINATES = 1_000_000  # of 106 million of SmolLM2-135M give what all give, to .01 of LDS
 CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
+KEPT_ROWS = 16  # of which coordinates are widened at once
 PART_ROWS = 64  # of the moments: what a kill can cost
 
 
@@ -144,8 +145,21 @@ class GradientKernel:
         place = _room(len(units), reader, settings.gradient_memory_mb)
         return cls(reader, prepare_gradients(reader.gradients, units, factor_K, reader.batch_tokens, place))
 
+    def relevance(self, taken_BK: Tensor) -> NDArray[np.float32]:
+        """Of B rows to all units, (B, E)."""
+        return np.asarray(gradient_relevance(self.targets, taken_BK).float().cpu().numpy())
+
+    def kept_relevance(self, gradients_NK: NDArray[np.uint16]) -> NDArray[np.float32]:
+        """Of rows whose coordinates were kept, as bits of bfloat16; some rows at a time."""
+        device = self.reader.gradients.engine.model.device
+        parts = (
+            torch.from_numpy(gradients_NK[start : start + KEPT_ROWS])
+            for start in range(0, len(gradients_NK), KEPT_ROWS)
+        )
+        return np.concatenate([self.relevance(part.view(torch.bfloat16).to(device).float()) for part in parts])
+
     def passes(self, rows: Rows, specs: tuple[str, ...], settings: FeatureSettings) -> Iterator[tuple[Pass, Tensor]]:
-        """Batches of rows there and back: features for the other kernels, and relevance by this one, (B, E)."""
+        """Batches of rows there and back: features for the other kernels, and the coordinates taken, (B, K)."""
         examples = examples_of(rows, settings)
         model = self.reader.gradients.engine.model
         for index in example_batches(examples, self.reader.batch_tokens):
@@ -153,7 +167,7 @@ class GradientKernel:
                 own = [examples[int(i)] for i in part]
                 padded = pad_rows([one.input_ids for one in own], [rows.mask(int(i)) for i in part])  # type: ignore[union-attr]
                 batch = extract(model, *padded, specs, settings.top_k, hidden_BLH)
-                yield (part, batch), gradient_relevance(self.targets, taken_BK)
+                yield (part, batch), taken_BK
 
     def _run(self, examples: Sequence[Example], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         return self.reader.gradients.of([examples[int(i)] for i in index])

@@ -101,6 +101,9 @@ def write_columns(
             assert shard.positions is not None
             parts = [token.apply(batch) for batch in shard.positions.batches(len(shard.loss_N), model.device)]
             columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            if token.gradient is not None:
+                assert shard.gradients_NK is not None
+                columns["relevance_gradient"] = token.gradient.kept_relevance(shard.gradients_NK)
         arrays = pooled.relevance(shard.pooled) | columns
         extension.write_shard(k, arrays, column_sums(arrays))
         progress.advance(len(shard.loss_N), 0)

@@ -213,6 +213,7 @@ class ShardForward:
     loss_N: NDArray[np.float32]
     token: dict[str, NDArray[np.float32]]  # relevance_token, relevance_input, product_sketch, where they are built
     positions: Positions | None = None  # where features are kept and the token kernel is built
+    gradients_NK: NDArray[np.uint16] | None = None  # bits of bfloat16; where features and the gradient kernel are
 
     def kept(self) -> dict[str, NDArray[Any]]:
         """The features from which a target can be added later."""
@@ -224,13 +225,17 @@ class ShardForward:
             "residual_indptr": residual.indptr.astype(np.int64),
             "loss": self.loss_N,
         }
+        if self.gradients_NK is not None:
+            arrays["gradient"] = self.gradients_NK
         if self.positions is not None:
             arrays |= {f"position.{field.name}": getattr(self.positions, field.name) for field in fields(Positions)}
         return arrays
 
     def spool(self) -> dict[str, NDArray[Any]]:
-        """Everything but the positions, as named arrays for the work area of a build."""
-        return replace(self, positions=None).kept() | {f"token.{name}": array for name, array in self.token.items()}
+        """Everything but positions and gradients, as named arrays for the work area of a build."""
+        return replace(self, positions=None, gradients_NK=None).kept() | {
+            f"token.{name}": array for name, array in self.token.items()
+        }
 
     @classmethod
     def unspool(cls, arrays: dict[str, NDArray[Any]], vocab: int) -> Self:
@@ -247,7 +252,7 @@ class ShardForward:
             if lacking:
                 raise ArtifactError(f"features: kept by another version, without {lacking}; build the artifact again")
             positions = Positions(**{name: arrays[f"position.{name}"] for name in names})
-        return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token, positions)
+        return cls(PooledFeatures(arrays["hidden"], residual), arrays["loss"], token, positions, arrays.get("gradient"))
 
 
 def forward_units(model: Reference, units: Units, names: list[str], settings: FeatureSettings) -> UnitFeatures:
@@ -293,11 +298,11 @@ def forward_shard(
     with_positions = kernel is not None or keep_positions
     specs = (settings.pooling, settings.token_positions) if with_positions else (settings.pooling,)
     names = rows.table.column("row_id")
-    order, pooled, token, positions = [], [], [], []
+    order, pooled, token, positions, gradients = [], [], [], [], []
     loss_N = np.empty(len(rows), dtype=np.float32)
     back = None if kernel is None else kernel.gradient
     passes = ((one, None) for one in seen or row_passes(model, rows, specs, settings.top_k))
-    for (index, batch), gradient_BE in passes if back is None else back.passes(rows, specs, settings):
+    for (index, batch), taken_BK in passes if back is None else back.passes(rows, specs, settings):
         _refuse_bad(batch, [names[int(i)].as_py() for i in index], "row")
         order.append(index)
         loss_N[index] = batch.row_loss(len(index)).cpu().numpy()
@@ -306,10 +311,12 @@ def forward_shard(
             at_positions = PositionBatch.of(batch, len(index))
             if kernel is not None:
                 token.append(kernel.apply(at_positions))
-            if gradient_BE is not None:
-                token[-1]["relevance_gradient"] = gradient_BE.float().cpu().numpy()
+            if back is not None and taken_BK is not None:
+                token[-1]["relevance_gradient"] = back.relevance(taken_BK)
             if keep_positions:
                 positions.append(_positions(at_positions, index))
+                if taken_BK is not None:
+                    gradients.append(taken_BK.bfloat16().view(torch.uint16).cpu().numpy())
         advance(len(index), rows.tokens_of(index))
     where = np.concatenate(order)
     place = np.argsort(where)
@@ -318,6 +325,7 @@ def forward_shard(
         loss_N=loss_N,
         token={name: np.concatenate([part[name] for part in token])[place] for name in token[0]} if token else {},
         positions=_join_positions(positions) if positions else None,
+        gradients_NK=np.concatenate(gradients)[place] if gradients else None,
     )
 
 

@@ -209,12 +209,12 @@ def dropped_intervals(
 
 def _unit_parts(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices) -> F64:
     """Sums over slices of what each unit adds to the effect of its task, times the task's units: (G, E)."""
-    units, negative = predictor.units, predictor.protocol.negative
+    units, protocol = predictor.units, predictor.protocol
     sums = BlockSums(slices.each)
     out_GE = np.zeros((len(slices.slices), len(units.columns_E)))
     for kernel, share_T in predictor.task.shares.items():
         part_GE = np.zeros_like(out_GE)
-        for start, block in relevance_blocks(artifact, kernel, units.columns_E, negative):
+        for start, block in relevance_blocks(artifact, kernel, units.columns_E, protocol.negative_of(kernel)):
             part_GE += sums.product(start, block)
         out_GE += part_GE * (np.repeat(share_T, units.counts_T) * predictor.unit_scales[kernel])
     return out_GE

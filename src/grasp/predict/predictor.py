@@ -174,10 +174,10 @@ class Predictor:
         spreads = _spreads(fitted, family, artifact.n_rows)
         unit_kernels: dict[str, Kernel] = {}
         if per_unit or first:
-            unit_kernels = {one: Kernel.of_units(artifact, one, selected, fitted.negative) for one in names}
+            unit_kernels = {one: Kernel.of_units(artifact, one, selected, fitted.negative_of(one)) for one in names}
         unit_spread = spreads(unit_kernels)
         scales: dict[str, F64 | float] = {one: unit_spread[one].inverse_E if first else 1.0 for one in names}
-        kernels = {one: Kernel.of_tasks(artifact, one, selected, fitted.negative, scales[one]) for one in names}
+        kernels = {one: Kernel.of_tasks(artifact, one, selected, fitted.negative_of(one), scales[one]) for one in names}
         spread = spreads(kernels)
         some = next(iter(kernels.values())).held.held_NC
         assert some is not None
@@ -224,7 +224,8 @@ class Predictor:
         kernels = " + ".join(
             kernel if weight == 1 else f"{weight:g} {kernel}" for kernel, weight in kernel_weights(protocol).items()
         )
-        negative = f", negative relevance times {protocol.negative:g}" if protocol.negative != 1 else ""
+        less = any(protocol.negative_of(kernel) != 1 for kernel in kernel_weights(protocol))
+        negative = f", negative relevance times {protocol.negative:g}" if less else ""
         geometry = "".join(f", {omega:+g} {name}" for name, omega in protocol.components.items())
         results = len(protocol.selected_on or ())
         chosen = f"selected on {results} development results" if results else "not selected on development results"

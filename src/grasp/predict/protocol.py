@@ -83,7 +83,8 @@ class ScoringProtocol(Settings):
         1.0,
         ge=0,
         le=1,
-        description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it.",
+        description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it. That of "
+        "`gradient`, whose sign is as good as its size, is always kept.",
     )
     components: dict[str, float] = Field(
         {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
@@ -119,6 +120,10 @@ class ScoringProtocol(Settings):
         if not all(math.isfinite(omega) for omega in components.values()):
             raise ValueError("weights must be finite")
         return components
+
+    def negative_of(self, kernel: str) -> float:
+        """What negative relevance by a kernel is multiplied by."""
+        return 1.0 if kernel == "gradient" else self.negative
 
     @property
     def provenance(self) -> str:

@@ -97,8 +97,8 @@ class Known:
         slices = [label_slices(table.column(name), tokens_N) for name in labels]
         held = tuple(_indicators(one.codes_N, len(one.slices)) for one in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
-        negative = predictor.protocol.negative
-        kernels = [Kernel.of_tasks(artifact, name, predictor.units, negative, 1.0) for name in names]
+        negative_of = predictor.protocol.negative_of
+        kernels = [Kernel.of_tasks(artifact, name, predictor.units, negative_of(name), 1.0) for name in names]
         return cls(predictor, held, tuple(kernel.held for kernel in kernels))
 
     def features(self, weights: Weights) -> KnownFeatures:
