@@ -190,6 +190,11 @@ class ModelSettings(Settings):
         None, description="An image classifier; none: the model is a causal LM."
     )
     tokenizer: str | None = Field(None, description="Directory of the tokenizer; none: the checkpoint's own.")
+    adapter: Literal["folded", "apart"] | None = Field(
+        None,
+        description="An adapter of peft is folded into the weights of its model, or kept apart, so that gradients are "
+        "of its own matrices. null: apart where the adapter is trained further, by the gradient kernel.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, bfloat16 on a GPU."
     )

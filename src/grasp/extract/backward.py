@@ -40,6 +40,7 @@ from grasp.settings import FeatureSettings
 
 COORDINATES = 1_000_000  # of 106 million of SmolLM2-135M give what all give, to .01 of LDS
 CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
+MEGABYTE = 1 << 20
 KEPT_ROWS = 16  # of which coordinates are widened at once
 PART_ROWS = 64  # of the moments: what a kill can cost
 
@@ -53,7 +54,7 @@ class GradientReader:
 
     gradients: SampledGradients
     batch_tokens: int
-    untaken: tuple[str, ...]  # layers of the body that have no gradient a row, or are frozen
+    untaken: tuple[str, ...]  # layers of the body that have no gradient a row
 
     @classmethod
     def of(cls, model: Reference, settings: FeatureSettings) -> Self:
@@ -69,7 +70,8 @@ class GradientReader:
         wanted, there = settings.gradient_coordinates, engine.layers.size
         if isinstance(wanted, int) and wanted > there:
             raise SettingsError(f"features.gradient_coordinates: got {wanted:,}, its layers have {there:,}; say all")
-        count = min(COORDINATES if wanted is None else there if wanted == "all" else wanted, there)
+        some = there if model.frozen else COORDINATES  # an adapter is small, and all that is trained
+        count = min(some if wanted is None else there if wanted == "all" else wanted, there)
         sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
         share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
         return cls(SampledGradients(engine, sample), max(1, model.batch_tokens // share), untaken)
@@ -77,19 +79,24 @@ class GradientReader:
     def describe(self) -> str:
         """One line: how much of the model is looked at."""
         layers, size = self.gradients.engine.layers, self.gradients.sample.size
-        left = f"; left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)" * bool(self.untaken)
-        return f"gradients at {size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers{left}"
+        frozen = ", frozen ones left out" * bool(self.gradients.engine.model.frozen)
+        named = f"; no gradient for each row, so left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)"
+        taken = f"gradients at {size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers{frozen}"
+        return taken + named * bool(self.untaken)
 
 
 def matrices_and_norms(model: ReferenceModel) -> tuple[str, ...]:
-    """Patterns of what is taken: all but embeddings and head. With them LDS is no higher, and they are large."""
+    """Patterns of what is taken: all but embeddings, head and what is frozen.
+
+    With embeddings and head LDS is no higher, and they are large.
+    """
     tables = [name for name, module in model.model.named_modules() if isinstance(module, nn.Embedding)]
-    return "body", *(f"!{name}" for name in tables)
+    return "body", *(f"!{name}" for name in (*tables, *model.frozen))
 
 
 def _engine(model: ReferenceModel) -> tuple[PerExample, tuple[str, ...]]:
     """The body without what is frozen, and without layers that have no gradient a row, which are found one by one."""
-    untaken = [name for name in model.frozen if not name.startswith("lm_head")]
+    untaken: list[str] = []
     while True:
         try:
             layers = choose_layers(model, (*matrices_and_norms(model), *(f"!{name}" for name in untaken)))
@@ -220,7 +227,7 @@ def _room(n_units: int, reader: GradientReader, memory_mb: int) -> Tensor:
     gradients = reader.gradients
     shape, dtype = (n_units, gradients.sample.size), gradients.side_dtype
     size = n_units * gradients.sample.size * dtype.itemsize
-    if size <= memory_mb << 20:
+    if size <= memory_mb * MEGABYTE:
         return torch.empty(shape, dtype=dtype, device=gradients.engine.model.device)
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if size > free:

@@ -57,7 +57,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.features.moments import Moments
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import said_train
+from grasp.models.checkpoint import is_adapter, said_train
 from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml, write_yaml
 
@@ -136,7 +136,10 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
             "--train: say what will be trained on this corpus: `--train further`, this model itself (fine-tuning), or "
             "`--train new`, another one from scratch. Other rows help in either case, and the checkpoint does not say"
         )
-    return settings.model_copy(update={"train": train, "features": settings.features.decided(train)})
+    features, reader = settings.features.decided(train), settings.model
+    if reader.adapter is None and is_adapter(reader.path):
+        reader = reader.model_copy(update={"adapter": "apart" if features.gradient else "folded"})
+    return settings.model_copy(update={"train": train, "features": features, "model": reader})
 
 
 def _workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextManager[Workers]:

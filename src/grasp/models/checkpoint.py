@@ -58,7 +58,7 @@ def load_causal_lm(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, An
     where = _source("model.path", name, settings)
     tokenizer = _hf_tokenizer(settings)
     model = _load_weights(AutoModelForCausalLM, name, "is not a causal LM", where, dtype)
-    return model if base is None else _adapted(model, settings.path), tokenizer
+    return model if base is None else _adapted(model, settings), tokenizer
 
 
 def load_checkpoint(kind: Any, settings: ModelSettings, what: str) -> Any:
@@ -178,13 +178,20 @@ def _base_of(name: str) -> str | None:
     return base
 
 
-def _adapted(model: nn.Module, name: str) -> Any:
-    """The model with an adapter folded into its weights."""
+def is_adapter(name: str) -> bool:
+    """Whether a checkpoint is an adapter of peft, without reading the model that it is for."""
+    return bool(_json_of(Path(name) / "adapter_config.json"))
+
+
+def _adapted(model: nn.Module, settings: ModelSettings) -> Any:
+    """The model with an adapter folded into its weights; or beside them, and then they alone are frozen."""
+    name, apart = settings.path, settings.adapter == "apart"
     peft = require("peft", extra="peft", feature=f"{name}, which is an adapter,")
     try:
         with _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # what the one library asks the other by old names
-            return peft.PeftModel.from_pretrained(model, name).merge_and_unload()
+            adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=apart)
+            return adapted.get_base_model() if apart else adapted.merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, UnpicklingError) as err:
         raise ModelError(
             f"model.path: `{name}` is an adapter that does not fit its model: {' '.join(str(err).split())[:300]}"

@@ -106,7 +106,7 @@ class PerExample:
         ids_BL, labelled_BL = (
             part.to(self.model.device) for part in pad_rows([example.input_ids for example in examples], marks)
         )
-        scale_B = torch.tensor([1.0 / example.labels for example in examples], dtype=self.work)
+        scale_B = torch.tensor([1.0 / max(1, example.labels) for example in examples], dtype=self.work)
         scale_B = scale_B.to(self.model.device)
         places = _places(ids_BL, labelled_BL, uniforms)
         capture = Capture(

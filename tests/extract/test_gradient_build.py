@@ -1,0 +1,164 @@
+"""The gradient kernel in whole builds: what is trained and what is frozen, where things do not fit, what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.errors import ModelError, SettingsError
+from grasp.extract import backward
+from grasp.extract.backward import GradientReader
+from grasp.extract.local import build
+from grasp.extract.reopen import Origin
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.gradients.layers import as_matrix
+from grasp.models.gradients.per_example import Example
+from grasp.models.tokenizer import HfTokenizer
+from grasp.settings import FeatureSettings
+from tests.baselines.gradient_world import autograd, reference
+from tests.extract.test_local import Notes
+from tests.extract.world import world
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("world")
+
+
+def relevance(out):
+    return next(ArtifactReader.open(out).array_blocks("relevance_gradient", block_rows=1_000))[1]
+
+
+@pytest.fixture(scope="module")
+def built(root):
+    return build(world(root, train="further"), root / "built")
+
+
+def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root, tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = world(root, train="further")
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
+    notes = Notes()
+    artifact = ArtifactReader.open(build(own, tmp_path / "art", progress=notes))
+    size = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+    assert [line for line in notes.lines if line.startswith("gradients at")] == [
+        f"gradients at {size:,} of {size:,} parameters in 8 layers, frozen ones left out"
+    ]
+    assert len(artifact.moments["gradient.square"]) == size
+    assert artifact.manifest.settings["model"]["adapter"] == "apart"
+    # the second moments, by autograd through peft's own model
+    model = adapted.eval().requires_grad_(False)
+    lora = {name: p.requires_grad_(True) for name, p in model.named_parameters() if "lora_" in name}
+    total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in lora.items()}
+    store = Origin(artifact).rows
+    for k in range(store.n_shards):
+        shard = store.shard(k)
+        for i in range(len(shard)):
+            ids = torch.from_numpy(shard.ids(i).astype(np.int64))[None]
+            loss = model(input_ids=ids, labels=ids).loss
+            for name, grad in zip(lora, torch.autograd.grad(loss, list(lora.values())), strict=True):
+                total[name] += grad.double() ** 2
+    expected = sum(float(one.sum()) for one in total.values()) / store.n_rows
+    assert float(artifact.moments["gradient.square"].sum()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_adapter_is_folded_where_a_new_model_is_trained(root, tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = world(root, train="new")
+    base = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    own = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})})
+    assert ArtifactReader.open(build(own, tmp_path / "art")).manifest.settings["model"]["adapter"] == "folded"
+
+
+def test_parameters_that_are_frozen_are_left_out(root):
+    settings = world(root)
+    model = AutoModelForCausalLM.from_pretrained(settings.model.path)
+    for layer in model.model.layers[:1]:
+        layer.requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+    read = ReferenceModel(model, HfTokenizer(tokenizer, vocab_size=300))
+    reader = GradientReader.of(read, FeatureSettings())
+    names = [block.name for block in reader.gradients.engine.layers.blocks]
+    assert not [name for name in names if name.startswith("model.layers.0.")]
+    assert [name for name in names if name.startswith("model.layers.1.")]
+    assert reader.describe().endswith("layers, frozen ones left out")
+
+
+def test_a_model_that_was_frozen_whole_is_read_whole():
+    model = reference("llama", torch.float32)  # a reference model freezes what it reads
+    assert GradientReader.of(ReferenceModel(model.model, None), FeatureSettings()).untaken == ()
+
+
+def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    reader = GradientReader.of(ReferenceModel(MixtralForCausalLM(config), None), FeatureSettings())
+    taken = {block.name for block in reader.gradients.engine.layers.blocks}
+    assert {name for name in taken if "self_attn" in name}
+    assert len(reader.untaken) > 0
+    assert all(".mlp." in name for name in reader.untaken)
+    assert "no gradient for each row, so left out: model.layers.0.mlp." in reader.describe()
+
+
+def test_more_coordinates_than_there_are_are_refused():
+    with pytest.raises(SettingsError, match=r"features.gradient_coordinates: got 10,000,000, its layers have [\d,]+; "):
+        GradientReader.of(reference("llama"), FeatureSettings(gradient_coordinates=10_000_000))
+    assert GradientReader.of(reference("llama"), FeatureSettings(gradient_coordinates="all")).gradients.sample.size > 0
+
+
+def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, built, tmp_path, monkeypatch):
+    settings = world(root, train="further", features={"gradient_coordinates": 3_000})
+    inside = relevance(build(settings, tmp_path / "inside"))
+    monkeypatch.setattr(backward, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
+    assert np.array_equal(relevance(build(settings, tmp_path / "outside")), inside)
+    monkeypatch.setattr(backward.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    with pytest.raises(SettingsError, match=r"6 units at [\d,]+ coordinates need 0.0 GiB, .* has 0.0 free; take fewer"):
+        build(settings, tmp_path / "nowhere")
+
+
+def test_rows_are_ranked_as_by_gradients_of_autograd(built):
+    """The law for a whole build: what is stored is the preconditioned inner product."""
+    artifact = ArtifactReader.open(built)
+    origin = Origin(artifact)
+    model, store = origin.model, origin.rows
+    reader = GradientReader.of(model, origin.settings.features)
+    blocks = reader.gradients.engine.layers.blocks
+
+    def whole(examples):
+        found = [autograd(model, example) for example in examples]
+        return np.stack([torch.cat([as_matrix(b, one).flatten() for b in blocks]).double().numpy() for one in found])
+
+    shard = store.rows(np.arange(store.n_rows))
+    row_NP = whole([Example(shard.ids(i)) for i in range(len(shard))])
+    unit_EP = whole([Example(one.input_ids, one.first) for one in origin.unit_tokens])
+    v_P = (row_NP**2).mean(axis=0)
+    expected_NE = (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
+    assert reader.gradients.sample.size == row_NP.shape[1]
+    np.testing.assert_allclose(relevance(built), expected_NE, atol=2**-8 * np.abs(expected_NE).max())
+
+
+def test_a_classifier_has_no_gradient_kernel():
+    with pytest.raises(ModelError, match=r"features.gradient_match: got true, but the model is a classifier"):
+        GradientReader.of(SimpleNamespace(), FeatureSettings())
