@@ -52,8 +52,9 @@ MATCHES = {
     "pooled": {"match": "pooled"},
     "token": {"match": "token", "input_match": False},
     "token+input": {"match": "token"},
-    "both": {"match": "both", "input_match": False},
-    "all": {"match": "both"},
+    "both": {"match": "forward", "input_match": False},
+    "all": {"match": "forward"},
+    "gradient": {"match": "all"},
 }
 
 
@@ -109,6 +110,7 @@ def settings_of(root: Path, corpus: Path, length: int, match: str, threads: int)
             "model": {"path": str(root / "model"), "threads": threads},
             "corpus": {"path": str(corpus), "max_length": length, "max_rows_per_document": 1},
             "targets": {"names": [str(root / f"target-{t}.jsonl") for t in range(TARGETS)], "units_per_target": None},
+            "train": "further" if match == "gradient" else "new",
             "features": MATCHES[match],
             "shard_rows": 256,
         }

@@ -127,6 +127,7 @@ def settings_of(job: Job, match: str) -> Any:
                 "names": [str(job.place / f"target-{t}.jsonl") for t in range(TARGETS)],
                 "units_per_target": None,
             },
+            "train": "new",
             "features": {"match": match, "moment_positions": max(2, job.rows * job.length // 8)},
             "shard_rows": 256,
         }
@@ -327,7 +328,7 @@ CONTENDERS: dict[str, Contender] = {
     "full forward": Contender(full_forward, TORCH, (1, 2, 4), "head and loss at all positions"),
     "forward and backward": Contender(forward_backward, TORCH, (1, 2, 4), "gradients of all weights, summed"),
     "grasp build, pooled": Contender(grasp_build("pooled"), OWN, (1, 4, 8), "the paper's kernel; head at 32 positions"),
-    "grasp build, default": Contender(grasp_build("both"), OWN, (1, 4, 8), "pooled, token and input kernels"),
+    "grasp build, default": Contender(grasp_build("forward"), OWN, (1, 4, 8), "pooled, token and input kernels"),
     "own tracin": Contender(
         own_method("tracin", layers="body", dimension=WIDTH, checkpoints="last"), METHODS, (1, 4, 8), "body, 128", True
     ),

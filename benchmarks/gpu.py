@@ -114,6 +114,8 @@ def settings_of(root: Path, sizes: Sizes, device: str, dtype: str, rows: int) ->
             },
             "corpus": {"path": str(root / "corpus.parquet"), "max_length": sizes.length, "limit": rows},
             "targets": {"names": [str(root / "target.jsonl")], "units_per_target": None},
+            "train": "further",
+            "features": {"neighbour_match": True},  # all kernels
             "shard_rows": 256,
         }
     )

@@ -64,6 +64,7 @@ def settings_of(corpus: Path, units: Path, model: Path, context: int) -> BuildSe
             "model": {"path": str(model), "threads": 1},
             "corpus": {"path": str(corpus), "max_length": context, "max_rows_per_document": 1},
             "targets": {"names": [str(units)], "units_per_target": None, "max_length": context},
+            "train": "new",
         }
     )
 

@@ -82,6 +82,7 @@ class Experiment:
         model = reference(recipe, material.store, material.tokenizer, self.work / f"{GPT2}-reference")
         recorded = dict(self.world.artifact.manifest.settings)
         recorded["model"] = recorded["model"] | {"path": str(model), "tokenizer": None}
+        recorded["train"] = "new"
         recorded["corpus"] = self.world.corpus.model_dump(mode="json")
         return ArtifactReader.open(build(build_settings(recorded), self.work / f"{GPT2}-artifact"))
 

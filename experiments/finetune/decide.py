@@ -2,7 +2,8 @@
 
     python -m experiments.finetune.decide chats --data ../shared/data
     cd experiments/finetune/work
-    grasp build --model model --corpus chats.jsonl --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
+    grasp build --train further --model model --corpus chats.jsonl \
+        --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
         --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.moment_positions=32768 \
         --out chats
     grasp score chats --target instructions

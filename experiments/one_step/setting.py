@@ -156,7 +156,12 @@ class World:
             part.replace(checkpoint)
         model = ModelSettings(path=str(checkpoint), device="cpu")
         settings = BuildSettings(
-            model=model, corpus=self.corpus, targets=self.targets, array_dtype="float32", keep_tokens=False
+            model=model,
+            corpus=self.corpus,
+            targets=self.targets,
+            train="new",
+            array_dtype="float32",
+            keep_tokens=False,
         )
         return ArtifactReader.open(build(settings, self._work / f"artifact-{name}"))
 

@@ -44,7 +44,8 @@ def artifact_of(case: Case, tuned: Tuned, checkpoint: Path, work: Path) -> Artif
             "model": {"path": str(checkpoint), "threads": 1, "batch_tokens": 2048},
             "corpus": {"path": str(corpus), "max_length": tuned.longest},
             "targets": {"names": [str(units)], "units_per_target": None, "max_length": tuned.longest},
-            "features": {"pooling": positions, "token_positions": positions},
+            "train": "further",
+            "features": {"match": "forward", "pooling": positions, "token_positions": positions},
         }
     )
     return ArtifactReader.open(build(settings, work / "artifact"))

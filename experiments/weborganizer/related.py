@@ -111,6 +111,7 @@ class Pages:
                 "corpus": self.settings().model_dump(mode="json"),
                 # a cut character is encoded again as several tokens: room for a few of them
                 "targets": {"names": [str(self.queries())], "units_per_target": None, "max_length": 128},
+                "train": "new",
                 "features": {"match": "token", "product_width": 0},
             }
         )
