@@ -5,6 +5,8 @@
     python benchmarks/build.py --rows 2 --skip-memory --skip-speed        # the kernels alone, in a minute
     python benchmarks/build.py --rows 64 --skip-memory --skip-speed --skip-kernels --profile     # where the time goes
     python benchmarks/build.py ... --profile --model DIR --corpus pool.parquet     # of a model and documents of yours
+    python benchmarks/build.py --skip-memory --skip-speed --skip-kernels --backward --model DIR --corpus pool.parquet \
+        --rows 64 --length 128 --units 128      # the gradient kernel over a plain pass there and back
 
 The model is a Phi of 18 M parameters, 2 M of them body and 8 M each embedding and head, with a vocabulary of 50,304
 and a head bias that follows Zipf's law, so that the largest probabilities fall on frequent tokens, as they do in
@@ -34,16 +36,19 @@ import torch
 from transformers import PhiConfig, PhiForCausalLM
 
 from grasp.corpus.store import RowStore
+from grasp.extract.backward import GradientKernel, examples_of, square_sums
 from grasp.extract.forward import PositionBatch, PositionSums, TokenKernel, forward_units
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
 from grasp.features.extract import extract, position_mask, supervised_positions
+from grasp.features.gradient_match import example_batches
 from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
+from grasp.models.gradients.per_example import Example
 from grasp.models.tokenizer import train_tokenizer
-from grasp.settings import FeatureSettings, build_settings
+from grasp.settings import CorpusSettings, FeatureSettings, build_settings
 from grasp.targets import UnitTokens
 
 VOCAB = 50_304
@@ -233,6 +238,50 @@ def kernels(root: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"units": args.units, "unit_positions": len(unit_features.unit_S), "shared": shared, "us": found}
 
 
+def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds of passes there and back, batch by batch in turn: without any kernel, and with the gradient kernel.
+
+    The plain pass asks for gradients of activations alone, down to the first block, and its head at every position.
+    """
+    model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "all", args.threads).model)
+    features = FeatureSettings(gradient_coordinates=args.coordinates)
+    generator = np.random.default_rng(2)
+    asked = [zipf(generator, 20 + args.unit_tokens) % model.vocab_size for _ in range(args.units)]
+    units = [Example(ids.astype(np.int32), 20) for ids in asked]
+    store = RowStore.write(
+        root / "backward",
+        CorpusSettings(path=str(root / "corpus.parquet"), max_length=args.length, max_rows_per_document=1),
+        model.tokenizer,
+        shard_rows=args.rows,
+    )
+    rows = store.shard(0)
+    squares = square_sums(model, rows.take(np.arange(min(8, len(rows)))), features)
+    kernel = GradientKernel.prepare(model, units, squares.mean(), features)
+    examples, embedding = examples_of(rows, features), model.model.get_input_embeddings()
+    spent = {"plain": 0.0, "kernel": 0.0}
+    for index in example_batches(examples, kernel.reader.batch_tokens):
+        own = [examples[int(i)] for i in index]
+        begun = time.process_time()
+        ids, _ = pad_rows([one.input_ids for one in own])
+        with torch.enable_grad():
+            start = embedding(ids).detach().requires_grad_(True)
+            hidden = model.body(inputs_embeds=start, use_cache=False).last_hidden_state
+            logits = model.head.linear_logits(hidden[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+            torch.autograd.grad(loss, start)
+        spent["plain"] += time.process_time() - begun
+        begun = time.process_time()
+        kernel.relevance(kernel.reader.gradients.of(own)[0])
+        spent["kernel"] += time.process_time() - begun
+    return {
+        "rows": len(rows),
+        "units": len(units),
+        "coordinates": kernel.reader.gradients.sample.size,
+        "cpu_seconds": spent,
+        "more": spent["kernel"] / spent["plain"] - 1,
+    }
+
+
 def _seconds(step: Callable[[], Any], repeats: int) -> float:
     step()
     found = []
@@ -357,6 +406,11 @@ def table(result: dict[str, Any]) -> str:
         lines += [f"  {name:<40} {value:8.2f} us a position" for name, value in found["us"].items()]
     if found := result.get("profile"):
         lines += profile_table(found)
+    if found := result.get("backward"):
+        lines.append(
+            f"  there and back, {found['rows']} rows, {found['units']} units, {found['coordinates']:,} coordinates: "
+            f"gradient kernel {found['more']:+.0%} over a plain pass"
+        )
     if found := result.get("memory"):
         for rows, peak in found["peak_bytes"].items():
             lines.append(f"  peak memory at N = {rows:>6,}  {peak / 1e6:8.0f} MB")
@@ -379,6 +433,8 @@ def main() -> None:
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("--profile", action="store_true", help="say where the time of a build goes")
+    parser.add_argument("--backward", action="store_true", help="what the gradient kernel costs over a plain pass")
+    parser.add_argument("--coordinates", type=int, help="of gradients; none: as a build takes them")
     parser.add_argument("--model", type=Path, help="checkpoint in the place of the model that is made here")
     parser.add_argument("--corpus", type=Path, help="Parquet with `text`: documents in the place of Zipf tokens")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
@@ -387,6 +443,7 @@ def main() -> None:
         "speed": (args.skip_speed, speed),
         "kernels": (args.skip_kernels, kernels),
         "profile": (not args.profile, profile),
+        "backward": (not args.backward, backward),
         "memory": (args.skip_memory, memory),
     }
     with tempfile.TemporaryDirectory() as directory:

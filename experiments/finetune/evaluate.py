@@ -25,9 +25,10 @@ class Method:
     """Kernels (N, E) that are added up after each is divided by its standard deviation over rows."""
 
     kernels: tuple[F64, ...]
-    negative: float = 1.0  # what negative scores are multiplied by
+    negative: float | tuple[float, ...] = 1.0  # what negative scores are multiplied by, of all or of each
     weights: tuple[float, ...] = ()
     tokens_N: F64 | None = None  # rows count in proportion to these; None: all alike
+    of_task: bool = False  # but for the first kernel a unit's score is the mean over the units of its target
 
     def predict(self, share_BN: F64, targets: Sequence[str]) -> tuple[F64, F64]:
         """Predicted utility of units, (B, E), and of targets, (B, T), of subsets given as shares that add up to 1.
@@ -40,10 +41,14 @@ class Method:
         names = list(dict.fromkeys(targets))
         member_ET = np.array([[target == name for name in names] for target in targets], dtype=np.float64)
         units_BE, tasks_BT = np.zeros((len(share_BN), len(targets))), np.zeros((len(share_BN), len(names)))
-        for kernel_NE, weight in zip(self.kernels, self.weights or (1.0,) * len(self.kernels), strict=True):
-            score_NE = counted(kernel_NE, self.negative)
-            units_BE += weight * (share_BN @ _scaled(score_NE))
-            tasks_BT += weight * (share_BN @ _scaled(score_NE @ (member_ET / member_ET.sum(axis=0))))
+        n = len(self.kernels)
+        negatives = self.negative if isinstance(self.negative, tuple) else (self.negative,) * n
+        parts = zip(self.kernels, self.weights or (1.0,) * n, negatives, strict=True)
+        for k, (kernel_NE, weight, negative) in enumerate(parts):
+            score_NE = counted(kernel_NE, negative)
+            task_NT = _scaled(score_NE @ (member_ET / member_ET.sum(axis=0)))
+            tasks_BT += weight * (share_BN @ task_NT)
+            units_BE += weight * (share_BN @ (task_NT @ member_ET.T if self.of_task and k else _scaled(score_NE)))
         return units_BE, tasks_BT
 
 

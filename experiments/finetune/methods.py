@@ -11,7 +11,7 @@ the end of a warm-up: 12 steps on 96 rows that are drawn from the corpus, with t
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,34 @@ def warm_up(name: Name, work: Path, start: Path, tokenizer: HfTokenizer) -> Path
     return directory
 
 
-def artifact_of(name: Name, work: Path, start: Path, tokenizer: HfTokenizer) -> ArtifactReader:
+POOLED = {"match": "pooled"}  # methods read rows and units; our kernels are made in `scores`
+
+
+def artifact_of(
+    name: Name,
+    work: Path,
+    start: Path,
+    tokenizer: HfTokenizer,
+    features: Mapping[str, Any] = POOLED,
+    batch_tokens: int = 1024,
+    out: str = "artifact",
+) -> ArtifactReader:
     """Of the same rows and units as the runs; environments of the same rows share it."""
     kind = ENVIRONMENTS[name]
     dtype = "bfloat16" if kind.recipe.bfloat16 else "float32"
     trained_on = open_corpus(name, work, tokenizer)
     settings: dict[str, Any] = {
-        "model": {"path": str(start), "dtype": dtype, "batch_tokens": 1024, "threads": 1},
+        "model": {"path": str(start), "dtype": dtype, "batch_tokens": batch_tokens, "threads": 1},
         "corpus": corpus_settings(name, work).model_dump(exclude_unset=True),
         "targets": target_settings(name, work).model_dump(exclude_unset=True),
         "train": "further",
-        "features": {"match": "pooled"},  # methods read rows and units; our kernels are made in `scores`
+        "features": dict(features),
     }
     if kind.label == "group":
         texts, settings["model"]["tokenizer"] = write_cut(kind.rows, work, trained_on, tokenizer)
         parts = {"prompt": "{prompt}", "completion": "{completion}"}
         settings["corpus"] = {"path": str(texts), "max_length": LENGTH} | parts
-    artifact = build(out=work / f"{kind.rows}-artifact", settings=settings)
+    artifact = build(out=work / f"{kind.rows}-{out}", settings=settings)
     rows = Origin(artifact).rows.rows(np.arange(artifact.n_rows))
     for i, (ids, first) in enumerate(zip(trained_on.rows, trained_on.first_N, strict=True)):
         same = len(ids) - 2  # cut text may end in other tokens: of one row in 380, two line breaks become one

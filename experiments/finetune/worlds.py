@@ -75,7 +75,7 @@ def pretrained(name: Name, data: Path, work: Path, environments: Path) -> World:
             **_published(artifact, utilities),
         },
         utilities,
-        _shares(environment, corpus.store, utilities),
+        shares(environment, corpus.store, utilities),
         work / f"{name}-scores",
     )
 
@@ -111,7 +111,7 @@ def from_scratch(work: Path, environment_path: Path) -> World:
         {kernel: lambda kernel=kernel: _array(artifact, kernel, columns) for kernel in MATRICES}
         | _published(artifact, utilities),
         utilities,
-        _shares(environment, store, utilities),
+        shares(environment, store, utilities),
         work / "scores",
     )
 
@@ -137,7 +137,7 @@ def _features(
     return Features.load(path)
 
 
-def _shares(environment: Environment, store: RowStore, utilities: Utilities) -> F64:
+def shares(environment: Environment, store: RowStore, utilities: Utilities) -> F64:
     blocks = list(environment.subset_blocks(row_names(store)))
     ids = [subset for block in blocks for subset in block.subset_ids]
     weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])

@@ -36,6 +36,7 @@ from grasp.extract.reopen import Origin
 from grasp.features import extract
 from grasp.files import discard
 from grasp.models.causal_lm import ReferenceModel
+from grasp.predict.protocol import BESIDE_GRADIENT, default_protocol
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from grasp.targets import load_units
 from tests.extract.world import texts, world, write_checkpoint, write_targets
@@ -615,6 +616,10 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_token_and_input(ro
     there = {name for name in KERNELS if f"relevance_{name}" in artifact.array_names}
     assert there == {"token", "input", *kernels}
     assert artifact.manifest.settings["train"] == train
+    weights = {"token": 1.0, "input": 1.0, "neighbour": 1.0}
+    if train == "further":
+        weights = dict.fromkeys(("token", "input", "shift", "tilt"), BESIDE_GRADIENT) | {"gradient": 1.0}
+    assert default_protocol().fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 
 def test_a_build_that_is_not_told_what_will_be_trained_stops_before_any_work(root, tmp_path):

@@ -156,3 +156,8 @@ def test_files_that_are_not_protocols(tmp_path):
     (tmp_path / "nameless.yaml").write_text("side: retained")
     with pytest.raises(ProtocolError, match="name: missing"):
         load_protocol(tmp_path / "nameless.yaml")
+
+
+def test_negative_relevance_by_gradients_counts_whole():
+    protocol = ScoringProtocol(name="tried", negative=0.25)
+    assert [protocol.negative_of(kernel) for kernel in ("token", "tilt", "gradient")] == [0.25, 0.25, 1.0]

@@ -38,7 +38,7 @@ from grasp.models.gradients.layers import UntakenLayerError, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
 from grasp.settings import FeatureSettings
 
-COORDINATES = 1_000_000  # of 106 million of SmolLM2-135M give what all give, to .01 of LDS
+COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to .02 of LDS
 CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
 MEGABYTE = 1 << 20
 KEPT_ROWS = 16  # of which coordinates are widened at once

@@ -1,0 +1,139 @@
+"""What ships for a model that is trained further: forms of gradient and forward kernels against the runs.
+
+    python -m experiments.finetune.further documents lengths contrasts small-12 small-48 small-192 small-48-slow \\
+        --data ../shared/data --out experiments/finetune/further.json
+    python -m experiments.finetune.further instructions --data ../shared/data --out further-held.json
+
+Artifacts are those of `grasp build --train further`, in bfloat16 (the small model in float32); killed, a build goes on.
+Over several environments a form has a lower bound, as in `choice`; a held-out one (`instructions`) stands alone.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import norm
+from transformers.utils import logging as hf_logging
+
+from experiments.finetune.evaluate import Method, agreement, compare, noise
+from experiments.finetune.methods import artifact_of
+from experiments.finetune.prepare import model_directory, prepared
+from experiments.finetune.run import HERE
+from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name, open_corpus
+from experiments.finetune.worlds import shares
+from experiments.mistakes import in_one_line
+from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.tables import LOSS_TOKENS
+from grasp.errors import GraspError
+from grasp.files import write_whole
+from grasp.runs.environment import Environment
+from grasp.runs.selection import standard_errors
+from grasp.seeds import bootstrap_weights
+
+F64 = NDArray[np.float64]
+FORWARD = ("token", "input", "shift", "tilt")
+SHIPPED_BEFORE, SHIPS = "token + input + shift + tilt", "gradient + .25 of each"
+BY_TOKENS = ", rows by loss tokens"
+DELTA = 0.05
+WEIGHTS = (0.125, 0.25, 0.5, 1.0)
+
+
+def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
+    """Negative scores of forward kernels count a quarter, those of gradients whole, but where it says so."""
+    gradient, forward = kernel_of["gradient"], tuple(kernel_of[name] for name in FORWARD)
+    token_input, tilt = forward[:2], forward[3:]
+    out = {
+        "gradient": Method((gradient,)),
+        "gradient, negative x .25": Method((gradient,), negative=0.25),
+        SHIPPED_BEFORE: Method(forward, negative=0.25),
+    }
+    for weight in WEIGHTS:
+        named = f"{weight:g}".lstrip("0")
+        for label, beside in (("each", forward), ("token + input", token_input), ("tilt", tilt)):
+            count = len(beside)
+            how: dict[str, Any] = {"negative": (1.0, *[0.25] * count), "weights": (1.0, *[weight] * count)}
+            out[f"gradient + {named} of {label}"] = Method((gradient, *beside), **how)
+            if label == "token + input":
+                out[f"gradient + {named} of {label}, by task"] = Method((gradient, *beside), **how, of_task=True)
+    for name, method in list(out.items()):
+        out[name + BY_TOKENS] = Method(
+            method.kernels, method.negative, method.weights, tokens_N=tokens_N, of_task=method.of_task
+        )
+    return out
+
+
+def relevance(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
+    blocks = artifact.array_blocks(artifact.relevance_name(kernel), columns=columns)
+    return np.concatenate([block for _, block in blocks]).astype(np.float64)
+
+
+def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str, F64]]:
+    """Every form against the runs that there are, and its mean LDS by target and resample, (T, 1 + R)."""
+    _, reader = prepared(name, data, work)
+    artifact = artifact_of(name, work, model_directory(name, work), reader, {"product_width": 0}, 8192, "further")
+    environment = Environment.open(HERE / name)
+    utilities = environment.utilities(seeds=(0,), partial=True)
+    columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
+    assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
+    table = artifact.rows(np.arange(artifact.n_rows))
+    counted = LOSS_TOKENS if LOSS_TOKENS in table.column_names else "n_tokens"
+    methods = forms(
+        {kernel: relevance(artifact, kernel, columns) for kernel in ("gradient", *FORWARD)},
+        table[counted].to_numpy().astype(np.float64),
+    )
+    share_BN = shares(environment, open_corpus(name, work, reader).store, utilities)
+    weights_RB = np.concatenate([np.ones((1, len(share_BN))), bootstrap_weights(len(share_BN))])
+    figures = {label: agreement(method, utilities, share_BN, weights_RB).lds_TR for label, method in methods.items()}
+    found = {
+        "environment": name,
+        "role": environment.role,
+        "subsets": len(share_BN),
+        "noise": noise(environment, utilities),
+        "methods": compare(methods, utilities, share_BN, base=SHIPPED_BEFORE),
+    }
+    return found, figures
+
+
+def together(figures: list[dict[str, F64]]) -> list[dict[str, Any]]:
+    """Each form's mean over all targets of all environments, less z of its standard errors; the best first."""
+    each = [np.stack(list(one.values())) for one in figures]  # (C, T, 1 + R)
+    mean_C = np.concatenate([value[:, :, 0] for value in each], axis=1).mean(axis=1)
+    z, se_C = float(norm.ppf(1 - DELTA / len(mean_C))), standard_errors([value[:, :, 1:] for value in each])
+    found = [
+        {
+            "method": name,
+            "mean_lds": round(float(m), 4),
+            "se": round(float(se), 4),
+            "bound": round(float(m - z * se), 4),
+        }
+        for name, m, se in zip(figures[0], mean_C, se_C, strict=True)
+    ]
+    return sorted(found, key=lambda one: -one["bound"])
+
+
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, build, compare, write."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.further", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and artifacts.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    if len(given.names) > 1 and "held-out" in {ENVIRONMENTS[name].role for name in given.names}:
+        raise GraspError(f"{', '.join(given.names)}: one of them is held out, expected it alone")
+    reports, figures = zip(*(report(name, given.data, given.work) for name in given.names), strict=True)
+    found: dict[str, Any] = {"environments": list(reports)}
+    if len(reports) > 1:
+        found["together"] = together(list(figures))
+    write_whole(given.out, (json.dumps(found, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
