@@ -244,7 +244,7 @@ def test_a_kernel_that_was_not_built_is_told_by_score_and_predict(art, tmp_path)
     succeed("build", "--config", art / "run.yaml", "--set", "features.input_match=false", "--out", out)
     assert refused("score", out, "--target", "facts", "--match", "input") == (
         f"{out}: has no 'input' relevance, only ['pooled', 'token', 'neighbour']; build it with features.input_match: "
-        "true and features.match: token or both"
+        "true and features.match other than pooled"
     )
     (tmp_path / "p.yaml").write_text("name: three\nmatch: {token: 1, input: 1}\n")
     assert refused("predict", out, "--keep", "topic = 'sky'", "--protocol", tmp_path / "p.yaml").startswith(

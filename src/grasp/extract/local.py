@@ -57,7 +57,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.features.moments import Moments
 from grasp.files import differences
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.checkpoint import is_adapter, said_train
+from grasp.models.checkpoint import is_adapter, refuse_unreadable, said_train
 from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml, write_yaml
 
@@ -132,6 +132,8 @@ def decided(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
     model = None if in_memory.model is None else in_memory.model.model
     train = settings.train or said_train(settings.model, model)
     if train is None:
+        if model is None:
+            refuse_unreadable(settings.model.path)  # what is no causal LM is told so first
         raise SettingsError(
             "--train: say what will be trained on this corpus: `--train further`, this model itself (fine-tuning), or "
             "`--train new`, another one from scratch. Other rows help in either case, and the checkpoint does not say"
