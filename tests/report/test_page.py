@@ -196,7 +196,8 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, we
     program += "console.log(JSON.stringify([F.map((f) => changes(model, f)), E]));"
     out = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
     changes, (*expected, several) = json.loads(out)
-    assert several is None
+    assert several is None  # the command that the page prints says it
+    assert told["labels"][0]["after"].endswith(f"--environment {environment.path}")
     predictor = Predictor.of(artifact, chosen, sketches=measures(artifact.array_names))
     np.testing.assert_allclose(changes, predictor.change(SliceShares(share_BG, slices.codes_N)), atol=1e-9)
     nats = learn(predictor, artifact, environment).of(SliceShares(percent_BG / 100, slices.codes_N))

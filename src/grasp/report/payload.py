@@ -35,7 +35,12 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
     formula, slices, presets = label.formula, label.slices, _presets(found, label)
     # flags that make the command line say what the page says
     targets = None if found.request.targets is None else ",".join(found.targets)
-    asked = {"--target": targets, "--protocol": found.request.protocol_path}
+    runs = None if isinstance(found.nats, Missing) or found.request.environment is None else found.request.environment
+    asked = {
+        "--target": targets,
+        "--protocol": found.request.protocol_path,
+        "--environment": None if runs is None else runs.path,
+    }
     return {
         "label": slices.label,
         "title": plain(slices.label, 40),
