@@ -1,9 +1,12 @@
 """An artifact behind a URL is the artifact: memory, and S3 as a real server speaks it."""
 
+import http.server
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -248,3 +251,65 @@ def test_a_filesystem_that_is_not_installed_names_the_extra(monkeypatch):
         MissingExtraError, match=r"^s3://b/x: needs an fsspec filesystem for 's3': pip install .*\[s3\]"
     ):
         ArtifactReader.open("s3://b/x")
+
+
+class Hostile(http.server.BaseHTTPRequestHandler):
+    """A server of an artifact that answers as it is told to."""
+
+    local: Path
+    how = ""
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        name = self.path.removeprefix("/art/")
+        if self.how in ("500", name):
+            self.send_error(500)
+        elif self.how in ("loop", "file"):
+            self.send_response(302)
+            self.send_header("Location", self.path if self.how == "loop" else "file:///etc/passwd")
+            self.end_headers()
+        else:
+            data = (self.local / name).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data) + 1000 * (self.how == "long")))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+
+@pytest.fixture
+def web(local):
+    handler = type("Handler", (Hostile,), {"local": local})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield handler, f"http://127.0.0.1:{server.server_port}/art"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("how", ["500", "loop", "file", "long"])
+def test_a_server_that_errs_or_lies_is_one_line(web, how):
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
+    handler, url = web
+    handler.how = how
+    for ask in (ArtifactReader.open, info, verify):
+        with pytest.raises(ArtifactError, match=f"^{url}(/manifest.json)?: cannot be reached: .*; check URL, cred"):
+            ask(url)
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_artifact_behind_http_is_read_and_a_file_that_is_not_sent_is_named(web, local):
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
+    handler, url = web
+    assert_same(ArtifactReader.open(url), ArtifactReader.open(local))
+    shutil.rmtree(os.environ["GRASP_CACHE"])
+    handler.how = "units.parquet"
+    with pytest.raises(ArtifactError, match=f"^{url}/units.parquet: cannot be reached: 500"):
+        _ = ArtifactReader.open(url).units

@@ -11,6 +11,8 @@ import grasp
 from grasp.choose.alone import Taught, most_telling
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.runs.covariance import KnownFeatures
+from grasp.runs.learned import Learned
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact, write_environment
 
@@ -167,3 +169,17 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
         grasp.propose_runs(runs, decide="all")
     with pytest.raises(SettingsError, match="and 100000000 runs, expected best or values, and 1 to 125 runs"):
         grasp.propose_runs(runs, count=100_000_000)
+
+
+def test_runs_of_one_mixture_are_refused():
+    with pytest.raises(EnvironmentDataError, match="its 4 runs were all trained on one mixture; expected 2 different"):
+        runs_of(np.tile([0.5, 0.3, 0.2], (4, 1)))
+    one = KnownFeatures.of_shares(np.tile([0.5, 0.3, 0.2], (4, 1)), 1)
+    with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 4 run\(s\), expected 2"):
+        Learned.fit(one, np.arange(4.0)[:, None])
+
+
+def test_a_table_without_mixtures_is_refused(runs, tmp_path):
+    (tmp_path / "none.csv").write_text(",".join(TOPICS) + "\n")
+    with pytest.raises(EnvironmentDataError, match=r"none\.csv: has no mixture; expected a line for each"):
+        grasp.predict_runs(runs, tmp_path / "none.csv")

@@ -451,3 +451,33 @@ def test_many_runs_are_claimed_with_one_look_at_the_claims(tmp_path, monkeypatch
         monkeypatch.setattr(os, name, lambda path, look=look: looks.append(Path(path).name) or look(path))
     assert len(env.claim(4)) == 4
     assert looks.count("claims") <= 1
+
+
+def test_any_flipped_bit_of_the_results_is_one_line_or_nothing(tmp_path):
+    env = filled(tmp_path / "env")
+    before, path, refused = env.utilities().values_BSE, tmp_path / "env" / "utilities.parquet", 0
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    for bit in rng.choice(8 * len(whole), 400, replace=False).tolist():
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        again = Environment.open(tmp_path / "env")
+        for ask in (again.pending, again.utilities, again.summary):
+            try:
+                ask()
+            except EnvironmentDataError:
+                refused += 1
+                continue
+            if ask == again.utilities:
+                np.testing.assert_array_equal(ask().values_BSE, before)
+    assert refused > 300
+
+
+def test_names_that_are_no_text_are_refused(tmp_path):
+    env = filled(tmp_path / "env")
+    path = tmp_path / "env" / "utilities.parquet"
+    table = pq.read_table(path)
+    broken = pa.array([b"evaluation-00000\xff"] * len(table), pa.binary()).view(pa.string())
+    pq.write_table(table.set_column(0, "subset_id", broken), path)
+    with pytest.raises(EnvironmentDataError, match=r"utilities\.parquet: cannot be read as Parquet: .*UTF8"):
+        env.pending()

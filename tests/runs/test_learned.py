@@ -177,7 +177,7 @@ def test_intervals_widen_away_from_the_runs() -> None:
 
 def test_one_run_and_runs_that_came_out_alike_are_refused() -> None:
     features, utility_BT = world(5)
-    with pytest.raises(EnvironmentDataError, match="got 1 of different subsets, expected 2 or more"):
+    with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 1 run\(s\), expected 2 or more"):
         Learned.fit(features.take(np.arange(1)), utility_BT[:1])
     with pytest.raises(EnvironmentDataError, match="came out the same"):
         Learned.fit(features, np.ones_like(utility_BT))

@@ -228,7 +228,7 @@ def test_runs_of_another_corpus_are_refused_with_what_is_lacking(artifact):
         learn(predictor, artifact, imported(("games", "news", "code"))[0])
     with pytest.raises(EnvironmentDataError, match="has the metrics arc/acc, asked are sciq, boolq; a metric belongs"):
         learn(predictor, artifact, imported(metric="arc/acc")[0])
-    with pytest.raises(EnvironmentDataError, match="got 1 of different subsets, expected 2 or more"):
+    with pytest.raises(EnvironmentDataError, match=r"got 1 different subset\(s\) in 1 run\(s\), expected 2 or more"):
         learn(predictor, artifact, imported(n=1)[0])
     rows = pa.table({"run": ["a", "b"], "row_id": ["row-1", "nowhere"]})
     other = grasp.import_runs(rows, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))

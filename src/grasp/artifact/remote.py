@@ -217,10 +217,11 @@ def _connect(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _reached(where: str) -> Iterator[None]:
-    """Turn what a filesystem says into one line; libraries of object stores have error trees of their own."""
-    own = getattr(sys.modules.get("botocore.exceptions"), "BotoCoreError", OSError)
+    """Turn what a filesystem says into one line; libraries of object stores and of HTTP have errors of their own."""
+    trees = (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError"))
+    own = [getattr(sys.modules[library], name) for library, name in trees if library in sys.modules]
     try:
         yield
-    except (OSError, own) as err:
+    except (OSError, *own) as err:
         what = " ".join(str(err).split()) or type(err).__name__
         raise ArtifactError(f"{where}: cannot be reached: {what}; check URL, credentials and network") from err

@@ -253,9 +253,10 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
             if missing:
                 raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
             table = file.read(columns)
+        table.validate(full=True)  # a flipped bit may leave names that are no text
     except FileNotFoundError:
         raise
-    except (pa.ArrowException, OSError) as err:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as err:
         raise EnvironmentDataError(
             f"{path}: cannot be read as Parquet: {' '.join(str(err).split())}; delete it and retrain, or restore it"
         ) from err

@@ -54,7 +54,8 @@ from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 
-FEWEST = 2  # runs that anything is learned from
+FEWEST = 2  # different subsets that anything is learned from
+ALIKE_DIGITS = 9  # of features of subsets that count as one
 JITTER = 1e-6
 TUNED_ON = 256  # runs at most that the hyperparameters are fitted to; all of them are learned from
 BLOCK = 4_096  # subsets predicted at once
@@ -112,14 +113,15 @@ class Learned:
             within_T: sum over subsets and their seeds of the squared deviation from the subset's mean.
         Raises:
             ShapeError: numbers of runs or tasks differ.
-            EnvironmentDataError: fewer than 2 runs, or runs whose utilities are all the same for a task.
+            EnvironmentDataError: fewer than 2 different subsets, or runs whose utilities are all the same for a task.
         """
         n_runs, n_tasks = utility_nT.shape
         if runs.relevance_BT.shape != (n_runs, n_tasks):
             raise ShapeError(f"learned: utilities {utility_nT.shape}, features of {runs.relevance_BT.shape}")
-        if n_runs < FEWEST:
+        different = len(np.unique(runs.flat().round(ALIKE_DIGITS), axis=0))
+        if different < FEWEST:
             raise EnvironmentDataError(
-                f"learning from runs: got {n_runs} of different subsets, expected {FEWEST} or more"
+                f"learning from runs: got {different} different subset(s) in {n_runs} run(s), expected {FEWEST} or more"
             )
         if (np.ptp(utility_nT, axis=0) == 0).any():
             raise EnvironmentDataError("learning from runs: all of them came out the same; expected runs that differ")

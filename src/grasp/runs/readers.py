@@ -120,6 +120,8 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str]) -> tuple
     table, where = _table(source)
     if "value" in table.column_names and "value" not in values:
         table = _turned(table, where)
+    if not len(table):
+        raise EnvironmentDataError(f"{where}: has no mixture; expected a line for each")
     named = [name for name in table.column_names if name not in values and name in (*NAMES, "mixture")]
     if unknown := [name for name in table.column_names if name not in (*values, *named, "settles")]:
         meant = did_you_mean(unknown[0], values) or f"; they are {', '.join(values[:SHOWN])} ..."

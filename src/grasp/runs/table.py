@@ -49,6 +49,7 @@ TRAINED = "trained.parquet"
 RESULTS = "results.parquet"
 SUM_SLACK = 0.01  # shares that add up to 1 within so much are divided by their sum
 NAMED = 3
+FEWEST_DIFFERENT, ALIKE_DIGITS = 2, 9  # mixtures, and digits of shares that count as one
 FEWEST = 3  # runs that sizes are compared on
 LARGEST_INFO = 16 << 20  # bytes
 
@@ -120,7 +121,9 @@ class RunTable:
         table._check_names()
         table._check_weights()
         table._check_results()
-        return table if info.kind != "shares" else table._normalised()
+        table = table if info.kind != "shares" else table._normalised()
+        table._check_different()
+        return table
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -286,6 +289,16 @@ class RunTable:
         empty = total.filter(pc.less_equal(total["weight_sum"], 0))
         if len(empty):
             raise EnvironmentDataError(f"{self.name}: run {empty['run'][0].as_py()!r}: all weights are 0")
+
+    def _check_different(self) -> None:
+        """See that mixtures differ, or nothing can be learned of what they do."""
+        if self.info.kind not in ("shares", "times") or len(self.runs) < FEWEST_DIFFERENT:
+            return
+        if len(np.unique(self.weights_RG().round(ALIKE_DIGITS), axis=0)) < FEWEST_DIFFERENT:
+            raise EnvironmentDataError(
+                f"{self.name}: its {len(self.runs):,} runs were all trained on one mixture; expected "
+                f"{FEWEST_DIFFERENT} different ones or more"
+            )
 
     def _check_results(self) -> None:
         value = pc.coalesce(self.results["value"], float("nan"))
