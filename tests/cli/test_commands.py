@@ -85,7 +85,7 @@ def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_p
     assert settings == artifact.manifest.settings
     assert settings["corpus"]["max_length"] == 48
     assert settings["features"]["token_positions"] == "tail:4"
-    assert "forward: " in outcome.err
+    assert "scoring rows: " in outcome.err
 
 
 def test_run_yaml_replays_a_build_to_equal_arrays(art, tmp_path):

@@ -435,7 +435,7 @@ def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
 
 
 def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):
-    said = r"model: looks untrained: .* nats a token, guessing gives 5.7; .* go on all the same with --untrained"
+    said = r"model: looks untrained: .* nats a token, guessing gives 5.7\. .* go on all the same with --untrained"
     for _ in range(2):  # the rows that the first attempt left change nothing
         with pytest.raises(ModelError, match=said):
             build(world(root), tmp_path / "art", must_be_trained=True)

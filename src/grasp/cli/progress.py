@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from grasp.runs.retrain import RetrainStatus
 
 LINE_SECONDS = 5.0
+WORTH_SAYING = 5.0  # seconds that the whole has beyond the stage
+# What a build does, in words; other stages are called what they are.
+STAGES = {
+    "rows": "cutting into rows",
+    "units": "reading the questions",
+    "token moments": "first reading",
+    "pooled moments": "reading a sample",
+    "forward": "scoring rows",
+}
 
 
 class Watch:
@@ -37,6 +46,7 @@ class Watch:
         self._total: int | None = None
         self._rows = self._tokens = self._runs = self._before = 0
         self._begun = self._told = time.monotonic()
+        self._ends: float | None = None
 
     def __enter__(self) -> Self:
         if not self._plain:
@@ -73,6 +83,7 @@ class Watch:
 
     def stage(self, name: str, *, rows: int | None, tokens: int | None) -> None:
         self._close_stage()
+        name = STAGES.get(name, name)
         self._name, self._total, self._rows, self._tokens, self._runs = name, rows, 0, 0, 0
         self._begun = self._told = time.monotonic()
         if self._bar is not None:
@@ -86,6 +97,10 @@ class Watch:
         elif time.monotonic() - self._told >= LINE_SECONDS:
             self._told = time.monotonic()
             self._tell(self._so_far(), self._rate(), self._left())
+
+    def expect(self, seconds: float) -> None:
+        """The whole of what follows takes so long."""
+        self._ends = time.monotonic() + seconds
 
     def note(self, line: str) -> None:
         """A sentence above the bar."""
@@ -137,6 +152,10 @@ class Watch:
         return f"{rate}, {self._tokens / seconds:,.0f} tokens/s" if self._tokens else rate
 
     def _left(self) -> str:
+        """Of the stage, and of the whole where somebody has told how long that takes."""
         if not self._total or not self._rows:
             return ""
-        return f"{duration_text((time.monotonic() - self._begun) * (self._total - self._rows) / self._rows)} left"
+        now = time.monotonic()
+        left = (now - self._begun) * (self._total - self._rows) / self._rows
+        whole = 0.0 if self._ends is None else self._ends - now
+        return f"{duration_text(left)} left" + f", {duration_text(whole)} of the whole" * (whole > left + WORTH_SAYING)

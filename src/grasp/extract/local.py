@@ -194,6 +194,7 @@ def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alo
     if alone:
         seconds = expected_seconds(inputs.model, inputs.store, rows, inputs.units, features)
         progress.note(forecast(inputs.model, inputs.store, rows, seconds))
+        progress.expect(float(seconds[0]))
 
 
 def has_work(out: Path) -> bool:

@@ -1,0 +1,27 @@
+"""What a long run says while it works: what it does, and how much is left of the stage and of the whole."""
+
+from grasp.cli import progress
+from grasp.cli.progress import Watch
+
+
+def test_stages_have_names_and_what_is_left_of_the_whole_is_said(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    watch = Watch(quiet=True)
+    watch.expect(300.0)
+    watch.stage("token moments", rows=100, tokens=1000)
+    now[0] = 60.0
+    watch.advance(50, 500)
+    assert (
+        capsys.readouterr().err
+        == "first reading: 50 of 100 rows, 1 rows/s, 8 tokens/s, 1 min 00 s left, 4 min 00 s of the whole\n"
+    )
+    now[0] = 290.0
+    watch.stage("forward", rows=100, tokens=1000)
+    now[0] = 296.0
+    watch.advance(60, 600)
+    assert capsys.readouterr().err.endswith("scoring rows: 60 of 100 rows, 10 rows/s, 100 tokens/s, 4 s left\n")
+    watch.stage("verifying", rows=2, tokens=None)
+    now[0] = 302.0
+    watch.advance(1, 0)
+    assert capsys.readouterr().err.endswith("verifying: 1 of 2 rows, 0 rows/s, 6 s left\n")
