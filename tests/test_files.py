@@ -1,10 +1,14 @@
 """Files that appear only when they are whole."""
 
+import errno
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from grasp.errors import SettingsError
@@ -21,6 +25,10 @@ from grasp.files import (
     write_whole,
     written_aside,
 )
+from grasp.predict.blocks import one_subset
+from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.results import write_table
+from grasp.yaml_files import write_yaml
 
 
 def names(path):
@@ -177,6 +185,42 @@ def test_what_looks_like_a_checksum_in_the_body_is_left_alone():
     assert json.loads(data) == {**body, "checksum": json.loads(data)["checksum"]}
     assert json.loads(data)["checksum"] != UNSIGNED
     assert is_signed(data)
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A disk of 64 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_names_the_file_that_found_no_room(full_disk):
+    noise = pa.table({"text": [os.urandom(500).hex() for _ in range(1_000)]})
+    yaml = {"text": "x" * 500_000}
+
+    def shards(path):
+        with written_aside(path) as part:
+            part.mkdir()
+            write_table(noise, part / "shard.parquet")
+
+    for write in (
+        lambda path: write_whole(path, os.urandom(500_000)),
+        lambda path: write_table(noise, path),
+        lambda path: write_yaml(yaml, path),
+        lambda path: write_subsets(path, [one_subset("s", np.ones(1_000, bool))], RowIndex.from_ids(noise["text"])),
+        shards,
+    ):
+        path = full_disk / "out.parquet"
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            write(path)
+        assert caught.value.errno == errno.ENOSPC
+        assert str(caught.value.filename) == str(path)
+        assert list(full_disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("said", ["File too large (os error 27)", 'IoError(Os { code: 27, message: "Too large" })'])

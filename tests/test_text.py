@@ -54,6 +54,8 @@ def test_numbers_have_a_true_minus_and_a_dash_where_there_is_none():
     assert ascii_text.signed(0.0000175) == "+2e-05"
     assert ascii_text.signed(-1e-12) == ascii_text.signed(-0.0) == "+0.000"
     assert ascii_text.number(-0.000175) == "-0.0002"
+    assert ascii_text.signed(-1e300) == "-1e+300"
+    assert ascii_text.number(123456789.0) == "123456789.000"
     assert interval(-0.000175, 0.0121) == "[\N{MINUS SIGN}0.0002, +0.012]"
     assert ascii_text.signed(None) == ascii_text.number(float("nan")) == "-"
 

@@ -29,6 +29,7 @@ from grasp.errors import ArtifactError, SettingsError
 
 TABLES = (".parquet", ".csv")  # how the name of a table ends
 STREAMS = (Path("-"), Path("/dev/stdout"))  # what a user means by the terminal, or the next command of a pipe
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or what a user may have of it
 PART = ".part"
 NAME_BYTES = 200  # of a name that go into its part's: file systems take 255
 STALE_SECONDS = 86_400.0
@@ -185,14 +186,16 @@ def _placed(path: Path) -> Iterator[Path]:
         _flush(path.parent)
     except BaseException as err:
         discard(part)
-        if (number := _os_error(err)) is not None:
+        if (number := _of_the_disk(err)) is not None:
             raise OSError(number, os.strerror(number), str(path)) from err
         raise
 
 
-def _os_error(err: BaseException) -> int | None:
-    """What the disk said to a library in Rust, which wraps it in an exception of its own without a number."""
-    found = None if isinstance(err, OSError) else re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
+def _of_the_disk(err: BaseException) -> int | None:
+    """What the disk said without naming a file, as writes do; a library in Rust says it without a number too."""
+    if isinstance(err, OSError):
+        return err.errno if err.errno in (*FULL, errno.EFBIG) else None
+    found = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(err))
     return None if found is None else int(found[1] or found[2])
 
 
@@ -250,7 +253,7 @@ def out_of_space(where: str, progress: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        if err.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if err.errno not in FULL:
             raise
         raise ArtifactError(
             f"{where}: no space left on the device; {progress()}; free space and run again with --resume"

@@ -21,6 +21,7 @@ SIGNS = {
     "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
     "\r": "\N{SYMBOL FOR CARRIAGE RETURN}",
 }
+HUGE = 1e9  # from here on with an exponent
 NOISE = 1e-9  # what adding up in another order may leave of zero
 WIDTH = 160  # where output is not a terminal
 JOINERS = "\u200c\u200d"  # needed to write some languages and emoji; they change no order
@@ -95,6 +96,8 @@ def number(value: float | None, digits: int = 3) -> str:
 def _spelled(value: float | None, digits: int, sign: str) -> str:
     if value is None or isnan(value):
         return "-"
+    if abs(value) >= HUGE:
+        return f"{value:{sign}.3g}"
     shown = f"{value:{sign}z.{digits}f}"
     return f"{value:{sign}.1g}" if abs(value) > NOISE and not float(shown) else shown
 

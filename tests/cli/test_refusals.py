@@ -108,6 +108,7 @@ REFUSALS = {
         (("--by", "colour"), "unknown column 'colour'"),
         (("--target", "facts=-1"), "expected a number above 0"),
         (("--diversity", "-1"), "diversity: got -1"),
+        (("--diversity", "1e300"), "diversity: got 1e+300, expected 0 to 1e+06"),
         (("--exclude-where", "topic ="), "expression 'topic =': "),
         (("--exclude", "nothing.txt"), "exclude: nothing.txt: no such file"),
         (("--documents", "some"), "expected any, half or all"),

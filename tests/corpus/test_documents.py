@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import os
 import sys
 import tracemalloc
 from pathlib import Path
@@ -21,7 +22,9 @@ from hypothesis import strategies as st
 from grasp.corpus import read_documents
 from grasp.corpus.documents import documents_of
 from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
-from grasp.errors import CorpusError, MissingExtraError
+from grasp.errors import CorpusError, MissingExtraError, ModelError
+from grasp.models.classifier import load_reference
+from grasp.settings import ModelSettings
 from tests.corpus.world import records, sentences, settings_for, write_chunked, write_jsonl, write_parquet
 
 SUFFIXES = [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"]
@@ -215,6 +218,20 @@ def test_a_path_is_never_taken_for_a_hub_name(monkeypatch, tmp_path):
     for path in ("someone/corpus.parquet", "./someone/other", "/nowhere/at/all", "a/b/c"):
         with pytest.raises(CorpusError, match=rf"{path}: no such file or directory; expected \.parquet"):
             read_documents(settings_for(path))
+
+
+def test_a_link_that_leads_nowhere_is_not_asked_of_a_hub(monkeypatch, tmp_path):
+    def load(name):
+        raise AssertionError(name)
+
+    fake_hub(monkeypatch, load)
+    monkeypatch.chdir(tmp_path)
+    for name, to in (("circle", "other"), ("other", "circle"), ("dangling", "nothing")):
+        os.symlink(to, name)
+        with pytest.raises(CorpusError, match=f"^{name}: is a symbolic link that leads nowhere, or in"):
+            read_documents(settings_for(name))
+        with pytest.raises(ModelError, match=f"^model.path: `{name}` is a symbolic link that leads nowhere"):
+            load_reference(ModelSettings(path=name))
 
 
 def test_a_hub_name_that_cannot_be_had(monkeypatch):

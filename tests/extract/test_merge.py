@@ -1,6 +1,8 @@
 """Laws of merging: parts give the numbers of one build of all rows, and parts that differ are refused by name."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +213,24 @@ def test_nothing_appears_before_it_is_whole(parts, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         merge([parts.first, parts.second], tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("after", [0, 5, 40])
+def test_a_full_disk_names_the_place_and_offers_no_resuming(parts, tmp_path, monkeypatch, after):
+    fsync, left = os.fsync, [after]
+
+    def full(descriptor):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    message = refused("merge", parts.first, parts.second, "--out", tmp_path / "out")
+    assert message.startswith(f"{tmp_path / 'out'}: ")
+    assert "No space left on device" in message
+    assert "--resume" not in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_commands_build_and_merge_parts(parts, tmp_path):

@@ -33,6 +33,7 @@ from grasp.text import json_text, signed, text_table
 from grasp.verbs.predict import notes
 
 GROUP_ROWS = 65_536
+MOST_DIVERSITY = 1e6  # far more than leaves anything to relevance
 SUMMARY_VERSION = 1  # of the .json beside a choice
 # Changes have a sign; shares, weights and factors have none.
 FORMATS = {
@@ -196,8 +197,10 @@ def protocol_of(
     chosen, weight = as_protocol(protocol), diversity
     if weight is None:
         return chosen
-    if not 0 <= weight < np.inf:
-        raise SettingsError(f"diversity: got {weight:g}, expected 0 or more: the weight of the penalty on redundancy")
+    if not 0 <= weight <= MOST_DIVERSITY:
+        raise SettingsError(
+            f"diversity: got {weight:g}, expected 0 to {MOST_DIVERSITY:g}: the weight of the penalty on redundancy"
+        )
     built = [half for half in ("hidden", "residual", "product") if f"{half}_sketch" in array_names]
     if weight and not built:
         raise SettingsError("diversity: the artifact has no sketch to measure it by; leave it out, or build sketches")

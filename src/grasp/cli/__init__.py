@@ -10,11 +10,11 @@ from grasp.cli import ask, choose, find, runs, start, trust  # noqa: F401 - comm
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.errors import GraspError
+from grasp.files import FULL
 from grasp.text import plain
 
 USER_ERROR = 2
 # What the machine refuses, whoever asks: no bug of ours, so it gets a line and no traceback.
-FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSALS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO)
 
 

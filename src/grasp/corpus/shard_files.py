@@ -25,7 +25,7 @@ from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, arrow_type, as_kind, colu
 from grasp.corpus.packing import Cursor, SkipLog, Skipped, StoredRow
 from grasp.corpus.sources import Source
 from grasp.errors import CorpusError
-from grasp.files import aside, differences, discard, is_part, written_aside
+from grasp.files import aside, differences, discard, is_part, remove_parts, written_aside
 from grasp.settings import CorpusSettings
 
 FORMAT: Final = 1
@@ -356,6 +356,7 @@ def begin(directory: Path, plan: Mapping[str, Any], *, replace: bool = False) ->
                 f"{directory}: was begun with other input: {'; '.join(changes)}. "
                 "Restore it, or delete the directory to start over"
             )
+        remove_parts(directory)  # of a writer that was killed; another one waits at the lock
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ Parquet row group, is all that it holds.
 import hashlib
 import io
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -102,6 +103,8 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
         return FileSource(fs, [(_shown(fs, root), root)], root.rpartition("/")[0])
     if there:
         return _open_directory(fs, root, path, split, field)
+    if os.path.lexists(path):
+        raise CorpusError(f"{path}: is a symbolic link that leads nowhere, or in a circle; {EXPECTED}")
     if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path) and not is_path(path):
         datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
         none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"

@@ -29,7 +29,7 @@ from grasp.corpus.packing import SkipLog
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.local import sketch_gain
 from grasp.extract.progress import Progress, Silent
-from grasp.files import check_outputs, differences, written_aside
+from grasp.files import FULL, check_outputs, differences, written_aside
 
 REMEDY = "build the later part with --like and the first one, and with its model, features and targets"
 DERIVED = ("loss",)  # columns of units that another machine may round differently
@@ -59,8 +59,15 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         _require_alike(opened[0], part)
     _require_own_names(opened)
     schema = _row_schema(opened)
-    with written_aside(place) as aside:
-        _write(opened, schema, aside, progress)
+    try:
+        with written_aside(place) as aside:
+            _write(opened, schema, aside, progress)
+    except ArtifactError as err:
+        if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL:  # the build's advice is to resume
+            raise ArtifactError(
+                f"{place}: {err.__cause__.strerror}; nothing was written: make room and run the same command again"
+            ) from err
+        raise
     return ArtifactReader.open(place)
 
 

@@ -5,6 +5,7 @@ An adapter of peft is folded into the model that it names.
 """
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -258,6 +259,8 @@ def _is_local(field: str, name: str) -> bool:
     if name.startswith(IN_MEMORY):
         raise ModelError(f"{field}: it was {name}: it is on no disk; pass it again, or save it and name its directory")
     path = Path(name)
+    if os.path.lexists(path) and not path.exists():
+        raise ModelError(f"{field}: `{name}` is a symbolic link that leads nowhere, or in a circle; repair it")
     if path.is_file() and path.suffix != ".gguf":
         raise ModelError(
             f"{field}: `{name}` is a file; expected a directory, a GGUF file or the name of a repository"
