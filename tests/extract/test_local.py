@@ -29,7 +29,16 @@ from grasp.extract.extend import add_target
 from grasp.extract.forecast import forecast
 from grasp.extract.forward import ShardForward
 from grasp.extract.inputs import ON_DISK, prepare, tell_units
-from grasp.extract.local import KERNELS, build, build_token_kernel, decided, regime, relevance_scale
+from grasp.extract.local import (
+    KERNELS,
+    build,
+    build_token_kernel,
+    decided,
+    foretell,
+    has_work,
+    regime,
+    relevance_scale,
+)
 from grasp.extract.moments import token_sample
 from grasp.extract.progress import Silent
 from grasp.extract.reopen import Origin
@@ -432,6 +441,26 @@ def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
     assert len(forward) > 3
     assert sum(rows for rows, _ in forward) == 65
     assert max(tokens for _, tokens in forward) <= settings.model.batch_tokens
+
+
+def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_path):
+    settings, out = world(root), tmp_path / "art"
+    told = foretell(settings, out)
+    assert not has_work(out)
+    notes = Notes()
+    build(settings, out, progress=notes)
+    assert notes.rows < 2 * told.rows + told.documents  # the corpus was cut already
+    art = ArtifactReader.open(out)
+    assert (told.rows, told.documents) == (art.n_rows, 40)
+    assert {f"relevance_{name}" for name in told.kernels} == {n for n in art.array_names if n.startswith("relevance_")}
+    assert told.questions == dict(art.manifest.targets)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    assert size / 2 < told.disk < 2 * size
+    assert str(told).startswith(f"rows: {art.n_rows} of 40 documents\nquestions: 6 of facts\n")
+    with pytest.raises(ArtifactError, match="is finished, so there is nothing to foretell"):
+        foretell(settings, out)
+    with pytest.raises(ModelError, match="looks untrained"):
+        foretell(settings, tmp_path / "new", must_be_trained=True)
 
 
 def test_a_model_that_knows_no_more_than_chance_stops_the_build(root, tmp_path):

@@ -95,6 +95,9 @@ def build(
         None,
     ),
     limit: int | None = option("--limit N", "Read only the first N documents, for a quick look.", None, min=1),
+    forecast: bool = option(
+        "--forecast", "Only say what it would be: rows, kernels, time, disk, and what would stop it.", False
+    ),
     resume: bool = rare("--resume", "Go on with a build that was cut off, with its settings.", False),
     untrained: bool = rare("--untrained", "Go on although the model predicts no better than chance.", False),
     tokenizer: str | None = rare("--tokenizer DIR", "The model's tokenizer. Default: the one in its directory.", None),
@@ -128,7 +131,7 @@ def build(
 
     The model is a causal LM, or an image classifier if its output layer is named: --set model.classifier.head=NAME.
     """
-    from grasp.extract.build import add_targets, split_names
+    from grasp.extract.build import add_targets, foretell, split_names
     from grasp.extract.build import build as run
 
     flags = {
@@ -159,6 +162,13 @@ def build(
             "there already": f"{add_target} is there already, with the same units; nothing was done",
         }
         print(f"{out}: {done[source]}; targets now: {', '.join(grasp.open(out).targets)}")
+        return
+    if forecast:
+        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
+        _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
+        with Watch(quiet=quiet) as watch:
+            told = foretell(out, data, untrained=untrained, progress=watch)
+        print(f"{told}\n{out}: has the rows; the same command without --forecast goes on from there")
         return
     if engine == "local":
         _refuse_idle({"--workers": workers}, "--engine local; say --engine ray")

@@ -22,8 +22,10 @@ from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.extend import Source as Added
 from grasp.extract.extend import add_target
+from grasp.extract.forecast import Forecast
 from grasp.extract.inputs import InMemory
 from grasp.extract.local import build as build_local
+from grasp.extract.local import foretell as foretell_local
 from grasp.extract.progress import Progress, Silent
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.device import dtype_name
@@ -127,6 +129,25 @@ def build(
         remote.publish_artifact(staged, url)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)
+
+
+def foretell(
+    out: Path | str,
+    settings: Mapping[str, Any] | Path | str,
+    *,
+    untrained: bool = False,
+    progress: Progress | None = None,
+) -> Forecast:
+    """What `build` would be: rows, kernels, time, disk, and whatever would stop it. Its rows are kept for the build.
+
+    Args:
+        settings: as of `build`; all that it reads is named in them.
+    Raises:
+        GraspError: as of `build`, before its pass.
+    """
+    data = plain_settings(settings)
+    require_flags(data, REQUIRED, "build")
+    return foretell_local(build_settings(data), _place(out)[2], progress=progress, must_be_trained=not untrained)
 
 
 def _place(out: Path | str) -> tuple[Path, str | None, Path]:

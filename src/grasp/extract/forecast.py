@@ -1,10 +1,13 @@
 """A first look, on a few rows before the pass: has the model learned anything, and how long will the build take?"""
 
+import io
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.corpus.images import ImageStore
@@ -12,11 +15,11 @@ from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.backward import square_sums
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
-from grasp.extract.moments import reads_once
+from grasp.extract.moments import STATES, reads_once
 from grasp.extract.passes import Pass, Rows
 from grasp.models.classifier import Reference
-from grasp.settings import FeatureSettings
-from grasp.text import duration_text
+from grasp.settings import BuildSettings, FeatureSettings
+from grasp.text import duration_text, size_text
 
 TOKENS = 2_048  # of the rows that are looked at
 UNTRAINED = 0.95  # of ln V; a model that knows no more than how often words occur is near 0.7
@@ -93,6 +96,50 @@ def forecast(model: Reference, store: RowStore | ImageStore, rows: Rows, seconds
     if model.device.type == "cpu" and cpu < BUSY * wall:
         about += f"; {duration_text(cpu)} of it is computing, the rest waits for other programs on this machine"
     return f"{store.n_tokens:,} tokens on {model.device}: {about}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a build would be: counted, but for the time, which the first rows tell."""
+
+    rows: int
+    documents: int
+    tokens: int
+    questions: dict[str, int]  # by target
+    kernels: tuple[str, ...]
+    time: str
+    disk: int  # bytes of the finished artifact
+    beside: int  # bytes more, until it is finished
+
+    def __str__(self) -> str:
+        questions = ", ".join(f"{n:,} of {target}" for target, n in self.questions.items())
+        return (
+            f"rows: {self.rows:,} of {self.documents:,} documents\n"
+            f"questions: {questions}\n"
+            f"kernels: {', '.join(self.kernels)}\n"
+            f"time: {self.time}\n"
+            f"disk: about {size_text(self.disk)}, and {size_text(self.beside)} more until it is finished"
+        )
+
+
+def disk_bytes(
+    model: Reference, store: RowStore | ImageStore, kept: int, rows: Rows, n_numbers: int, settings: BuildSettings
+) -> tuple[int, int]:
+    """Bytes of a finished artifact of so many numbers a row, and those that are there beside it while it is built.
+
+    Args:
+        kept: bytes of the rows as they lie on disk already; of what the model gives the first ones tell.
+    """
+    numbers = store.n_rows * n_numbers * np.dtype(settings.array_dtype).itemsize
+    moments = 3 * 8 * (model.hidden_size**2 + model.vocab_size)
+    if settings.features.neighbour:
+        moments += min(store.n_tokens, 2 * STATES) * (4 * model.hidden_size + 8)
+    table = io.BytesIO()
+    pq.write_table(store.table(0), table)
+    named = 2 * table.tell() * store.n_shards  # as one table, and shard by shard
+    features = forward_shard(model, rows, settings.features, None).spool().values()
+    spooled = sum(array.nbytes for array in features) / len(rows) * min(store.n_rows, settings.features.moment_rows)
+    return numbers + moments + named + kept * settings.keep_tokens, round(spooled) + kept * (not settings.keep_tokens)
 
 
 def _now() -> Spent:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -29,8 +30,8 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.cluster import ClusterSpec
 from grasp.extract.engine import InProcess, Workers, ray_workers
 from grasp.extract.finish import PooledKernel
-from grasp.extract.forecast import expected_seconds, first_rows, forecast, refuse_untrained
-from grasp.extract.forward import ShardForward, TokenKernel
+from grasp.extract.forecast import Forecast, disk_bytes, expected_seconds, first_rows, forecast, refuse_untrained
+from grasp.extract.forward import ShardForward, TokenKernel, forward_shard
 from grasp.extract.inputs import (
     ON_DISK,
     Clock,
@@ -195,6 +196,44 @@ def look_ahead(inputs: Inputs, progress: Progress, *, must_be_trained: bool, alo
         seconds = expected_seconds(inputs.model, inputs.store, rows, inputs.units, features)
         progress.note(forecast(inputs.model, inputs.store, rows, seconds))
         progress.expect(float(seconds[0]))
+
+
+def foretell(
+    settings: BuildSettings, out: Path, *, progress: Progress | None = None, must_be_trained: bool = False
+) -> Forecast:
+    """What `build` with these settings would be. The rows that it reads are kept for the build.
+
+    Raises:
+        GraspError: what would stop the build before its pass; or it is finished.
+    """
+    progress = progress or Silent()
+    settings = decided(settings, ON_DISK)
+    with lock_artifact(out):
+        if (out / MANIFEST).exists():
+            raise ArtifactError(f"{out}: is finished, so there is nothing to foretell; choose another --out")
+        begin(settings, out, progress)
+        model = load_model(settings, ON_DISK)
+        inputs = prepare(settings, model, out / "tokens", progress, replace=not has_work(out))
+        store, features, rows = inputs.store, inputs.settings.features, first_rows(inputs.store)
+        if must_be_trained and isinstance(model, ReferenceModel):
+            refuse_untrained(model, rows, features)
+        forward_shard(model, rows, features, None)  # the first time takes longer
+        seconds = expected_seconds(model, store, rows, inputs.units, features)
+        kernels = [name for name in (*KERNELS, "pooled") if getattr(features, name)]
+        widths = features.hidden_width + features.residual_width + features.product_width
+        on_disk = sum(file.stat().st_size for file in (out / "tokens").iterdir())
+        numbers = widths + len(kernels) * inputs.n_units
+        disk, beside = disk_bytes(model, store, on_disk, rows, numbers, inputs.settings)
+    return Forecast(
+        rows=store.n_rows,
+        documents=store.n_documents,
+        tokens=store.n_tokens,
+        questions=dict(Counter(unit.target for unit in inputs.unit_set.units)),
+        kernels=tuple(kernels),
+        time=forecast(model, store, rows, seconds),
+        disk=disk,
+        beside=beside,
+    )
 
 
 def has_work(out: Path) -> bool:
