@@ -83,6 +83,38 @@ def test_the_tutorial_from_the_first_command_to_the_report(place):
     assert all(topic in (place / "report.html").read_text(encoding="utf-8") for topic in TOPICS)
 
 
+def test_the_reference_shows_every_public_name_and_what_it_shows_runs(place, monkeypatch):
+    monkeypatch.setattr(grasp, "build", partial(grasp.build, untrained=True), raising=False)
+    more = {"row_id": [f"more-{i}" for i in range(12)], "text": texts(12, seed=3), "topic": list(TOPICS) * 4}
+    pq.write_table(pa.table(more), place / "more.parquet")
+    for name, answer in (("facts", "ocean water"), ("exam", "metal")):
+        (place / f"{name}.jsonl").write_text(f'{{"question": "Which {name} is it?", "answer": "{answer}"}}\n' * 2)
+    shares = [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6], [0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.1, 0.5, 0.4]]
+    lines = [",".join(["run", *TOPICS])] + [
+        f"{run}," + ",".join(map(str, row)) for run, row in zip("abcdef", shares, strict=True)
+    ]
+    (place / "mixtures.csv").write_text("\n".join(lines) + "\n")
+    losses = [f"{run},{3 - row[1]}" for run, row in zip("abcdef", shares, strict=True)]
+    (place / "metrics.csv").write_text("\n".join(["run,facts/loss", *losses]) + "\n")
+    examples = blocks("python", "docs/reference.md")
+    exec(compile("\n".join(examples), "docs/reference.md", "exec"), {})
+    page = (ROOT / "docs" / "reference.md").read_text()
+    methods = [
+        f"art.{name}" for name in vars(grasp.Artifact) if not name.startswith("_") and name not in ("open", "files")
+    ]
+    names = [f"grasp.{name}" for name in (*grasp.__all__, "open")]
+    assert not [name for name in [*names, *methods] if not re.search(rf"\b{re.escape(name)}\b", page)]
+
+
+def test_the_reference_has_every_command_in_its_own_words():
+    group = typer.main.get_command(app)
+    found = {name: each for name, each in group.commands.items() if name != "runs"}
+    found |= {f"runs {name}": each for name, each in group.commands["runs"].commands.items()}
+    page = (ROOT / "docs" / "reference.md").read_text()
+    shown = dict(re.findall(r"^\| `grasp ([\w -]+)` \| (.*?) \|", page, re.MULTILINE))
+    assert shown == {name: each.get_short_help_str(200) for name, each in found.items()}
+
+
 def test_every_command_is_one_that_grasp_takes():
     group = typer.main.get_command(app)
     for argv in commands():

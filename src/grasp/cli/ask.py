@@ -225,7 +225,7 @@ def serve(
         "--mcp", "Answer an agent over standard input and output (Model Context Protocol) instead.", False
     ),
 ) -> None:
-    """Ask anything: the report live in a browser, or the verbs as tools of an agent.
+    """Ask anything: the report live in a browser, or tools of an agent.
 
     Nobody else can reach it: it listens on this machine alone, and it only reads the artifact.
     """

@@ -131,7 +131,7 @@ def propose_runs(
     seed: int = option("--seed N", "Seed of the mixtures that are looked at.", 0, min=0),
     out: ResultFile = None,
 ) -> None:
-    """Which mixtures should be trained next, so that a decision becomes surest for the fewest runs?"""
+    """Which mixtures should be trained next, to decide with the fewest runs?"""
     read = {"holds the runs": directory, "is the artifact": art}
     check_outputs({"--out": out, "--subsets": subsets}, read, tables=["--out"])
     opened = None if art is None else grasp.open(art)
