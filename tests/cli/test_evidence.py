@@ -143,9 +143,12 @@ def test_retrain_says_what_it_made_and_the_next_commands_run_as_printed(trained,
     env, outcome = trained
     first, heading, line, build, then, evidence = outcome.lines
     assert first == f"{env}: dev, recipe tiny, 8 subsets x 2 seeds of 65 rows"
-    assert cells(heading) == ["target", "units", "utility", "sd over subsets"]
+    assert cells(heading) == ["target", "units", "utility", "against the corpus", "sd over subsets"]
     realized_B = Environment.open(env).utilities().values_BSE.mean(axis=(1, 2))
-    assert cells(line) == ["facts", "6", f"{realized_B.mean():+.3f}", f"{realized_B.std(ddof=1):+.4f}"]
+    against = realized_B.mean() - Environment.open(env).reference_utilities().mean()
+    assert cells(line)[:2] == ["facts", "6"]
+    told = [float(cell) for cell in cells(line)[2:]]
+    assert told == pytest.approx([realized_B.mean(), against, realized_B.std(ddof=1)], rel=0.02, abs=6e-4)
     assert evidence.startswith(
         "for grasp calibrate: 8 subsets are too few to choose by; 21 carry its short list of 12, "
     )

@@ -146,16 +146,18 @@ class Environment:
     # ---------------------------------------------------------------------------------------- what it is
 
     def summary(self) -> Result:
-        """What was trained, a line a target: its units, and how far the subsets lie apart; and what comes next."""
+        """What was trained, a line a target: its units, how far subsets lie from the corpus and apart; what is next."""
         utilities = self.utilities(partial=True)
-        lines = []
-        for name, target in self.info.targets.items():
+        whole_ST, lines = self.task_reference(list(self.info.targets)), []
+        for t, (name, target) in enumerate(self.info.targets.items()):
             task_BS = utilities.of(name).values_BSE.mean(axis=2)
+            whole = float(whole_ST[:, t].mean()) if len(whole_ST) == task_BS.shape[1] else None
             lines.append(
                 {
                     "target": name,
                     "units": len(target.unit_ids),
                     "utility": float(task_BS.mean()) if task_BS.size else None,
+                    "against the corpus": float(task_BS.mean()) - whole if task_BS.size and whole is not None else None,
                     "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
                 }
             )
