@@ -28,7 +28,7 @@ from grasp.runs.recipe import named_recipe
 from grasp.runs.train import train
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
-from grasp.text import number, plain, size_text, text_table
+from grasp.text import number, plain, signed, size_text, text_table
 
 TASKS = (
     "sciq",
@@ -45,6 +45,7 @@ POSITIONS = "stride:2"  # of a row that the model is asked at: half of the work,
 SEED = 0
 LABEL = "source"
 SHIPPED = Path(__file__).with_name("demo_environment")  # written by `grasp retrain` with the flags of `retrain_flags`
+CHECKED = Path(__file__).with_name("demo_checked")  # its own choices, trained: experiments/exposure
 RETRAININGS = 16
 TARGET = "sciq"
 RANDOM_SUBSETS = 10_000
@@ -60,6 +61,7 @@ class Demo:
         self.corpus_path, self.model_path, self.artifact_path = out / "corpus.parquet", out / "model", out / "artifact"
         self.environment_path = out / "environment"  # where the user's own is looked for
         self.kept_path, self.mixture_path = out / "kept.parquet", out / "mixture.parquet"
+        self.weights_path = out / "weights.parquet"
 
     @property
     def retrain_flags(self) -> tuple[str, ...]:
@@ -235,12 +237,31 @@ def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Call
     summary = selection.save(demo.kept_path).with_suffix(".json")
     say("6. Or keep everything, and change how much of each source the model sees: for all five tasks together.")
     asked = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
-    _command(say, "mix", at, *asked, *trust, "--out", demo.mixture_path)
+    _command(say, "mix", at, *asked, *trust, "--out", demo.mixture_path, "--weights", demo.weights_path)
     mixture = art.mix(LABEL, list(TASKS), distance=DISTANCE, runs=runs)
     say(f"{mixture}\n")
     shares = mixture.save(demo.mixture_path).with_suffix(".json")
+    mixture.write_weights(demo.weights_path)
     say("7. All of it on one page, with sliders to try what if.")
     report = demo.out / "report.html"
     _command(say, "report", at, *trust, "--selection", summary, "--mixture", shares, "--out", report)
     page = art.report(report, runs=runs, selection=summary, mixture=shares)
     say(f"{page}: {size_text(page.stat().st_size)}; open it in any browser, it needs no network\n")
+    say("8. Does the promise come true? Train on the choice and see; with subsets=weights.parquet, on the mixture.")
+    check = ("--like", at, "--set", f"subsets={demo.kept_path}", "--seeds", 2, "--out", demo.out / "kept")
+    _command(say, "retrain", *check)
+    if CHECKED.exists():
+        say(_came(Environment.open(CHECKED)))
+    say("")
+
+
+def _came(checked: Environment) -> str:
+    """What came of the demo's choices when they were trained: change against the whole corpus, in nats a token."""
+    seeds = len(checked.info.seeds)
+    came_BT = (checked.task_utilities(TASKS) - checked.task_reference(TASKS)).mean(axis=1)
+    lines = [
+        f"Here the {name}, trained with {seeds} seeds, gave "
+        + ", ".join(f"{target} {signed(float(nats), 2)}" for target, nats in zip(TASKS, came_T, strict=True))
+        for name, came_T in zip(checked.subset_ids, came_BT, strict=True)
+    ]
+    return "\n".join(lines)
