@@ -1,5 +1,7 @@
 """Rows that are seen again are worth less: the law of exposure, and what follows from it for a budget."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,25 +10,34 @@ from scipy.sparse import csr_array
 
 from grasp.choose.repetition import Training
 from grasp.predict.geometry import SubsetMass
-from grasp.predict.weights import EachSlice, Exposure, OmittedRows, PackedMasks, SliceShares
+from grasp.predict.weights import REPEAT_WORTH, EachSlice, Exposure, OmittedRows, PackedMasks, SliceShares
 
 
-@given(times=st.floats(1e-6, 1e6), epochs=st.floats(0.01, 1e4))
+@given(times=st.floats(1e-6, 1e3), epochs=st.floats(0.01, 100))
 def test_more_of_the_same_is_worth_less_and_never_nothing(times, epochs):
     exposure = Exposure(epochs)
     assert float(exposure(0.0)) == 0.0
     assert float(exposure(1.0)) == pytest.approx(1.0)
-    assert exposure(times) < exposure(2 * times) < 2 * exposure(times)
-    assert exposure(2 * times) - exposure(times) == pytest.approx(
-        np.log((1 + 2 * times / exposure.c) / (1 + times / exposure.c)) / np.log(1 + 1 / exposure.c)
-    )
+    once, twice = float(exposure(times)), float(exposure(2 * times))
+    assert once <= twice * (1 + 1e-12)
+    assert twice <= 2 * once * (1 + 1e-12)
+    if 2 * times * epochs <= 1 and epochs <= 1:
+        assert twice == pytest.approx(2 * times)  # nothing is seen twice
+
+
+@pytest.mark.parametrize(("times", "want"), [(1, 1.0), (2, 1.968), (4, 3.726), (16, 10.584), (1e6, 16.4)])
+def test_the_published_numbers(times, want):
+    """1 + R* (1 - exp(-(x - 1) / R*)) with R* = 15.4, by hand."""
+    assert REPEAT_WORTH == 15.4
+    assert float(Exposure()(times)) == pytest.approx(want, abs=2e-3)
 
 
 def test_a_corpus_that_is_read_often_anyway_gains_less_by_more():
-    for tokens in (5.0, 100.0):
-        assert Training(tokens).of_corpus(100).exposure.c == Training().exposure.c
-    often = Training(400.0).of_corpus(100).exposure
-    assert float(often(2.0)) < float(Training().exposure(2.0)) < 2.0
+    assert Training().exposure == Exposure()
+    gains = [float(Training(tokens).of_corpus(100).exposure(2.0)) for tokens in (10.0, 100.0, 400.0, 4000.0)]
+    assert gains[0] == 2.0
+    assert gains == sorted(gains, reverse=True)
+    assert gains[-1] < 1.1
 
 
 def test_every_form_of_weights_counts_alike_and_plain_ones_stay():
@@ -34,24 +45,38 @@ def test_every_form_of_weights_counts_alike_and_plain_ones_stay():
     codes_N = np.arange(12) % 3
     share_BG = np.array([[0.5, 0.0, 2.0], [3.0, 1.0, 1.0]])
     dense_BN = share_BG[:, codes_N]
-    times_BN = dense_BN / dense_BN.mean(axis=1, keepdims=True)
-    exposure = Exposure()
-    want_BN = exposure(times_BN) / exposure(1 / dense_BN.mean(axis=1, keepdims=True))
-    forms = SliceShares(share_BG, codes_N), csr_array(dense_BN), OmittedRows(csr_array(1.0 - dense_BN))
-    for weights in forms:
+    kept_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
+    for exposure, rows_B1 in ((Exposure(), kept_B1), (Exposure(3.0), 12)):
+        times_B1 = rows_B1 / dense_BN.sum(axis=1, keepdims=True)
+        check_forms(exposure, dense_BN, share_BG, codes_N, exposure(dense_BN * times_B1) / exposure(times_B1))
+    plain_BN = (rng.random((2, 12)) < 0.5).astype(float)
+    plain = PackedMasks(np.packbits(plain_BN.astype(bool), axis=1), 12), csr_array(plain_BN), EachSlice(codes_N, 3)
+    for weights in plain:
+        assert Exposure(3.0).of(weights) is weights
+
+
+def check_forms(exposure, dense_BN, share_BG, codes_N, want_BN):
+    for weights in (SliceShares(share_BG, codes_N), csr_array(dense_BN), OmittedRows(csr_array(1.0 - dense_BN))):
         counted = exposure.of(weights)
         assert type(counted) is type(weights)
         found_BN = (counted if isinstance(counted, csr_array) else counted.csr()).toarray()
         np.testing.assert_allclose(found_BN, want_BN, atol=1e-12)
-    plain_BN = (rng.random((2, 12)) < 0.5).astype(float)
-    plain = PackedMasks(np.packbits(plain_BN.astype(bool), axis=1), 12), csr_array(plain_BN), EachSlice(codes_N, 3)
-    for weights in plain:
-        assert exposure.of(weights) is weights
 
 
-def test_what_is_left_of_a_change():
-    """A fifth of the rows is seen five times as often, and counts as exposure(5) / 5 of them."""
-    exposure = Exposure()
+def test_what_is_left_of_rows_that_are_repeated():
+    """Under a budget a fifth of the rows is seen five times as often, and counts as exposure(5) / 5 of them."""
     mass = SubsetMass.plain(np.array([20.0, 100.0]), 100)
-    np.testing.assert_allclose(mass.worth(exposure), [float(exposure(5.0)) / 5, 1.0])
-    np.testing.assert_array_equal(mass.worth(None), 1.0)
+    np.testing.assert_allclose(mass.worth(Exposure(1.0)), [float(Exposure(1.0)(5.0)) / 5, 1.0])
+    for law in (None, Exposure(), Exposure(0.2)):  # no law, no budget, or nothing is seen twice
+        np.testing.assert_allclose(mass.worth(law), 1.0)
+
+
+def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():
+    """Half of the rows three times as often as the other half: seen(1.5) + seen(.5), of 2."""
+    weights = csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]]))
+    exposure, mass = Exposure(), SubsetMass.of(weights)
+    counted = SubsetMass.of(exposure.of(weights))
+    worth_B = replace(mass, retained_B=counted.retained_B).worth(exposure)
+    want = (float(exposure(1.5)) + 0.5) / 2
+    np.testing.assert_allclose(worth_B, [want, want, 1.0])
+    assert 0.98 < want < 1

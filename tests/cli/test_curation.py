@@ -17,7 +17,6 @@ from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.predict.families import parse_family
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex
-from grasp.predict.weights import Exposure
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
 from grasp.runs.evaluate import target_fingerprint
@@ -80,11 +79,6 @@ def predicted(art, subsets, protocol, tmp_path) -> float:
 # select
 
 
-def left_of(share):
-    """What repetition leaves of a change where so much is kept."""
-    return share * float(Exposure()(1 / share))
-
-
 @pytest.mark.parametrize("arguments", [(), ("--diversity", 0.5)])
 def test_select_writes_rows_that_predict_to_the_value_it_says(arguments, art, tmp_path):
     out = tmp_path / "kept.parquet"
@@ -100,8 +94,7 @@ def test_select_writes_rows_that_predict_to_the_value_it_says(arguments, art, tm
     assert table.schema.metadata[b"corpus"].decode() == summary["corpus"]
     found = predicted(art, out, tmp_path / "kept.protocol.yaml", tmp_path)
     assert summary["targets"][0]["change"] == pytest.approx(found, rel=1e-6)
-    left = 1 if arguments else left_of(table.num_rows / artifact.n_rows)
-    assert summary["value"] == pytest.approx(found * left, rel=1e-6)
+    assert summary["value"] == pytest.approx(found, rel=1e-6)
     assert f"{found:+.3f}" in next(line for line in outcome.lines if line.startswith("facts "))
     share = SHARES.search(outcome.out)
     assert share is not None
@@ -361,10 +354,7 @@ def test_mix_writes_weights_that_predict_to_the_value_it_says(arguments, art, tm
     assert sum(abs(line["proposed"] - line["now"]) for line in table) / 2 <= 0.4 + 1e-6
     found = predicted(art, weights, tmp_path / "mixture.protocol.yaml", tmp_path)
     assert summary["targets"][0]["change"] == pytest.approx(found, rel=1e-4, abs=1e-5)
-    if arguments:
-        assert summary["value"] == pytest.approx(found, rel=1e-4, abs=1e-5)
-    else:
-        assert 0 < summary["value"] < found  # repetition takes something
+    assert summary["value"] == pytest.approx(found, rel=1e-4, abs=1e-5)
     artifact = ArtifactReader.open(art)
     assert summary["corpus"] == artifact.manifest.fingerprints["corpus"]
     assert read_summary(MixtureSummary, tmp_path / "mixture.json", artifact).value == summary["value"]

@@ -13,7 +13,7 @@ from grasp.predict.geometry import SubsetMass, subset_relevance
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol
-from grasp.predict.weights import BEND, EachSlice, SliceShares
+from grasp.predict.weights import ANY_TEXT, EachSlice, Exposure, SliceShares
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components
 from tests.rounding import rounding
@@ -64,11 +64,14 @@ def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(ta
         task_N, unit_NE = slow_effects(source, chosen, target)
         np.testing.assert_allclose(predictor.effect_NT[:, t], task_N, rtol=0, atol=rounding(40, task_N))
         dense_BN = weights.toarray()
-        counted_BN = np.log1p(dense_BN / dense_BN.mean(axis=1, keepdims=True) / BEND)
-        mean = counted_BN / counted_BN.sum(axis=1, keepdims=True)
+        kept_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
+        counted_BN = Exposure()(dense_BN * kept_B1 / dense_BN.sum(axis=1, keepdims=True)) / kept_B1
+        taken_B = ANY_TEXT * (1 - counted_BN.sum(axis=1))
+        assert taken_B.min() > 0.001
         found_BE, close = change_BE[:, first : first + unit_NE.shape[1]], rounding(40, unit_NE)
-        np.testing.assert_allclose(change_BT[:, t], mean @ task_N, rtol=0, atol=close)
-        np.testing.assert_allclose(found_BE, mean @ unit_NE, rtol=0, atol=close)
+        np.testing.assert_allclose(change_BT[:, t], counted_BN @ task_N - taken_B, rtol=0, atol=close)
+        taken_B1 = taken_B[:, None] * unit_NE.mean(axis=1).std()  # a task's effect in that of its units
+        np.testing.assert_allclose(found_BE, counted_BN @ unit_NE - taken_B1, rtol=0, atol=close)
         first += unit_NE.shape[1]
     assert (predictor.unit, predictor.additive) == (EFFECT_SIZE, True)
 
@@ -147,9 +150,9 @@ def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, wei
 @given(seed=seeds, share=st.floats(0.05, 0.95))
 @settings(max_examples=30)
 def test_a_slice_is_explained_by_its_mean_effect(seed, share):
-    """Dropping a share p of the rows with the mean effect m changes -p / (1 - p) m; doubling it, less than its share.
+    """Dropping a share p of the rows with the mean effect m changes -p / (1 - p) m; doubling it p / (1 + p) m.
 
-    With x what a doubled row counts against one that is not, (x - 1) p m / (1 + (x - 1) p).
+    But for what repetition takes of the doubled rows, and of both in a training that reads them often.
     """
     predictor = Predictor.of(FakeSource(), default_protocol())
     rows = np.random.default_rng(seed).choice(40, max(1, round(share * 40)), replace=False)
@@ -159,9 +162,16 @@ def test_a_slice_is_explained_by_its_mean_effect(seed, share):
     change_BT = predictor.change(csr_array(weights_BN))
     close = rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(change_BT[0], -p / (1 - p) * m_T, rtol=0, atol=close * max(1.0, p / (1 - p)))
-    more = np.log1p(2 / (1 + p) / BEND) / np.log1p(1 / (1 + p) / BEND) - 1
-    assert 0 < more < 1
-    np.testing.assert_allclose(change_BT[1], more * p / (1 + more * p) * m_T, rtol=0, atol=close)
+    once, twice = 1 / (1 + p), float(Exposure()(2 / (1 + p)))
+    want_T = p * twice * (m_T + ANY_TEXT) + (1 - p) * once * (ANY_TEXT - p / (1 - p) * m_T) - ANY_TEXT
+    np.testing.assert_allclose(change_BT[1], want_T, rtol=0, atol=2 * close)
+    np.testing.assert_allclose(change_BT[1], p / (1 + p) * m_T, rtol=0.1, atol=0.03)
+    longer = Predictor.of(FakeSource(), default_protocol(), exposure=Exposure(2.0))
+    left = longer.change(csr_array(weights_BN)) - change_BT
+    once = Exposure(2.0)(1 / (1 - p)) * (1 - p)
+    np.testing.assert_allclose(
+        left[0], (once - 1) * (change_BT[0] + ANY_TEXT), rtol=0, atol=close * max(1.0, p / (1 - p))
+    )
 
 
 def test_the_unit_is_that_of_the_rows_whatever_the_relevance_is_measured_in():

@@ -105,9 +105,7 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
         mean_T = learned.scale_T * (own["r"] - whole["r"] + (d_nT * learned._rest_nT).sum(axis=0))
         inverse_Gnn = learned._solved.inverse_Gnn
         explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, inverse_Gnn, strict=True)]
-        variance_T = np.maximum(apart(own) - explained_T, 0.0) + 2 * numbers["noise"] * np.minimum(
-            apart(own) / far_T, 1.0
-        )
+        variance_T = np.maximum(apart(own) - explained_T, 0.0) + 2 * numbers["noise"] * apart(own) / far_T
         np.testing.assert_allclose(mean_T, expected_BT[b], atol=1e-9)
         np.testing.assert_allclose(learned.scale_T * np.sqrt(variance_T), spread_BT[b], atol=1e-7)
 
@@ -173,6 +171,19 @@ def test_intervals_widen_away_from_the_runs() -> None:
     path = [np.eye(N_SLICES)[:1] * far + (1 - far) / N_SLICES for far in (0.1, 0.4, 0.7, 0.99)]
     _, spread = learned.change(KnownFeatures.of_shares(np.concatenate(path), N_TASKS), corpus)
     assert (np.diff(spread, axis=0) > 0).all()
+
+
+def test_beyond_the_runs_a_prediction_counts_by_its_logarithm() -> None:
+    """As it is among them; beyond, the larger the less of it, never falling, of its sign."""
+    relevance_BT = np.linspace(-0.5, 2.0, 11)[:, None]
+    nothing = np.zeros((11, 1, 0)), np.zeros((11, 0))
+    ruler = Ruler.of(KnownFeatures(np.zeros((11, 0)), relevance_BT, *nothing))
+    asked_BT = np.array([[-8.0], [-2.0], [0.0], [1.0], [2.0], [4.0], [8.0]])
+    near_B = ruler.near(asked_BT)[:, 0]
+    np.testing.assert_allclose(near_B[1:5], asked_BT[1:5, 0])
+    np.testing.assert_allclose(near_B[[0, 5, 6]], 2.0 * np.array([-(1 + np.log(4)), 1 + np.log(2), 1 + np.log(4)]))
+    none = Ruler.of(KnownFeatures(np.zeros((11, 0)), np.zeros((11, 1)), *nothing))
+    np.testing.assert_array_equal(none.near(np.zeros((3, 1))), 0.0)
 
 
 def test_one_run_and_runs_that_came_out_alike_are_refused() -> None:

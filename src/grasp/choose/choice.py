@@ -22,7 +22,7 @@ from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol, save_protocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.subset_tables import CORPUS
-from grasp.predict.weights import Exposure, Weights
+from grasp.predict.weights import Weights
 from grasp.results import Result
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
@@ -51,7 +51,7 @@ class Choice(Result):
     Attributes:
         targets: target, weight, change (against the whole corpus), and, with runs, nats, nats_low and nats_high, or
             the metric of the runs in their place.
-        value: weighted mean of the changes, what repetition leaves of it.
+        value: weighted mean of the changes.
         unit: of the changes.
         asked: the question.
     """
@@ -151,13 +151,11 @@ class Aim:
         return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, intervals, cautious)
 
     def value(self, sums: SubsetSums) -> F64:
-        """Weighted change of subsets, what repetition leaves of it, (B,)."""
-        return np.asarray((self.predictor.change_of(sums) @ self.weights_T) * sums.mass.worth(self.exposure))
-
-    @property
-    def exposure(self) -> Exposure | None:
-        """By which repetition is counted; by a protocol with geometry, or that counts rows, only under a budget."""
-        return self.predictor.exposure or (None if self.training.tokens is None else self.training.exposure)
+        """Weighted change of subsets, (B,), repetition counted: by the predictor, or, if it does not, for a budget."""
+        change_B = self.predictor.change_of(sums) @ self.weights_T
+        if self.predictor.exposure is None and self.training.tokens is not None:
+            change_B = change_B * sums.mass.worth(self.training.exposure)
+        return np.asarray(change_B)
 
     def learned(self, weights: Weights) -> F64:
         """The weighted change that runs lead to expect, (B,), or the lower end of its interval."""

@@ -1,14 +1,14 @@
 """Weights for the values of a label: a mixture to train on. The verb `mix`.
 
 A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N. Shares are of rows.
-Without geometry the value is, by the law of exposure and with m_g the mean effect of a slice,
+Without geometry the change is, by the law of exposure and with m_g the mean effect of a slice,
 
-    sum_g n_g / N exposure(N p_g / n_g) m_g,
+    sum_g n_g / N exposure(N p_g / n_g) (m_g + b) - b,
 
-concave where m_g > 0. Where a slice hurts it is convex, and a straight line between its least and greatest share stands
-in for it, which is nowhere below. So the solver's optimum is an upper bound; it is the best mixture where these slices
-end at their bounds, and else as near to it as is said. With geometry, mean sketch m_g and mean squared norm q_g of each
-slice, and f = 1 under the weighting `mean`, N under `count`,
+concave where m_g > -b. Where a slice hurts more it is convex, and a straight line between its least and greatest share
+stands in for it, which is nowhere below. So the solver's optimum is an upper bound; it is the best mixture where these
+slices end at their bounds, and else as near to it as is said. With geometry, mean sketch m_g and mean squared norm q_g
+of each slice, and f = 1 under the weighting `mean`, N under `count`,
 
     K_raw = f^2 |sum_g p_g m_g|^2,   K_cent = f^2 |sum_g p_g (m_g - mean)|^2,   K_self = f^2 sum_g p_g^2 q_g / n_g,
 
@@ -39,7 +39,7 @@ from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
-from grasp.predict.weights import Exposure
+from grasp.predict.weights import ANY_TEXT, Exposure
 from grasp.runs.environment import Environment
 from grasp.runs.table import RunTable
 from grasp.text import plain, several
@@ -49,6 +49,7 @@ LINES_SHOWN = 30
 MIXTURE = "mixture"
 MAX_REPEAT = 4.0  # data seen more often is worth clearly less than new data: arXiv 2305.16264
 SEGMENTS = 32  # straight pieces that a curve of exposure is made of
+TINY = 1e-12
 NEAR = 1e-3  # of the value: what straight pieces differ by from curves
 
 
@@ -154,7 +155,7 @@ def _mixture(
     current_G = slices.rows_G / predictor.n_rows
     parts = predictor.sums(slices.each)
     effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, parts, slices.rows_G.astype(np.float64))
-    curves = None if aim.exposure is None else _Curves(aim.exposure, effect_G, current_G)
+    curves = _Curves.of(aim, effect_G, current_G)
     segments = None if curves is None else curves.segments(low_G, high_G)
     linear_G = effect_G if segments is None else 0.0 * effect_G
     programme = Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments)
@@ -166,12 +167,11 @@ def _mixture(
     weights = slices.weights(factor_G[None])
     targets, notes = aim.judged(MIXTURE, weights)
     value = float(predictor.change(weights)[0] @ aim.weights_T)
-    said, short = _notes(slices, solution, asked, by_runs=by_runs), 0.0
+    said, short = [*_notes(slices, solution, asked, by_runs=by_runs), _repeated(aim.training, factor_G)], 0.0
     if curves is not None and segments is not None:
-        additive = curves.value(p_G)
-        value = additive if predictor.additive else value + additive - float(effect_G @ p_G)
-        said.append(_repeated(aim.training, factor_G, value))
-        short = max(segments.value(p_G) - additive, 0.0)
+        if predictor.exposure is None:
+            value += curves.value(p_G) - float(effect_G @ p_G)
+        short = max(segments.value(p_G) - curves.value(p_G), 0.0)
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
     optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
     if short > NEAR * abs(value):
@@ -207,30 +207,39 @@ class _Curves:
     """What slices are worth by their shares, under the law of exposure."""
 
     exposure: Exposure
-    effect_G: F64
+    worth_G: F64  # of a new row, in all
     current_G: F64
 
+    @classmethod
+    def of(cls, aim: Aim, effect_G: F64, current_G: F64) -> "_Curves | None":
+        """None: weights count as they are. A protocol with geometry, or that counts rows, bends them under a budget."""
+        if aim.predictor.exposure is not None:
+            return cls(aim.predictor.exposure, effect_G + ANY_TEXT, current_G)
+        return None if aim.training.tokens is None else cls(aim.training.exposure, effect_G, current_G)
+
     def value(self, p_G: F64) -> float:
-        """sum_g n_g / N exposure(N p_g / n_g) m_g."""
-        return float(self.effect_G @ (self.current_G * self.exposure(p_G / self.current_G)))
+        """sum_g n_g / N exposure(N p_g / n_g) worth_g."""
+        return float(self.worth_G @ (self.current_G * self.exposure(p_G / self.current_G)))
 
     def segments(self, low_G: F64, high_G: F64) -> Segments:
-        """The curves by straight pieces, closer where they bend more; of slices that hurt a single one."""
-        steps = np.linspace(0.0, 1.0, SEGMENTS + 1) ** 2
-        knots_GK = low_G[:, None] + (high_G - low_G)[:, None] * steps
-        worth_G1, current_G1 = (self.effect_G * self.current_G)[:, None], self.current_G[:, None]
-        value_GK = worth_G1 * self.exposure(knots_GK / current_G1)
-        straight_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * steps
-        return Segments(knots_GK, np.where(worth_G1 < 0, straight_GK, value_GK))
+        """The curves by straight pieces, with a knot where repetition begins; of slices that hurt a single one."""
+        steps = np.linspace(0.0, 1.0, SEGMENTS)
+        once_G1 = np.clip(self.current_G / max(self.exposure.epochs or 1.0, TINY), low_G, high_G)[:, None]
+        knots_GK = np.sort(
+            np.concatenate([low_G[:, None] + (high_G - low_G)[:, None] * steps, once_G1], axis=1), axis=1
+        )
+        value_GK = (self.worth_G * self.current_G)[:, None] * self.exposure(knots_GK / self.current_G[:, None])
+        part_GK = np.divide(knots_GK - knots_GK[:, :1], np.maximum(high_G - low_G, TINY)[:, None])
+        straight_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * part_GK
+        return Segments(knots_GK, np.where(self.worth_G[:, None] < 0, straight_GK, value_GK))
 
 
-def _repeated(training: Training, factor_G: F64, value: float) -> str:
+def _repeated(training: Training, factor_G: F64) -> str:
     most = training.epochs * float(factor_G.max())
-    budget = "a training as long as that on the corpus"
+    budget = "a training as long as the corpus"
     if training.tokens is not None:
         budget = f"{training.tokens:,.0f} training tokens, {training.epochs:.2g} times the corpus,"
-    seen = f"no row is seen more than {most:.2g} times"
-    return f"value {value:+z.3f}: what repetition leaves of the change; in {budget} {seen}"
+    return f"in {budget} no row is seen more than {most:.2g} times, and rows that are seen again teach less"
 
 
 def coefficients(predictor: Predictor, weights_T: F64, parts: SubsetSums, rows_G: F64) -> tuple[F64, F64]:

@@ -1,10 +1,9 @@
 """How long will the model be trained?
 
 A budget of T tokens reads a corpus of C tokens T / C times. What that leaves of a change is the law of exposure's
-(`grasp.predict.weights.Exposure`): a small choice has a high change and is read often, all rows have the change 0, and
-the best budget lies in between. Repetition is counted in rows: a part of the corpus with half of its rows is read twice
-as often, whatever their lengths. What a language model loses by repetition in general, on rows of average effect, is
-not in it.
+(`grasp.predict.weights.Exposure`): a small choice has a high mean effect and is read often, all rows have the change 0,
+and the best budget lies in between. Repetition is counted in rows: a part of the corpus with half of its rows is read
+twice as often, whatever their lengths.
 """
 
 from dataclasses import dataclass, replace
@@ -42,4 +41,4 @@ class Training:
     @property
     def exposure(self) -> Exposure:
         """What rows count that are seen more, or less, often."""
-        return Exposure(self.epochs)
+        return Exposure(None if self.tokens is None else self.epochs)

@@ -343,12 +343,9 @@ def _selection(
     more += _never_read(artifact, whole=whole)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
-    if aim.exposure is not None:
-        left, times = float(sums.mass.worth(aim.exposure)[0]), float(sums.mass.times_B[0])
-        more.append(
-            f"value {value:+z.3f}: the change times {left:.2f}, what repetition leaves of it: in a training as long as "
-            f"that on the corpus, rows are seen {times:.2g} times as often"
-        )
+    left = float(sums.mass.worth(training.exposure)[0])
+    if training.tokens is not None:
+        more.append(f"repetition leaves {left:.0%} of what as many new rows would do, against the corpus")
     return Selection(
         table,
         headline,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.predict.blocks import Side
-from grasp.predict.weights import Exposure, Weights, weight_sums
+from grasp.predict.weights import Exposure, Weights, sizes, weight_sums
 
 F64 = NDArray[np.float64]
 Weighting = Literal["count", "mean"]
@@ -64,18 +64,19 @@ class SubsetMass:
     retained_B: F64  # sum of w_i
     omitted_B: F64  # sum over the corpus of |1 - w_i|; the number of omitted rows where weights are 1
     n_rows: int
-    times_B: F64  # how often a row of the weight 1 is seen, against the corpus, when both are read equally long
+    weight_B: F64  # sum of w_i before any law bent them
+    kept_B: F64  # rows with a weight above 0
 
     @classmethod
     def of(cls, weights: Weights) -> Self:
         """The sums of weights of each subset of a block."""
         retained_B, omitted_B = weight_sums(weights)
-        return cls(retained_B, omitted_B, weights.shape[1], _inverse(retained_B / weights.shape[1]))
+        return cls(retained_B, omitted_B, weights.shape[1], retained_B, sizes(weights).astype(np.float64))
 
     @classmethod
     def plain(cls, retained_B: F64, n_rows: int) -> Self:
         """Of subsets that keep so many rows, with the weight 1."""
-        return cls(retained_B, n_rows - retained_B, n_rows, _inverse(retained_B / n_rows))
+        return cls(retained_B, n_rows - retained_B, n_rows, retained_B, retained_B)
 
     @classmethod
     def whole(cls, n_rows: int) -> Self:
@@ -83,10 +84,11 @@ class SubsetMass:
         return cls.plain(np.array([float(n_rows)]), n_rows)
 
     def worth(self, exposure: Exposure | None) -> F64:
-        """What the rows count together against the corpus, (B,): less than 1 where rows are repeated."""
+        """What the rows count together against rows that are all seen equally often, (B,): less where they are not."""
         if exposure is None:
             return np.ones_like(self.retained_B)
-        return np.asarray(exposure(self.times_B) * self.retained_B / self.n_rows)
+        base_B = exposure.base(self.kept_B, self.n_rows)
+        return np.asarray(exposure(base_B * _inverse(self.weight_B)) * self.retained_B * _inverse(base_B))
 
     def factor(self, side: Side, weighting: Weighting) -> F64:
         """(B,) what raw weights are multiplied by: 1 for `count`, 1 / sum |w| for `mean`; 0 for an empty side."""

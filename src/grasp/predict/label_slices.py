@@ -24,7 +24,7 @@ from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks
 from grasp.predict.row_arrays import F64
 from grasp.predict.row_sums import BlockSums
-from grasp.predict.weights import EachSlice, Exposure, SliceShares
+from grasp.predict.weights import ANY_TEXT, EachSlice, Exposure, SliceShares
 from grasp.seeds import bootstrap_weights
 from grasp.text import different
 
@@ -193,7 +193,7 @@ def dropped_intervals(
     mean_E = part_GE.sum(axis=0) / predictor.n_rows
     rest_GE = np.outer(effects.sums.mass.retained_B, mean_E) - part_GE  # all other rows, counted from the mean
     offset_E = mean_E if predictor.protocol.weighting == "count" else np.zeros_like(mean_E)
-    change_GE = predictor.relative(rest_GE, offset_E, without.mass)
+    change_GE = predictor.relative(rest_GE, offset_E, without.mass, ANY_TEXT)
     geometry_G = predictor.geometry_change(without)
     bounds = np.full((2, len(predictor.targets), n_slices), np.nan)
     stops = np.cumsum(predictor.units.counts_T)
@@ -242,9 +242,9 @@ class SliceFormula:
     """The predictor as a formula in one weight a slice: G and G x G numbers that a page can compute with by itself.
 
     Give every row of slice g the weight f_g: 0 drops the slice, 1 keeps it, 0.3 keeps 30 % of its weight. With n_g the
-    rows and e_g the sum of the effects of a slice, N the rows of the corpus, the change against it is
+    rows and e_g the sum of the effects of a slice, K the rows with a weight above 0, the change against the corpus is
 
-        sum_g x_g e_g / sum_g x_g n_g,    x_g = exposure(f_g N / sum_h f_h n_h)
+        (sum_g x_g (e_g + b n_g)) / K - b,    x_g = exposure(f_g K / sum_h f_h n_h)
 
     for an additive protocol of the retained side and the mean. In general, with u = f on the retained side and 1 - f on
     the omitted one, c = 1 or 1 / sum |u_g| n_g by the weighting, the Gram matrix of the slices' sketch sums

@@ -3,9 +3,17 @@
     effect_i    the row's relevance to the target, kernels added, mean 0 and standard deviation 1 over the rows
     change(S)   sum_i w_i effect_i / sum_i w_i
 
-is all of it for a protocol without geometry that scores the retained rows by their mean. The change is against the
-whole corpus: 0 is the corpus, positive is better. Its unit, *effect size*, does not depend on the question, and a
-slice's mean effect explains its rank: dropping a share p of the rows with the mean effect m changes -p / (1 - p) m.
+is all of it for a protocol without geometry that scores the retained rows by their mean, where all of them have one
+weight. The change is against the whole corpus: 0 is the corpus, positive is better. Its unit, *effect size*, does not
+depend on the question, and a slice's mean effect explains its rank: dropping a share p of the rows with the mean effect
+m changes -p / (1 - p) m.
+
+Repetition takes a part. Rows count by the law of exposure (`weights.Exposure`), x_i in place of w_i, and together
+less than as many rows that are seen once: worth(S) = sum_i x_i / rows kept. Any new row is worth b effects, so
+
+    change(S) = worth(S) (sum_i x_i effect_i / sum_i x_i + b) - b
+
+b is small against what a row of the right kind is worth, and decides where a few rows are seen very often.
 
 The other choices of a protocol are the same algebra. With s(S) = A of eq:grasp-subset-relevance for its side and
 weighting, change(S) = gain (s(S) - s(corpus)). `count` adds rows up instead of averaging them, so there the relevance
@@ -15,6 +23,7 @@ Source: eq:component-predictor, eq:grasp-subset-relevance, eq:method-additive.
 Shape letters: B subsets, N rows, E units, T targets, G slices.
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -28,10 +37,11 @@ from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.relevance import Kernel, UnitSelection, effects
 from grasp.predict.row_arrays import F32, F64, checked_targets, kept
 from grasp.predict.row_sums import RowSums
-from grasp.predict.standardize import ComponentMoments
-from grasp.predict.weights import Exposure, Weights, squared, weight_sums
+from grasp.predict.standardize import ComponentMoments, RowMoments
+from grasp.predict.weights import ANY_TEXT, Exposure, Weights, squared, weight_sums
 
 EFFECT_SIZE = "effect size"
+REPETITION = "repetition"  # beside the kernels, as a part of a change
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +59,15 @@ class SubsetSums:
         Weights are 1 + step there, so squared norms change by (1 + step)^2 - 1. For subsets with weights 0 and 1.
         """
         size_B, n_rows = self.mass.retained_B, self.mass.n_rows
-        times_B = n_rows / np.maximum(n_rows + (weight - 1.0) * size_B, 1.0)
-        counted_B = np.full(len(size_B), weight) if exposure is None else exposure.relative(weight, times_B)
+        weight_B, kept_B = n_rows + (weight - 1.0) * size_B, n_rows - (weight == 0.0) * size_B
+        counted_B = np.full(len(size_B), weight)
+        if exposure is not None and weight > 0.0:
+            counted_B = exposure.relative(weight, exposure.base(kept_B, n_rows) / np.maximum(weight_B, 1.0))
         step_B = counted_B - 1.0
         square_B = counted_B**2 - 1.0
         step_B1 = step_B[:, None]
         return SubsetSums(
-            SubsetMass(n_rows + step_B * size_B, np.abs(step_B) * size_B, n_rows, times_B),
+            SubsetMass(n_rows + step_B * size_B, np.abs(step_B) * size_B, n_rows, weight_B, kept_B),
             n_rows + square_B * size_B,
             corpus.effect_BT + step_B1 * self.effect_BT,
             {
@@ -90,6 +102,7 @@ class Level:
     gain_C: F64  # what a difference of A, made of effects, is multiplied by to be a change
     offset_C: F64  # added to every effect before rows are summed: under `count` their zero is that of the relevance
     whole_C: F64  # level of the corpus: what its own prediction is, before a change is taken
+    base_C: F64  # what any new row is worth, in effects of the column
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +148,8 @@ class Predictor:
             sketches: halves wanted besides those of the protocol's geometry.
             components: keep the kernels apart, for `kernel_parts`.
             units: other columns than all units of the targets.
-            exposure: of a training budget; None: of one as long as the corpus. Only an additive protocol that scores
-                the retained rows by their mean counts weights by it.
+            exposure: of a training budget; None: of no budget. Only an additive protocol that scores the retained rows
+                by their mean counts weights by it.
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
@@ -179,6 +192,9 @@ class Predictor:
         scales: dict[str, F64 | float] = {one: unit_spread[one].inverse_E if first else 1.0 for one in names}
         kernels = {one: Kernel.of_tasks(artifact, one, selected, fitted.negative_of(one), scales[one]) for one in names}
         spread = spreads(kernels)
+        unit_level = _level(fitted, unit_kernels, unit_spread, geometry, None) if per_unit else None
+        if unit_level is not None:
+            unit_level = replace(unit_level, base_C=unit_level.base_C * _of_tasks(unit_level, selected))
         some = next(iter(kernels.values())).held.held_NC
         assert some is not None
         return cls(
@@ -186,7 +202,7 @@ class Predictor:
             units=selected,
             n_rows=artifact.n_rows,
             task=_level(fitted, kernels, spread, geometry, np.empty_like(some) if components else some),
-            unit_level=_level(fitted, unit_kernels, unit_spread, geometry, None) if per_unit else None,
+            unit_level=unit_level,
             geometry=geometry,
             sketches=held,
             unit=EFFECT_SIZE if family is None else f"standard deviations over {family}",
@@ -251,7 +267,10 @@ class Predictor:
         """
         chosen, counted = self.sketches if halves is None else halves, self.counted(weights)
         sketch = {half: sketch.sums(counted) for half, sketch in self.sketches.items() if half in chosen}
-        mass = replace(SubsetMass.of(counted), times_B=SubsetMass.of(weights).times_B)
+        mass = SubsetMass.of(weights)
+        if counted is not weights:
+            retained_B, omitted_B = weight_sums(counted)
+            mass = replace(mass, retained_B=retained_B, omitted_B=omitted_B)
         square_B = weight_sums(squared(counted))[0]
         return SubsetSums(mass, square_B, self.task.effects.sums(counted), sketch)
 
@@ -267,7 +286,7 @@ class Predictor:
 
     def change_of(self, sums: SubsetSums) -> F64:
         """Predicted change of utility against the whole corpus, (B, T); positive is better."""
-        additive_BT = self.task.gain_C * self.relative(sums.effect_BT, self.task.offset_C, sums.mass)
+        additive_BT = self.task.gain_C * self.relative(sums.effect_BT, self.task.offset_C, sums.mass, self.task.base_C)
         return additive_BT + self.geometry_change(sums)[:, None]
 
     def change(self, weights: Weights) -> F64:
@@ -282,24 +301,24 @@ class Predictor:
         """
         level = self.unit_level
         assert level is not None
-        additive_BE = level.gain_C * self.relative(level.effects.sums(self.counted(weights)), level.offset_C, sums.mass)
+        sum_BE = level.effects.sums(self.counted(weights))
+        additive_BE = level.gain_C * self.relative(sum_BE, level.offset_C, sums.mass, level.base_C)
         return additive_BE + self.geometry_change(sums)[:, None]
 
-    def relative(self, sum_BC: F64, offset_C: F64, mass: SubsetMass) -> F64:
+    def relative(self, sum_BC: F64, offset_C: F64, mass: SubsetMass, base_C: F64 | float = 0.0) -> F64:
         """A of subsets minus A of the corpus, (B, C), for the protocol's side and weighting.
 
         Args:
             sum_BC: of values that add up to 0 over the corpus.
             offset_C: what is added to each of these values.
+            base_C: what any new row is worth in the unit of the values; repetition takes its part of both.
         """
         side, weighting, total_C = self.protocol.side, self.protocol.weighting, self.n_rows * offset_C
         sum_BC = sum_BC + np.outer(mass.retained_B, offset_C)
         whole_1C = subset_relevance(total_C[None], total_C, SubsetMass.whole(self.n_rows), side, weighting)
-        return np.asarray(subset_relevance(sum_BC, total_C, mass, side, weighting) - whole_1C)
-
-    def value_of(self, sums: SubsetSums) -> F64:
-        """The change less what repetition takes of it, (B, T): what a loss follows, of subsets of all sizes."""
-        return np.asarray(sums.mass.worth(self.exposure)[:, None] * self.change_of(sums))
+        change_BC = subset_relevance(sum_BC, total_C, mass, side, weighting) - whole_1C
+        worth_B1 = mass.worth(self.exposure)[:, None]
+        return np.asarray(worth_B1 * change_BC - (1.0 - worth_B1) * base_C)
 
     def geometry_change(self, sums: SubsetSums) -> F64:
         """What geometry adds to a change, the same for every target, (B,)."""
@@ -308,13 +327,18 @@ class Predictor:
         return np.asarray(sum(self.geometry.parts(sums.sketch, sums.mass).values()))
 
     def kernel_parts(self, weights: Weights, mass: SubsetMass) -> dict[str, F64]:
-        """What each kernel adds to a change, (B, T); they add up to its additive part."""
+        """What each kernel adds to a change, (B, T), and what repetition takes of what any row is worth.
+
+        They add up to its additive part.
+        """
         parts, counted = dict[str, F64](), self.counted(weights)
         for name, kernel in self.task_kernels.items():
             share_T, mean_T = self.task.shares[name], self.task.means[name]
             sum_BT = share_T * (kernel.held.sums(counted) - np.outer(mass.retained_B, mean_T))
             offset_T = share_T * mean_T if self.protocol.weighting == "count" else np.zeros_like(share_T)
             parts[name] = self.task.gain_C * self.relative(sum_BT, offset_T, mass)
+        if self.exposure is not None:
+            parts[REPETITION] = np.outer(mass.worth(self.exposure) - 1.0, self.task.base_C)
         return parts
 
 
@@ -363,4 +387,11 @@ def _level(
         gain_C=gain_C,
         offset_C=zero_C if counts else np.zeros_like(zero_C),
         whole_C=np.asarray(whole_C),
+        base_C=np.full(len(zero_C), ANY_TEXT),
     )
+
+
+def _of_tasks(level: Level, units: UnitSelection) -> F64:
+    """Standard deviation of a task's mean effect over its units, for each of them, (E,): a task's effect in theirs."""
+    blocks = (RowMoments.of(units.mean_per_task(block)) for _, block in level.effects.blocks())
+    return np.repeat(functools.reduce(RowMoments.merge, blocks).spread.std_E, units.counts_T)

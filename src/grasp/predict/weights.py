@@ -20,7 +20,8 @@ from scipy.sparse import csc_array, csr_array
 
 F64 = NDArray[np.float64]
 
-BEND = 0.3  # c of the law of exposure: chosen on development worlds, experiments/exposure
+REPEAT_WORTH = 15.4  # R*: past so many repetitions, more of them add little
+ANY_TEXT = 0.4  # effect sizes that any new row is worth, and repetition takes: experiments/exposure
 
 _ONES_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1)
 
@@ -169,39 +170,44 @@ def grouped(codes_N: NDArray[np.integer], n_slices: int) -> tuple[NDArray[np.int
     return np.argsort(short_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
 
 
+def _seen(x: F64) -> F64:
+    return np.where(x <= 1.0, x, 1.0 - REPEAT_WORTH * np.expm1(-np.maximum(x - 1.0, 0.0) / REPEAT_WORTH))
+
+
 Compact = OmittedRows | PackedMasks | SliceShares | EachSlice
 Weights = csr_array | Compact
 
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """The law of diminishing returns: what a row counts that is seen so many times as often as in the corpus.
+    """The law of diminishing returns: what a row counts that is seen more often than another.
 
-        exposure(times) = log(1 + times / c) / log(1 + 1 / c)        exposure(0) = 0, exposure(1) = 1
+    Seen for the first time a row counts whole, and less and less each time after that: x times do as much as
 
-    It is concave: a row that is seen twice as often does less than twice as much. A model that reads the corpus several
-    times has seen every row as often already, so c is divided by these epochs.
+        seen(x) = x where x <= 1,   1 + R* (1 - exp(-(x - 1) / R*)) beyond,   R* = 15.4
+
+    rows that are all different. Where no budget is known, training is as long as the rows that are kept: one of the
+    mean weight is seen once, and weights of 0 and 1 stay what they are. A budget reads the corpus E times, so a row of
+    the weight w in a corpus of N rows is seen E N w / sum w times, and counts against seen(E).
+    Source: Muennighoff et al. 2023, arXiv 2305.16264, eq. 5 and the fit of R*.
     """
 
-    epochs: float = 1.0
+    epochs: float | None = None  # E; None: no budget
 
     def __call__(self, times: Any) -> F64:
-        return np.asarray(np.log1p(np.asarray(times, dtype=np.float64) / self.c) / np.log1p(1.0 / self.c))
+        """What a row counts that is seen so many times as often as with the weight 1; 0 gives 0, and 1 gives 1."""
+        once = 1.0 if self.epochs is None else self.epochs
+        return np.asarray(_seen(once * np.asarray(times, dtype=np.float64)) / _seen(np.asarray(once)))
 
-    @property
-    def c(self) -> float:
-        """The smaller, the sooner a row has said what it has to say."""
-        return BEND / max(self.epochs, 1.0)
+    def base(self, kept_B: Any, n_rows: int) -> F64:
+        """Rows among which a training is shared out, that each would be seen once, or E times."""
+        return np.asarray(kept_B, np.float64) if self.epochs is None else np.full(np.shape(kept_B), float(n_rows))
 
     def of(self, weights: Weights) -> Weights:
-        """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay.
-
-        Under a fixed training budget a subset is read as long as the corpus is, so a row of the weight w is seen
-        w times(S) times as often, times(S) = N / sum w.
-        """
+        """What every row counts against a row of the weight 1, in the same form; weights of 0 and 1 stay."""
         if is_plain(weights):
             return weights
-        times_B = weights.shape[1] / weight_sums(weights)[0]
+        times_B = self.base(sizes(weights), weights.shape[1]) / weight_sums(weights)[0]
         if isinstance(weights, SliceShares):
             return SliceShares(self.relative(weights.share_BG, times_B[:, None]), weights.codes_N)
         if isinstance(weights, OmittedRows):
@@ -214,7 +220,7 @@ class Exposure:
         return own_BN
 
     def relative(self, weight: Any, times: Any) -> F64:
-        """exposure(w times) / exposure(times), elementwise."""
+        """What the weight w counts against the weight 1, of which a row is seen `times`; elementwise."""
         return np.asarray(self(weight * times) / self(times))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from grasp.predict.label_slices import LabelSlices
+from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, Exposure
 from grasp.report.answer import signs
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
@@ -53,7 +54,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "expected": _expected(found, slices, [preset["percent"] for preset in presets]),
         "side": formula.side,
         "weighting": formula.weighting,
-        "c": None if formula.exposure is None else formula.exposure.c,
+        "exposure": _exposure(formula.exposure),
         "relevance": formula.relevance_GT.tolist(),
         "taken": formula.taken_T.tolist(),
         "corpus": formula.corpus_T.tolist(),
@@ -63,6 +64,11 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
         "after": shlex.join(part for flag, value in asked.items() if value for part in (flag, str(value))),
     }
+
+
+def _exposure(law: Exposure | None) -> dict[str, float] | None:
+    """The law of exposure; None: weights count as they are."""
+    return None if law is None else {"repeatWorth": REPEAT_WORTH, "anyText": ANY_TEXT}
 
 
 def _expected(found: Findings, slices: LabelSlices, presets: Sequence[Sequence[float]]) -> dict[str, Any] | None:

@@ -75,11 +75,16 @@ class KnownFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """Brings features to one scale: over the runs they have mean 0 and mean square 1."""
+    """Brings features to one scale: over the runs they have mean 0 and mean square 1.
+
+    Beyond the runs a prediction r counts by its logarithm: farthest (1 + log(|r| / farthest)), of its sign. Choosing
+    goes there by what looks best, and what came true of it along a straight line was half: see experiments/exposure.
+    """
 
     relevance_T: tuple[F64, F64]
     kernel_TM: tuple[F64, F64]
     sketch_D: tuple[F64, float]
+    farthest_T: F64  # largest prediction of a run, whatever its sign
 
     @classmethod
     def of(cls, runs: KnownFeatures) -> Self:
@@ -88,7 +93,13 @@ class Ruler:
             (runs.relevance_BT.mean(axis=0), inverse_of(runs.relevance_BT.std(axis=0))),
             (runs.kernel_BTM.mean(axis=0), inverse_of(runs.kernel_BTM.std(axis=0))),
             (runs.sketch_BD.mean(axis=0), float(inverse_of(np.array([spread]))[0])),
+            np.abs(runs.relevance_BT).max(axis=0, initial=0.0),
         )
+
+    def near(self, relevance_BT: F64) -> F64:
+        """Predictions as they are among the runs, and less and less of them beyond."""
+        far_BT = np.maximum(np.abs(relevance_BT) / np.maximum(self.farthest_T, TINY), 1.0)
+        return np.asarray(relevance_BT / far_BT * (1.0 + np.log(far_BT)))
 
     def step(self, at: KnownFeatures, part: float) -> KnownFeatures:
         """A small part of what each feature varies by over the runs; 0 where it does not vary."""
@@ -104,7 +115,7 @@ class Ruler:
         (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
         return KnownFeatures(
             features.share_BG,
-            (features.relevance_BT - mean_T) * inverse_T,
+            (self.near(features.relevance_BT) - mean_T) * inverse_T,
             (features.kernel_BTM - mean_TM) * inverse_TM,
             (features.sketch_BD - mean_D) * inverse,
         )

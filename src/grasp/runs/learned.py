@@ -178,7 +178,8 @@ class Learned:
     def change(self, features: KnownFeatures, corpus: KnownFeatures) -> tuple[F64, F64]:
         """Utility of subsets minus that of the corpus, and its standard deviation, (B, T) each.
 
-        What no part explains grows with the distance from the corpus as the parts do, up to that of the mean run.
+        What no part explains grows with the distance from the corpus as the parts do, beyond the runs as well: at the
+        distance of the mean run it is the noise of two.
 
         Args:
             corpus: the one subset that changes are counted from.
@@ -191,7 +192,7 @@ class Learned:
             cross_Gbn = covariance(self.numbers, self._curves, own, self.runs) - whole_G1n
             apart_bG = self._apart(own, whole)
             variance_bG = np.maximum(apart_bG - _explained(cross_Gbn, self._solved.inverse_Gnn), 0.0)
-            variance_bG += 2 * self.numbers["noise"] * np.minimum(apart_bG / np.maximum(far_G, TINY), 1.0)
+            variance_bG += 2 * self.numbers["noise"] * apart_bG / np.maximum(far_G, TINY)
             mean_bT = own.relevance_BT - whole.relevance_BT + _cross(cross_Gbn, self._rest_nT)
             means.append(self.scale_T * mean_bT)
             spreads.append(self.scale_T * np.sqrt(variance_bG))

@@ -110,7 +110,7 @@ class Known:
         sketch = [part.total_BD / counted_B1 for half, part in sums.sketch.items() if half != "product"]
         return KnownFeatures(
             np.concatenate([nothing_B0, *(one.sums(weights) / mass_B1 for one in self.indicators)], axis=1),
-            self.predictor.value_of(sums),
+            self.predictor.change_of(sums),
             np.stack([one.sums(counted) / counted_B1 for one in self.kernels], axis=2),
             np.concatenate([nothing_B0, *sketch], axis=1),
         )

@@ -19,7 +19,7 @@ from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_intervals, label_slices, slice_effects
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictor import EFFECT_SIZE, Predictor, SubsetSums
+from grasp.predict.predictor import EFFECT_SIZE, REPETITION, Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import F64, checked_targets, label_column, row_tokens
 from grasp.predict.slices import LabelTable
@@ -456,7 +456,8 @@ def _schema(predictor: Predictor, *, components: bool, expected: Sequence[str]) 
     numbers = ["change", *expected]
     if components:
         geometry = list(predictor.protocol.components)
-        numbers += ["level", *(f"part_{name}" for name in (*predictor.task_kernels, *geometry))]
+        repetition = [] if predictor.exposure is None else [REPETITION]
+        numbers += ["level", *(f"part_{name}" for name in (*predictor.task_kernels, *repetition, *geometry))]
         numbers += [f"value_{name}" for name in geometry]
     schema = pa.schema([(name, pa.string()) for name in names] + [(name, pa.float64()) for name in numbers])
     return schema.with_metadata(metadata_of(predictor))

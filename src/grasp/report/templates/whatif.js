@@ -1,6 +1,6 @@
 // Predicts, while sliders move, what `grasp predict` says of the same weights: the formula of
 // grasp.predict.slice_formula with its coefficients, f weights of the slices, n their rows, u = f or 1 - f by the side.
-// For an additive protocol it is sum_g x_g relevance_g / sum_g x_g n_g, x the exposures of the slices.
+// For an additive protocol it is sum_g x_g (relevance_g + b n_g) / N - b, x the exposures, N the rows kept.
 (() => {
   const root = $("whatif-app");
   if (!root) return;
@@ -25,16 +25,20 @@
     return u.map((x) => x - shift);
   }
 
-  // grasp.predict.weights.Exposure: what a row of each slice counts, 1 being once as often as in the corpus.
+  const keptRows = (model, f) => model.slices.reduce((sum, slice, g) => sum + (f[g] > 0 ? slice.rows : 0), 0);
+
+  // grasp.predict.weights.Exposure: what a row of each slice counts, 1 being seen once.
   function exposed(model, f) {
-    if (model.c === null) return f;
-    const rows = model.slices.map((slice) => slice.rows);
-    const times = rows.reduce((sum, x) => sum + x, 0) / dot(f, rows);
-    return f.map((weight) => Math.log1p((weight * times) / model.c) / Math.log1p(1 / model.c));
+    if (!model.exposure) return f;
+    const { repeatWorth } = model.exposure, times = keptRows(model, f) / dot(f, model.slices.map((slice) => slice.rows));
+    const seen = (x) => (x <= 1 ? x : 1 - repeatWorth * Math.expm1(-(x - 1) / repeatWorth));
+    return f.map((weight) => seen(weight * times));
   }
 
   function changes(model, weights) {
-    const f = exposed(model, weights), c = factor(model, f);
+    const f = exposed(model, weights), rows = model.slices.map((slice) => slice.rows);
+    const worth = model.exposure ? dot(f, rows) / keptRows(model, f) : 1;
+    const taken = model.exposure ? (1 - worth) * model.exposure.anyText : 0, c = worth * factor(model, f);
     const u = model.side === "retained" ? f : f.map((x) => 1 - x);
     let geometry = 0;
     for (const [half, weights] of Object.entries(model.quadratic)) {
@@ -44,7 +48,7 @@
     }
     return model.taken.map((_, t) => {
       const relevance = dot(f, model.relevance.map((row) => row[t])) - model.taken[t];
-      return c * relevance + c * c * geometry - model.corpus[t];
+      return c * relevance + c * c * geometry - model.corpus[t] - taken;
     });
   }
 
