@@ -374,7 +374,11 @@ def _first_duplicate(directory: Path, n_shards: int) -> tuple[str, list[int]] | 
     DuckDB counts them and spills to disk: memory does not grow with the corpus.
     """
     spill = aside(directory / "spill")
-    config = {"temp_directory": str(spill), "memory_limit": "512MB", "threads": 2}
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "temp_directory": str(spill),
+        "memory_limit": "512MB",
+        "threads": 2,
+    }
     files = dataset([str(_file(directory, k, ".parquet")) for k in range(n_shards)], format="parquet")
     with duckdb.connect(config=config) as connection:
         connection.register("names", files)

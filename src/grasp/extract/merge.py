@@ -116,7 +116,11 @@ def _require_own_names(parts: Sequence[ArtifactReader]) -> None:
         f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))
     )
     with tempfile.TemporaryDirectory(prefix="grasp-merge-") as spill:
-        config = {"temp_directory": spill, "memory_limit": "512MB", "threads": 2}
+        config: dict[str, str | bool | int | float | list[str]] = {
+            "temp_directory": spill,
+            "memory_limit": "512MB",
+            "threads": 2,
+        }
         with duckdb.connect(config=config) as connection:
             found = connection.execute(
                 "SELECT row_id, min(part), max(part), count(*) OVER () "
