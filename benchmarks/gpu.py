@@ -103,7 +103,7 @@ def write_world(root: Path, sizes: Sizes, *, small: bool) -> None:
             file.write("\n")
 
 
-def settings_of(root: Path, sizes: Sizes, device: str, dtype: str, rows: int) -> BuildSettings:
+def settings_of(root: Path, sizes: Sizes, device: str, dtype: str, rows: int, train: str = "new") -> BuildSettings:
     return build_settings(
         {
             "model": {
@@ -114,8 +114,7 @@ def settings_of(root: Path, sizes: Sizes, device: str, dtype: str, rows: int) ->
             },
             "corpus": {"path": str(root / "corpus.parquet"), "max_length": sizes.length, "limit": rows},
             "targets": {"names": [str(root / "target.jsonl")], "units_per_target": None},
-            "train": "further",
-            "features": {"neighbour_match": True},  # all kernels
+            "train": train,
             "shard_rows": 256,
         }
     )
@@ -215,7 +214,9 @@ def agreement(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     """Largest difference of every array over its largest entry, and of sums over masks; float32 on both."""
     found = {}
     artifacts = [
-        ArtifactReader.open(build(settings_of(root, sizes, one, "float32", sizes.agree_rows), root / f"agree-{k}"))
+        ArtifactReader.open(
+            build(settings_of(root, sizes, one, "float32", sizes.agree_rows, "further"), root / f"agree-{k}")
+        )
         for k, one in enumerate((device, "cpu"))
     ]
     rows = np.arange(sizes.agree_rows)

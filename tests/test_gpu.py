@@ -73,7 +73,7 @@ def test_sums_on_a_gpu_are_those_of_a_cpu():
 def test_a_build_on_a_gpu_gives_the_artifact_of_a_cpu(tmp_path: Path):
     artifacts = {}
     for device in ("cpu", "cuda"):
-        settings = world(tmp_path)
+        settings = world(tmp_path, train="further")
         model = settings.model.model_copy(update={"device": device, "dtype": "float32"})
         artifacts[device] = ArtifactReader.open(build(settings.model_copy(update={"model": model}), tmp_path / device))
     rows = np.arange(artifacts["cpu"].n_rows)

@@ -10,6 +10,7 @@ Over several environments a form has a lower bound, as in `choice`; a held-out o
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,15 @@ def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str
     return found, figures
 
 
-def together(figures: list[dict[str, F64]]) -> list[dict[str, Any]]:
-    """Each form's mean over all targets of all environments, less z of its standard errors; the best first."""
-    each = [np.stack(list(one.values())) for one in figures]  # (C, T, 1 + R)
+def together(names: Sequence[Name], figures: Sequence[dict[str, F64]]) -> list[dict[str, Any]]:
+    """Each form's mean over all targets, less z of its standard errors; the best first.
+
+    Environments of the same rows and questions are one world, the mean over them: worlds count alike.
+    """
+    worlds: dict[str, list[F64]] = {}
+    for name, one in zip(names, figures, strict=True):
+        worlds.setdefault(ENVIRONMENTS[name].rows, []).append(np.stack(list(one.values())))
+    each = [np.mean(values, axis=0) for values in worlds.values()]  # (C, T, 1 + R)
     mean_C = np.concatenate([value[:, :, 0] for value in each], axis=1).mean(axis=1)
     z, se_C = float(norm.ppf(1 - DELTA / len(mean_C))), standard_errors([value[:, :, 1:] for value in each])
     found = [
@@ -131,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     reports, figures = zip(*(report(name, given.data, given.work) for name in given.names), strict=True)
     found: dict[str, Any] = {"environments": list(reports)}
     if len(reports) > 1:
-        found["together"] = together(list(figures))
+        found["together"] = together(given.names, figures)
     write_whole(given.out, (json.dumps(found, indent=1) + "\n").encode())
 
 
