@@ -152,7 +152,7 @@ def spool_position_moments(moments: PositionMoments) -> dict[str, NDArray[np.gen
     if moments.input is not None:
         arrays |= spool_moments(moments.input, "input.")
     if moments.gradient_K is not None:
-        arrays["gradient.square"] = moments.gradient_K
+        arrays["gradient.square"] = moments.gradient_K.astype(np.float32)
     if moments.states is not None:
         arrays |= {"neighbour.hidden": moments.states.hidden_MH, "neighbour.label": moments.states.label_M}
     return arrays

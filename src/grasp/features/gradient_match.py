@@ -168,8 +168,8 @@ class SquareSums:
         self.square_K += other.square_K
 
     def mean(self) -> F64:
-        """v, (K,); at least one row."""
-        return self.square_K / self.count
+        """v, (K,); at least one row. It has the digits of float32, in which it is kept, so that both are the same."""
+        return (self.square_K / self.count).astype(np.float32).astype(np.float64)
 
 
 def preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
