@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"
 TITLES = {
-    "token + input + shift + tilt": "**token + input + shift + tilt (what ships)**",
-    "token + input + shift": "token + input + shift (shipped before)",
+    "token + input + shift + tilt": "**token + input + shift + tilt (the forward pass alone)**",
     "token + input": "token + input (shipped at first)",
     "pooled": "pooled (the paper)",
     "neighbour": "neighbour (kernel LM)",
@@ -20,12 +18,22 @@ TITLES = {
     "bm25": "BM25",
     "ngram": "n-gram language model",
     "loss": "loss, low first",
-    "tracin": "TracIn, last block",
-    "trak": "TRAK, last block",
-    "less": "LESS, last block",
+    "tracin": "TracIn, last block, 128 numbers",
+    "trak": "TRAK, last block, 128 numbers",
+    "less": "LESS, last block, 128 numbers",
     "influence of the last layer": "last layer, K-FAC",
     "ridge on the other runs": "*no competitor: ridge on the other runs*",
     "ekfac": "EK-FAC, last block",
+}
+FORMS = {
+    "gradient + .25 of each": "**gradient + .25 of each (what ships)**",
+    "gradient": "gradient",
+    "gradient + .125 of each": "gradient + .125 of each",
+    "gradient + .5 of each": "gradient + .5 of each",
+    "gradient + .25 of token + input": "gradient + .25 of token + input",
+    "gradient + .25 of token + input, by task": "the same, these by task",
+    "gradient + .25 of tilt": "gradient + .25 of tilt",
+    "token + input + shift + tilt": "token + input + shift + tilt (shipped before)",
 }
 TARGETS = {"sciq": "SciQ", "arc_easy": "ARC", "hellaswag": "HellaSwag", "instructions": "instr."}
 
@@ -34,7 +42,7 @@ def table(report: dict[str, Any]) -> str:
     """An environment's scores, best first, as Markdown."""
     targets = report["targets"]
     title = f"`{report['environment']}`, {report['subsets']} subsets"
-    head = [title, "mean LDS", "to what ships", *(TARGETS[target] for target in targets), "task rho"]
+    head = [title, "mean LDS", "to the forward pass", *(TARGETS[target] for target in targets), "task rho"]
     lines = [head, ["---"] * len(head)]
     for method in sorted(report["methods"], key=lambda one: -one["mean_lds"][0]):
         if method["method"].endswith("(negative x .25)"):
@@ -44,6 +52,35 @@ def table(report: dict[str, Any]) -> str:
         name = TITLES.get(method["method"], method["method"])
         lines.append([name, _interval(method["mean_lds"]), difference, *of_targets, _interval(method["task_rho"])])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def forms(reports: list[dict[str, Any]]) -> str:
+    """What may stand beside gradients: mean LDS and task rho, a column an environment."""
+    head = ["mean LDS / task rho", *(f"`{one['environment']}`, {one['subsets']}" for one in reports)]
+    lines = [head, ["---"] * len(head)]
+    for form, title in FORMS.items():
+        found = [next(m for m in one["methods"] if m["method"] == form) for one in reports]
+        lines.append([title, *(f"{_interval(m['mean_lds'])} / {_number(m['task_rho'][0])}" for m in found)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def widths(report: dict[str, Any]) -> str:
+    """Mean LDS of forms of gradients, a column for how many numbers are kept."""
+    lds = {method["method"]: method["mean_lds"][0] for method in report["methods"]}
+    kept = list(dict.fromkeys(name.partition(", ")[2] for name in lds))
+    lines = [["numbers kept", *kept], ["---"] * (len(kept) + 1)]
+    every = dict.fromkeys(name.partition(", ")[0] for name in lds)
+    lines += [[form, *(_number(lds[f"{form}, {width}"]) for width in kept)] for form in every]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def put(page: str, name: str, text: str) -> str:
+    """A page with what stands between the marks of a table replaced."""
+    before, begin, rest = page.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    assert begin, f"no place for {name}"
+    assert end, f"no end of {name}"
+    return before + begin + text + end + after
 
 
 def _interval(values: list[float]) -> str:
@@ -57,10 +94,15 @@ def _number(value: float) -> str:
 def main() -> None:
     """Write it into the page."""
     page = HERE / "README.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    reports = [json.loads((HERE / f"{name}.json").read_text()) for name in ("documents", "lengths", "instructions")]
-    after = rest.partition(END)[2]
-    page.write_text(before + BEGIN + "\n".join(map(table, reports)) + END + after, encoding="utf-8")
+
+    def read(name: str) -> Any:
+        return json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))
+
+    text = page.read_text(encoding="utf-8")
+    text = put(text, "table", "\n".join(table(read(name)) for name in ("documents", "lengths", "instructions")))
+    text = put(text, "further", forms(read("further")["environments"] + read("further-held")["environments"]))
+    text = put(text, "width", widths(read("width")))
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
