@@ -13,10 +13,9 @@
 1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
 nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
-for `random` also a draw; `shift`, then `token + input + shift` are what `grasp select` took before. Three seeds left
-open whether the latter is better than `random`, so both had three more, planned before any of them was seen; `grasp`
-has six likewise. Every run is a line of `decision.json`;
-killed, the same command goes on.
+for `random` also a draw. `grasp` is what `grasp select` takes; `shift` and the sums are what it took before. Three seeds
+left open whether these are better than `random`, so they had three more, planned before any was seen. Every run is a
+line of `decision.json`; killed, the same command goes on.
 """
 
 import argparse
@@ -50,9 +49,10 @@ from grasp.targets import UnitSet, load_units
 F64 = NDArray[np.float64]
 CHATS = 1_000
 SEEDS = (0, 1, 2)
-MORE_SEEDS, WITH_MORE = (3, 4, 5), ("grasp", "token + input + shift", "random")
+MORE_SEEDS = (3, 4, 5)
+WITH_MORE = ("grasp", "token + input + shift + tilt", "token + input + shift", "random")
 CHOOSERS = ("grasp", "random", "bm25", "repsim")
-SHIPPED_BEFORE = ("shift", "token + input + shift")
+SHIPPED_BEFORE = ("shift", "token + input + shift", "token + input + shift + tilt")
 
 
 def write_chats(data: Path, work: Path) -> None:
