@@ -13,9 +13,9 @@
 1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
 nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
-for `random` also a draw. `grasp` is what `grasp select` takes; `shift` and the sums are what it took before. Three seeds
-left open whether these are better than `random`, so they had three more, planned before any was seen. Every run is a
-line of `decision.json`; killed, the same command goes on.
+for `random` also a draw. `grasp` is what `grasp select` takes; `shift` and the sums are what it took before. Three
+seeds left open whether these are better than `random`, so they had three more, planned before any was seen. Every
+run is a line of `decision.json`; killed, the same command goes on.
 """
 
 import argparse
