@@ -80,9 +80,20 @@ def compare(
     """A record a method: estimate and 95 % interval over subsets of mean LDS (mean over targets of the mean over units)
     and of task rho, the share of units with rho above 0, mean LDS target by target, and the difference to `base`.
     """
-    names = list(dict.fromkeys(utilities.targets))
+    return records(agreements(methods, utilities, share_BN, resamples), utilities, base)
+
+
+def agreements(
+    methods: Mapping[str, "Method | Foretold"], utilities: Utilities, share_BN: F64, resamples: int = RESAMPLES
+) -> dict[str, "Agreement"]:
+    """Of every method, by the same resamples of subsets."""
     weights_RB = np.concatenate([np.ones((1, len(share_BN))), bootstrap_weights(len(share_BN), resamples=resamples)])
-    found = {name: agreement(method, utilities, share_BN, weights_RB) for name, method in methods.items()}
+    return {name: agreement(method, utilities, share_BN, weights_RB) for name, method in methods.items()}
+
+
+def records(found: Mapping[str, "Agreement"], utilities: Utilities, base: str) -> list[dict[str, Any]]:
+    """See `compare`."""
+    names = list(dict.fromkeys(utilities.targets))
     lds = {name: one.lds_TR.mean(axis=0) for name, one in found.items()}
     return [
         {

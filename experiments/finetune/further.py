@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from scipy.stats import norm
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.evaluate import Method, agreement, compare, noise
+from experiments.finetune.evaluate import Method, agreements, noise, records
 from experiments.finetune.methods import artifact_of
 from experiments.finetune.prepare import model_directory, prepared
 from experiments.finetune.run import HERE
@@ -33,37 +34,40 @@ from grasp.errors import GraspError
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
 from grasp.runs.selection import standard_errors
-from grasp.seeds import bootstrap_weights
 
 F64 = NDArray[np.float64]
 FORWARD = ("token", "input", "shift", "tilt")
-SHIPPED_BEFORE, SHIPS = "token + input + shift + tilt", "gradient + .25 of each"
-BY_TOKENS = ", rows by loss tokens"
+SHIPPED_BEFORE = "token + input + shift + tilt"
+FEATURES = {"product_width": 0, "shift_match": True, "tilt_match": True}  # a build makes the last two on request
 DELTA = 0.05
-WEIGHTS = (0.125, 0.25, 0.5, 1.0)
+WEIGHTS = {".125": 0.125, ".25": 0.25, ".5": 0.5}
+RESAMPLES = 400
 
 
 def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
-    """Negative scores of forward kernels count a quarter, those of gradients whole, but where it says so."""
+    """Negative scores of forward kernels count a quarter, those of gradients whole, but where it says so.
+
+    A build has gradients of a row's whole loss; `mean loss` is that over its tokens.
+    """
     gradient, forward = kernel_of["gradient"], tuple(kernel_of[name] for name in FORWARD)
-    token_input, tilt = forward[:2], forward[3:]
     out = {
         "gradient": Method((gradient,)),
         "gradient, negative x .25": Method((gradient,), negative=0.25),
+        "gradient of the mean loss": Method((gradient / tokens_N[:, None],)),
         SHIPPED_BEFORE: Method(forward, negative=0.25),
     }
-    for weight in WEIGHTS:
-        named = f"{weight:g}".lstrip("0")
-        for label, beside in (("each", forward), ("token + input", token_input), ("tilt", tilt)):
-            count = len(beside)
-            how: dict[str, Any] = {"negative": (1.0, *[0.25] * count), "weights": (1.0, *[weight] * count)}
-            out[f"gradient + {named} of {label}"] = Method((gradient, *beside), **how)
-            if label == "token + input":
-                out[f"gradient + {named} of {label}, by task"] = Method((gradient, *beside), **how, of_task=True)
-    for name, method in list(out.items()):
-        out[name + BY_TOKENS] = Method(
-            method.kernels, method.negative, method.weights, tokens_N=tokens_N, of_task=method.of_task
-        )
+
+    def beside(weight: float, *others: F64, of_task: bool = False) -> Method:
+        count = len(others)
+        return Method((gradient, *others), (1.0, *[0.25] * count), (1.0, *[weight] * count), of_task=of_task)
+
+    out |= {f"gradient + {named} of each": beside(weight, *forward) for named, weight in WEIGHTS.items()}
+    out |= {f"gradient + {named} of token + input": beside(weight, *forward[:2]) for named, weight in WEIGHTS.items()}
+    out["gradient + .25 of token + input, by task"] = beside(0.25, *forward[:2], of_task=True)
+    out["gradient + .25 of tilt"] = beside(0.25, forward[3])
+    for beside_it, others in (("each", forward), ("token + input", forward[:2])):
+        whole = tuple(kernel_NE * tokens_N[:, None] for kernel_NE in others)
+        out[f"gradient + .25 of {beside_it}, whole loss too"] = beside(0.25, *whole)
     return out
 
 
@@ -75,28 +79,29 @@ def relevance(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64])
 def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str, F64]]:
     """Every form against the runs that there are, and its mean LDS by target and resample, (T, 1 + R)."""
     _, reader = prepared(name, data, work)
-    artifact = artifact_of(name, work, model_directory(name, work), reader, {"product_width": 0}, 8192, "further")
+    artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
     environment = Environment.open(HERE / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
     assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
     table = artifact.rows(np.arange(artifact.n_rows))
-    counted = LOSS_TOKENS if LOSS_TOKENS in table.column_names else "n_tokens"
+    names = table.column_names
+    tokens_N = table[LOSS_TOKENS] if LOSS_TOKENS in names else pc.subtract(table["n_tokens"], 1)
     methods = forms(
         {kernel: relevance(artifact, kernel, columns) for kernel in ("gradient", *FORWARD)},
-        table[counted].to_numpy().astype(np.float64),
+        tokens_N.to_numpy().astype(np.float64),
     )
     share_BN = shares(environment, open_corpus(name, work, reader).store, utilities)
-    weights_RB = np.concatenate([np.ones((1, len(share_BN))), bootstrap_weights(len(share_BN))])
-    figures = {label: agreement(method, utilities, share_BN, weights_RB).lds_TR for label, method in methods.items()}
+    agreed = agreements(methods, utilities, share_BN, RESAMPLES)
+    print(f"{name}: {len(share_BN)} subsets", flush=True)
     found = {
         "environment": name,
         "role": environment.role,
         "subsets": len(share_BN),
         "noise": noise(environment, utilities),
-        "methods": compare(methods, utilities, share_BN, base=SHIPPED_BEFORE),
+        "methods": records(agreed, utilities, SHIPPED_BEFORE),
     }
-    return found, figures
+    return found, {label: one.lds_TR for label, one in agreed.items()}
 
 
 def together(names: Sequence[Name], figures: Sequence[dict[str, F64]]) -> list[dict[str, Any]]:

@@ -239,10 +239,10 @@ class FeatureSettings(Settings):
     )
     shift_match: bool | None = Field(
         None,
-        description="Shift kernel beside `input`; null: where `train` is further. Not in the paper.",
+        description="Shift kernel beside `input`; null: where `train` is further without `gradient`. Not in the paper.",
     )
     tilt_match: bool | None = Field(
-        None, description="Tilt kernel beside `input`; null: where `train` is further. Not in the paper."
+        None, description="Tilt kernel beside `input`; null: as the shift kernel. Not in the paper."
     )
     gradient_match: bool | None = Field(
         None, description="Gradient kernel under `match: all`; null: where `train` is further. Not in the paper."
@@ -354,8 +354,10 @@ class FeatureSettings(Settings):
     def decided(self, train: "Train") -> Self:
         """With what is left open said: which kernels stand beside `token` and `input`."""
         further = train == "further"
-        by_use = {"neighbour_match": not further} | dict.fromkeys(("shift_match", "tilt_match"), further and self.input)
-        by_use["gradient_match"] = further and self.match == "all"
+        gradient = further and self.match == "all" and self.gradient_match is not False
+        alone = further and not gradient and self.input  # a forward pass alone, which shift and tilt then add to
+        by_use = {"neighbour_match": not further, "gradient_match": gradient}
+        by_use |= {"shift_match": alone, "tilt_match": alone}
         return self.model_copy(update={name: use for name, use in by_use.items() if getattr(self, name) is None})
 
 

@@ -154,7 +154,8 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
     row_NP = whole([Example(shard.ids(i)) for i in range(len(shard))])
     unit_EP = whole([Example(one.input_ids, one.first) for one in origin.unit_tokens])
     v_P = (row_NP**2).mean(axis=0)
-    expected_NE = (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
+    labels_N1 = np.array([len(shard.ids(i)) - 1 for i in range(len(shard))])[:, None]
+    expected_NE = labels_N1 * (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
     assert reader.gradients.sample.size == row_NP.shape[1]
     np.testing.assert_allclose(relevance(built), expected_NE, atol=2**-8 * np.abs(expected_NE).max())
 

@@ -639,7 +639,7 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
     assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))
 
 
-@pytest.mark.parametrize(("train", "kernels"), [("new", ("neighbour",)), ("further", ("shift", "tilt", "gradient"))])
+@pytest.mark.parametrize(("train", "kernels"), [("new", ("neighbour",)), ("further", ("gradient",))])
 def test_what_will_be_trained_says_which_kernels_stand_beside_token_and_input(root, tmp_path, train, kernels):
     artifact = ArtifactReader.open(build(world(root, train=train), tmp_path / "artifact"))
     there = {name for name in KERNELS if f"relevance_{name}" in artifact.array_names}
@@ -647,7 +647,7 @@ def test_what_will_be_trained_says_which_kernels_stand_beside_token_and_input(ro
     assert artifact.manifest.settings["train"] == train
     weights = {"token": 1.0, "input": 1.0, "neighbour": 1.0}
     if train == "further":
-        weights = dict.fromkeys(("token", "input", "shift", "tilt"), BESIDE_GRADIENT) | {"gradient": 1.0}
+        weights = dict.fromkeys(("token", "input"), BESIDE_GRADIENT) | {"gradient": 1.0}
     assert default_protocol().fitted(artifact.array_names, artifact.feature_settings).match == weights
 
 

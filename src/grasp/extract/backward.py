@@ -166,7 +166,9 @@ class GradientKernel:
         return np.concatenate([self.relevance(part.view(torch.bfloat16).to(device).float()) for part in parts])
 
     def passes(self, rows: Rows, specs: tuple[str, ...], settings: FeatureSettings) -> Iterator[tuple[Pass, Tensor]]:
-        """Batches of rows there and back: features for the other kernels, and the coordinates taken, (B, K)."""
+        """Batches of rows there and back: features for the other kernels, and the coordinates taken, (B, K), of the
+        gradient of each row's whole loss.
+        """
         examples = examples_of(rows, settings)
         model = self.reader.gradients.engine.model
         for index in example_batches(examples, self.reader.batch_tokens):
@@ -174,7 +176,7 @@ class GradientKernel:
                 own = [examples[int(i)] for i in part]
                 padded = pad_rows([one.input_ids for one in own], [rows.mask(int(i)) for i in part])  # type: ignore[union-attr]
                 batch = extract(model, *padded, specs, settings.top_k, hidden_BLH)
-                yield (part, batch), taken_BK
+                yield (part, batch), taken_BK * taken_BK.new_tensor([one.labels for one in own])[:, None]
 
     def _run(self, examples: Sequence[Example], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         return self.reader.gradients.of([examples[int(i)] for i in index])

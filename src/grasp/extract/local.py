@@ -66,6 +66,7 @@ Given = dict[str, NDArray[Any]]  # moments by name, as another artifact has them
 KERNELS = ("token", "input", "neighbour", "shift", "tilt", "gradient")
 UNSKILLED = 0.8  # of ln V: one that knows how often words occur has some 0.7
 GRADIENTS = "inner product of preconditioned gradients; unitless"
+TOKENS_OF_ROW = 256.0
 LARGEST = 32_768.0  # that float16 is asked to hold
 NEIGHBOURS = "logarithm of a probability, to first order; unitless"
 
@@ -379,6 +380,8 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
         own["relevance_pooled"] = pooled.unit_relevance(inputs.units.pooled)
     if token is not None:
         own |= token.unit_relevance(inputs.units)
+        if "relevance_gradient" in own:  # a row counts with all of its loss, of some hundred tokens or thousands
+            own["relevance_gradient"] = own["relevance_gradient"] * TOKENS_OF_ROW**2
     sign = "positive: training on the row should lower the unit's loss"
     specs = {
         name: ArraySpec(inputs.n_units, GRADIENTS, sign, scale_E=relevance_scale(own_E)) for name, own_E in own.items()

@@ -1,10 +1,12 @@
 r"""Gradient relevance: would a step on the row and a step on the unit move the weights the same way? All layers.
 
-    a_{i,e} = sum_j g_ij g_ej / (v_j + damping mean v),    v_j = E_i g_ij^2
+    a_{i,e} = n_i sum_j g_ij g_ej / (v_j + damping mean v),    v_j = E_i g_ij^2
 
-g_i is the gradient of row i's mean loss, g_e that of unit e's, both at the model before it is trained further, and v
-the second moment over rows. No projection: the cosine of a row and a unit is tiny, and k random numbers drown it below
-some 10^5. Instead j runs over a sample of the coordinates of each matrix, each counted 1 / (share sampled) times.
+g_i is the gradient of row i's mean loss over its n_i tokens with loss, g_e that of unit e's, both at the model before
+it is trained further, and v the second moment over rows. A row counts with all of its loss, as in training, where a
+batch's loss is the mean over its tokens: a row of a hundred moves the model more than one of two. No projection: the
+cosine of a row and a unit is tiny, and k random numbers drown it below some 10^5. Instead j runs over a sample of the
+coordinates of each matrix, each counted 1 / (share sampled) times.
 
 The sample. The gradient of a matrix is a sum over positions of outer products delta_t a_t^T. Its X outputs and its Y
 inputs are each dealt at random into n groups, and coordinate (x, y) is taken where x and y are in groups of the same

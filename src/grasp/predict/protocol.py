@@ -19,7 +19,7 @@ from grasp.yaml_files import validated_yaml, write_yaml
 
 Match = Literal["token", "input", "neighbour", "shift", "tilt", "gradient", "pooled"]
 COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
-BESIDE_GRADIENT = 0.25  # weight of each kernel of the forward pass beside `gradient`
+BESIDE_GRADIENT = 0.25  # weight of token and of input beside `gradient`
 NOT_SELECTED = "not selected on development environments: additive core"
 NOT_SELECTED_OTHER = "not selected on development environments"
 
@@ -77,8 +77,9 @@ class ScoringProtocol(Settings):
     weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
-        description="Weights of the kernels, each standardised; auto: token, input and neighbour, of a model that is "
-        f"trained further gradient and {BESIDE_GRADIENT:g} each of token, input, shift and tilt; else pooled.",
+        description="Weights of the kernels, each standardised; auto: token, input and neighbour; of a model that is "
+        f"trained further gradient and {BESIDE_GRADIENT:g} each of token and input; without it token, input, shift and "
+        "tilt; else pooled.",
     )
     negative: float = Field(
         1.0,
@@ -166,11 +167,11 @@ class ScoringProtocol(Settings):
             there: list[Match] = [kernel for kernel in get_args(Match) if f"relevance_{kernel}" in array_names]
             if "token" not in there:
                 return {"pooled": 1.0}
+            first: list[Match] = [kernel for kernel in there if kernel in ("token", "input")]
+            if "gradient" in there:
+                return dict.fromkeys(first, BESIDE_GRADIENT) | {"gradient": 1.0}
             beside = ("neighbour",) if "neighbour" in there else ("shift", "tilt")  # by what is trained
-            forward = [kernel for kernel in there if kernel in ("token", "input", *beside)]
-            if "gradient" not in there:
-                return dict.fromkeys(forward, 1.0)
-            return dict.fromkeys(forward, BESIDE_GRADIENT) | {"gradient": 1.0}
+            return dict.fromkeys((*first, *(kernel for kernel in there if kernel in beside)), 1.0)
         return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
 
 
