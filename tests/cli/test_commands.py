@@ -316,6 +316,16 @@ def test_dropping_a_slice_is_keeping_the_rest(art, tmp_path):
     assert dropped == kept
 
 
+def weighted_change(weight_N: np.ndarray, effect_N: np.ndarray) -> float:
+    """By the law of exposure, written out: a row of the mean weight is seen once, and repeating takes a part.
+
+    Any new row is worth .4 effects beside its own.
+    """
+    seen_N = weight_N * (weight_N > 0).sum() / weight_N.sum()
+    counted_N = np.where(seen_N <= 1, seen_N, 1 + 15.4 * (1 - np.exp(-(seen_N - 1) / 15.4)))
+    return (counted_N @ (effect_N + 0.4)) / (weight_N > 0).sum() - 0.4
+
+
 def test_weights_of_expressions_multiply(art, tmp_path):
     effect_N, sky_N, earth_N = effects(art), topics(art) == "sky", topics(art) == "earth"
     weight_N = np.where(sky_N, 0.3, 1.0) * np.where(earth_N, 0.0, 1.0) * np.where(sky_N | earth_N, 2.0, 1.0)
@@ -326,7 +336,7 @@ def test_weights_of_expressions_multiply(art, tmp_path):
     percent = f"{100 * changed / n:.1f} %"
     assert lines[0] == f"gives {changed} of {n} rows ({percent}) another weight, drops {earth_N.sum()} of them"
     (line,) = lines_of(tmp_path / "p.parquet")
-    assert line["change"] == pytest.approx(weight_N @ effect_N / weight_N.sum(), abs=1e-6)
+    assert line["change"] == pytest.approx(weighted_change(weight_N, effect_N), abs=1e-6)
 
 
 def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
@@ -340,7 +350,8 @@ def test_subsets_of_a_file_with_weights_and_from_the_other_side(art, tmp_path):
         path = tmp_path / ("plain.parquet" if name == "omitted" else f"{name}.parquet")
         succeed("predict", art, "--subsets", path, *flags, "--out", tmp_path / "out.parquet")
         found[name] = {line["subset_id"]: line["change"] for line in lines_of(tmp_path / "out.parquet")}
-    assert found["weighted"] == pytest.approx({"a": (effect_N[3] + 3 * effect_N[5]) / 4, "b": effect_N[0]}, abs=1e-5)
+    expected = {"a": weighted_change(np.array([1.0, 3.0]), effect_N[[3, 5]]), "b": effect_N[0]}
+    assert found["weighted"] == pytest.approx(expected, abs=1e-5)
     assert found["plain"] == pytest.approx({"a": (effect_N[3] + effect_N[5]) / 2, "b": effect_N[0]}, abs=1e-5)
     rest = {"a": np.delete(effect_N, [3, 5]).mean(), "b": np.delete(effect_N, [0]).mean()}
     assert found["omitted"] == pytest.approx(rest, abs=1e-5)
@@ -434,7 +445,7 @@ def test_by_gives_every_value_its_worth(art, tmp_path):
         assert (written["value"], written["rows"], int(line["rows"])) == (line["topic"], mine_N.sum(), mine_N.sum())
         assert written["effect"] == pytest.approx(mean, abs=1e-5)
         assert written["if_dropped"] == pytest.approx(-share / (1 - share) * mean, abs=1e-5)
-        assert written["if_doubled"] == pytest.approx(share / (1 + share) * mean, abs=1e-5)
+        assert written["if_doubled"] == pytest.approx(weighted_change(1.0 + mine_N, effect_N), abs=1e-5)
         assert written["if_dropped_low"] <= written["if_dropped"] <= written["if_dropped_high"]
         for name in ("effect", "if_dropped", "if_dropped_low", "if_dropped_high", "if_doubled", "redundancy"):
             assert line[name.replace("_", " ")] == f"{written[name]:+.3f}"
