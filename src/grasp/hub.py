@@ -1,5 +1,8 @@
 """Names of repositories on a hub: may a name be one, and does the hub answer? Asked once, where libraries retry."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -27,6 +30,32 @@ def meant(name: str) -> str:
     except OSError:
         return ""
     return did_you_mean(path.stem, (entry.stem for entry in there)).replace("'?", f"{path.suffix}'?")
+
+
+_only_here: ContextVar[str | None] = ContextVar("grasp_only_here", default=None)
+
+
+@contextmanager
+def only_here(remedy: str) -> Iterator[None]:
+    """Ask no hub while the block runs: a name comes from an artifact, and what was fetched before has to do."""
+    token = _only_here.set(f"nothing is fetched because an artifact names it; {remedy}")
+    try:
+        yield
+    finally:
+        _only_here.reset(token)
+
+
+def refusal() -> str | None:
+    """Why no hub is asked: it would be an artifact that decides it, or none answers. None: it may be asked."""
+    return _only_here.get() or unreachable()
+
+
+def fetched_before(name: str) -> str | None:
+    """The directory of what was fetched of a repository before; None: nothing was."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - most commands never ask
+
+    found = (try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json"))
+    return next((str(Path(one).parent) for one in found if isinstance(one, str)), None)
 
 
 @cache

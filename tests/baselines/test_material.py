@@ -110,7 +110,7 @@ def on_a_hub(world, monkeypatch):
         return load(kind, field, what, **where)
 
     monkeypatch.setattr(checkpoint, "_loaded", loaded)
-    monkeypatch.setattr(checkpoint, "unreachable", lambda: None)
+    monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
     material = world.material()
     model = material.settings.model.model_copy(update={"path": "me/tiny"})
     material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})

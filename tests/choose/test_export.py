@@ -338,7 +338,7 @@ def test_the_corpus_may_have_moved(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", records())
     artifact = build(tmp_path, path)
     path.rename(tmp_path / "moved.jsonl")
-    with pytest.raises(CorpusError, match=r"c\.jsonl: no such file or directory"):
+    with pytest.raises(SettingsError, match=r"c\.jsonl, which is not on this disk, .* say with `corpus` where"):
         export(artifact, [0], tmp_path / "kept")
     assert len(export(artifact, [0], tmp_path / "kept", path=str(tmp_path / "moved.jsonl"))) == 1
 

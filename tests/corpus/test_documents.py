@@ -192,7 +192,7 @@ def test_a_damaged_datasets_directory(tmp_path):
 
 def fake_hub(monkeypatch, load):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    monkeypatch.setattr("grasp.corpus.sources.unreachable", lambda: None)
+    monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
 
 
 def test_a_name_that_is_no_path_is_a_hub_name(monkeypatch, expected):

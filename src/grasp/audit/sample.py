@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 
@@ -31,6 +30,7 @@ from grasp.extract.moments import STATES
 from grasp.extract.reopen import Origin
 from grasp.features.moments import PositionMoments
 from grasp.features.residuals import PooledFeatures
+from grasp.hub import fetched_before
 from grasp.models.checkpoint import REPOSITORY
 from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol
@@ -82,7 +82,7 @@ def reopened(artifact: ArtifactReader, own: Mapping[str, Any] | None = None) -> 
     origin = Origin(artifact, own)
     _ = origin.rows
     name = origin.settings.model.path
-    cached = REPOSITORY.fullmatch(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)
+    cached = REPOSITORY.fullmatch(name) and fetched_before(name)
     if not (Path(name).exists() or cached):
         raise ModelError(
             f"model.path: {name}: not on this disk, seen from here; restore what the artifact was built from, or say "

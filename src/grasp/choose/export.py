@@ -30,6 +30,7 @@ from grasp.corpus.packing import Row
 from grasp.corpus.sources import JsonRecord, open_source
 from grasp.corpus.store import Fingerprint, rows_with_texts
 from grasp.errors import CorpusError, SettingsError
+from grasp.extract.reopen import require_here
 from grasp.extras import require
 from grasp.files import check_place, discard, entry_of, written_aside
 from grasp.predict.row_arrays import row_tokens
@@ -82,7 +83,10 @@ def corpus_settings(artifact: ArtifactReader, path: str | None = None) -> Corpus
     if (artifact.manifest.settings.get("model") or {}).get("classifier") is not None:
         raise SettingsError(f"{artifact.where}: its rows are images, which are not exported; take the list of row_ids")
     settings = validated(CorpusSettings, recorded, f"{artifact.where}: settings.corpus")
-    return settings.model_copy(update={"path": artifact.place(settings.path) if path is None else path})
+    if path is None:
+        path = artifact.place(settings.path)
+        require_here(artifact, path, "`corpus`")
+    return settings.model_copy(update={"path": path})
 
 
 def are_records(artifact: ArtifactReader) -> bool:

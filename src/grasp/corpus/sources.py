@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from grasp.errors import CorpusError
 from grasp.extras import require
-from grasp.hub import is_path, meant, unreachable
+from grasp.hub import is_path, meant, refusal
 
 PARQUET = (".parquet",)
 # C4, Dolma and others name their JSON lines `.json.gz` or `.json.zst`; a plain `.json` seldom is one.
@@ -76,6 +76,15 @@ class Source(Protocol):
         """Records from position `start` on, in order."""
 
 
+def lies_here(path: str) -> bool:
+    """Whether a corpus lies on a disk of this machine: no network is needed to read it, and none is asked."""
+    try:
+        fs, root = fsspec.core.url_to_fs(path)
+        return isinstance(fs, LocalFileSystem) and bool(fs.exists(root))
+    except (ValueError, ImportError, OSError):
+        return False
+
+
 def open_source(path: str, split: str | None = None, field: str = "corpus") -> Source:
     """Find out what `path` is: a file, a directory, a `datasets` directory, or else a hub name.
 
@@ -108,7 +117,7 @@ def open_source(path: str, split: str | None = None, field: str = "corpus") -> S
     if _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path) and not is_path(path):
         datasets = require("datasets", extra="datasets", feature=f"{path} is no file or directory here; a hub name")
         none = f"{path}: no such file or directory{meant(path)}, and no hub dataset of that name can be had"
-        if silent := unreachable():
+        if silent := refusal():
             raise CorpusError(f"{none}: {silent}")
         try:
             table = _one_split(datasets.load_dataset(path), split, path, field)

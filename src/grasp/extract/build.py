@@ -41,6 +41,9 @@ REQUIRED = {
 }
 
 
+PLACES = ("model.path", "model.tokenizer", "corpus.path")
+
+
 def build(
     model: Any = None,
     corpus: Any = None,
@@ -171,13 +174,14 @@ def add_targets(
     """Add targets to a finished artifact on this machine; returns where their relevance came from.
 
     Args:
-        settings: of targets, e.g. `{"targets": {"seed": 3}}`, and those that name code that may be run.
+        settings: of targets, e.g. `{"targets": {"seed": 3}}`, those that name code that may be run, and where model
+            and corpus are now: `model.path`, `model.tokenizer`, `corpus.path`.
     Raises:
         SettingsError: others are given: the artifact has its own.
         ArtifactError: it is none, or has a target already; model or corpus are no longer its own.
     """
     data, own = deepcopy(dict(settings or {})), dict[str, Any]()
-    for name in CODE:  # the user's own word for what is run
+    for name in (*CODE, *PLACES):  # the user's own word for what is run, and for where things are
         if value := take(data, name):
             put(own, name, value)
     given = data.pop("targets", {})

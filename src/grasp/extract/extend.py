@@ -31,7 +31,7 @@ def add_target(
     joint build gives; token relevance from kept features, which are float16, is within 2e-3 of its largest value.
 
     Args:
-        own: settings of the user, of which those are taken that decide which code is run.
+        own: settings of the user, of which those are taken that decide which code is run, and where things are.
     Raises:
         ArtifactError: model or corpus are no longer those of the artifact; a target is there already.
         SettingsError: the artifact was built by code that `own` does not name as well.
@@ -41,6 +41,7 @@ def add_target(
     with lock_artifact(out) as lock:
         artifact = ArtifactReader.open(out)
         origin = Origin(artifact, own)
+        origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets})
         inputs = prepare(settings, origin.model, out / "tokens", progress)
         origin.prove(corpus=inputs.store.fingerprint)

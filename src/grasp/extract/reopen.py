@@ -1,14 +1,18 @@
 """What an artifact was built from, opened again: settings, rows, tokenizer and model, each proved to be its own."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.images import ImageStore
+from grasp.corpus.sources import IN_MEMORY, lies_here
 from grasp.corpus.store import RowStore
-from grasp.errors import ArtifactError, CorpusError
+from grasp.errors import ArtifactError, CorpusError, SettingsError
+from grasp.hub import only_here
 from grasp.settings import BuildSettings, found_settings
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 from grasp.yaml_files import leaf
@@ -23,8 +27,9 @@ class Origin:
     """The inputs of an artifact's build; each is read when it is asked for.
 
     Attributes:
-        own: settings that the user gave: code that an artifact names is run only if they name it as well, and
-            `model.path` says where the model is now.
+        own: settings that the user gave: code that an artifact names is run only if they name it as well.
+            `model.path`, `model.tokenizer` and `corpus.path` say where things are now; what only the artifact names is
+            never fetched.
     Raises:
         ArtifactError: what is asked for is not there, or not what the artifact was built from.
         ModelError: the model, or its tokenizer, cannot be loaded.
@@ -40,17 +45,32 @@ class Origin:
         self.artifact.require_one_corpus()
         manifest = self.artifact.manifest
         settings = found_settings(manifest.settings, str(self.artifact.path / "manifest.json"), self.own)
-        place, tokenizer = self.artifact.place, settings.model.tokenizer
         model = settings.model.model_copy(
             update={
-                "path": str(leaf(self.own or {}, "model.path") or place(settings.model.path)),
-                "tokenizer": None if tokenizer is None else place(tokenizer),
+                "path": self._place("model.path", settings.model.path),
+                "tokenizer": settings.model.tokenizer and self._place("model.tokenizer", settings.model.tokenizer),
                 "dtype": manifest.made_by.get("dtype", "auto"),
                 "check": False,
             }
         )
-        corpus = settings.corpus.model_copy(update={"path": place(settings.corpus.path)})
+        corpus = settings.corpus.model_copy(update={"path": self._place("corpus.path", settings.corpus.path)})
         return settings.model_copy(update={"model": model, "corpus": corpus})
+
+    def _place(self, name: str, found: str) -> str:
+        """Where the user says that something is, else where the artifact says it was."""
+        return str(leaf(self.own or {}, name) or self.artifact.place(found))
+
+    def _as_named(self) -> AbstractContextManager[None]:
+        """A model that the user names may be fetched; what only the artifact names is loaded where it is here."""
+        own, tokenizer = self.own or {}, self.settings.model.tokenizer
+        if leaf(own, "model.path") and (tokenizer is None or leaf(own, "model.tokenizer") or Path(tokenizer).exists()):
+            return nullcontext()
+        return only_here("get it with `hf download`, or say where the model is with --set model.path=...")
+
+    def require_corpus_here(self, flag: str) -> None:
+        """See that reading the corpus needs no network, unless the user named it; see `require_here`."""
+        if not leaf(self.own or {}, "corpus.path"):
+            require_here(self.artifact, self.settings.corpus.path, flag)
 
     @property
     def has_images(self) -> bool:
@@ -74,7 +94,8 @@ class Origin:
         """The reference model's tokenizer; the model's weights are not read for it."""
         from grasp.models.checkpoint import load_tokenizer  # noqa: PLC0415 - brings torch
 
-        tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.detail("vocab_size"))
+        with self._as_named():
+            tokenizer = load_tokenizer(self.settings.model, self.artifact.manifest.detail("vocab_size"))
         self.prove(tokenizer=tokenizer.fingerprint)
         return tokenizer
 
@@ -97,7 +118,8 @@ class Origin:
         """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
         from grasp.models.classifier import load_reference  # noqa: PLC0415 - brings torch
 
-        model = load_reference(self.settings.model)
+        with self._as_named():
+            model = load_reference(self.settings.model)
         reader, fingerprint = model.reader
         self.prove(**{"model": model.fingerprint(), reader: fingerprint})
         return model
@@ -115,3 +137,16 @@ class Origin:
                 f"{self.artifact.where}: {' and '.join(changed)} changed since it was built ({listed}); restore what "
                 "it was built from, or build a new artifact"
             )
+
+
+def require_here(artifact: ArtifactReader, corpus: str, flag: str) -> None:
+    """See that reading the corpus that an artifact names needs no network.
+
+    Raises:
+        SettingsError: it lies elsewhere; `flag` names it.
+    """
+    if not (corpus.startswith(IN_MEMORY) or lies_here(corpus)):
+        raise SettingsError(
+            f"{artifact.where}: was built from {corpus}, which is not on this disk, and nothing is fetched because an "
+            f"artifact names it; say with {flag} where it lies now"
+        )

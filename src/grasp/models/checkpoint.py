@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 from grasp.corpus.sources import IN_MEMORY
 from grasp.errors import ModelError
 from grasp.extras import require
-from grasp.hub import is_path, meant, unreachable
+from grasp.hub import fetched_before, is_path, meant, refusal
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings, Train
 
@@ -221,8 +221,7 @@ def _loaded(kind: Any, field: str, what: str, **where: Any) -> Any:
             ) from err
         if not Path(name).exists() and "gguf_file" not in where:
             raise ModelError(
-                f"{field}: no `{name}` on this disk{meant(name)}, and none can be had from a hub: "
-                f"{unreachable() or reason}"
+                f"{field}: no `{name}` on this disk{meant(name)}, and none can be had from a hub: {reason}"
             ) from err
         raise ModelError(f"{field}: `{name}` {what} that transformers can load: {reason}") from err
 
@@ -239,10 +238,15 @@ def _refuse_random_weights(name: str, model: nn.Module, report: Mapping[str, Any
 
 def _source(field: str, name: str, settings: ModelSettings) -> dict[str, Any]:
     """Where a checkpoint is and whether its code may run: arguments of `from_pretrained`."""
+    is_local = _is_local(field, name)
+    if not is_local and (why := refusal()):  # a library would ask all the same, for a minute
+        kept = fetched_before(name)
+        if kept is None:
+            raise ModelError(f"{field}: no `{name}` on this disk{meant(name)}, and none can be had from a hub: {why}")
+        name, is_local = kept, True
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": name,
-        # a checkpoint on disk never asks a hub; one that does not answer is not asked for a minute
-        "local_files_only": _is_local(field, name) or unreachable() is not None,
+        "local_files_only": is_local,  # a checkpoint on disk never asks a hub
         "trust_remote_code": settings.trust_remote_code,  # said either way, so that nobody is asked
     }
     path = Path(name)

@@ -114,6 +114,8 @@ def _like(art: Opened | Place, data: Mapping[str, Any]) -> dict[str, Any]:
         label, labels = parse_family(leaf(data, "family") or default).label, files.manifest.details.get("labels", [])
         if label is not None and label not in labels:
             raise SubsetError(f"family: {files.where} has no label {label!r}, expected one of {labels}")
+    if leaf(data, "corpus.path") is None:
+        origin.require_corpus_here("--corpus")
     _ = origin.tokenizer  # still there, and its own
     model, built = origin.settings.model, origin.settings.model_dump(mode="json", include={"corpus", "targets"})
     shape = {"vocab_size": files.manifest.detail("vocab_size"), "context": origin.settings.corpus.max_length}

@@ -1,0 +1,100 @@
+"""What a stranger's artifact names is not fetched: no command opens a connection that the user did not ask for."""
+
+import shutil
+import socket
+
+import pytest
+
+import grasp
+from grasp.errors import GraspError
+from tests.cli.grasp_command import refused, run, succeed
+from tests.resigned import resign
+
+FAR = "http://127.0.0.1:9/corpus.jsonl"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every address that somebody wants to reach; nobody gets there."""
+    addresses = []
+
+    def reach(*given, **_):
+        addresses.append(given)
+        raise OSError("no network in tests")
+
+    for name in ("getaddrinfo", "create_connection", "gethostbyname"):
+        monkeypatch.setattr(socket, name, reach)
+    monkeypatch.setattr(socket.socket, "connect", reach)
+    grasp.hub.unreachable.cache_clear()
+    yield addresses
+    grasp.hub.unreachable.cache_clear()
+
+
+def strange(art, tmp_path, **names):
+    """The artifact as a stranger could hand it out: it names other places."""
+    path = shutil.copytree(art, tmp_path / "art")
+
+    def change(raw):
+        for name, value in names.items():
+            group, _, field = name.partition("_")
+            raw["settings"][group][field] = value
+
+    resign(path, change)
+    return path
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"corpus_path": FAR},
+        {"corpus_path": "someone/dataset"},
+        {"model_path": "someone/model"},
+        {"model_tokenizer": "someone/tokenizer"},
+        {"corpus_path": "s3://bucket/corpus", "model_path": "someone/model", "model_tokenizer": "someone/model"},
+    ],
+)
+def test_no_command_connects_to_where_an_artifact_points(names, art, root, asked, tmp_path):
+    path = strange(art, tmp_path, **names)
+    target = tmp_path / "more.jsonl"
+    target.write_text('{"task": "more", "prompt": "is it so", "completion": " yes"}\n')
+    row = grasp.open(art).rows.to_pandas()["row_id"][0]
+    for command in (
+        ("info", path),
+        ("verify", path),
+        ("score", path, "--target", "facts"),
+        ("predict", path, "--by", "topic"),
+        ("explain", path, "--target", "facts", "--row", row),
+        ("report", path, "--out", tmp_path / "page.html"),
+        ("select", path, "--budget", "5", "--target", "facts", "--export", tmp_path / "kept"),
+        ("retrain", "--like", path, "--family", "mixture:topic", "--out", tmp_path / "env"),
+        ("build", "--out", path, "--add-target", target),
+    ):
+        outcome = run(*command)
+        assert outcome.code in (0, 1, 2), outcome
+        assert asked == [], command
+
+
+def test_what_is_not_here_is_named_with_the_flag_that_says_where_it_is(art, root, asked, tmp_path):
+    path = strange(art, tmp_path, corpus_path=FAR, model_path="someone/model")
+    select = ("select", path, "--budget", "5", "--target", "facts", "--export", tmp_path / "kept")
+    message = refused(*select)
+    assert f"was built from {FAR}, which is not on this disk, and nothing is fetched because an artifact" in message
+    assert message.endswith("say with `corpus` where it lies now")
+    found = refused(*select, "--corpus", root / "corpus.jsonl")
+    assert "model.tokenizer" not in found
+    assert "nothing is fetched because an artifact names it; get it with `hf download`" in found
+    target = tmp_path / "more.jsonl"
+    target.write_text('{"task": "more", "prompt": "is it so", "completion": " yes"}\n')
+    added = ("build", "--out", path, "--add-target", target)
+    assert "say with --corpus where it lies now" in refused(*added)
+    assert "nothing is fetched because an artifact" in refused(*added, "--corpus", root / "corpus.jsonl")
+    succeed(*added, "--corpus", root / "corpus.jsonl", "--model", root / "model")
+    assert grasp.open(path).targets == {"facts": 6, "more": 1}
+    assert asked == []
+
+
+def test_what_the_user_names_is_fetched(art, root, asked, tmp_path):
+    path = strange(art, tmp_path, corpus_path=FAR)
+    with pytest.raises(GraspError, match=r"cannot be opened|no such file or directory|cannot be reached"):
+        grasp.open(path).select(5, "facts").export(tmp_path / "kept", corpus=FAR)
+    assert asked
