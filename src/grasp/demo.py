@@ -257,11 +257,12 @@ def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Call
 
 def _came(checked: Environment) -> str:
     """What came of the demo's choices when they were trained: change against the whole corpus, in nats a token."""
-    seeds = len(checked.info.seeds)
-    came_BT = (checked.task_utilities(TASKS) - checked.task_reference(TASKS)).mean(axis=1)
-    lines = [
-        f"Here the {name}, trained with {seeds} seeds, gave "
-        + ", ".join(f"{target} {signed(float(nats), 2)}" for target, nats in zip(TASKS, came_T, strict=True))
-        for name, came_T in zip(checked.subset_ids, came_BT, strict=True)
-    ]
+    came_BT = (checked.task_utilities(checked.targets) - checked.task_reference(checked.targets)).mean(axis=1)
+    seeds = ", ".join(map(str, checked.info.seeds))
+    lines = [f"When we did (seed {seeds}), in nats against the whole corpus:"]
+    for name, came_T in zip(checked.subset_ids, came_BT, strict=True):
+        came = ", ".join(
+            f"{target} {signed(float(nats), 2)}" for target, nats in zip(checked.targets, came_T, strict=True)
+        )
+        lines.append(f"  {'the mixture' if 'mixture' in name else 'the choice'}: {came}")
     return "\n".join(lines)

@@ -95,12 +95,12 @@ def test_a_training_budget_counts_repetition_and_nothing_feasible_is_better():
         return float(((mean_G + ANY_TEXT) * slices.rows_G / 200) @ Exposure(3.0)(p_G * 200 / slices.rows_G)) - ANY_TEXT
 
     assert got.value == pytest.approx(value(proposed(got)), abs=0.01 * abs(got.value))
-    assert got.value == pytest.approx(got.targets["change"][0].as_py())
+    assert got.value < got.targets["change"][0].as_py()  # which is that of predict, for no budget
     high_G = 20 * slices.rows_G / 200
     tries = np.random.default_rng(0).dirichlet(np.ones(4) * 0.4, 4000)
     best = max(value(p_G) for p_G in tries if (p_G <= high_G).all())
     assert value(proposed(got)) >= best - 0.005 * abs(best)
-    assert any("no row is seen more than" in note and note.startswith("in 6,000 ") for note in got.notes)
+    assert any("no row is seen more than" in note and note.startswith("value ") for note in got.notes)
 
 
 @pytest.mark.parametrize("target", ["sciq", "boolq"])

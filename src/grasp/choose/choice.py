@@ -5,7 +5,7 @@ Shape letters: N rows, T targets, B subsets.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -51,7 +51,7 @@ class Choice(Result):
     Attributes:
         targets: target, weight, change (against the whole corpus), and, with runs, nats, nats_low and nats_high, or
             the metric of the runs in their place.
-        value: weighted mean of the changes.
+        value: weighted mean of the changes, less what repetition takes under a training budget.
         unit: of the changes.
         asked: the question.
     """
@@ -145,14 +145,20 @@ class Aim:
         sketches = () if beside is None else measures(artifact.array_names)
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
         bound = training.of_corpus(int(tokens_N.sum()))
-        predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches, exposure=bound.exposure)
+        predictor = Predictor.of(artifact, protocol, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
         intervals = None if beside is None else learn(predictor, artifact, beside)
         return cls(artifact, predictor, weights_T, effect_N, tokens_N, bound, intervals, cautious)
 
+    @property
+    def trained(self) -> Predictor:
+        """The predictor for the training budget, if one was said."""
+        bends = self.predictor.exposure is not None and self.training.tokens is not None
+        return replace(self.predictor, exposure=self.training.exposure) if bends else self.predictor
+
     def value(self, sums: SubsetSums) -> F64:
-        """Weighted change of subsets, (B,), repetition counted: by the predictor, or, if it does not, for a budget."""
-        change_B = self.predictor.change_of(sums) @ self.weights_T
+        """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""
+        change_B = self.trained.change_of(sums) @ self.weights_T
         if self.predictor.exposure is None and self.training.tokens is not None:
             change_B = change_B * sums.mass.worth(self.training.exposure)
         return np.asarray(change_B)

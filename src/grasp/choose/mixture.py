@@ -166,12 +166,13 @@ def _mixture(
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
     targets, notes = aim.judged(MIXTURE, weights)
-    value = float(predictor.change(weights)[0] @ aim.weights_T)
-    said, short = [*_notes(slices, solution, asked, by_runs=by_runs), _repeated(aim.training, factor_G)], 0.0
+    value = float(aim.trained.change(weights)[0] @ aim.weights_T)
+    said, short = _notes(slices, solution, asked, by_runs=by_runs), 0.0
     if curves is not None and segments is not None:
         if predictor.exposure is None:
             value += curves.value(p_G) - float(effect_G @ p_G)
         short = max(segments.value(p_G) - curves.value(p_G), 0.0)
+    said.append(_repeated(aim.training, factor_G, value))
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
     optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
     if short > NEAR * abs(value):
@@ -213,8 +214,8 @@ class _Curves:
     @classmethod
     def of(cls, aim: Aim, effect_G: F64, current_G: F64) -> "_Curves | None":
         """None: weights count as they are. A protocol with geometry, or that counts rows, bends them under a budget."""
-        if aim.predictor.exposure is not None:
-            return cls(aim.predictor.exposure, effect_G + ANY_TEXT, current_G)
+        if aim.trained.exposure is not None:
+            return cls(aim.trained.exposure, effect_G + ANY_TEXT, current_G)
         return None if aim.training.tokens is None else cls(aim.training.exposure, effect_G, current_G)
 
     def value(self, p_G: F64) -> float:
@@ -234,12 +235,13 @@ class _Curves:
         return Segments(knots_GK, np.where(self.worth_G[:, None] < 0, straight_GK, value_GK))
 
 
-def _repeated(training: Training, factor_G: F64) -> str:
+def _repeated(training: Training, factor_G: F64, value: float) -> str:
     most = training.epochs * float(factor_G.max())
-    budget = "a training as long as the corpus"
-    if training.tokens is not None:
-        budget = f"{training.tokens:,.0f} training tokens, {training.epochs:.2g} times the corpus,"
-    return f"in {budget} no row is seen more than {most:.2g} times, and rows that are seen again teach less"
+    if training.tokens is None:
+        return f"in a training as long as the corpus no row is seen more than {most:.2g} times"
+    budget = f"{training.tokens:,.0f} training tokens, {training.epochs:.2g} times the corpus"
+    seen = f"no row is seen more than {most:.2g} times"
+    return f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {seen}"
 
 
 def coefficients(predictor: Predictor, weights_T: F64, parts: SubsetSums, rows_G: F64) -> tuple[F64, F64]:

@@ -345,7 +345,10 @@ def _selection(
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
     left = float(sums.mass.worth(training.exposure)[0])
     if training.tokens is not None:
-        more.append(f"repetition leaves {left:.0%} of what as many new rows would do, against the corpus")
+        more.append(
+            f"value {value:+z.3f}: the change, less what repetition takes: it leaves {left:.0%} of what as many new "
+            "rows would do"
+        )
     return Selection(
         table,
         headline,
