@@ -27,12 +27,12 @@ TITLES = {
 }
 FORMS = {
     "gradient + .25 of token + input": "**gradient + .25 of token + input (what ships)**",
+    "gradient + .25 of token + input, by task": "the same, token and input averaged over the task",
     "gradient": "gradient",
     "gradient of the mean loss": "gradient of the mean loss, not the whole",
     "gradient + .125 of each": "gradient + .125 of each",
     "gradient + .5 of each": "gradient + .5 of each",
     "gradient + .25 of each": "gradient + .25 of each",
-    "gradient + .25 of token + input, by task": "the same, these by task",
     "gradient + .25 of tilt": "gradient + .25 of tilt",
     "token + input + shift + tilt": "token + input + shift + tilt (shipped before)",
 }
