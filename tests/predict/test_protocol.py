@@ -26,12 +26,12 @@ FULL = ScoringProtocol(
 
 
 def test_the_default_is_what_its_provenance_says_was_selected():
-    """Two defaults, each what a build of its kind of model ranks by, and each with the best bound of what was tried."""
+    """Three defaults, each what a build ranks by, and each with the best bound of what was tried, or level with it."""
     protocol = default_protocol()
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
-    scratch, tuned = (record["defaults"][name] for name in ("from scratch", "fine-tuned"))
+    scratch, tuned, further = (record["defaults"][name] for name in ("from scratch", "fine-tuned", "further"))
     arrays = [f"relevance_{kernel}" for kernel in ("pooled", "token", "input")]
-    for default, last in ((scratch, ("neighbour",)), (tuned, ("shift", "tilt"))):
+    for default, last in ((scratch, ("neighbour",)), (tuned, ("shift", "tilt")), (further, ("gradient",))):
         fitted = protocol.fitted([*arrays, *(f"relevance_{kernel}" for kernel in last)], {})
         assert sorted(fitted.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
@@ -41,7 +41,9 @@ def test_the_default_is_what_its_provenance_says_was_selected():
     assert protocol.negative == 0.25
     assert protocol.components == {}
     assert (protocol.side, protocol.weighting, protocol.match) == ("retained", "mean", "auto")
-    assert protocol.selected_on == (*best["results"], *tuned["results"])
+    assert protocol.fitted([*arrays, "relevance_gradient"], {}).match == further["match"]
+    assert set(tuned["results"]) <= set(further["results"])
+    assert set(protocol.selected_on) == {*best["results"], *further["results"]}
     assert set(protocol.selected_on) == set(protocol.selected_runs)
     assert protocol.provenance == f"selected on {', '.join(protocol.selected_on)}"
 

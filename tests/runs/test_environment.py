@@ -421,7 +421,7 @@ def test_the_protocol_that_ships_names_the_runs_that_it_was_selected_on():
     assert protocol.chosen_on("other") == set()
     other = {name for name, known in protocol.selected_runs.items() if known != runs}
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
-    evidence = record["defaults"]["fine-tuned"]["selection"]["environments"]
+    evidence = record["defaults"]["further"]["selection"]["environments"]  # those of `fine-tuned` among them
     tuned = {one["name"]: Environment.open(experiments / "finetune" / one["name"]).info for one in evidence}
     assert other == {f"{name}/{target}" for name, info in tuned.items() for target in info.targets}
     for one in evidence:
