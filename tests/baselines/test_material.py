@@ -97,20 +97,9 @@ def test_a_model_that_changed_is_refused(world, own, tmp_path):
 
 @pytest.fixture
 def on_a_hub(world, monkeypatch):
-    """The world as if its artifact's model had been built from the hub name `me/tiny`."""
-    load = checkpoint._loaded
-
-    def loaded(kind, field, what, **where):
-        if where["pretrained_model_name_or_path"] == "me/tiny":
-            assert not where["local_files_only"]
-            where |= {
-                "pretrained_model_name_or_path": str(world.root / "env/reference/seed-0"),
-                "local_files_only": True,
-            }
-        return load(kind, field, what, **where)
-
-    monkeypatch.setattr(checkpoint, "_loaded", loaded)
-    monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
+    """The world as if its artifact's model had been built from the hub name `me/tiny`, which was fetched before."""
+    place = {"me/tiny": str(world.root / "env/reference/seed-0")}
+    monkeypatch.setattr(checkpoint, "fetched_before", place.get)
     material = world.material()
     model = material.settings.model.model_copy(update={"path": "me/tiny"})
     material.origin.__dict__["settings"] = material.settings.model_copy(update={"model": model})

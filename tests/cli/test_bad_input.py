@@ -329,8 +329,8 @@ def test_a_second_build_and_what_add_target_does_not_take(root, art):
     assert refused("build", "--out", art, "--add-target", root / "facts.jsonl") == (
         f"{art}: has targets ['facts'] already; add only targets that it does not have, or build a new artifact"
     )
-    assert "--add-target: got model as well; a target is added with the artifact's own settings" in refused(
-        "build", "--out", art, "--add-target", "sciq", "--model", "other"
+    assert "--add-target: got corpus as well; a target is added with the artifact's own settings" in refused(
+        "build", "--out", art, "--add-target", "sciq", "--max-length", 9
     )
     assert refused("build", "--out", art, "--add-target", "sciq", "--set", "targets.sed=1") == (
         "targets: sed: no such field, got 1 (did you mean seed?)"

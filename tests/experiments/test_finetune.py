@@ -280,7 +280,7 @@ def test_the_table_has_every_target_and_the_best_score_first():
         for label, value in {"bm25": 0.1, "token + input + shift": 0.3, "shift (negative x .25)": 0.4}.items()
     ]
     lines = table({"environment": "a", "subsets": 9, "targets": ["sciq"], "methods": methods}).split("\n")
-    assert lines[0] == "| `a`, 9 subsets | mean LDS | to what ships | SciQ | task rho |"
-    assert lines[2] == "| token + input + shift (shipped before) | .30 [.00, 1.00] |  | .30 | .50 [-.25, 1.00] |"
+    assert lines[0] == "| `a`, 9 subsets | mean LDS | to the forward pass | SciQ | task rho |"
+    assert lines[2] == "| token + input + shift | .30 [.00, 1.00] |  | .30 | .50 [-.25, 1.00] |"
     assert lines[3].startswith("| BM25 | .10 ")
     assert lines[4] == ""

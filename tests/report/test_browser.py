@@ -363,21 +363,3 @@ def test_without_javascript_words_and_tables_are_there(browser, url):
         assert view.locator("#whatif-app").is_hidden()
         assert view.locator("#slices table").first.is_visible()
         assert view.locator("#slices table.slices tbody tr:visible").count() > len(HOSTILE)
-
-
-def test_the_form_of_serve_fits_every_screen_and_runs_nothing(browser, place):
-    serving = pytest.importorskip("tests.report.test_serve", reason="the extra serve is not installed")
-    with serving.served(place / "art", "--port", 0) as port:
-        home = f"http://127.0.0.1:{port}/"
-        for asked in ("ask", "ask?verb=predict&by=topic", "ask?verb=score&target=nope"):
-            for size, scheme in ((TINY, "light"), ({"width": 768, "height": 900}, "dark"), (DESKTOP, "light")):
-                failing = asked.endswith("nope")  # the browser reports the status 400
-                with opened(
-                    browser, home + asked, home=home, faults=failing, viewport=size, color_scheme=scheme
-                ) as view:
-                    assert view.evaluate("document.documentElement.scrollWidth") <= size["width"]
-                    assert view.evaluate("window.hacked") is None
-                    assert view.locator("main h1").count() == 1
-                    assert view.locator("label:has(input)").count() == view.locator("input[type=text]").count()
-                    assert view.evaluate(CONTRAST, ["nav a", "nav"]) > READABLE
-                    assert view.locator("[role=alert]").count() == failing

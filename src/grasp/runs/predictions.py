@@ -203,6 +203,8 @@ def read_row_scores(path: Path, rows: RowIndex, method: str | None = None) -> Ro
     names = [name for name in table.column_names if name != "row_id"]
     if not names:
         raise EnvironmentDataError(f"{path}: has no scores, expected columns `target/unit_id` or `target`")
+    if pa.types.is_nested(table.schema.field("row_id").type):
+        raise EnvironmentDataError(f"{path}: row_id: got {table.schema.field('row_id').type}, expected names")
     order = _positions(table.column("row_id").to_pylist(), rows.ids().to_pylist(), f"{path}: rows")
     columns = tuple((head, tail if mark else None) for head, mark, tail in (name.partition("/") for name in names))
     scores = np.stack([_numbers(table, name, path) for name in names], axis=1)
@@ -313,4 +315,8 @@ def _load(path: Path, shape: tuple[int, int], axes: str) -> NDArray[Any]:
 
 def _open(path: Path) -> pa.Table:
     with readable(path, EnvironmentDataError, "Parquet"):
-        return read_sealed(path)
+        table = read_sealed(path)
+    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
+    if twice:
+        raise EnvironmentDataError(f"{path}: has {twice[0]!r} as the name of {len(twice)} columns, expected it once")
+    return table
