@@ -52,8 +52,8 @@ def test_of_an_adapter_its_own_matrices_are_taken_and_all_their_coordinates(root
     notes = Notes()
     artifact = ArtifactReader.open(build(own, tmp_path / "art", progress=notes))
     size = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
-    assert [line for line in notes.lines if line.startswith("gradients at")] == [
-        f"gradients at {size:,} of {size:,} parameters in 8 layers, frozen ones left out"
+    assert [line for line in notes.lines if line.startswith("gradients of")] == [
+        f"gradients of {size:,} among {size:,} parameters of 8 layers, frozen ones left out"
     ]
     assert len(artifact.moments["gradient.square"]) == size
     assert artifact.manifest.settings["model"]["adapter"] == "apart"

@@ -414,8 +414,8 @@ def test_a_build_tells_what_it_found_how_long_it_takes_and_how_far_it_is(root, t
     )
     assert re.fullmatch(r"[\d,]+ tokens on cpu: about .* s, by the first \d+ rows(; .*)?", time)
     assert re.fullmatch(
-        r"to be trained: a new model, from scratch; kernels: token, input, neighbour; loss on the corpus: \d\.\d nats "
-        "a token",
+        r"to be trained: a new model, from scratch; rows rank by token, input, neighbour; loss on the corpus: \d\.\d "
+        "nats a token",
         which,
     )
     assert notes.stages == ["rows", "units", "token moments", "forward"]

@@ -81,7 +81,7 @@ class GradientReader:
         layers, size = self.gradients.engine.layers, self.gradients.sample.size
         frozen = ", frozen ones left out" * bool(self.gradients.engine.model.frozen)
         named = f"; no gradient for each row, so left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)"
-        taken = f"gradients at {size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers{frozen}"
+        taken = f"gradients of {size:,} among {layers.size:,} parameters of {len(layers.blocks)} layers{frozen}"
         return taken + named * bool(self.untaken)
 
 

@@ -305,7 +305,7 @@ def regime(settings: BuildSettings, loss: float, vocab: int) -> Iterator[str]:
     features, share = settings.features, loss / math.log(vocab)
     kernels = [name for name in KERNELS if getattr(features, name)]
     what = "this model, further" if settings.train == "further" else "a new model, from scratch"
-    yield f"to be trained: {what}; kernels: {', '.join(kernels)}; loss on the corpus: {loss:.1f} nats a token"
+    yield f"to be trained: {what}; rows rank by {', '.join(kernels)}; loss on the corpus: {loss:.1f} nats a token"
     if settings.train == "further" and share > UNSKILLED:
         yield (
             f"that loss is {share:.0%} of what guessing gives ({math.log(vocab):.1f}), odd for a model that is trained "
