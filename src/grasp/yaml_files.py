@@ -47,6 +47,8 @@ def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = No
     for item in err.errors():
         field = ".".join(str(step) for step in item["loc"])
         got = "" if item["type"] in ("missing", "value_error") else f", got {plain(repr(item['input']), SHOWN)}"
+        if item["type"] == "string_type" and isinstance(item["input"], dict):
+            got += "; a text with : or {} stands in quotes of its own, --set 'NAME=\"...\"'"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
         parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
     return f"{where}: " + "; ".join(parts)

@@ -626,3 +626,8 @@ def test_a_build_that_is_killed_goes_on_with_resume(root, tmp_path):
     assert "cutting into rows" not in resumed.err  # tokenised already
     succeed(*asked, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole")
+
+
+def test_a_template_without_quotes_of_its_own_is_told_how_to_quote_it(build):
+    found = refused(*build("--set", "corpus.prompt=Q: {question}"))
+    assert "corpus.prompt: Input should be a valid string, got {'Q': {'question': None}}; a text with : or {}" in found

@@ -153,8 +153,9 @@ def written_out(tokenizer: Any, conversation: Conversation, *, last_only: bool) 
     require("jinja2", extra="chat", feature="a chat template")
     if not tokenizer.chat_template:
         raise ModelError(
-            "the tokenizer has no chat template, so turns cannot be written out; name one that has with --tokenizer, "
-            "or say how with --set corpus.prompt=... and --set corpus.completion=..."
+            "the tokenizer has no chat template, so turns cannot be written out; give it one (tokenizer.chat_template "
+            "= ..., save_pretrained) and name its directory with --tokenizer; or, of questions and answers in columns, "
+            """say how: --set 'corpus.prompt="Q: {question}"' --set 'corpus.completion=" {answer}"'"""
         )
     text, marked = _written(tokenizer, conversation, len(conversation.turns))
     answers = conversation.answers[-1:] if last_only else conversation.answers
