@@ -32,7 +32,7 @@ SKIPPED = {
     "one_token": "rows of one token",
     "short_end": "short ends of documents that were cut into rows",
     "cut": "ends of documents that were cut",
-    "cut_begin": "conversations too long for a row, of which the end was kept",
+    "cut_begin": "beginnings of conversations too long for a row",
     "turn_order": "conversations whose turns are out of order",
     "empty_answer": "conversations with an empty answer",
     "no_answer": "conversations without an answer",
