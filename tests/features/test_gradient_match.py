@@ -54,7 +54,7 @@ def of_sample(gradients: SampledGradients, whole_NP: torch.Tensor) -> torch.Tens
 
 
 def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damping: float) -> torch.Tensor:
-    """sum_j g_ij g_ej / (v_j + damping mean v), in loops over nothing: float64 throughout."""
+    """sum_j g_ij g_ej / (v_j + damping mean v), in float64 throughout."""
     v_P = whole_NP.double().square().mean(dim=0)
     return (whole_NP.double() / (v_P + damping * v_P.mean())) @ units_EP.double().T
 

@@ -88,7 +88,7 @@ class GradientReader:
 def matrices_and_norms(model: ReferenceModel) -> tuple[str, ...]:
     """Patterns of what is taken: all but embeddings, head and what is frozen.
 
-    With embeddings and head LDS is no higher, and they are large.
+    They are large, and token and input look at them. Of a small model they hold most of what there is to see.
     """
     tables = [name for name, module in model.model.named_modules() if isinstance(module, nn.Embedding)]
     return "body", *(f"!{name}" for name in (*tables, *model.frozen))
