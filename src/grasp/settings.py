@@ -385,7 +385,7 @@ class BuildSettings(Settings):
     keep_features: bool = Field(
         False,
         description="Keep features, so that a target can be added without a pass: the pooled ones, and with the token "
-        "kernel about 2 H + 6 K bytes a position. With the gradient kernel 2 more a coordinate and row: some 4 MB a row.",
+        "kernel about 2 H + 6 K bytes a position. The gradient kernel adds 2 a coordinate and row: some 4 MB a row.",
     )
     keep_tokens: bool = Field(True, description="Keep the token ids of the rows beside the artifact.")
 
