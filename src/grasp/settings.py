@@ -354,10 +354,9 @@ class FeatureSettings(Settings):
     def decided(self, train: "Train") -> Self:
         """With what is left open said: which kernels stand beside `token` and `input`."""
         further = train == "further"
-        gradient = further and self.match == "all" and self.gradient_match is not False
+        gradient = further and self.gradient
         alone = further and not gradient and self.input  # a forward pass alone, which shift and tilt then add to
-        by_use = {"neighbour_match": not further, "gradient_match": gradient}
-        by_use |= {"shift_match": alone, "tilt_match": alone}
+        by_use = {"neighbour_match": not further, "gradient_match": gradient, "shift_match": alone, "tilt_match": alone}
         return self.model_copy(update={name: use for name, use in by_use.items() if getattr(self, name) is None})
 
 

@@ -163,3 +163,19 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
 def test_a_classifier_has_no_gradient_kernel():
     with pytest.raises(ModelError, match=r"features.gradient_match: got true, but the model is a classifier"):
         GradientReader.of(SimpleNamespace(), FeatureSettings())
+
+
+def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, monkeypatch):
+    real = backward.GradientKernel.relevance
+
+    def broken(kernel, taken_BK):
+        taken_BK[0, 0] = torch.inf
+        return real(kernel, taken_BK)
+
+    monkeypatch.setattr(backward.GradientKernel, "relevance", broken)
+    notes = Notes()
+    artifact = ArtifactReader.open(build(world(root, train="further"), tmp_path / "art", progress=notes))
+    zero_N = ~relevance(tmp_path / "art").any(axis=1)
+    assert artifact.manifest.skipped["gradients"] == zero_N.sum() > 0
+    first = artifact.rows(np.flatnonzero(zero_N)[:1])["row_id"][0].as_py()
+    assert any("no finite gradient, and count 0 by it" in line and first in line for line in notes.lines)

@@ -215,11 +215,10 @@ def halved(
                 "the GPU has no memory for a backward pass over one row; use --dtype bfloat16, a smaller "
                 "--max-length, or --match forward"
             ) from err
-        found = None
-    if found is not None:
+    else:
         yield index, found
         return
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # only here: the error holds what the batch had computed
     for half in np.array_split(index, 2):
         yield from halved(half, run)
 

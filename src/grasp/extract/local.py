@@ -66,6 +66,7 @@ Given = dict[str, NDArray[Any]]  # moments by name, as another artifact has them
 KERNELS = ("token", "input", "neighbour", "shift", "tilt", "gradient")
 UNSKILLED = 0.8  # of ln V: one that knows how often words occur has some 0.7
 GRADIENTS = "inner product of preconditioned gradients; unitless"
+NO_GRADIENT = "relevance_gradient.none"  # sum over rows without a finite one
 TOKENS_OF_ROW = 256.0
 LARGEST = 32_768.0  # that float16 is asked to hold
 NEIGHBOURS = "logarithm of a probability, to first order; unitless"
@@ -117,7 +118,7 @@ def build(
                 lock=lock,
             )
             for k, shard in shards([k for k in range(writer.n_shards) if k not in writer.finished]):
-                finish_shard(inputs, kernel, writer, k, shard)
+                finish_shard(inputs, kernel, writer, k, shard, progress)
         close(inputs, token, pooled, writer, None if gone_on else began)
         clean(settings, out)
     return out
@@ -393,13 +394,25 @@ def relevance_specs(inputs: Inputs, token: TokenKernel | None, pooled: PooledKer
     return specs
 
 
-def finish_shard(inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward) -> None:
-    """Sketches and pooled relevance of one shard, and the shard into the artifact."""
+def finish_shard(
+    inputs: Inputs, kernel: PooledKernel, writer: ArtifactWriter, k: int, shard: ShardForward, progress: Progress
+) -> None:
+    """Sketches and pooled relevance of one shard, and the shard into the artifact.
+
+    A row whose gradient was not finite is worth 0 to every question by that kernel: it is named here, and counted.
+    """
     arrays = kernel.sketches(shard.pooled) | kernel.relevance(shard.pooled) | shard.token
     table = inputs.store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
     if isinstance(inputs.store, RowStore) and inputs.store.masked:
         table = table.append_column(LOSS_TOKENS, pa.array(inputs.store.supervised_of(k), pa.int32()))
-    writer.write_shard(k, arrays, table, column_sums(arrays))
+    sums = column_sums(arrays)
+    if "relevance_gradient" in arrays:
+        bad = ~arrays["relevance_gradient"].any(axis=1)
+        sums[NO_GRADIENT] = np.array([bad.sum()], dtype=np.float64)
+        if bad.any():
+            named = table["row_id"].filter(pa.array(bad)).to_pylist()
+            progress.note(f"{len(named)} rows have no finite gradient, and count 0 by it: {', '.join(named[:5])}")
+    writer.write_shard(k, arrays, table, sums)
 
 
 def column_sums(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
@@ -428,6 +441,8 @@ def close(
         if f"{name}.square" in sums
     }
     given = manifest(inputs, began)
+    if NO_GRADIENT in sums:
+        given["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
     # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved
     given["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.path))
     writer.finish(
