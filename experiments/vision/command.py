@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect
-from grasp.corpus.images import decode_image
-from grasp.extract.fit_head import fit_head
 from grasp.extract.local import build
 from grasp.settings import build_settings
+from grasp.vision.fit_head import fit_head
+from grasp.vision.images import decode_image
 
 F64 = NDArray[np.float64]
 SIDE = 32

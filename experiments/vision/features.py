@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.errors import ArtifactError
-from grasp.models.classifier import ImageClassifier
 from grasp.settings import ModelSettings
+from grasp.vision.classifier import ImageClassifier
 from grasp.yaml_files import read_yaml
 
 SPLITS = {"train": ("train_1k", 1000), "trusted": ("train_pool_5k", 500), "test": ("test_2k", 1000)}

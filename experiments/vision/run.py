@@ -22,9 +22,9 @@ from experiments.vision.command import Pictures
 from experiments.vision.features import SPLITS, chosen, splits
 from experiments.vision.methods import F64, Head
 from grasp.audit.detection import auroc
-from grasp.models.fitted_head import fit_linear
 from grasp.runs.metrics import spearman
 from grasp.seeds import stream
+from grasp.vision.fitted_head import fit_linear
 
 NOISE, COMPONENTS, DECAY, CLASSES = 0.1, 128, 0.05, 10
 SHARES = (0.2, 0.4, 0.6, 0.8)

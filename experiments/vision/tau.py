@@ -24,7 +24,7 @@ from grasp.audit.detection import auroc, mean_ranks
 from grasp.audit.neighbours import disagreement
 from grasp.features.moments import preconditioner, whitening_map
 from grasp.features.sketch import gaussian_projection
-from grasp.models.fitted_head import fit_linear
+from grasp.vision.fitted_head import fit_linear
 
 F64 = NDArray[np.float64]
 SEEDS = tuple(range(100, 105))

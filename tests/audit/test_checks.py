@@ -23,9 +23,9 @@ from grasp.runs.scored import Scored
 from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world
-from tests.models.images_world import settings as image_settings
 from tests.runs import environments
 from tests.runs.environments import UNITS, write_artifact, write_environment
+from tests.vision.images_world import settings as image_settings
 
 
 @pytest.fixture(scope="module")

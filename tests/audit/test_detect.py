@@ -11,16 +11,16 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.detect import detect, standardised_blocks
-from grasp.corpus.images import ImageStore, decode_image
 from grasp.errors import ArtifactError, SettingsError
-from grasp.extract.fit_head import fit_head
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
 from grasp.settings import build_settings
+from grasp.vision.fit_head import fit_head
+from grasp.vision.images import ImageStore, decode_image
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import texts, world, write_checkpoint, write_targets
-from tests.models.images_world import pictures, settings, write_parquet
 from tests.rounding import rounding
+from tests.vision.images_world import pictures, settings, write_parquet
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from PIL import Image
 from experiments.vision import command, false_positives, methods, run
 from experiments.vision.methods import Head
 from grasp.audit.detection import auroc
-from grasp.models.fitted_head import fit_linear
 from grasp.settings import CLASSIFIER_FEATURES
-from tests.models.images_world import encoded as png
+from grasp.vision.fitted_head import fit_linear
+from tests.vision.images_world import encoded as png
 
 
 def world(noise=0.0, seed=0):

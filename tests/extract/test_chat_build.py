@@ -14,9 +14,9 @@ from grasp.corpus.store import RowStore
 from grasp.extract.extend import add_target
 from grasp.extract.local import build
 from grasp.extract.merge import merge
+from grasp.extract.pictures import load_reference
 from grasp.extract.progress import Silent
 from grasp.extract.reopen import Origin
-from grasp.models.classifier import load_reference
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.corpus.chats import CHATML, turns
 from tests.extract.test_local import arrays

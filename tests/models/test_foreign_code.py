@@ -13,8 +13,8 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import ModelSettings, TargetSettings, build_settings, found_settings
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world
-from tests.models.images_world import settings as images_settings
-from tests.models.images_world import write_parquet
+from tests.vision.images_world import settings as images_settings
+from tests.vision.images_world import write_parquet
 
 CODE = "from pathlib import Path\nPath({!r}).write_text('ran')\n"
 
@@ -65,7 +65,7 @@ def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
         add_target(art, TargetSettings(names=(str(images / "more.parquet"),)))
     assert "art/manifest.json: model.classifier.factory is" in refused(*asked)
     assert "got corpus as well" in refused(*asked, "--set", "corpus.limit=3")
-    succeed(*asked, "--set", "model.classifier.factory=tests.models.images_world:TinyNet")
+    succeed(*asked, "--set", "model.classifier.factory=tests.vision.images_world:TinyNet")
     assert ArtifactReader.open(art).targets == ("trusted", "more")
 
 
@@ -73,5 +73,5 @@ def test_a_build_goes_on_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
     assert "run.yaml: model.classifier.factory is" in refused("build", "--out", art, "--resume")
     config = ("--config", art / "run.yaml")
-    for named in (("--set", "model.classifier.factory=tests.models.images_world:TinyNet"), config):
+    for named in (("--set", "model.classifier.factory=tests.vision.images_world:TinyNet"), config):
         assert "finished already, with these settings" in succeed("build", "--out", art, "--resume", *named).err

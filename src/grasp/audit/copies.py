@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.images import CLASS_LABEL, HASH_LABEL
+from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, GraspError
 from grasp.extract.reopen import Origin

@@ -26,7 +26,7 @@ from grasp.audit.detection import (
     threshold_of_checked,
 )
 from grasp.audit.neighbours import COMPARED, disagreement
-from grasp.corpus.images import CLASS_LABEL
+from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.predict.row_arrays import only_target

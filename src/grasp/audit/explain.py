@@ -26,7 +26,6 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.explain_images import ImageExplanation, explain_images
 from grasp.audit.explanation import EffectParts, Explanation, joined_words
 from grasp.audit.sample import reopened
 from grasp.corpus.store import RowShard, RowStore
@@ -35,6 +34,7 @@ from grasp.extract.extend import kernels
 from grasp.extract.finish import PooledKernel
 from grasp.extract.forward import PositionBatch, TokenKernel, UnitFeatures, forward_units
 from grasp.extract.passes import row_passes
+from grasp.extract.pictures import Pictured, vision
 from grasp.extract.reopen import Origin
 from grasp.features.extract import BatchFeatures, position_mask, supervised_positions
 from grasp.features.residuals import PooledFeatures, SparseResidual, pool
@@ -65,7 +65,7 @@ def explain(
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     own: Mapping[str, Any] | None = None,
-) -> Explanation | ImageExplanation:
+) -> Explanation | Pictured:
     """What every token of a row adds to its effect on a target: the mean over its units, or one of them.
 
     The model is run again on the row and on the units. To explain many rows make one `Explainer`. An image has no
@@ -107,11 +107,11 @@ class Explainer:
         unit: str | None = None,
         match: str | None = None,
         protocol: ScoringProtocol | Path | str | None = None,
-    ) -> Explanation | ImageExplanation:
+    ) -> Explanation | Pictured:
         """See `explain`."""
         artifact = self.artifact
         if Origin(artifact).has_images:
-            (found,) = explain_images(artifact, target, [row], unit=unit, match=match, protocol=protocol)
+            (found,) = vision().explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
             return found
         target = only_target(artifact, target)
         if match is not None:

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from contextlib import redirect_stdout
+from importlib import import_module
 from typing import NoReturn, TextIO, cast
 
 from grasp.cli import ask, choose, find, runs, start, trust  # noqa: F401 - commands register themselves
@@ -12,6 +13,10 @@ from grasp.cli.console import PlainStream
 from grasp.errors import GraspError
 from grasp.files import FULL
 from grasp.text import plain
+
+BESIDE = ("grasp.vision.command",)  # commands of rooms that nothing here imports
+for _room in BESIDE:
+    import_module(_room)
 
 USER_ERROR = 2
 # What the machine refuses, whoever asks: no bug of ours, so it gets a line and no traceback.

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from grasp.corpus.store import RowShard
 from grasp.errors import ModelError, SettingsError
-from grasp.extract.passes import Pass, Rows
+from grasp.extract.passes import Rows
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import extract, position_mask, supervised_positions
+from grasp.features.extract import Pass, Reference, extract, position_mask, supervised_positions
 from grasp.features.gradient_match import (
     F64,
     CoordinateSample,
@@ -33,7 +33,6 @@ from grasp.features.gradient_match import (
     prepare_gradients,
 )
 from grasp.models.causal_lm import ReferenceModel, pad_rows
-from grasp.models.classifier import Reference
 from grasp.models.gradients.layers import UntakenLayerError, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
 from grasp.settings import FeatureSettings

@@ -28,11 +28,12 @@ from grasp.extract.forward import (
     forward_shard,
     position_sums,
 )
-from grasp.extract.passes import Pass, Rows
+from grasp.extract.passes import Rows
+from grasp.extract.pictures import load_reference
 from grasp.extract.progress import Advance, ignore
+from grasp.features.extract import Pass, Reference
 from grasp.features.gradient_match import SquareSums
 from grasp.features.moments import PositionMoments
-from grasp.models.classifier import Reference, load_reference
 from grasp.settings import FeatureSettings, ModelSettings
 
 

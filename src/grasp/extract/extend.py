@@ -16,7 +16,7 @@ from grasp.extract.local import announce, column_sums, relevance_specs
 from grasp.extract.moments import unspool_moments, unspool_position_moments
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import Origin
-from grasp.models.classifier import Reference
+from grasp.features.extract import Reference
 from grasp.settings import FeatureSettings, TargetSettings
 
 Source = Literal["kept features", "pass", "there already"]

@@ -10,14 +10,12 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from grasp.corpus.images import ImageStore
-from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.backward import square_sums
 from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, position_sums
-from grasp.extract.moments import STATES, reads_once
-from grasp.extract.passes import Pass, Rows
-from grasp.models.classifier import Reference
+from grasp.extract.moments import STATES, Store, reads_once
+from grasp.extract.passes import Rows
+from grasp.features.extract import Pass, Reference
 from grasp.settings import BuildSettings, FeatureSettings
 from grasp.text import duration_text, size_text
 
@@ -28,7 +26,7 @@ BUSY = 0.5  # of a core: with less, other programs take the time
 Spent = NDArray[np.float64]  # seconds: of the clock, of the CPU
 
 
-def first_rows(store: RowStore | ImageStore) -> Rows:
+def first_rows(store: Store) -> Rows:
     """The first rows of a corpus, at least one."""
     reached = np.cumsum(np.asarray(store.table(0).column("n_tokens"), dtype=np.int64))
     return store.rows(np.arange(max(1, int(np.searchsorted(reached, TOKENS, side="right")))))
@@ -50,7 +48,7 @@ def refuse_untrained(model: Reference, rows: Rows, settings: FeatureSettings) ->
 
 
 def expected_seconds(
-    model: Reference, store: RowStore | ImageStore, rows: Rows, units: UnitFeatures, settings: FeatureSettings
+    model: Reference, store: Store, rows: Rows, units: UnitFeatures, settings: FeatureSettings
 ) -> Spent:
     """Time of all passes over the corpus, kernels included, by that of the first rows, which the model must have seen
     before. There and back it counts the gradient kernel without its products, and the questions.
@@ -89,7 +87,7 @@ def pass_seconds(
     return (_now() - begun) * n_tokens / max(1, rows.n_tokens)
 
 
-def forecast(model: Reference, store: RowStore | ImageStore, rows: Rows, seconds: Spent) -> str:
+def forecast(model: Reference, store: Store, rows: Rows, seconds: Spent) -> str:
     """The time in words; on a machine that others keep busy also what it would be without them, at most."""
     wall, cpu = (float(value) for value in seconds)
     about = f"about {duration_text(wall)}, by the first {len(rows)} rows"
@@ -123,7 +121,7 @@ class Forecast:
 
 
 def disk_bytes(
-    model: Reference, store: RowStore | ImageStore, kept: int, rows: Rows, n_numbers: int, settings: BuildSettings
+    model: Reference, store: Store, kept: int, rows: Rows, n_numbers: int, settings: BuildSettings
 ) -> tuple[int, int]:
     """Bytes of a finished artifact of so many numbers a row, and those that are there beside it while it is built.
 

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
-from grasp.corpus.images import ImageShard
 from grasp.errors import ArtifactError, ModelError
 from grasp.extract.backward import GradientKernel
-from grasp.extract.passes import Pass, Rows, Units, row_passes, unit_passes
+from grasp.extract.passes import Rows, Units, row_passes, unit_passes
 from grasp.extract.progress import Advance, ignore
-from grasp.features.extract import BatchFeatures, bad_rows
+from grasp.features.extract import BatchFeatures, Pass, Reference, bad_rows
 from grasp.features.input_match import (
     InputTargets,
     hidden_gradient,
@@ -38,7 +37,6 @@ from grasp.features.sketch import ProductSketch
 from grasp.features.tilt_match import TiltTargets, prepare_tilt, tilt_relevance
 from grasp.features.token_match import TokenTargets, prepare_targets, token_relevance
 from grasp.models.causal_lm import BATCH_ROWS
-from grasp.models.classifier import Reference
 from grasp.models.gradients.per_example import Example
 from grasp.models.head import OutputHead
 from grasp.settings import FeatureSettings
@@ -276,7 +274,7 @@ def forward_units(model: Reference, units: Units, names: list[str], settings: Fe
         unit_S=torch.cat(unit_of),
         input_S=torch.cat(tokens),
         loss_E=loss_E,
-        examples=() if isinstance(units, ImageShard) else tuple(Example(unit.input_ids, unit.first) for unit in units),
+        examples=tuple(Example(unit.input_ids, unit.first) for unit in units) if isinstance(units, Sequence) else (),
     )
 
 

@@ -14,20 +14,20 @@ import torch
 
 import grasp
 from grasp.corpus.documents import documents_of
-from grasp.corpus.images import HASH_LABEL, ImageStore
+from grasp.corpus.labels import HASH_LABEL
 from grasp.corpus.sources import Source, open_source
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.forward import UnitFeatures, forward_units
 from grasp.extract.moments import Store
 from grasp.extract.passes import Units
+from grasp.extract.pictures import load_reference, vision
 from grasp.extract.progress import Progress
+from grasp.features.extract import Reference
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import refuse_unreadable
-from grasp.models.classifier import ImageClassifier, Reference, load_reference
 from grasp.settings import BuildSettings
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
-from grasp.targets.images import load_image_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +99,8 @@ def prepare(
     progress.stage("rows", rows=None, tokens=None)
     store: Store
     units: Units
-    if isinstance(model, ImageClassifier):
-        classes, n_classes = model.classes, model.vocab_size
-        unit_set, units = load_image_units(settings.targets, settings.corpus, classes, n_classes)
-        store = ImageStore.write(
-            tokens,
-            settings.corpus,
-            classes,
-            n_classes,
-            shard_rows=settings.shard_rows,
-            replace=replace,
-            progress=_difference(progress),
-        )
+    if not isinstance(model, ReferenceModel):
+        unit_set, units, store = vision().read(settings, model, tokens, replace=replace, progress=_difference(progress))
         positions_E = [1] * len(unit_set.units)
     else:
         unit_set, units, store, settings = _texts(settings, model, tokens, progress, in_memory, replace)
@@ -262,7 +252,7 @@ def manifest(inputs: Inputs, began: Clock | None) -> dict[str, Any]:
             "n_documents": store.n_documents,
             "labels": list(store.label_columns),
             "columns": store.details.get("columns"),
-            "classes": list(model.classes) if isinstance(model, ImageClassifier) else None,
+            "classes": None if isinstance(model, ReferenceModel) else list(model.classes),
             "loss": "nats a token, mean over the positions that the head was applied to",
             "build_seconds": None if began is None else began.seconds(),
         },

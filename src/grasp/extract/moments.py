@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.shards import FeatureSpool
-from grasp.corpus.images import ImageStore
+from grasp.corpus.shard_files import ShardStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
 from grasp.extract.backward import PART_ROWS as GRADIENT_ROWS
 from grasp.extract.engine import Workers
 from grasp.extract.forward import PositionSums, ShardForward
 from grasp.extract.progress import Progress
+from grasp.features.extract import Reference
 from grasp.features.moments import F64, LabelledStates, MomentAccumulator, Moments, PositionMoments
-from grasp.models.classifier import Reference
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
-Store = RowStore | ImageStore
+Store = RowStore | ShardStore[Any]
 
 PART_ROWS = 256
 SEEN_BYTES = 2**30  # of what the model gave for the moments, kept for the pass that follows

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.images import ImageStore
 from grasp.corpus.sources import IN_MEMORY, lies_here
 from grasp.corpus.store import RowStore
 from grasp.errors import ArtifactError, CorpusError, SettingsError
+from grasp.extract.pictures import load_reference, vision
 from grasp.hub import only_here
 from grasp.settings import BuildSettings, found_settings
 from grasp.targets.units import Unit, UnitSet, UnitTokens
 from grasp.yaml_files import leaf
 
 if TYPE_CHECKING:
-    from grasp.models.classifier import Reference
+    from grasp.extract.moments import Store
+    from grasp.features.extract import Reference
     from grasp.models.tokenizer import HfTokenizer
 
 
@@ -79,11 +80,11 @@ class Origin:
         return leaf(self.artifact.manifest.settings, "model.classifier") is not None
 
     @cached_property
-    def rows(self) -> RowStore | ImageStore:
+    def rows(self) -> "Store":
         """Rows as the model read them."""
         self.artifact.require_one_corpus()
         try:
-            rows = (ImageStore if self.has_images else RowStore).open(self.artifact.tokens_path)
+            rows = (vision().open_rows if self.has_images else RowStore.open)(self.artifact.tokens_path)
         except CorpusError as err:
             raise ArtifactError(f"{self.artifact.where}: keeps no rows; build it with keep_tokens: true") from err
         self.prove(corpus=rows.fingerprint)
@@ -116,8 +117,6 @@ class Origin:
     @cached_property
     def model(self) -> "Reference":
         """The reference model, in the dtype and on the device of the build's settings; frozen, in eval mode."""
-        from grasp.models.classifier import load_reference  # noqa: PLC0415 - brings torch
-
         with self._as_named():
             model = load_reference(self.settings.model)
         reader, fingerprint = model.reader

@@ -4,15 +4,19 @@ Position t predicts token t + 1: a row of L has at most L - 1 supervised positio
 Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from grasp.features.residuals import SparseResidual, head_residual
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.classifier import ImageClassifier
+from grasp.models.head import OutputHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,38 @@ class BatchFeatures:
     def inputs(self, which: int) -> Tensor:
         """Input tokens at the positions of one specification."""
         return self.input_P[self.chosen[which]]
+
+
+Pass = tuple[NDArray[np.int64], BatchFeatures]  # index of the rows of a batch, and their features
+
+
+class OtherReference(Protocol):
+    """A reference model of a room beside the road: its rows are no texts, and it runs them itself."""
+
+    model: nn.Module
+    head: OutputHead
+    device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
+    vocab_size: int
+    classes: tuple[str, ...]  # that its head tells apart
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What of a forward pass may move the last digits of the numbers."""
+
+    @property
+    def reader(self) -> tuple[str, str]:
+        """What turns a row into the model's input, and its fingerprint."""
+
+    def fingerprint(self) -> str:
+        """Of the weights as loaded."""
+
+    def passes(self, rows: Any, n_specs: int, top_k: int) -> Iterator[Pass]:
+        """Batches of rows; all positions are used, whatever the `n_specs` specifications of positions say."""
+
+
+Reference = ReferenceModel | OtherReference
 
 
 @torch.inference_mode()
@@ -73,30 +109,6 @@ def extract(
         row_P=row_P,
         input_P=ids_BL[row_P, t_P],
         chosen=tuple(mask[row_P, t_P] for mask in masks),
-    )
-
-
-@torch.inference_mode()
-def extract_images(
-    model: ImageClassifier, pixels_BCHW: Tensor, class_B: Tensor, n_specs: int, top_k: int
-) -> BatchFeatures:
-    """Features of one batch of images: one position each, whatever the specifications of positions say.
-
-    Args:
-        class_B: the true class of each image.
-        n_specs: specifications that the caller will ask for.
-    Source: eq:token-residual, with classes for tokens. Deviation: an image has one supervised position.
-    """
-    hidden_BH = model.hidden(pixels_BCHW)
-    class_B = class_B.to(model.device)
-    residual = head_residual(model.head, hidden_BH, class_B, top_k, model.vocab_size)
-    every = torch.ones(len(hidden_BH), dtype=torch.bool, device=model.device)
-    return BatchFeatures(
-        hidden_PH=hidden_BH.float(),
-        residual=residual,
-        row_P=torch.arange(len(hidden_BH), device=model.device),
-        input_P=torch.zeros_like(class_B),
-        chosen=(every,) * n_specs,
     )
 
 

@@ -20,9 +20,9 @@ from pydantic import Field, ValidationError, validate_call
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import Explainer
-from grasp.audit.explain_images import ImageExplanation
 from grasp.choose.select import select
 from grasp.errors import GraspError, SettingsError
+from grasp.extract.pictures import Pictured
 from grasp.extras import require
 from grasp.predict.protocol import default_protocol
 from grasp.report.findings import ReportRequest, findings
@@ -114,7 +114,7 @@ class Ask:
             unit: unit_id of one question: then which words of its answer received what, and the strongest pairs.
         """
         found = self._explainer.explain(target, row, unit=unit)
-        if isinstance(found, ImageExplanation):
+        if isinstance(found, Pictured):
             return _table(found, pictures=found.nearest)
         lines = found.questions if found.pairs is None else found.pairs
         said = {} if found.answer is None else {"answer": found.answer_shades}

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit.explain_images import explain_images
 from grasp.audit.explanation import STRONG, by_word
 from grasp.errors import GraspError
+from grasp.extract.pictures import vision
 from grasp.extract.reopen import Origin
 from grasp.predict.protocol import ScoringProtocol
 from grasp.report.rows import HeldRows
@@ -63,7 +63,7 @@ def pictured(
         return pictures
     for t, target in enumerate(targets):
         ends = _ends(held, t, count)
-        every = explain_images(artifact, target, [held.rows[k]["row_id"] for k in ends], protocol=protocol)
+        every = vision().explain(artifact, target, [held.rows[k]["row_id"] for k in ends], protocol=protocol)
         for k, found in zip(ends, every, strict=True):
             shown = [(plain(caption, LONGEST_CELL), url) for caption, url in found.nearest[: 1 + TRUSTED]]
             room -= sum(len(url or "") for _, url in shown)

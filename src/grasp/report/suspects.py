@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import readable
 from grasp.audit.detect import RECORD, DetectionRecord, made_from
-from grasp.audit.explain_images import picture_url, row_pictures
-from grasp.corpus.images import HASH_LABEL
+from grasp.corpus.labels import HASH_LABEL
 from grasp.errors import SettingsError
+from grasp.extract.pictures import vision
+from grasp.extract.reopen import Origin
 from grasp.predict.row_arrays import row_places
 from grasp.report.texts import number, signed
 from grasp.sealed import sealed_batches
@@ -54,7 +55,7 @@ def read_suspects(path: Path, artifact: ArtifactReader, labels: Sequence[str]) -
         tuple(lines),
         tuple(artifact.rows(index).to_pylist()),
         tuple(label for label in labels if label != HASH_LABEL),
-        tuple(row_pictures(artifact, index, LARGEST)),
+        tuple(vision().row_pictures(artifact, index, LARGEST)) if Origin(artifact).has_images else (None,) * len(index),
     )
 
 
@@ -122,5 +123,5 @@ def _row_view(
         "labels": list(dict.fromkeys(str(row[label]) for label in found.labels if row[label] is not None)),
         "row_id": line["row_id"],
         "text": row["snippet"] or "",
-        "picture": picture_url(picture),
+        "picture": None if picture is None else vision().picture_url(picture),
     }

@@ -20,15 +20,14 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
-from grasp.features.extract import extract_images
-from grasp.models.classifier import ByProcessor, BySettings, ImageClassifier, own_preprocessing
-from grasp.models.factory import make_module, own_code
-from grasp.models.fitted_head import FittedHead, fit_linear
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings, build_settings
-from tests.models.images_world import TinyNet, encoded, picture, pictures, settings, write_weights
+from grasp.vision.classifier import ByProcessor, BySettings, ImageClassifier, own_preprocessing
+from grasp.vision.factory import make_module, own_code
+from grasp.vision.fitted_head import FittedHead, fit_linear
+from grasp.vision.images import decode_image
 from tests.rounding import rounding
+from tests.vision.images_world import TinyNet, encoded, picture, pictures, settings, write_weights
 
 
 def load(root, **changes):
@@ -39,7 +38,7 @@ def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path):
     model = load(tmp_path)
     images, classes = pictures(5)
     pixels = model.pixels(images)
-    found = extract_images(model, pixels, torch.tensor(classes), 2, top_k=64)
+    found = model.features(pixels, torch.tensor(classes), 2, top_k=64)
     net = TinyNet()
     net.load_state_dict(model.model.state_dict())
     torch.testing.assert_close(found.hidden_PH, net.features(pixels))
@@ -55,7 +54,7 @@ def test_hidden_is_what_the_head_reads_and_the_residual_its_gradient(tmp_path):
 
 @pytest.mark.parametrize("factory", ["TinyNet", "made"])
 def test_a_class_and_an_annotated_function_make_models(tmp_path, factory):
-    model = load(tmp_path, model__classifier__factory=f"tests.models.images_world:{factory}")
+    model = load(tmp_path, model__classifier__factory=f"tests.vision.images_world:{factory}")
     assert (model.vocab_size, model.hidden_size) == (3, 10)
 
 
@@ -64,11 +63,11 @@ def test_a_class_and_an_annotated_function_make_models(tmp_path, factory):
     [
         ("head", "fc", "TinyNet has no module `fc`; its linear layers: head"),
         ("head", "body", "`body` of TinyNet is a Sequential, expected a linear layer; its linear layers: head"),
-        ("factory", "tests.models.images_world:Scaled", "`head` is not the last layer of Scaled: its output of shape"),
-        ("factory", "tests.models.images_world:Grid", "`head` was called 1 times, with inputs of shape"),
-        ("factory", "tests.models.images_world:not_annotated", "expected a class of torch.nn.Module"),
+        ("factory", "tests.vision.images_world:Scaled", "`head` is not the last layer of Scaled: its output of shape"),
+        ("factory", "tests.vision.images_world:Grid", "`head` was called 1 times, with inputs of shape"),
+        ("factory", "tests.vision.images_world:not_annotated", "expected a class of torch.nn.Module"),
         ("factory", "os:system", "expected a class of torch.nn.Module"),
-        ("factory", "tests.models.images_world:nothing", "has no attribute 'nothing'"),
+        ("factory", "tests.vision.images_world:nothing", "has no attribute 'nothing'"),
         ("factory", "no_such_package:Net", "No module named 'no_such_package'"),
         ("factory", "TinyNet", "expected package.module:name or FILE.py:name"),
         ("arguments", {"depth": 3}, "TinyNet failed with {'depth': 3}"),
@@ -245,7 +244,7 @@ def test_a_module_of_ones_own_loads_from_the_current_directory_and_from_a_file(t
         (place / f"beside_{name}.py").write_text(f"WIDTH = {width}")
     names = ("own_net:Net", "own_net.py:Net", "lib/far_net.py:Net")
     code = (
-        "from grasp.models.factory import make_module; from grasp.settings import ClassifierSettings\n"
+        "from grasp.vision.factory import make_module; from grasp.settings import ClassifierSettings\n"
         f"print([make_module(ClassifierSettings(head='fc', factory=name)).fc.in_features for name in {names}])"
     )
     # -P as in a console script: the current directory is not where Python looks by itself

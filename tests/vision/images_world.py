@@ -92,7 +92,7 @@ def settings(root: Path, n: int = 30, **changes) -> dict:
         write_parquet(root / "trusted.parquet", 9, seed=1)
     classifier = {
         "head": "head",
-        "factory": "tests.models.images_world:TinyNet",
+        "factory": "tests.vision.images_world:TinyNet",
         "classes": list(COLOURS),
         "images": {"size": 8, "resize": 10},
         "batch_images": 7,

@@ -11,12 +11,12 @@ from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError
 from grasp.extract.extend import add_target
 from grasp.extract.local import build
-from grasp.models.classifier import ImageClassifier
 from grasp.settings import CLASSIFIER_FEATURES, TargetSettings, build_settings
-from tests.models.images_world import TinyNet, pictures, settings, write_parquet, write_weights
+from grasp.vision.classifier import ImageClassifier
+from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 
 TAU = CLASSIFIER_FEATURES["tau"]
-OWN = {"model": {"classifier": {"factory": "tests.models.images_world:TinyNet"}}}  # the code that the user names
+OWN = {"model": {"classifier": {"factory": "tests.vision.images_world:TinyNet"}}}  # the code that the user names
 
 
 def arrays(path):

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.corpus.images import ImageStore, decode_image, pixel_hash
 from grasp.errors import CorpusError, TargetError
 from grasp.settings import CorpusSettings, TargetSettings
-from grasp.targets.images import load_image_units
-from tests.models.images_world import COLOURS, encoded, picture, pictures, write_parquet
+from grasp.vision.images import ImageStore, decode_image, pixel_hash
+from grasp.vision.targets import load_image_units
+from tests.vision.images_world import COLOURS, encoded, picture, pictures, write_parquet
 
 
 def store(tmp_path, path, name="store", classes=COLOURS, **settings):

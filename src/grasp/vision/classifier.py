@@ -9,7 +9,7 @@ Shape letters: B images of a batch, C channels, P positions (one an image), H hi
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,16 +22,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grasp.corpus.images import decode_image
 from grasp.errors import ModelError
 from grasp.extras import require
-from grasp.models.causal_lm import HEAD_TOLERANCE, ReferenceModel, weights_fingerprint
+from grasp.features.extract import BatchFeatures, Pass
+from grasp.features.residuals import head_residual
+from grasp.models.causal_lm import HEAD_TOLERANCE, weights_fingerprint
 from grasp.models.checkpoint import load_beside, load_checkpoint
 from grasp.models.device import device_of, dtype_of
-from grasp.models.factory import make_module, own_code
-from grasp.models.fitted_head import FittedHead, linear_head
 from grasp.models.head import OutputHead
 from grasp.settings import ClassifierSettings, ImageSettings, ModelSettings
+from grasp.vision.factory import make_module, own_code
+from grasp.vision.fitted_head import FittedHead, linear_head
+from grasp.vision.images import ImageShard, decode_image
 
 RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic")  # in the order of PIL's numbers
 FULL_BYTE = 255.0
@@ -103,6 +105,33 @@ class ImageClassifier:
         if any(image is None for image in images):
             raise ModelError("images: one that was read before can no longer be decoded; build the artifact again")
         return self._prepared(images)
+
+    def passes(self, rows: ImageShard, n_specs: int, top_k: int) -> Iterator[Pass]:
+        """Batches of images, each with the index of its images and their features."""
+        for start in range(0, len(rows), self.batch_images):
+            index = np.arange(start, min(start + self.batch_images, len(rows)))
+            pixels_BCHW = self.pixels([rows.encoded[i] for i in index])
+            yield index, self.features(pixels_BCHW, torch.from_numpy(rows.class_N[index]), n_specs, top_k)
+
+    @torch.inference_mode()
+    def features(self, pixels_BCHW: Tensor, class_B: Tensor, n_specs: int, top_k: int) -> BatchFeatures:
+        """Features of one batch of images: one position each, whatever the specifications of positions say.
+
+        Args:
+            class_B: the true class of each image.
+            n_specs: specifications that the caller will ask for.
+        Source: eq:token-residual, with classes for tokens. Deviation: an image has one supervised position.
+        """
+        hidden_BH = self.hidden(pixels_BCHW)
+        class_B = class_B.to(self.device)
+        every = torch.ones(len(hidden_BH), dtype=torch.bool, device=self.device)
+        return BatchFeatures(
+            hidden_PH=hidden_BH.float(),
+            residual=head_residual(self.head, hidden_BH, class_B, top_k, self.vocab_size),
+            row_P=torch.arange(len(hidden_BH), device=self.device),
+            input_P=torch.zeros_like(class_B),
+            chosen=(every,) * n_specs,
+        )
 
     @torch.inference_mode()
     def hidden(self, pixels_BCHW: Tensor) -> Tensor:
@@ -225,18 +254,6 @@ def _hugging_face(
     names: Mapping[Any, str] = model.config.id2label
     classes = tuple(names[k] for k in sorted(names, key=int))
     return model, _chosen(chosen) or ByProcessor.of(settings), classes
-
-
-Reference = ReferenceModel | ImageClassifier
-
-
-def load_reference(settings: ModelSettings) -> Reference:
-    """A causal LM, or an image classifier where the settings have one.
-
-    Raises:
-        ModelError: as the loader of its kind.
-    """
-    return ReferenceModel.load(settings) if settings.classifier is None else ImageClassifier.load(settings)
 
 
 # ------------------------------------------------------------------------------- how a picture becomes an input

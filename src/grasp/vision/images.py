@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.corpus.documents import check_id_columns, names_and_labels, read_records
-from grasp.corpus.labels import Label, is_text
+from grasp.corpus.labels import CLASS_LABEL, HASH_LABEL, Label, is_text
 from grasp.corpus.packing import Cursor, SkipLog, StoredRow
 from grasp.corpus.shard_files import RowStream, ShardStore
 from grasp.corpus.sources import ArrowChunk, Chunk, Selector, Source, open_source
@@ -253,8 +253,6 @@ def class_index(value: Label, classes: Sequence[str], n_classes: int, where: str
 
 BYTES_COLUMN: Final = "__image__"
 INDEX_COLUMN: Final = "__class__"
-CLASS_LABEL: Final = "image_class"
-HASH_LABEL: Final = "image_hash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,15 @@ import pytest
 import grasp
 from grasp.artifact.layout import MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.corpus.images import decode_image
 from grasp.errors import ProtocolError, SettingsError
 from grasp.extract.local import build
 from grasp.files import UNSIGNED, with_checksum
 from grasp.report.serve import Ask
 from grasp.settings import build_settings
 from grasp.verbs.score import score
+from grasp.vision.images import decode_image
 from tests.cli.grasp_command import refused, succeed
-from tests.models.images_world import pictures, settings
+from tests.vision.images_world import pictures, settings
 
 
 @pytest.fixture(scope="module")

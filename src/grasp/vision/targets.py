@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from grasp.corpus.images import HASH_LABEL, ImageRow, ImageShard, image_rows, read_images
+from grasp.corpus.labels import HASH_LABEL
 from grasp.corpus.packing import SkipLog
 from grasp.errors import TargetError
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.load import draw
 from grasp.targets.records import target_name
 from grasp.targets.units import Unit, UnitSet
+from grasp.vision.images import ImageRow, ImageShard, image_rows, read_images
 
 
 def load_image_units(

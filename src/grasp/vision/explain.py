@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explanation import EffectParts
-from grasp.corpus.images import CLASS_LABEL, HASH_LABEL, ImageStore, decode_image, pixel_hash, png, read_images
+from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import CorpusError
+from grasp.extract.pictures import Pictured
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import additive_predictor
 from grasp.predict.row_arrays import only_target, row_index
-from grasp.results import Result
 from grasp.settings import CorpusSettings
 from grasp.targets.records import target_name
 from grasp.text import plain, signed
+from grasp.vision.images import ImageStore, decode_image, pixel_hash, png, read_images
 
 NEAREST = 8  # trusted images that are shown
 LARGEST = 96  # pixels of a picture's longer side
@@ -37,7 +37,7 @@ READING = "adds: what the trusted image adds to the row's effect; below 0: mostl
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ImageExplanation(Result):
+class ImageExplanation(Pictured):
     """The trusted images that a row bears on, those that it bears on most, either way, first.
 
     `effect` = the sum of the column `contribution` + `average`, in standard deviations over the rows.
@@ -146,9 +146,7 @@ def _table(units: pa.Table, adds_E: NDArray[np.float64]) -> pa.Table:
 
 
 def row_pictures(artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:
-    """Rows as PNG; none where rows are texts, or the artifact keeps no images."""
-    if HASH_LABEL not in pq.read_schema(artifact.rows_path).names:
-        return [None] * len(index)
+    """Rows as PNG, the longer side `largest` pixels at most; none where the artifact keeps no images."""
     try:
         store = ImageStore.open(artifact.tokens_path)
     except CorpusError:

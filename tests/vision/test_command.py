@@ -7,7 +7,7 @@ import yaml
 
 from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
-from tests.models.images_world import pictures, settings, write_parquet
+from tests.vision.images_world import pictures, settings, write_parquet
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grasp.corpus.images import class_index, read_images, usable
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import SkipLog, Skipped
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.models.classifier import ImageClassifier
-from grasp.models.fitted_head import FittedHead, fit_linear
 from grasp.settings import CorpusSettings, ModelSettings
+from grasp.vision.classifier import ImageClassifier
+from grasp.vision.fitted_head import FittedHead, fit_linear
+from grasp.vision.images import class_index, read_images, usable
 
 MIN_CLASSES = 2
 
