@@ -391,6 +391,7 @@ def test_an_expression_that_tells_no_rows_apart_says_what_there_is(art, flag):
         "expression \"topic = 'nowhere'\": matches no row; topic has 'earth' (23 rows), 'life' (22 rows), 'sky' (20 "
         "rows)"
     )
+    assert refused("predict", art, flag, "topic = 'erth'").endswith("'sky' (20 rows) (did you mean 'earth'?)")
 
 
 # subsets, families, protocols

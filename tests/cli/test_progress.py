@@ -14,7 +14,7 @@ def test_stages_have_names_and_what_is_left_of_the_whole_is_said(monkeypatch, ca
     watch.advance(50, 500)
     assert (
         capsys.readouterr().err
-        == "first reading: 50 of 100 rows, 1 rows/s, 8 tokens/s, 1 min 00 s left, 4 min 00 s of the whole\n"
+        == "averages over rows: 50 of 100 rows, 1 rows/s, 8 tokens/s, 1 min 00 s left here, 4 min 00 s in all\n"
     )
     now[0] = 290.0
     watch.stage("forward", rows=100, tokens=1000)

@@ -53,6 +53,7 @@ Part = tuple[str, NDArray[np.int64], F64]  # kernel, (n,) tokens of the row, (n,
 
 KEPT_PAIRS = 100
 ROUNDING = 0.01  # of an effect, and of a standard deviation: float16 moves it by a tenth of that
+OWN_SCALE = "effects on one question are on its own scale: compare them with those of other rows on this question"
 POOLED = "pooled: its summaries are damped as a whole; a word counts by its share in the residual match"
 
 
@@ -256,7 +257,7 @@ class _Question:
             table,
             f"row {row}: effect {parts.effect:+z.3f} on {where}. Its words add {total:+z.3f}; the average row's "
             f"{-parts.average:+z.3f} is taken off",
-            (*_mostly_one(questions), *self._notes(here, parts.effect, gap)),
+            (*([OWN_SCALE] * self.by_position), *_mostly_one(questions), *self._notes(here, parts.effect, gap)),
             row_id=row,
             target=target,
             unit_id=unit,

@@ -27,7 +27,7 @@ WORTH_SAYING = 5.0  # seconds that the whole has beyond the stage
 STAGES = {
     "rows": "cutting into rows",
     "units": "reading the questions",
-    "token moments": "first reading",
+    "token moments": "averages over rows",
     "pooled moments": "reading a sample",
     "forward": "scoring rows",
 }
@@ -158,4 +158,4 @@ class Watch:
         now = time.monotonic()
         left = (now - self._begun) * (self._total - self._rows) / self._rows
         whole = 0.0 if self._ends is None else self._ends - now
-        return f"{duration_text(left)} left" + f", {duration_text(whole)} of the whole" * (whole > left + WORTH_SAYING)
+        return f"{duration_text(left)} left" + f" here, {duration_text(whole)} in all" * (whole > left + WORTH_SAYING)

@@ -306,10 +306,10 @@ class Packer:
     def _snippet(self, main: _Piece) -> str:
         """Text for reading; decoded where the document came as ids alone."""
         n_chars = self._settings.snippet_chars
-        if main.document.conversation is not None:
-            return _snippet(str(main.document.conversation), 0.0, n_chars)
-        if main.document.text is not None or not n_chars:
-            return _snippet(main.document.text or "", main.first / main.total, n_chars)
+        document = main.document
+        text = document.text if document.conversation is None else str(document.conversation)
+        if text is not None or not n_chars:
+            return _snippet(text or "", main.first / main.total, n_chars)
         (text,) = self._tokenizer.decode([main.ids[:n_chars].tolist()])
         return _snippet(text, 0.0, n_chars)
 

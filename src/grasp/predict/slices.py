@@ -7,6 +7,7 @@ through by mistake still cannot reach a file, the environment, or another table.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from grasp.text import did_you_mean, plain
 
 BATCH = 1 << 16
 SHOWN = 5  # values in a message, each so long at most
+MOST_COMPARED = 10_000  # values among which one is looked for that is spelled almost alike
 LONGEST = 60
 MAX_LENGTH = 20_000
 OPENING = "SELECT (\n"  # the line breaks keep a comment in the expression from swallowing the brackets
@@ -106,9 +108,9 @@ class LabelTable:
         with _locked_connection() as db:
             names = self._columns_of(_checked(db, expression, self.columns), expression)
         how_many = "every row" if matched else "no row"
-        raise SubsetError(f"expression {expression!r}: matches {how_many}; {self._hint(names)}")
+        raise SubsetError(f"expression {expression!r}: matches {how_many}; {self._hint(names, expression)}")
 
-    def _hint(self, names: list[str]) -> str:
+    def _hint(self, names: list[str], expression: str) -> str:
         """What there is to ask for."""
         if not names:
             spelled = ", ".join(identifier(name) for name in self.columns)
@@ -116,14 +118,18 @@ class LabelTable:
                 "it names no column: 'single quotes' are for values, \"double quotes\" for a column with blanks, as in "
                 f"\"doc type\" = 'FAQs'; the columns are {spelled}"
             )
-        return "; ".join(self._values_of(name) for name in names)
+        asked = [text.replace("''", "'") for text in re.findall(r"'((?:[^']|'')*)'", expression)]
+        return "; ".join(self._values_of(name, asked) for name in names)
 
-    def _values_of(self, name: str) -> str:
+    def _values_of(self, name: str, asked: list[str]) -> str:
+        """The most frequent values, and those that are spelled almost as what was asked for."""
         column = self.column(name)
+        spelled = {str(value) for value in column.values} if len(column.values) <= MOST_COMPARED else set()
+        meant = "".join(did_you_mean(text, spelled) for text in asked if text not in spelled)
         order = np.argsort(-column.counts, kind="stable")[:SHOWN]
         shown = ", ".join(f"{_literal(column.values[code])} ({column.counts[code]:,} rows)" for code in order)
         more = f" and {len(column.values) - SHOWN:,} more" if len(column.values) > SHOWN else ""
-        return f"{identifier(name)} has {shown}{more}"
+        return f"{identifier(name)} has {shown}{more}{meant}"
 
     def column(self, name: str, where: str = "label") -> LabelColumn:
         """One label column, factorised: 4 bytes a row.
