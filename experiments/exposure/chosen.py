@@ -18,12 +18,12 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
+from grasp.geometry.scored import Scored
 from grasp.predict.blocks import WeightedRows, stack
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.runs.environment import Environment
 from grasp.runs.learning import learn, measures
-from grasp.runs.scored import Scored
 
 BUDGETS = ("5%", "10%", "20%", "40%")
 

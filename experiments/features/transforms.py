@@ -20,10 +20,10 @@ from scipy.stats import rankdata
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
+from grasp.geometry.calibration import Development
 from grasp.predict.relevance import counted
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.selection import Development
 
 F64 = NDArray[np.float64]
 

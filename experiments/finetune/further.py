@@ -32,8 +32,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import GraspError
 from grasp.files import write_whole
+from grasp.geometry.calibration import standard_errors
 from grasp.runs.environment import Environment
-from grasp.runs.selection import standard_errors
 
 F64 = NDArray[np.float64]
 FORWARD = ("token", "input", "shift", "tilt")

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
+from grasp.geometry.scored import Scored
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import spearman
-from grasp.runs.scored import Scored
 
 F64 = NDArray[np.float64]
 

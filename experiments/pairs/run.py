@@ -36,11 +36,11 @@ from grasp.extract.moments import unspool_position_moments
 from grasp.extract.passes import row_passes
 from grasp.features.moments import Whitener
 from grasp.files import write_whole
+from grasp.geometry.scored import Scored
 from grasp.predict.protocol import default_protocol
 from grasp.runs.contract import Material
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import rank_correlations
-from grasp.runs.scored import Scored
 from grasp.seeds import stream
 
 F64 = NDArray[np.float64]

@@ -19,11 +19,11 @@ import numpy as np
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_whole
+from grasp.geometry.calibration import Development, choose_protocol
+from grasp.geometry.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.predict.protocol import default_protocol
-from grasp.runs.candidates import Candidate, ProtocolFamily, candidate_of, default_family
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import evaluation_of
-from grasp.runs.selection import Development, choose_protocol
 
 Tested = Mapping[str, Mapping[str, Mapping[str, Any]]]  # figures by environment and task
 

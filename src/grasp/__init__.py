@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from grasp.api import open as open  # noqa: A004 - found here, though not in __all__
     from grasp.choose.apply import apply
     from grasp.choose.scorer import Scorer
+    from grasp.geometry.calibrate import calibrate
     from grasp.handle import Artifact
     from grasp.results import Result
     from grasp.runs.environment import Environment
     from grasp.runs.readers import import_runs
     from grasp.runs.table import open_runs
-    from grasp.verbs.calibrate import calibrate
     from grasp.verbs.evaluate import evaluate
     from grasp.verbs.retrain import retrain
 
@@ -34,7 +34,7 @@ _HOMES = {
     "Scorer": "grasp.choose.scorer",
     "apply": "grasp.choose.apply",
     "build": "grasp.api",
-    "calibrate": "grasp.verbs.calibrate",
+    "calibrate": "grasp.geometry.calibrate",
     "evaluate": "grasp.verbs.evaluate",
     "import_runs": "grasp.runs.readers",
     "merge": "grasp.api",

@@ -12,14 +12,14 @@ from grasp.audit import checks as checking
 from grasp.audit import measures, sample
 from grasp.audit.checks import check
 from grasp.audit.sample import environment_subsets, features_alone, reopened, sample_features, sample_rows
-from grasp.audit.sketched import RANKS, Kernels
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_moments
 from grasp.features.moments import Whitener
+from grasp.geometry.scored import Scored
+from grasp.geometry.sketched import RANKS, Kernels
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.weights import as_csr
-from grasp.runs.scored import Scored
 from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world

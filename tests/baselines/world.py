@@ -13,12 +13,12 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
+from grasp.geometry.scored import Scored
 from grasp.models.tokenizer import train_tokenizer
 from grasp.runs.contract import Material, MethodScores, Retrained
 from grasp.runs.environment import Environment
 from grasp.runs.methods import ConfiguredMethod, configured_methods, methods
 from grasp.runs.retrain import retrain
-from grasp.runs.scored import Scored
 from grasp.settings import build_settings, retrain_settings
 from tests.extract.world import TOPICS, texts, write_targets
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.choose.repetition import Training
-from grasp.predict.geometry import SubsetMass
+from grasp.geometry.sums import SubsetMass
 from grasp.predict.weights import REPEAT_WORTH, EachSlice, Exposure, OmittedRows, PackedMasks, SliceShares
 
 

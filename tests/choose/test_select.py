@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, parse_tokens, weighted_targets
 from grasp.choose.choice import protocol_of
-from grasp.choose.geometric import choose
 from grasp.choose.limits import Limits, within
-from grasp.choose.objective import Objective, is_aligned, upper_bound
 from grasp.choose.select import _of_tokens, select
 from grasp.errors import ProtocolError, SettingsError
+from grasp.geometry.greedy import choose
+from grasp.geometry.objective import Objective, is_aligned, upper_bound
 from grasp.predict.ranking import ranked
 from grasp.predict.weights import ANY_TEXT, Exposure
 from grasp.verbs.score import score

@@ -15,8 +15,8 @@ from grasp.artifact import remote
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
+from grasp.geometry.terms import CalibrationFamily
 from grasp.predict.families import parse_family
-from grasp.predict.geometry_terms import CalibrationFamily
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import CalibrationSettings, load_protocol
 from grasp.predict.slices import LabelTable

@@ -8,8 +8,8 @@ from scipy.sparse import csr_array
 from scipy.stats import spearmanr
 
 from grasp.errors import ProtocolError, SubsetError
+from grasp.geometry.sums import SubsetMass, subset_relevance
 from grasp.predict.families import parse_family
-from grasp.predict.geometry import SubsetMass, subset_relevance
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, default_protocol

@@ -28,10 +28,10 @@ from grasp.audit.sample import (
     sample_features,
     sample_rows,
 )
-from grasp.audit.sketched import NAMES, Kernels, of_sketches
 from grasp.errors import ArtifactError, GraspError, SettingsError
 from grasp.extract.forward import forward_shard
 from grasp.extract.reopen import Origin
+from grasp.geometry.sketched import NAMES, Kernels, of_sketches
 from grasp.predict.predictor import kernel_weights
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.results import Result

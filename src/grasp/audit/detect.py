@@ -29,9 +29,9 @@ from grasp.audit.neighbours import COMPARED, disagreement
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
+from grasp.geometry.standardize import ComponentMoments, RowMoments
 from grasp.predict.row_arrays import only_target
 from grasp.predict.slices import LabelTable
-from grasp.predict.standardize import ComponentMoments, RowMoments
 from grasp.results import Result
 from grasp.text import json_text
 

@@ -30,6 +30,7 @@ from grasp.extract.moments import STATES
 from grasp.extract.reopen import Origin
 from grasp.features.moments import PositionMoments
 from grasp.features.residuals import PooledFeatures
+from grasp.geometry.scored import Scored
 from grasp.hub import fetched_before
 from grasp.models.checkpoint import REPOSITORY
 from grasp.predict.predictor import kernel_weights
@@ -39,7 +40,6 @@ from grasp.predict.row_arrays import F32, F64
 from grasp.predict.weights import as_csr
 from grasp.runs.environment import Environment
 from grasp.runs.metrics import MIN_SUBSETS
-from grasp.runs.scored import Scored
 from grasp.seeds import stream
 
 MOST_SHARDS = 8  # read for a sample: a shard of kept features may be large

@@ -19,9 +19,9 @@ from grasp.baselines.shapley import MAX_EXACT_PLAYERS, SampledShapley, exact_sha
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import EnvironmentDataError, SettingsError
+from grasp.geometry.sums import Weighting
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
-from grasp.predict.geometry import Weighting
 from grasp.predict.labels import LabelColumn
 from grasp.predict.slices import LabelTable
 from grasp.runs.contract import Account, Material, Scores, Seconds

@@ -20,12 +20,12 @@ from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_ta
 from grasp.choose.choice import Aim, Curve, curve_of, even_places, protocol_of, searched
 from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
-from grasp.choose.geometric import OPTIMAL, Chosen, choose_rows
 from grasp.choose.limits import I64, Limits, read_exclusion, within
 from grasp.choose.repetition import Training
 from grasp.choose.selection import Selection, mask_of
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
+from grasp.geometry.greedy import OPTIMAL, Chosen, choose_rows
 from grasp.predict.blocks import one_subset
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn

@@ -262,7 +262,7 @@ def calibrate(
             raise SettingsError(f"calibrate: {useless} has no meaning with --list; leave it out")
         if listing.exists():
             raise SettingsError(f"--list: {listing} is there already; give another name, or remove it")
-        from grasp.runs.candidates import write_default_family
+        from grasp.geometry.candidates import write_default_family
 
         write_default_family(listing)
         print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")
@@ -270,7 +270,7 @@ def calibrate(
     missing = [flag for flag, given in (("ART", paths), ("--environment", environments), ("--out", out)) if not given]
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
-    from grasp.runs.selection import provenance_path
+    from grasp.geometry.calibration import provenance_path
 
     arts = [grasp.open(path) for path in paths]
     for art in arts:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import OWN_COLUMNS
 from grasp.errors import SubsetError
+from grasp.geometry.sums import JOINT, QuadraticWeights, SketchSums, SubsetMass, Weighting
 from grasp.predict.blocks import Side
-from grasp.predict.geometry import JOINT, QuadraticWeights, SketchSums, SubsetMass, Weighting
 from grasp.predict.labels import Label, LabelColumn, equals, none_of
 from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.relevance import relevance_blocks

@@ -31,13 +31,13 @@ from typing import Self
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.geometry import SketchSums, SubsetMass, halves_needed, subset_relevance
-from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch, family_moments
+from grasp.geometry.standardize import ComponentMoments, RowMoments
+from grasp.geometry.sums import SketchSums, SubsetMass, halves_needed, subset_relevance
+from grasp.geometry.terms import CalibrationFamily, GeometryTerms, Sketch, family_moments
 from grasp.predict.protocol import ScoringProtocol, default_protocol
 from grasp.predict.relevance import Kernel, UnitSelection, effects
 from grasp.predict.row_arrays import F32, F64, checked_targets, kept
 from grasp.predict.row_sums import RowSums
-from grasp.predict.standardize import ComponentMoments, RowMoments
 from grasp.predict.weights import ANY_TEXT, Exposure, Weights, squared, weight_sums
 
 EFFECT_SIZE = "effect size"

@@ -11,9 +11,9 @@ from pydantic import Field, field_validator
 
 from grasp.errors import ProtocolError, SubsetError
 from grasp.files import written_aside
+from grasp.geometry.sums import Half, Kind, Weighting, halves_needed
 from grasp.predict.blocks import Side
 from grasp.predict.families import Family, parse_family
-from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import validated_yaml, write_yaml
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
+from grasp.geometry.standardize import ComponentMoments, RowMoments
 from grasp.predict.row_arrays import F32, F64, Blocks
 from grasp.predict.row_sums import RowSums, block_rows
-from grasp.predict.standardize import ComponentMoments, RowMoments
 
 Floats = TypeVar("Floats", bound=np.floating[Any])
 

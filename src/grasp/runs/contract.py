@@ -26,10 +26,10 @@ from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import Origin
+from grasp.geometry.scored import Scored
 from grasp.predict.blocks import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.predictions import Predictions
-from grasp.runs.scored import Scored
 from grasp.settings import BuildSettings, Settings
 from grasp.targets.units import UnitSet, UnitTokens
 

@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
 from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
+from grasp.geometry.candidates import evidence
 from grasp.locks import TTL_SECONDS, Lease, generations, take
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.results import Result
-from grasp.runs.candidates import evidence
 from grasp.runs.environment_files import (
     EXAMPLES,
     FULL,

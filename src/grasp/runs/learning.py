@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.predict.geometry import SubsetMass
+from grasp.geometry.scored import Scored
+from grasp.geometry.sums import SubsetMass
 from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import Kernel
@@ -26,7 +27,6 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learned import Learned
 from grasp.runs.metrics import spearman
-from grasp.runs.scored import Scored
 from grasp.runs.table import RunTable
 from grasp.seeds import stream
 

@@ -28,13 +28,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
+from grasp.geometry.scored import Scored
+from grasp.geometry.sums import Weighting
 from grasp.predict.blocks import SubsetBlock
-from grasp.predict.geometry import Weighting
 from grasp.predict.row_arrays import F32, Blocks
 from grasp.runs.contract import Account, Material, Method, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.runs.environment import Environment
 from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
-from grasp.runs.scored import Scored
 from grasp.settings import Settings
 from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml

@@ -23,8 +23,8 @@ from pydantic import BaseModel, ValidationError
 
 from grasp.artifact.tables import readable
 from grasp.errors import EnvironmentDataError
+from grasp.geometry.sums import SubsetMass, Weighting, subset_relevance
 from grasp.predict.blocks import Side, SubsetBlock
-from grasp.predict.geometry import SubsetMass, Weighting, subset_relevance
 from grasp.predict.relevance import counted
 from grasp.predict.row_sums import BlockSums
 from grasp.predict.subset_tables import RowIndex

@@ -27,10 +27,10 @@ from transformers.utils import logging as hf_logging
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
+from grasp.geometry.candidates import evidence
 from grasp.locks import held
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
-from grasp.runs.candidates import evidence
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import FULL, Run, forget_failures, mark_failed, refuse_all_failed
 from grasp.runs.retrain_plan import (

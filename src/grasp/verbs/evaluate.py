@@ -13,12 +13,13 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.predict.blocks import Side
-from grasp.predict.families import parse_family
-from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
-from grasp.predict.row_arrays import F64
-from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import (
+from grasp.geometry.calibrate import environments_of
+from grasp.geometry.calibration import (
+    Development,
+    choose_protocol,
+    developments_of,
+)
+from grasp.geometry.candidates import (
     CONTROLS,
     Binding,
     Candidate,
@@ -28,6 +29,12 @@ from grasp.runs.candidates import (
     load_family,
     needed_arrays,
 )
+from grasp.geometry.scored import Scored
+from grasp.predict.blocks import Side
+from grasp.predict.families import parse_family
+from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
+from grasp.predict.row_arrays import F64
+from grasp.predict.subset_tables import RowIndex
 from grasp.runs.contract import Material, Retrained
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_files import Role
@@ -36,14 +43,7 @@ from grasp.runs.imported import runs_beside
 from grasp.runs.methods import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Cost, Predictions, read_predictions
-from grasp.runs.scored import Scored
-from grasp.runs.selection import (
-    Development,
-    choose_protocol,
-    developments_of,
-)
 from grasp.text import listed
-from grasp.verbs.calibrate import environments_of
 from grasp.verbs.retrain import Opened, Place, Runs
 
 PLAIN = Binding("retained", "mean", "mean_relevance")

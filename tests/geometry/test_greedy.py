@@ -8,12 +8,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grasp.choose import geometric
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget
-from grasp.choose.geometric import choose
 from grasp.choose.limits import Limits, best_rows
-from grasp.choose.objective import Objective
 from grasp.choose.select import select
+from grasp.geometry import greedy
+from grasp.geometry.greedy import choose
+from grasp.geometry.objective import Objective
 from grasp.predict.labels import LabelColumn
 from tests.choose.world import World, planted, predictor_of, protocol
 
@@ -209,7 +209,7 @@ def test_excluded_rows_are_never_taken():
 def rounds(monkeypatch):
     """Rounds with small pools, so that a few hundred rows take many of them."""
     for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
-        monkeypatch.setattr(geometric, name, value)
+        monkeypatch.setattr(greedy, name, value)
 
 
 def clustered(seed, n_rows=400) -> World:
@@ -228,7 +228,7 @@ def test_rounds_come_close_to_the_row_by_row_search(seed, omega, rounds, monkeyp
     found = choose(objective, limits_of(source, 80))
     assert not found.searched
     assert found.rounds > 5
-    monkeypatch.setattr(geometric, "SEARCHED_ROWS", 10_000)
+    monkeypatch.setattr(greedy, "SEARCHED_ROWS", 10_000)
     best = gain_sum(objective, choose(objective, limits_of(source, 80)).row_index)
     plain = gain_sum(objective, np.argsort(-objective.linear_N)[:80])
     assert len(found.row_index) == 80
@@ -246,7 +246,7 @@ def test_rounds_keep_to_the_limits(seed, floor, budget):
     floors, caps = [f"games:{floor}", "travel:1%"], [f"science:{unit_cap}"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
-            patch.setattr(geometric, name, value)
+            patch.setattr(greedy, name, value)
         limits = limits_of(source, budget, floors=floors, caps=caps)
         picks = choose(objective_of(source, 60), limits)
     cost_N = source.tokens if "tokens" in budget else np.ones(200, dtype=int)
@@ -263,7 +263,7 @@ def test_duplicates_are_thinned_because_the_geometry_says_so(small, monkeypatch)
     rng = np.random.default_rng(0)
     if not small:
         for name, value in (("SEARCHED_ROWS", 0), ("INNER_ROWS", 24), ("INNER_BLOCK", 4), ("SENTINELS", 6)):
-            monkeypatch.setattr(geometric, name, value)
+            monkeypatch.setattr(greedy, name, value)
     sketch_ND = rng.standard_normal((300, 6)) / np.sqrt(6)
     sketch_ND[:60] = [1.5, 0, 0, 0, 0, 0]
     relevance_N = rng.random(300)

@@ -8,24 +8,7 @@ import pytest
 from scipy import stats
 
 from grasp.errors import ProtocolError, ProtocolLeakError
-from grasp.predict.families import parse_family
-from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import CalibrationSettings, default_protocol, load_protocol, save_protocol
-from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import (
-    CONTROLS,
-    Binding,
-    Candidate,
-    ProtocolFamily,
-    candidate_of,
-    default_family,
-    load_family,
-)
-from grasp.runs.environment import Environment
-from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
-from grasp.runs.evaluate import evaluation_of
-from grasp.runs.scored import Scored
-from grasp.runs.selection import (
+from grasp.geometry.calibration import (
     Development,
     choice_provenance,
     choose_protocol,
@@ -35,6 +18,23 @@ from grasp.runs.selection import (
     variant_names,
     write_provenance,
 )
+from grasp.geometry.candidates import (
+    CONTROLS,
+    Binding,
+    Candidate,
+    ProtocolFamily,
+    candidate_of,
+    default_family,
+    load_family,
+)
+from grasp.geometry.scored import Scored
+from grasp.predict.families import parse_family
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import CalibrationSettings, default_protocol, load_protocol, save_protocol
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.environment import Environment
+from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
+from grasp.runs.evaluate import evaluation_of
 from tests.predict.source import FakeSource
 from tests.rounding import rounding
 
@@ -302,7 +302,7 @@ def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(develo
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 def test_shuffled_pairs_are_standardised_and_lose_the_planted_signal(tmp_path, source, monkeypatch, exact, side):
     if not exact:
-        monkeypatch.setattr("grasp.runs.scored.EXACT_ROWS", 10)
+        monkeypatch.setattr("grasp.geometry.scored.EXACT_ROWS", 10)
     truth = Candidate(Binding(side, "mean", "mean_relevance"), (), (("joint.pair", -1.0),))
     environment = make_environment(tmp_path / "dev", source, truth=truth, noise=0.01)
     shuffled = dataclasses.replace(truth, shuffled=True)

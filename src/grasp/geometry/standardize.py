@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
+from grasp.geometry.sums import Kind, Weighting
 from grasp.predict.blocks import Side
 from grasp.predict.families import Family
-from grasp.predict.geometry import Kind, Weighting
 
 F64 = NDArray[np.float64]
 

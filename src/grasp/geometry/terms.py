@@ -17,9 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.blocks import SubsetBlock
-from grasp.predict.families import Family
-from grasp.predict.geometry import (
+from grasp.geometry.standardize import (
+    ComponentMoments,
+    PairSums,
+    RowMoments,
+    has_closed_form,
+    pair_moments,
+    relevance_moments,
+    sampled_moments,
+    self_moments,
+)
+from grasp.geometry.sums import (
     JOINT,
     Geometry,
     Half,
@@ -32,21 +40,13 @@ from grasp.predict.geometry import (
     halves_needed,
     subset_relevance,
 )
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.families import Family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
 from grasp.predict.relevance import Kernel
 from grasp.predict.row_arrays import F32, F64, Blocks, kept, label_column
 from grasp.predict.row_sums import RowSums, block_rows
-from grasp.predict.standardize import (
-    ComponentMoments,
-    PairSums,
-    RowMoments,
-    has_closed_form,
-    pair_moments,
-    relevance_moments,
-    sampled_moments,
-    self_moments,
-)
 from grasp.predict.weights import Weights, is_plain, squared
 
 BLOCK_ROWS = 8_192

@@ -13,16 +13,16 @@ from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ShapeError
+from grasp.geometry.candidates import Binding, Candidate, candidate_of
+from grasp.geometry.standardize import RowMoments, has_closed_form, relevance_moments, sampled_moments
+from grasp.geometry.sums import SubsetMass, Weighting, halves_needed
+from grasp.geometry.terms import CalibrationFamily, GeometryTerms, Sketch
 from grasp.predict.blocks import Side, SubsetBlock
-from grasp.predict.geometry import SubsetMass, Weighting, halves_needed
-from grasp.predict.geometry_terms import CalibrationFamily, GeometryTerms, Sketch
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.slices import LabelTable
-from grasp.predict.standardize import RowMoments, has_closed_form, relevance_moments, sampled_moments
 from grasp.predict.subset_tables import RowIndex
-from grasp.runs.candidates import Binding, Candidate, candidate_of
 from grasp.runs.environment import Environment
 from grasp.runs.evaluate import artifact_targets
 from grasp.runs.predictions import Predictions

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
-from grasp.predict.families import Family, parse_family
-from grasp.predict.geometry import subset_relevance
-from grasp.predict.standardize import (
+from grasp.geometry.standardize import (
     ComponentMoments,
     PairSums,
     RowMoments,
@@ -23,6 +21,8 @@ from grasp.predict.standardize import (
     sampled_moments,
     self_moments,
 )
+from grasp.geometry.sums import subset_relevance
+from grasp.predict.families import Family, parse_family
 from tests.predict.reference import components, summed
 
 N = 6

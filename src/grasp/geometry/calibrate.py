@@ -8,13 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.predict.protocol import ScoringProtocol, save_protocol
-from grasp.results import Result
-from grasp.runs.candidates import DELTA, ProtocolFamily, family_for, load_family
-from grasp.runs.environment import Environment
-from grasp.runs.imported import runs_beside
-from grasp.runs.metrics import RESAMPLES
-from grasp.runs.selection import (
+from grasp.geometry.calibration import (
     ProtocolChoice,
     choice_provenance,
     choose_protocol,
@@ -23,6 +17,12 @@ from grasp.runs.selection import (
     provenance_path,
     write_provenance,
 )
+from grasp.geometry.candidates import DELTA, ProtocolFamily, family_for, load_family
+from grasp.predict.protocol import ScoringProtocol, save_protocol
+from grasp.results import Result
+from grasp.runs.environment import Environment
+from grasp.runs.imported import runs_beside
+from grasp.runs.metrics import RESAMPLES
 from grasp.text import listed
 from grasp.verbs.retrain import Opened, Place, Runs
 

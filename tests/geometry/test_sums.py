@@ -10,8 +10,8 @@ from scipy.sparse import csr_array
 
 from grasp.errors import ShapeError
 from grasp.features.sketch import CountSketch, gaussian_projection
-from grasp.predict import geometry as geo
-from grasp.predict.geometry import SubsetMass, subset_relevance
+from grasp.geometry import sums as geo
+from grasp.geometry.sums import SubsetMass, subset_relevance
 from grasp.predict.row_sums import BlockSums
 from tests.predict import reference
 from tests.predict.reference import additive, components, interaction_surrogate

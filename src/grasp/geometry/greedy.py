@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.choose.limits import I64, Ledger, Limits, best_rows
-from grasp.choose.objective import Objective, is_aligned, upper_bound
 from grasp.extract.progress import Progress
+from grasp.geometry.objective import Objective, is_aligned, upper_bound
 from grasp.predict.predictor import Predictor
 from grasp.predict.row_arrays import F64
 

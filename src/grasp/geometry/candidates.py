@@ -19,8 +19,8 @@ from scipy.special import ndtri
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.files import written_aside
+from grasp.geometry.sums import Half, Kind, Weighting, halves_needed
 from grasp.predict.blocks import Side
-from grasp.predict.geometry import Half, Kind, Weighting, halves_needed
 from grasp.predict.protocol import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
 from grasp.settings import Settings
 from grasp.yaml_files import validated_yaml
@@ -253,13 +253,13 @@ def needed_arrays(candidate: Candidate) -> set[str]:
 
 def default_family() -> ProtocolFamily:
     """The family that ships with the package."""
-    with as_file(files("grasp.runs").joinpath("family.yaml")) as path:
+    with as_file(files("grasp.geometry").joinpath("family.yaml")) as path:
         return load_family(path)
 
 
 def write_default_family(path: Path) -> None:
     """Write the family that ships, with its comments, to be edited; the file appears only when whole."""
-    text = files("grasp.runs").joinpath("family.yaml").read_text(encoding="utf-8")
+    text = files("grasp.geometry").joinpath("family.yaml").read_text(encoding="utf-8")
     with written_aside(path) as part:
         part.write_text(text, encoding="utf-8")
 

@@ -23,8 +23,8 @@ from typing import Self
 import numpy as np
 
 from grasp.choose.limits import I64, Limits, best_rows
-from grasp.predict.geometry import QuadraticWeights, SubsetMass, Weighting
-from grasp.predict.geometry_terms import Sketch
+from grasp.geometry.sums import QuadraticWeights, SubsetMass, Weighting
+from grasp.geometry.terms import Sketch
 from grasp.predict.predictor import Predictor
 from grasp.predict.row_arrays import F64
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.choose.objective import Objective
+from grasp.geometry.objective import Objective
 from tests.choose.world import World, changes, predictor_of, protocol
 
 EVERY = {

@@ -31,14 +31,14 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
 from grasp.files import write_whole
+from grasp.geometry.candidates import DELTA, Candidate, Criterion, ProtocolFamily
+from grasp.geometry.scored import DEFAULT_CALIBRATION, Parts, Scored
 from grasp.predict.protocol import CalibrationSettings, Requirements, ScoringProtocol
 from grasp.predict.row_arrays import F64
-from grasp.runs.candidates import DELTA, Candidate, Criterion, ProtocolFamily
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.evaluate import artifact_targets
 from grasp.runs.metrics import RESAMPLES, mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.scored import DEFAULT_CALIBRATION, Parts, Scored
 from grasp.seeds import bootstrap_weights, stream
 
 TIE = 1e-9

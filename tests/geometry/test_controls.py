@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from grasp.errors import ShapeError
-from grasp.runs import scored as module
-from grasp.runs.candidates import CONTROLS
-from grasp.runs.scored import ShuffledPairs, ShuffledRows
+from grasp.geometry import scored as module
+from grasp.geometry.candidates import CONTROLS
+from grasp.geometry.scored import ShuffledPairs, ShuffledRows
 from tests.rounding import rounding
 
 FULL = ("joint.self", "joint.pair", "hidden.raw", "residual.raw", "product.cent")
