@@ -41,7 +41,7 @@ from grasp.extract.forward import PositionBatch, PositionSums, TokenKernel, forw
 from grasp.extract.local import build
 from grasp.extract.progress import Silent
 from grasp.features.extract import extract, position_mask, supervised_positions
-from grasp.features.gradient_match import example_batches
+from grasp.features.gradient_match import SampledGradients
 from grasp.features.input_match import hidden_gradient, input_relevance
 from grasp.features.residuals import LOGIT_ELEMENTS
 from grasp.features.token_match import token_relevance
@@ -255,11 +255,12 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         shard_rows=args.rows,
     )
     rows = store.shard(0)
-    squares = square_sums(model, rows.take(np.arange(min(8, len(rows)))), features)
+    few = rows.take(np.arange(min(8, len(rows))))
+    squares = square_sums(SampledGradients.choose(model, features), few, features)
     kernel = GradientKernel.prepare(model, units, squares.mean(), features)
     examples, embedding = examples_of(rows, features), model.model.get_input_embeddings()
     spent = {"plain": 0.0, "kernel": 0.0}
-    for index in example_batches(examples, kernel.reader.batch_tokens):
+    for index in kernel.gradients.batches(examples):
         own = [examples[int(i)] for i in index]
         begun = time.process_time()
         ids, _ = pad_rows([one.input_ids for one in own])
@@ -271,12 +272,12 @@ def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
             torch.autograd.grad(loss, start)
         spent["plain"] += time.process_time() - begun
         begun = time.process_time()
-        kernel.relevance(kernel.reader.gradients.of(own)[0])
+        kernel.relevance(kernel.gradients.of(own)[0])
         spent["kernel"] += time.process_time() - begun
     return {
         "rows": len(rows),
         "units": len(units),
-        "coordinates": kernel.reader.gradients.sample.size,
+        "coordinates": kernel.gradients.sample.size,
         "cpu_seconds": spent,
         "more": spent["kernel"] / spent["plain"] - 1,
     }

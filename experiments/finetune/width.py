@@ -19,6 +19,7 @@ Shape letters: N rows, E units, K coordinates, k numbers kept.
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,13 @@ from experiments.finetune.run import HERE
 from experiments.finetune.setting import LENGTH, NAMES, Name, open_corpus, target_settings
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
-from grasp.extract.backward import matrices_and_norms
-from grasp.features.gradient_match import CoordinateSample, SampledGradients, example_batches, preconditioner
+from grasp.features.gradient_match import CoordinateSample, SampledGradients, preconditioner
 from grasp.files import write_whole
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients.layers import choose_layers
-from grasp.models.gradients.per_example import Example, PerExample
+from grasp.models.gradients.per_example import Example
 from grasp.runs.environment import Environment
 from grasp.seeds import stream
+from grasp.settings import FeatureSettings
 from grasp.targets import load_units
 
 F32 = NDArray[np.float32]
@@ -60,21 +60,21 @@ class Kept:
         self.corpus = open_corpus(name, work, reader)
         units = load_units(target_settings(name, work)).tokenize(reader, LENGTH)
         read = ReferenceModel(model, reader, batch_tokens=BATCH_TOKENS)
-        layers = choose_layers(read, matrices_and_norms(read))
-        engine = PerExample(read, layers)
+        body = SampledGradients.choose(read, FeatureSettings())
+        layers = body.engine.layers
         matrices = sum(block.size for block in layers.blocks if block.left > 1)
         count = layers.size - matrices + matrices // SHARE
         samples = [CoordinateSample.draw(layers, count, seed, read.device) for seed in range(DRAWS)]
         self.weight_K = np.concatenate([sample.weight_K.numpy() for sample in samples]).astype(np.float64)
         rows = [Example(ids, int(first)) for ids, first in zip(self.corpus.rows, self.corpus.first_N, strict=True)]
-        self.parts = [SampledGradients(engine, sample) for sample in samples]
+        self.parts = [replace(body, sample=sample, batch_tokens=BATCH_TOKENS) for sample in samples]
         self.rows_NK = self._kept(work / f"{name}-rows", rows)
         self.units_EK = self._kept(work / f"{name}-asked", [Example(unit.input_ids, unit.first) for unit in units])
 
     def _kept(self, path: Path, examples: list[Example]) -> NDArray[np.float16]:
         """A part is written when it is whole, one batch after the other."""
         path.mkdir(exist_ok=True)
-        batches = example_batches(examples, BATCH_TOKENS)
+        batches = self.parts[0].batches(examples)
         for number, index in enumerate(batches):
             place = path / f"{number:04d}.npy"
             if not place.exists():

@@ -250,7 +250,8 @@ class FeatureSettings(Settings):
     gradient_coordinates: int | Literal["all"] | None = Field(
         None,
         description="Coordinates of a row's gradient that the gradient kernel takes, about, the same share of every "
-        "matrix of the body. null: 2,000,000, or all where there are fewer. Memory is 2 bytes for each and each unit.",
+        "matrix of the body. null: 2,000,000, or all where there are fewer. Memory is 2 bytes for each and each unit, "
+        "and 4 on a CPU with room for it.",
     )
     gradient_damping: float = Field(
         0.01,

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ModelError, SettingsError
 from grasp.extract import backward
-from grasp.extract.backward import GradientReader
 from grasp.extract.local import build
 from grasp.extract.reopen import Origin
+from grasp.features.gradient_match import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.layers import as_matrix
 from grasp.models.gradients.per_example import Example
@@ -89,8 +89,8 @@ def test_parameters_that_are_frozen_are_left_out(root):
         layer.requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
     read = ReferenceModel(model, HfTokenizer(tokenizer, vocab_size=300))
-    reader = GradientReader.of(read, FeatureSettings())
-    names = [block.name for block in reader.gradients.engine.layers.blocks]
+    reader = SampledGradients.choose(read, FeatureSettings())
+    names = [block.name for block in reader.engine.layers.blocks]
     assert not [name for name in names if name.startswith("model.layers.0.")]
     assert [name for name in names if name.startswith("model.layers.1.")]
     assert reader.describe().endswith("layers, frozen ones left out")
@@ -98,7 +98,7 @@ def test_parameters_that_are_frozen_are_left_out(root):
 
 def test_a_model_that_was_frozen_whole_is_read_whole():
     model = reference("llama", torch.float32)  # a reference model freezes what it reads
-    assert GradientReader.of(ReferenceModel(model.model, None), FeatureSettings()).untaken == ()
+    assert SampledGradients.choose(ReferenceModel(model.model, None), FeatureSettings()).untaken == ()
 
 
 def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
@@ -114,8 +114,8 @@ def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
         bos_token_id=None,
         eos_token_id=0,
     )
-    reader = GradientReader.of(ReferenceModel(MixtralForCausalLM(config), None), FeatureSettings())
-    taken = {block.name for block in reader.gradients.engine.layers.blocks}
+    reader = SampledGradients.choose(ReferenceModel(MixtralForCausalLM(config), None), FeatureSettings())
+    taken = {block.name for block in reader.engine.layers.blocks}
     assert {name for name in taken if "self_attn" in name}
     assert len(reader.untaken) > 0
     assert all(".mlp." in name for name in reader.untaken)
@@ -124,8 +124,8 @@ def test_layers_without_a_gradient_for_each_row_are_named_and_left_out():
 
 def test_more_coordinates_than_there_are_are_refused():
     with pytest.raises(SettingsError, match=r"features.gradient_coordinates: got 10,000,000, its layers have [\d,]+; "):
-        GradientReader.of(reference("llama"), FeatureSettings(gradient_coordinates=10_000_000))
-    assert GradientReader.of(reference("llama"), FeatureSettings(gradient_coordinates="all")).gradients.sample.size > 0
+        SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates=10_000_000))
+    assert SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates="all")).sample.size > 0
 
 
 def test_units_that_do_not_fit_in_memory_lie_in_a_file_and_no_digit_moves(root, built, tmp_path, monkeypatch):
@@ -143,8 +143,8 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
     artifact = ArtifactReader.open(built)
     origin = Origin(artifact)
     model, store = origin.model, origin.rows
-    reader = GradientReader.of(model, origin.settings.features)
-    blocks = reader.gradients.engine.layers.blocks
+    reader = SampledGradients.choose(model, origin.settings.features)
+    blocks = reader.engine.layers.blocks
 
     def whole(examples):
         found = [autograd(model, example) for example in examples]
@@ -156,13 +156,13 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
     v_P = (row_NP**2).mean(axis=0)
     labels_N1 = np.array([len(shard.ids(i)) - 1 for i in range(len(shard))])[:, None]
     expected_NE = labels_N1 * (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
-    assert reader.gradients.sample.size == row_NP.shape[1]
+    assert reader.sample.size == row_NP.shape[1]
     np.testing.assert_allclose(relevance(built), expected_NE, atol=2**-8 * np.abs(expected_NE).max())
 
 
 def test_a_classifier_has_no_gradient_kernel():
     with pytest.raises(ModelError, match=r"features.gradient_match: got true, but the model is a classifier"):
-        GradientReader.of(SimpleNamespace(), FeatureSettings())
+        SampledGradients.choose(SimpleNamespace(), FeatureSettings())
 
 
 def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, monkeypatch):

@@ -443,8 +443,9 @@ def test_rows_are_counted_batch_by_batch_and_not_shard_by_shard(root, tmp_path):
     assert max(tokens for _, tokens in forward) <= settings.model.batch_tokens
 
 
-def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_path):
-    settings, out = world(root), tmp_path / "art"
+@pytest.mark.parametrize("more", [{}, {"train": "further", "keep_features": True}])
+def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_path, more):
+    settings, out = world(root, **more), tmp_path / "art"
     told = foretell(settings, out)
     assert not has_work(out)
     notes = Notes()
@@ -452,7 +453,9 @@ def test_a_forecast_counts_what_the_build_leaves_and_keeps_the_rows(root, tmp_pa
     assert notes.rows < 2 * told.rows + told.documents  # the corpus was cut already
     art = ArtifactReader.open(out)
     assert (told.rows, told.documents) == (art.n_rows, 40)
-    assert {f"relevance_{name}" for name in told.kernels} == {n for n in art.array_names if n.startswith("relevance_")}
+    ranking = {f"relevance_{name}" for name in told.kernels}  # pooled is there as well, and ranks nothing
+    assert ranking | {"relevance_pooled"} == {n for n in art.array_names if n.startswith("relevance_")}
+    assert "pooled" not in told.kernels
     assert told.questions == dict(art.manifest.targets)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     assert size / 2 < told.disk < 2 * size

@@ -5,20 +5,19 @@ import pytest
 import torch
 
 from grasp.errors import ModelError
-from grasp.extract.backward import halved, matrices_and_norms
+from grasp.extract.backward import GradientKernel, halved
 from grasp.features.gradient_match import (
-    CoordinateSample,
     SampledGradients,
+    SquareSums,
     Tiles,
-    example_batches,
-    gradient_relevance,
+    by_member,
     preconditioner,
-    prepare_gradients,
 )
 from grasp.models.gradients.factors import Use, materialise
-from grasp.models.gradients.layers import as_matrix, choose_layers
-from grasp.models.gradients.per_example import PerExample
+from grasp.models.gradients.layers import as_matrix
+from grasp.models.gradients.per_example import Example
 from grasp.seeds import stream
+from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
 from tests.rounding import rounding
 
@@ -26,11 +25,12 @@ CLOSE = rounding(5 * 32)  # of float32 norms, as in the tests of the engine
 DAMPING = 0.01
 
 
+def asked_for(count: int | None = None, seed: int = 0) -> FeatureSettings:
+    return FeatureSettings(gradient_coordinates="all" if count is None else count, seed=seed)
+
+
 def opened(family: str, count: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float64):
-    model = reference(family, dtype)
-    layers = choose_layers(model, matrices_and_norms(model))
-    sample = CoordinateSample.draw(layers, layers.size if count is None else count, seed, model.device)
-    return SampledGradients(PerExample(model, layers), sample)
+    return SampledGradients.choose(reference(family, dtype, batch_tokens=512), asked_for(count, seed))
 
 
 def gradients_by_autograd(gradients: SampledGradients, examples) -> torch.Tensor:
@@ -61,15 +61,15 @@ def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damp
 
 def relevance(gradients: SampledGradients, examples, asked) -> torch.Tensor:
     """As a build computes it."""
-    taken = torch.cat([gradients.of([example])[0] for example in examples])
-    square_K = taken.double().square().mean(dim=0).numpy()
-    factor_K = preconditioner(square_K, gradients.sample.weight_K.double().numpy(), DAMPING)
-    side_EK = torch.empty(len(asked), gradients.sample.size, dtype=gradients.side_dtype)
-    targets = prepare_gradients(gradients, asked, factor_K, 64, side_EK)
+    squares = SquareSums(gradients.sample.size)
+    for example in examples:
+        squares.add(gradients.of([example])[0])
+    square_K = squares.square_K / squares.count
+    kernel = GradientKernel.prepare(gradients.engine.model, asked, square_K, asked_for(None))
     out_NE = torch.zeros(len(examples), len(asked), dtype=torch.float64)
-    for index in example_batches(examples, 64):
+    for index in gradients.batches(examples):
         taken_BK, _ = gradients.of([examples[int(i)] for i in index])
-        out_NE[torch.from_numpy(index)] = gradient_relevance(targets, taken_BK).double()
+        out_NE[torch.from_numpy(index)] = torch.from_numpy(kernel.relevance(taken_BK)).double()
     return out_NE
 
 
@@ -107,11 +107,14 @@ def test_sums_over_the_sample_are_unbiased():
     use = [Use(torch.randn(1, 3, 10, generator=generator), torch.randn(1, 3, 7, generator=generator)) for _ in "ab"]
     whole = float((materialise(use[0], 10) * materialise(use[1], 10)).sum())
 
+    def taken(tiles: Tiles, one: Use) -> torch.Tensor:
+        return tiles.take(by_member(one.left), by_member(one.right))
+
     def estimate(seed: int) -> float:
         draw = stream(seed, "tiles")
         sides = [draw.permutation(np.append(np.arange(n), np.full(-n % 5, n))).reshape(5, -1) for n in (10, 7)]
         tiles = Tiles(torch.from_numpy(sides[0]), torch.from_numpy(sides[1]), 0)
-        return tiles.weight * float((tiles.take(use[0]) * tiles.take(use[1])).sum())
+        return tiles.weight * float((taken(tiles, use[0]) * taken(tiles, use[1])).sum())
 
     found = np.array([estimate(seed) for seed in range(4_000)])
     assert abs(found.mean() - whole) <= 5 * found.std() / len(found) ** 0.5
@@ -139,14 +142,25 @@ def test_a_preconditioner_of_zeros_leaves_gradients_as_they_are():
 
 
 def test_a_row_whose_gradient_is_not_finite_counts_nothing():
-    gradients = opened("llama", count=3_000, dtype=torch.float32)
-    side_EK = torch.ones(2, gradients.sample.size)
-    targets = prepare_gradients(gradients, units(2), np.ones(gradients.sample.size), 64, side_EK)
+    gradients = opened("llama", dtype=torch.float32)
+    kernel = GradientKernel(gradients, torch.ones(2, gradients.sample.size), np.ones(2))
     taken_BK = torch.ones(2, gradients.sample.size)
     taken_BK[1, 5] = torch.inf
-    found = gradient_relevance(targets, taken_BK)
-    assert bool(found.isfinite().all())
+    found = kernel.relevance(taken_BK)
+    assert np.isfinite(found).all()
     assert found[1].tolist() == [0.0, 0.0]
+
+
+def test_what_positions_add_is_the_whole(family):
+    """Also where some positions carry no loss."""
+    gradients, asked = opened(family, count=4_000), units()
+    side_EK = torch.cat([gradients.of([unit])[0] for unit in asked])
+    gaps = np.array([False, True, True, False, False, True, False, True])
+    for example in (*rows(2), Example(np.arange(1, 9, dtype=np.int32), labelled=gaps)):
+        whole_E = (gradients.of([example])[0] @ side_EK.T)[0].numpy()
+        added_LE = gradients.by_position(example, side_EK)
+        assert added_LE.shape == (len(example.input_ids), len(asked))
+        np.testing.assert_allclose(added_LE.sum(axis=0), whole_E, atol=CLOSE * np.abs(added_LE).sum(axis=0).max())
 
 
 def test_a_batch_without_room_is_halved_and_a_row_without_room_is_an_error():

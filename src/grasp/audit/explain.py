@@ -180,8 +180,8 @@ def relevance_by_position(
     if token is None:
         return
     if token.gradient is not None:
-        side_EK = token.gradient.targets.side_EK
-        added_LC = row.example.labels * token.gradient.reader.gradients.by_position(row.example, side_EK)
+        kernel = token.gradient
+        added_LC = row.example.labels * kernel.gradients.by_position(row.example, kernel.side_EK)
         # what the model makes of token t goes to the token after it, as everywhere; after the last nothing has loss
         yield "gradient", np.arange(1, len(added_LC)), added_LC[:-1] / unit_positions
     every, predicted = PositionBatch.of(row.batch, 1), row.tokens(1)

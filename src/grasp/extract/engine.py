@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grasp.extract.backward import GradientReader, square_sums
+from grasp.extract.backward import square_sums
 from grasp.extract.cluster import JOBS_A_WORKER, Cluster, ClusterSpec, connected, enter
 from grasp.extract.forward import (
     PositionSums,
@@ -32,7 +32,7 @@ from grasp.extract.passes import Rows
 from grasp.extract.pictures import load_reference
 from grasp.extract.progress import Advance, ignore
 from grasp.features.extract import Pass, Reference
-from grasp.features.gradient_match import SquareSums
+from grasp.features.gradient_match import SampledGradients, SquareSums
 from grasp.features.moments import PositionMoments
 from grasp.settings import FeatureSettings, ModelSettings
 
@@ -56,9 +56,9 @@ class InProcess:
 
     def square_sums(self, parts: Iterable[Rows], advance: Advance = ignore) -> Iterator[SquareSums]:
         """Sums for the second moments of gradients of each part, in the order of the parts."""
-        reader = GradientReader.of(self.model, self.features)
+        gradients = SampledGradients.choose(self.model, self.features)
         for rows in parts:
-            yield square_sums(self.model, rows, self.features, advance, reader)
+            yield square_sums(gradients, rows, self.features, advance)
 
     def forward(
         self,
@@ -93,7 +93,7 @@ class ModelActor:
 
     def square_sums(self, rows: Rows) -> SquareSums:
         """See InProcess."""
-        return square_sums(self._loaded(), rows, self._features)
+        return square_sums(SampledGradients.choose(self._loaded(), self._features), rows, self._features)
 
     def forward(
         self, rows: Rows, kernel: tuple[UnitFeatures, PositionMoments] | None, keep_positions: bool

@@ -16,6 +16,7 @@ from grasp.extract.forward import TokenKernel, UnitFeatures, forward_shard, posi
 from grasp.extract.moments import STATES, Store, reads_once
 from grasp.extract.passes import Rows
 from grasp.features.extract import Pass, Reference
+from grasp.features.gradient_match import SampledGradients
 from grasp.settings import BuildSettings, FeatureSettings
 from grasp.text import duration_text, size_text
 
@@ -55,8 +56,9 @@ def expected_seconds(
     """
     kernel, sampled, seconds = None, 0.0, np.zeros(2)
     if settings.gradient:
+        gradients = SampledGradients.choose(model, settings)
         begun = _now()
-        square_sums(model, rows, settings)
+        square_sums(gradients, rows, settings)
         sample = store.n_tokens * min(1.0, settings.gradient_rows / store.n_rows)
         asked = sum(len(example.input_ids) for example in units.examples)
         seconds += (_now() - begun) * (store.n_tokens + sample + asked)
@@ -128,16 +130,24 @@ def disk_bytes(
     Args:
         kept: bytes of the rows as they lie on disk already; of what the model gives the first ones tell.
     """
+    features = settings.features
     numbers = store.n_rows * n_numbers * np.dtype(settings.array_dtype).itemsize
     moments = 3 * 8 * (model.hidden_size**2 + model.vocab_size)
-    if settings.features.neighbour:
+    if features.neighbour:
         moments += min(store.n_tokens, 2 * STATES) * (4 * model.hidden_size + 8)
+    coordinates = SampledGradients.choose(model, features).sample.size if features.gradient else 0
+    moments += 4 * coordinates
     table = io.BytesIO()
     pq.write_table(store.table(0), table)
     named = 2 * table.tell() * store.n_shards  # as one table, and shard by shard
-    features = forward_shard(model, rows, settings.features, None).spool().values()
-    spooled = sum(array.nbytes for array in features) / len(rows) * min(store.n_rows, settings.features.moment_rows)
-    return numbers + moments + named + kept * settings.keep_tokens, round(spooled) + kept * (not settings.keep_tokens)
+    shard = forward_shard(model, rows, features, None, keep_positions=settings.keep_features and features.token)
+    of_row = sum(array.nbytes for array in shard.spool().values()) / len(rows)
+    finished = numbers + moments + named + kept * settings.keep_tokens
+    if settings.keep_features:
+        of_token = sum(array.nbytes for array in shard.kept().values()) / max(1, rows.n_tokens)
+        finished += round(of_token * store.n_tokens) + 2 * coordinates * store.n_rows
+    spooled = round(of_row * min(store.n_rows, features.moment_rows))
+    return finished, spooled + kept * (not settings.keep_tokens)
 
 
 def _now() -> Spent:

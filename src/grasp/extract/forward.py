@@ -173,7 +173,7 @@ class TokenKernel:
             found = self.relevance(units.block(start, stop))
             blocks.append({name: part[:, start:stop].diagonal().double().cpu().numpy() for name, part in found.items()})
         out = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-        return out if self.gradient is None else out | {"relevance_gradient": self.gradient.targets.own_E}
+        return out if self.gradient is None else out | {"relevance_gradient": self.gradient.own_E}
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,8 @@ def forward_shard(
     with_positions = kernel is not None or keep_positions
     specs = (settings.pooling, settings.token_positions) if with_positions else (settings.pooling,)
     names = rows.table.column("row_id")
-    order, pooled, token, positions, gradients = [], [], [], [], []
+    order, pooled, token, positions = [], [], [], []
+    gradients_NK: NDArray[np.uint16] | None = None  # gigabytes: there is one copy of it
     loss_N = np.empty(len(rows), dtype=np.float32)
     back = None if kernel is None else kernel.gradient
     passes = ((one, None) for one in seen or row_passes(model, rows, specs, settings.top_k))
@@ -314,7 +315,9 @@ def forward_shard(
             if keep_positions:
                 positions.append(_positions(at_positions, index))
                 if taken_BK is not None:
-                    gradients.append(taken_BK.bfloat16().view(torch.uint16).cpu().numpy())
+                    if gradients_NK is None:
+                        gradients_NK = np.empty((len(rows), taken_BK.shape[1]), dtype=np.uint16)
+                    gradients_NK[index] = taken_BK.bfloat16().view(torch.uint16).cpu().numpy()
         advance(len(index), rows.tokens_of(index))
     where = np.concatenate(order)
     place = np.argsort(where)
@@ -323,7 +326,7 @@ def forward_shard(
         loss_N=loss_N,
         token={name: np.concatenate([part[name] for part in token])[place] for name in token[0]} if token else {},
         positions=_join_positions(positions) if positions else None,
-        gradients_NK=np.concatenate(gradients)[place] if gradients else None,
+        gradients_NK=gradients_NK,
     )
 
 

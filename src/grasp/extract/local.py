@@ -221,17 +221,17 @@ def foretell(
             refuse_untrained(model, rows, features)
         forward_shard(model, rows, features, None)  # the first time takes longer
         seconds = expected_seconds(model, store, rows, inputs.units, features)
-        kernels = [name for name in (*KERNELS, "pooled") if getattr(features, name)]
+        kernels = [name for name in KERNELS if getattr(features, name)]
         widths = features.hidden_width + features.residual_width + features.product_width
         on_disk = sum(file.stat().st_size for file in (out / "tokens").iterdir())
-        numbers = widths + len(kernels) * inputs.n_units
+        numbers = widths + (len(kernels) + features.pooled) * inputs.n_units
         disk, beside = disk_bytes(model, store, on_disk, rows, numbers, inputs.settings)
     return Forecast(
         rows=store.n_rows,
         documents=store.n_documents,
         tokens=store.n_tokens,
         questions=dict(Counter(unit.target for unit in inputs.unit_set.units)),
-        kernels=tuple(kernels),
+        kernels=tuple(kernels or ["pooled"]),  # which ranks only where nothing else does
         time=forecast(model, store, rows, seconds),
         disk=disk,
         beside=beside,
@@ -297,7 +297,7 @@ def build_token_kernel(
             progress.note(line)
     kernel = TokenKernel.prepare(inputs.units, moments, features, inputs.model)
     if kernel.gradient is not None:
-        progress.note(kernel.gradient.reader.describe())
+        progress.note(kernel.gradient.gradients.describe())
     return kernel
 
 

@@ -26,17 +26,21 @@ from typing import Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.models.causal_lm import batches
+from grasp.errors import ModelError, SettingsError
+from grasp.features.extract import Reference
+from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients.factors import Use
-from grasp.models.gradients.layers import LayerSet
+from grasp.models.gradients.layers import LayerSet, UntakenLayerError, choose_layers
 from grasp.models.gradients.per_example import Example, PerExample
 from grasp.seeds import stream
+from grasp.settings import FeatureSettings
 
 F64 = NDArray[np.float64]
-CHUNK = 1 << 17  # coordinates that are multiplied at once: units' sides are widened from 16 bits as they are used
+COORDINATES = 2_000_000  # of 106 million of SmolLM2-135M give what all give, to .02 of LDS
+CPU_SHARE, GPU_SHARE = 8, 2  # of the tokens of a forward batch; a backward pass holds what every layer received
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +60,19 @@ class Tiles:
         """What a coordinate counts for: 1 / the share taken."""
         return float(len(self.left_GR))
 
-    def take(self, use: Use) -> Tensor:
-        """The coordinates taken of every row's gradient, (B, size)."""
-        left_BGRT, right_BGCT = _dealt(use.left, self.left_GR), _dealt(use.right, self.right_GC)
-        return torch.matmul(left_BGRT, right_BGCT.mT).flatten(1)
+    def take(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
+        """The coordinates taken of every row's gradient, (B, size), of factors as `by_member` lays them."""
+        return torch.matmul(_dealt(left_BXT, self.left_GR), _dealt(right_BYT, self.right_GC).mT).flatten(1)
 
 
-def _dealt(factor_BTX: Tensor, member_GR: Tensor) -> Tensor:
-    """(B, G, R, T): a group's members beside each other; zeros where a group has fewer."""
-    width = factor_BTX.shape[2]
-    factor_BXT = factor_BTX.mT
-    if int(member_GR.max()) == width:
-        factor_BXT = F.pad(factor_BXT, (0, 0, 0, 1))
-    chosen_BMT = factor_BXT.contiguous().index_select(1, member_GR.flatten())
+def by_member(factor_BTX: Tensor) -> Tensor:
+    """(B, X + 1, T): the positions of each output (or input) beside each other, and of one more that is all zeros."""
+    return F.pad(factor_BTX.mT, (0, 0, 0, 1))
+
+
+def _dealt(factor_BXT: Tensor, member_GR: Tensor) -> Tensor:
+    """(B, G, R, T): a group's members beside each other."""
+    chosen_BMT = factor_BXT.index_select(1, member_GR.flatten())
     return chosen_BMT.view(len(chosen_BMT), *member_GR.shape, -1)
 
 
@@ -116,25 +120,59 @@ def _deal(size: int, groups: int, seed: int, *purpose: str) -> Tensor:
     return torch.from_numpy(stream(seed, "gradient", *purpose).permutation(place).reshape(groups, members))
 
 
+@dataclass(frozen=True, slots=True)
 class SampledGradients:
     """The coordinates taken of the gradients of rows or units, a batch of like lengths at a time."""
 
-    def __init__(self, engine: PerExample, sample: CoordinateSample) -> None:
-        self.engine, self.sample = engine, sample
+    engine: PerExample
+    sample: CoordinateSample
+    batch_tokens: int
+    untaken: tuple[str, ...] = ()  # layers that have no gradient a row
 
-    @property
-    def side_dtype(self) -> torch.dtype:
-        """Of the units' side: 16 bits, but where the model has 64."""
-        return torch.float64 if self.engine.work == torch.float64 else torch.bfloat16
+    @classmethod
+    def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
+        """Choose layers and coordinates; two short rows go through the model.
+
+        Raises:
+            ModelError: no layer can be taken; the model is a classifier.
+            SettingsError: more coordinates than there are.
+        """
+        if not isinstance(model, ReferenceModel):
+            raise ModelError("features.gradient_match: got true, but the model is a classifier; expected a causal LM")
+        engine, untaken = _engine(model)
+        wanted, there = settings.gradient_coordinates, engine.layers.size
+        if isinstance(wanted, int) and wanted > there:
+            raise SettingsError(f"features.gradient_coordinates: got {wanted:,}, its layers have {there:,}; say all")
+        some = there if model.frozen else COORDINATES  # an adapter is small, and all that is trained
+        count = min(some if wanted is None else there if wanted == "all" else wanted, there)
+        sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
+        share = CPU_SHARE if model.device.type == "cpu" else GPU_SHARE
+        return cls(engine, sample, max(1, model.batch_tokens // share), untaken)
+
+    def describe(self) -> str:
+        """One line: how much of the model is looked at."""
+        layers = self.engine.layers
+        frozen = ", frozen ones left out" * bool(self.engine.model.frozen)
+        named = f"; no gradient for each row, so left out: {', '.join(self.untaken[:3])} ({len(self.untaken)} in all)"
+        taken = f"gradients of {self.sample.size:,} among {layers.size:,} parameters of {len(layers.blocks)} layers"
+        return taken + frozen + named * bool(self.untaken)
+
+    def batches(self, examples: Sequence[Example]) -> list[NDArray[np.int64]]:
+        """Which examples go through the model together."""
+        return self.engine.batches(examples, self.batch_tokens)
 
     def of(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
         """The coordinates of each example's gradient, (B, K), and the hidden states that the head sees, (B, L, H)."""
         model = self.engine.model
         taken_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
+        last: tuple[Tensor, Tensor] | None = None  # what a layer received; q, k and v receive the same, one by one
 
         def consume(number: int, use: Use, rows: slice) -> None:
+            nonlocal last
+            if last is None or last[0] is not use.right:
+                last = use.right, by_member(use.right)
             tile = self.sample.tiles[number]
-            taken_BK[rows, tile.start : tile.start + tile.size] += tile.take(use)
+            taken_BK[rows, tile.start : tile.start + tile.size] += tile.take(by_member(use.left), last[1])
 
         outcome = self.engine.run(examples, consume)
         return taken_BK, outcome.hidden_BLH
@@ -148,10 +186,32 @@ class SampledGradients:
         def consume(number: int, use: Use, rows: slice) -> None:
             tile = self.sample.tiles[number]
             side = side_EK[:, tile.start : tile.start + tile.size].to(product_LE.device, product_LE.dtype)
-            product_LE[rows] += tile.take(use) @ side.T
+            product_LE[rows] += tile.take(by_member(use.left), by_member(use.right)) @ side.T
 
         self.engine.run([example], consume, by_position=True)
         return np.asarray(product_LE.double().cpu().numpy())
+
+
+def _engine(model: ReferenceModel) -> tuple[PerExample, tuple[str, ...]]:
+    """The body without what is frozen, and without layers that have no gradient a row, which are found one by one.
+
+    Embeddings and head are large, and token and input look at them. Of a small model they hold most there is to see.
+    """
+    tables = [name for name, module in model.model.named_modules() if isinstance(module, nn.Embedding)]
+    untaken: list[str] = []
+    while True:
+        try:
+            layers = choose_layers(model, ("body", *(f"!{name}" for name in (*tables, *model.frozen, *untaken))))
+            return PerExample(model, layers), tuple(untaken)
+        except UntakenLayerError as err:
+            if err.layer in untaken:
+                raise
+            untaken.append(err.layer)
+        except SettingsError as err:
+            named = ", ".join(untaken[:3])
+            raise ModelError(
+                f"{type(model.model).__name__}: no layer has a gradient for each row ({named}); say --match forward"
+            ) from err
 
 
 class SquareSums:
@@ -181,46 +241,3 @@ def preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
     """
     mean = float((square_K * weight_K).sum() / weight_K.sum())
     return weight_K / (square_K + damping * mean) if mean > 0 else weight_K
-
-
-@dataclass(frozen=True, slots=True)
-class GradientTargets:
-    """The questions' side of the kernel: preconditioned coordinates of each unit's gradient, and their own product."""
-
-    side_EK: Tensor
-    own_E: F64  # relevance of each unit to itself
-
-
-def prepare_gradients(
-    gradients: SampledGradients, units: Sequence[Example], precondition_K: F64, batch_tokens: int, side_EK: Tensor
-) -> GradientTargets:
-    """Run the model over the units, there and back, and fold the preconditioner into their gradients.
-
-    Args:
-        side_EK: where they are written.
-
-    bfloat16 keeps 8 digits (binary) of each of some 10^6 terms whose errors are independent: the sum is off by less
-    than 2^-8 of the root of its terms' squares, which is far under what another sample of coordinates moves.
-    """
-    engine, own_E = gradients.engine, np.zeros(len(units))
-    factor_K = torch.from_numpy(precondition_K).to(engine.model.device, engine.work)
-    for index_B in example_batches(units, batch_tokens):
-        taken_BK, _ = gradients.of([units[int(e)] for e in index_B])
-        side_BK = taken_BK * factor_K
-        own_E[index_B] = (taken_BK.double() * side_BK.double()).sum(dim=1).cpu().numpy()
-        side_EK[torch.from_numpy(index_B).to(side_EK.device)] = side_BK.to(side_EK.device, side_EK.dtype)
-    return GradientTargets(side_EK, own_E)
-
-
-def gradient_relevance(targets: GradientTargets, taken_BK: Tensor) -> Tensor:
-    """a_{i,e} of B rows and all units, (B, E). A row whose gradient is not finite gets 0 for every unit."""
-    product_BE = taken_BK.new_zeros(len(taken_BK), len(targets.side_EK))
-    for start in range(0, taken_BK.shape[1], CHUNK):
-        some = slice(start, start + CHUNK)
-        product_BE += taken_BK[:, some] @ targets.side_EK[:, some].to(taken_BK.device, taken_BK.dtype).T
-    return torch.where(product_BE.isfinite().all(dim=1, keepdim=True), product_BE, 0.0)
-
-
-def example_batches(examples: Sequence[Example], batch_tokens: int) -> list[NDArray[np.int64]]:
-    """Which examples go through the model together, alike in length."""
-    return batches(np.array([len(example.input_ids) for example in examples], dtype=np.int64), batch_tokens)

@@ -38,6 +38,7 @@ class Capture:
     positions_passed: bool  # whether the model was given the position of every token of every row
     by_position: bool = False  # of the one example each position is handed on as if it were an example
     _quiet: bool = False  # a norm's gradients are found by calling it again
+    _last: tuple[Tensor, bool, bool, Tensor] | None = None  # what a layer received, and its right factor
 
     def hook(self, blocks: Sequence[int]) -> Callable[..., Tensor | None]:
         def forward(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Tensor | None:
@@ -96,9 +97,17 @@ class Capture:
             elif isinstance(module, nn.Embedding):
                 use = _embedding_use(module, received, scaled)
             else:
-                left = scaled.flatten(1, -2)
-                use = Use(left, augmented(received.to(self.work).flatten(1, -2), block))
+                use = Use(scaled.flatten(1, -2), self._right(received, block))
             self.consume(number, use, examples)
+
+    def _right(self, received: Tensor, block: Block) -> Tensor:
+        """The right factor; one object for layers that receive the same, q, k and v say, which come one by one."""
+        last = self._last
+        same = last is not None and last[0].data_ptr() == received.data_ptr() and last[0].shape == received.shape
+        if last is None or not same or last[1:3] != (block.weight, block.bias):
+            right = augmented(received.to(self.work).flatten(1, -2), block)
+            self._last = last = received, block.weight, block.bias, right
+        return last[3]
 
 
 def _check_forward(module: nn.Module, name: str, received: Tensor, output: Tensor) -> None:

@@ -76,10 +76,10 @@ class PerExample:
         self.calls = self._probe()  # uses of each block in one pass
         self.probing = False
 
-    def batches(self, examples: Sequence[Example]) -> list[NDArray[np.int64]]:
-        """Positions of the examples of each batch, alike in length."""
+    def batches(self, examples: Sequence[Example], batch_tokens: int | None = None) -> list[NDArray[np.int64]]:
+        """Positions of the examples of each batch, alike in length; by default as many tokens as the model's own."""
         lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int64)
-        return batches(lengths, self.model.batch_tokens)
+        return batches(lengths, batch_tokens or self.model.batch_tokens)
 
     def run(
         self,
