@@ -24,7 +24,6 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.mixture import mix
 from grasp.choose.select import select
 from grasp.files import aside, write_whole
-from grasp.locks import one_at_a_time
 from grasp.predict.label_slices import label_slices
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.relevance import UnitSelection
@@ -32,6 +31,7 @@ from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.runs.methods import configured_methods, method_rows
 from grasp.seeds import stream
+from grasp.store.locks import one_at_a_time
 
 I64 = NDArray[np.int64]
 RANDOM, BM25, ADDITIVE, GRASP, MIXTURE = "random", "bm25", "additive", "grasp", "mixture"

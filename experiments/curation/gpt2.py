@@ -18,7 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError
-from grasp.locks import held
 from grasp.models.tokenizer import HfTokenizer
 from grasp.models.unit_loss import evaluate_units
 from grasp.predict.blocks import SubsetBlock
@@ -29,6 +28,7 @@ from grasp.runs.retrain import POLL_SECONDS, Worker
 from grasp.runs.retrain_plan import row_names
 from grasp.runs.train import Share, batch_order, label_weights, token_batches
 from grasp.settings import RetrainSettings
+from grasp.store.locks import held
 
 NAME = "gpt2"
 

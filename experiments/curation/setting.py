@@ -18,11 +18,11 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.choose.export import corpus_settings, kept_documents, proven_rows, write_documents
 from grasp.errors import SettingsError
 from grasp.files import write_whole
-from grasp.locks import one_at_a_time
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol
 from grasp.runs.contract import Material
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
+from grasp.store.locks import one_at_a_time
 from grasp.targets import Unit, load_units
 
 HELD_OUT = "held_out"  # the target that measures corpus loss

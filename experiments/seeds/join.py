@@ -17,6 +17,7 @@ from experiments.mistakes import in_one_line
 from grasp.errors import EnvironmentDataError
 from grasp.files import write_whole
 from grasp.runs.environment import Environment
+from grasp.runs.environment_files import SIGNED_INFO
 
 SAME = ("recipe_settings", "corpus_fingerprint", "n_rows", "targets", "side", "family")
 FILES = ("utilities.parquet", "reference.parquet")
@@ -37,7 +38,7 @@ def joined(first: Environment, second: Environment, out: Path) -> None:
     info = second.info.model_copy(
         update={"seeds": (*first.info.seeds, *second.info.seeds), "checkpoint": first.info.checkpoint}
     )
-    write_whole(out / "environment.json", (info.model_dump_json(indent=1) + "\n").encode())
+    SIGNED_INFO.write(out, info)
 
 
 def _check(first: Environment, second: Environment) -> None:

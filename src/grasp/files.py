@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and never in the place of something else. `locks.py` has who may write.
+"""Files that are whole or not there, and never in the place of something else. `store/locks.py` has who may write.
 
 check_outputs                  before a command begins: may its results be written where it is told to?
 write_whole, written_aside     a file appears when it is whole, whatever happens meanwhile
@@ -253,11 +253,10 @@ def out_of_space(where: str, progress: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        if err.errno not in FULL:
+        if err.errno not in (*FULL, errno.EFBIG):
             raise
-        raise ArtifactError(
-            f"{where}: no space left on the device; {progress()}; free space and run again with --resume"
-        ) from err
+        what = "a file of this size may not be written" if err.errno == errno.EFBIG else "no space left on the device"
+        raise ArtifactError(f"{where}: {what}; {progress()}; free space and run again with --resume") from err
 
 
 # ----------------------------------------------------------------------------------------------- is it what was written
@@ -313,23 +312,20 @@ def fault(root: Path, name: str, expected: FileEntry) -> str | None:
     path = root / name
     try:
         size = path.stat().st_size
-        return size_fault(size, expected) or checksum_fault(entry_of(path).checksum, expected)
+        return mismatch(entry_of(path) if size == expected.bytes else FileEntry(bytes=size, checksum=""), expected)
     except FileNotFoundError:
         return "missing"
     except OSError as err:
         return f"cannot be read: {err.strerror}"
 
 
-def size_fault(size: int, expected: FileEntry) -> str | None:
-    """What is wrong with the size of a file, in words."""
-    if size == expected.bytes:
-        return None
-    return f"{'truncated' if size < expected.bytes else 'too long'}: {size} of {expected.bytes} bytes"
-
-
-def checksum_fault(found: str, expected: FileEntry) -> str | None:
-    """What is wrong with the bytes of a file, in words."""
-    return None if found == expected.checksum else f"damaged: checksum {found}, expected {expected.checksum}"
+def mismatch(found: FileEntry, expected: FileEntry) -> str | None:
+    """What is wrong with the size or the bytes of a file, in words; a size that differs needs no checksum."""
+    if found.bytes != expected.bytes:
+        cut = found.bytes < expected.bytes
+        return f"{'truncated' if cut else 'too long'}: {found.bytes} of {expected.bytes} bytes"
+    same = found.checksum == expected.checksum
+    return None if same else f"damaged: checksum {found.checksum}, expected {expected.checksum}"
 
 
 # --------------------------------------------------------------------------------------------------------- directories

@@ -19,7 +19,8 @@ from grasp.text import plain
 DEEPEST = 50  # levels of a YAML file
 MOST_BYTES = 4 << 20  # of a YAML file
 MOST_VALUES = 100_000  # of a YAML file: alias bombs have billions
-SHOWN = 200  # characters of a wrong value in a message
+SHOWN = 200  # characters of a wrong field or value in a message
+MOST_SHOWN = 20  # mistakes in a message
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -42,16 +43,17 @@ def validated_yaml(kind: type[M], path: Path | str, what: str, mistake: type[Gra
 
 
 def describe(err: ValidationError, where: str, kind: type[BaseModel] | None = None) -> str:
-    """All mismatches at once, one line; with the settings' class also what a misspelt field may have meant."""
+    """The mismatches, in one line; with the settings' class also what a misspelt field may have meant."""
     parts = []
-    for item in err.errors():
-        field = ".".join(str(step) for step in item["loc"])
+    for item in err.errors()[:MOST_SHOWN]:
+        field = plain(".".join(str(step) for step in item["loc"]), SHOWN)
         got = "" if item["type"] in ("missing", "value_error") else f", got {plain(repr(item['input']), SHOWN)}"
         if item["type"] == "string_type" and isinstance(item["input"], dict):
             got += "; a text with : or {} stands in quotes of its own, --set 'NAME=\"...\"'"
         what = _WORDS.get(item["type"], item["msg"].removeprefix("Value error, "))
         parts.append(f"{field}: {what}{got}{_meant(kind, item)}".removeprefix(": "))
-    return f"{where}: " + "; ".join(parts)
+    more = f"; {err.error_count() - MOST_SHOWN} more" if err.error_count() > MOST_SHOWN else ""
+    return f"{where}: " + "; ".join(parts) + more
 
 
 _WORDS = {
@@ -59,6 +61,8 @@ _WORDS = {
     "extra_forbidden": "no such field",
     "model_type": "expected fields with names",
     "tuple_type": "expected a list",
+    "string_pattern_mismatch": "no name of ours",
+    "string_too_long": "no name of ours",
 }
 
 

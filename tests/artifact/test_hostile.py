@@ -10,11 +10,11 @@ from artifact_world import World, contents
 
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.layout import MANIFEST
-from grasp.artifact.manifest import Manifest, parse_manifest
+from grasp.artifact.manifest import SIGNED_MANIFEST, Manifest
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.remote import publish_artifact
 from grasp.errors import ArtifactError
 from grasp.files import checksum, entry_of
+from grasp.store.remote import publish
 from tests.resigned import resign
 
 NAMES = (
@@ -230,7 +230,7 @@ class Runs:
 
 def test_an_artifact_behind_a_url_writes_nothing_outside_of_the_cache(art, tmp_path, monkeypatch):
     monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
-    publish_artifact(art, "memory://hostile/art")
+    publish(art, "memory://hostile/art", SIGNED_MANIFEST)
     filesystem, root = fsspec.core.url_to_fs("memory://hostile/art")
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -270,7 +270,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_the_file(name, art):
 
 def test_a_damaged_copy_of_a_remote_file_is_fetched_again(art, tmp_path, monkeypatch):
     monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
-    publish_artifact(art, "memory://cached/art")
+    publish(art, "memory://cached/art", SIGNED_MANIFEST)
     expected = ArtifactReader.open("memory://cached/art").units
     copy = ArtifactReader.open("memory://cached/art").path / "units.parquet"
     whole = copy.read_bytes()
@@ -301,4 +301,4 @@ def test_a_directory_of_somebody_else_is_not_touched(tmp_path):
 def test_a_copy_without_the_marker_is_still_ours(art):
     (art / ".grasp-artifact").unlink()
     assert World().open(art).complete
-    assert isinstance(parse_manifest(art / MANIFEST, (art / MANIFEST).read_bytes()), Manifest)
+    assert isinstance(SIGNED_MANIFEST.parse(art / MANIFEST, (art / MANIFEST).read_bytes()), Manifest)

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from artifact_world import World
 
-from grasp.artifact import remote as module
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.layout import MANIFEST
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.remote import RemoteFiles, is_published, local_path, publish_artifact, remote_url, staging_directory
 from grasp.errors import ArtifactError, MissingExtraError
+from grasp.store import remote as module
+from grasp.store.remote import RemoteFiles, local_path, remote_url, staging_directory
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +147,14 @@ def test_a_flipped_byte_is_found_where_it_lies_and_on_its_way(local, place):
         _ = ArtifactReader.open(place).rows_path
 
 
+def publish_artifact(local, place):
+    module.publish(local, place, SIGNED_MANIFEST)
+
+
+def is_published(place):
+    return module.is_published(place, SIGNED_MANIFEST)
+
+
 class Cut(BaseException):
     """Stands for a kill."""
 
@@ -230,7 +239,7 @@ def test_a_file_url_is_a_path(local):
 def test_another_artifact_is_not_written_over(local, place, tmp_path):
     publish_artifact(local, place)
     other = World(n_rows=9).write(tmp_path / "other")
-    with pytest.raises(ArtifactError, match=f"^{place}: another artifact lies here; delete it, or choose another URL$"):
+    with pytest.raises(ArtifactError, match=f"^{place}: another one lies here; delete it, or choose another URL$"):
         publish_artifact(other, place)
 
 

@@ -180,4 +180,4 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
     assert refused(*evaluate(world, kept, "--methods", "bm25")) == (
         "method bm25 needs `bm25s`, which is not installed: pip install 'grasp-attribution[baselines]'"
     )
-    assert not list(kept.glob("*.part"))
+    assert not list(kept.glob("bm25-*/plan.json"))

@@ -124,7 +124,7 @@ def test_a_killed_replay_goes_on_where_its_state_was_kept(world, tmp_path, monke
     expected = matrix(scored(world, tmp_path / "whole", **settings))
     with pytest.raises(Killed):
         scored(world, tmp_path / "cut", world.material(progress=StopAfter(3)), **settings)
-    assert bool(list(tmp_path.glob(f"cut/*.part/work/{STATE}"))) == (keep_seconds == 0.0)
+    assert bool(list(tmp_path.glob(f"cut/inrun-*/work/{STATE}"))) == (keep_seconds == 0.0)
     rest = StopAfter(-1)
     np.testing.assert_array_equal(
         matrix(scored(world, tmp_path / "cut", world.material(progress=rest), **settings)), expected

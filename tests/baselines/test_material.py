@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grasp import files
-from grasp.artifact.manifest import write_manifest
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.errors import ArtifactError, SettingsError
@@ -74,7 +74,7 @@ def test_tokens_of_another_corpus_are_refused(own):
         own.material().require_tokens()
     manifest = material.artifact.manifest
     noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
-    write_manifest(own.path, manifest.model_copy(update={"rows_kept": noted}))
+    SIGNED_MANIFEST.write(own.path, manifest.model_copy(update={"rows_kept": noted}))
     with pytest.raises(ArtifactError, match=r"corpus changed since it was built .corpus 0{32}, was [0-9a-f]+"):
         own.material().require_tokens()
 

@@ -3,7 +3,6 @@
 import copy
 import fcntl
 import json
-import os
 import shutil
 from dataclasses import replace
 from typing import ClassVar
@@ -12,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grasp.baselines.stored import BlockMethod, RowScorer, identity, place_of, shared_of
+from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, identity, place_of, shared_of
 from grasp.baselines.work import WorkArea
-from grasp.errors import ModelError, SettingsError, ShapeError
+from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.contract import Account, NoSettings, Seconds
 from grasp.runs.methods import method_named, scores
@@ -84,46 +83,6 @@ def test_a_killed_run_of_many_parts_goes_on_and_scores_no_finished_block_again(k
     blocks = [(part, *bounds) for part in range(3) for bounds in material.blocks()]
     assert first.asked + second.asked == blocks
     assert len(first.asked) == kill
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_kill_between_the_last_block_and_the_name_loses_nothing(dtype, world, tmp_path, monkeypatch):
-    material = world.material()
-
-    def killed(self, account, sums, described):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("grasp.baselines.stored._Run._write_result", killed)
-        with pytest.raises(Killed):
-            kind(dtype=dtype)().scores(material, cache(tmp_path, material))
-    second = kind(dtype=dtype)()
-    found = second.scores(material, cache(tmp_path, material))
-    np.testing.assert_array_equal(matrix(found), value(0).astype(dtype))
-    assert second.asked == []
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_kill_before_the_record_or_before_the_name_loses_nothing(dtype, world, tmp_path, monkeypatch):
-    material = world.material()
-    real = os.replace
-
-    def killed_at(name):
-        def replace(source, goal, *rest):
-            if str(goal).endswith(name):
-                raise Killed
-            return real(source, goal, *rest)
-
-        return replace
-
-    for name in ("scores.ids.json", "method.json"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", killed_at(name))
-            with pytest.raises(Killed):
-                kind(dtype=dtype)().scores(material, cache(tmp_path, material))
-    found = kind(dtype=dtype)().scores(material, cache(tmp_path, material))
-    np.testing.assert_array_equal(matrix(found), value(0).astype(dtype))
-    assert sorted(path.name for path in found.path.iterdir()) == ["method.json", "scores.ids.json", "scores.npy"]
 
 
 @pytest.mark.parametrize(
@@ -272,11 +231,10 @@ def test_a_method_without_a_pass_over_the_rows_stores_nothing(world, tmp_path):
 def test_two_processes_do_not_compute_the_same(world, tmp_path):
     material, method = world.material(), kind()()
     place = place_of(tmp_path, identity(method, material))
-    part = place.with_name(place.name + ".part")
-    part.mkdir()
-    with (part / "lock").open("w") as handle:
+    place.mkdir()
+    with (place / LOCK).open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(SettingsError, match="another process computes these scores; wait for it, or stop it"):
+        with pytest.raises(ArtifactError, match=r"locked by another process; .*: wait for it or stop it"):
             method.scores(material, cache(tmp_path, material))
     assert method.asked == []
 
@@ -285,7 +243,7 @@ def test_a_damaged_result_is_refused(world, tmp_path):
     material = world.material()
     found = kind()().scores(material, cache(tmp_path, material))
     (found.path / "scores.npy").write_bytes(b"no array")
-    with pytest.raises(SettingsError, match=r"fake-[0-9a-f]+: damaged: .*; delete it, it is made again"):
+    with pytest.raises(SettingsError, match=r"fake-.*/scores.npy: truncated: .*; delete its directory"):
         kind()().scores(material, cache(tmp_path, material))
 
 

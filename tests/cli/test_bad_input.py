@@ -315,7 +315,7 @@ def test_a_second_build_on_a_locked_artifact(root, tmp_path):
     with lock_artifact(tmp_path / "art"):
         assert re.fullmatch(
             rf"{re.escape(str(tmp_path / 'art'))}: locked by process {os.getpid()} on \S+; two writers cannot share "
-            "one artifact: wait for it or stop it",
+            "one directory: wait for it or stop it",
             refused("build", "--config", root / "settings.yaml", "--out", tmp_path / "art"),
         )
     succeed("build", "--config", root / "settings.yaml", "--out", tmp_path / "art")
@@ -535,7 +535,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_shard(root, tmp_path, small_disk
     asked = ["build", "--config", root / "settings.yaml", *wide, "--out"]
     out = small_disk(500) / "art"
     message = refused(*asked, out)
-    found = re.fullmatch(rf"{out}: shard (\d) was not written: {FULL}; \1 of 9 shards are finished; {GO_ON}", message)
+    full = rf"{out}: shards/0000(\d) was not written: {FULL}; \1 of 9 shards are finished; {GO_ON}"
+    found = re.fullmatch(full, message)
     assert found
     assert int(found[1]) > 0
     assert f"{found[1]} of 9 shards finished" in succeed("info", out).lines[0]
@@ -550,7 +551,7 @@ def test_a_disk_that_is_full_during_the_forward_pass(root, art, small_disk):
     out = small_disk(140) / "art"
     found = refused("build", "--config", root / "settings.yaml", "--out", out)
     assert re.fullmatch(
-        rf"{out}/work/\w+/features/shard-0000(\d).safetensors: not written: {FULL}; \1 shards are finished here; "
+        rf"{out}/work/\w+/features: shard-0000(\d) was not written: {FULL}; \1 parts are whole; "
         f"{GO_ON}",
         found,
     )

@@ -89,7 +89,7 @@ def test_a_build_from_flags_alone_says_what_it_made_and_what_is_next(root, tmp_p
     assert outcome.lines[0].startswith(f"{tmp_path / 'art'}: {artifact.n_rows} rows x 5 units (facts), ")
     assert outcome.lines[-1] == f"next: grasp score {tmp_path / 'art'} --target facts --top 10 --min-tokens 32"
     assert "relevance_pooled" not in artifact.array_names
-    assert artifact.features.finished == {0}
+    assert artifact.keeps_features
     settings = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
     assert settings["targets"].pop("max_length") == 512
     assert artifact.manifest.settings["targets"].pop("max_length") == 128  # the model reads no more

@@ -67,19 +67,18 @@ def test_packing_goes_on_from_any_row(documents, packing, length, most):
     changes = {"packing": packing, "max_length": length, "max_rows_per_document": most}
     log = SkipLog()
     # what a shard keeps: the row's cursor, and the account of what was skipped up to it
-    states = [(row, *log.drain()) for row in pack(documents, Words(), log, **changes)]
-    rows, tail = [row for row, _, _ in states], log.drain()
+    states = [(row, log.drain()) for row in pack(documents, Words(), log, **changes)]
+    rows, tail = [row for row, _ in states], log.drain()
     for k, row in enumerate(rows):
         again = SkipLog()
-        for _, counts, ids in states[: k + 1]:
-            again.extend(counts, {reason: list(names) for reason, names in ids.items()})
+        for _, skipped in states[: k + 1]:
+            again.extend(skipped.counts, {reason: list(names) for reason, names in skipped.ids.items()})
         rest = list(pack(documents, Words(), again, cursor=row.after, **changes))
         assert [(r.row_id, r.after, r.snippet) for r in rest] == [(r.row_id, r.after, r.snippet) for r in rows[k + 1 :]]
         assert ids_of(rest) == ids_of(rows[k + 1 :])
         whole = SkipLog()
-        for _, counts, ids in states:
-            whole.extend(counts, {reason: list(names) for reason, names in ids.items()})
-        whole.extend(*tail)
+        for skipped in (*(skipped for _, skipped in states), tail):
+            whole.extend(skipped.counts, {reason: list(names) for reason, names in skipped.ids.items()})
         assert again.frozen() == whole.frozen()
 
 

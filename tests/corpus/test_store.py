@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import RowStore
-from grasp.errors import CorpusError
+from grasp.errors import ArtifactError, CorpusError
 from grasp.files import aside
 from tests.corpus.world import (
     TEXTS,
@@ -247,7 +247,7 @@ def test_another_input_is_refused_on_resume(tmp_path, corpus, change, again, mes
             write(tmp_path / "store", corpus, progress=stop)
     if change is not None:
         change(corpus)
-    pattern = rf"store: was begun with other input: {message}.*\. Restore it, or delete the directory to start over"
+    pattern = rf"store: was begun with other input: {message}.*; restore it, .* or delete .*store to start over"
     with pytest.raises(CorpusError, match=pattern):
         write(tmp_path / "store", corpus, **again)
 
@@ -276,7 +276,7 @@ def test_rows_reads_only_the_shards_it_needs(tmp_path, corpus):
         if k != 2:
             (tmp_path / "store" / f"shard-{k:05d}.parquet").unlink()
     assert store.rows(np.array([11, 8])).table.equals(store.shard(2).table.take([3, 0]))
-    with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing or damaged: .*; delete .* and build again"):
+    with pytest.raises(CorpusError, match=r"shard-00001\.parquet: missing; delete its directory and build again"):
         store.rows(np.array([8, 4]))
 
 
@@ -485,7 +485,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path, corpus):
     (tmp_path / "store" / "thesis.txt").write_text("precious")
     with pytest.raises(CorpusError, match=r"store: is not empty and not a row store; choose another directory"):
         write(tmp_path / "store", corpus)
-    with pytest.raises(CorpusError, match=r"thesis.txt: no directory can be made here"):
+    with pytest.raises(CorpusError, match=r"thesis.txt: is not empty and not a row store"):
         write(tmp_path / "store" / "thesis.txt", corpus)
 
 
@@ -494,11 +494,11 @@ def test_a_store_that_is_not_there_or_of_another_format(tmp_path, corpus):
         RowStore.open(tmp_path / "nowhere")
     write(tmp_path / "store", corpus)
     path = tmp_path / "store" / "store.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CorpusError, match=r"store\.json: got format 2, expected 1; delete .*store and build again"):
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(CorpusError, match=r"store\.json: format version 2, this program reads 1; delete its directory"):
         RowStore.open(tmp_path / "store")
     path.write_text("{")
-    with pytest.raises(CorpusError, match=r"store\.json: damaged: .*; delete .*store and build again"):
+    with pytest.raises(CorpusError, match=r"store\.json: damaged: .*, or delete its directory and build again"):
         RowStore.open(tmp_path / "store")
 
 
@@ -509,7 +509,7 @@ def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, hard))
     try:
-        with pytest.raises(CorpusError, match=r"shard-00002\.parquet: cannot be written: .*; make room and run again"):
+        with pytest.raises(ArtifactError, match=r"store: shard-00002 was not written: .* size .*; 2 parts are whole"):
             write(tmp_path / "store", path, max_length=4000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

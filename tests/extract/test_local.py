@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.inspection import verify
 from grasp.artifact.layout import MARKER, RUN
-from grasp.artifact.manifest import write_manifest
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
 from grasp.choose.export import corpus_settings
@@ -594,7 +594,7 @@ def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
     out = build(world(root, features={"input_match": False}), tmp_path / "artifact")
     manifest = ArtifactReader.open(out).manifest
     del manifest.settings["features"]["input_match"]  # as if it had been built before there was one
-    write_manifest(out, manifest)
+    SIGNED_MANIFEST.write(out, manifest)
     before = set(arrays(out))
     write_targets(root / "more.jsonl", task="more", seed=5)
     assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
@@ -606,7 +606,7 @@ def test_an_artifact_without_the_input_kernel_grows_without_it(root, tmp_path):
 
 def test_positions_that_were_kept_without_their_tokens_are_refused(root, tmp_path):
     out = build(world(root, keep_features=True), tmp_path / "artifact")
-    kept = ArtifactReader.open(out).features.read(0)
+    kept = ArtifactReader.open(out).features(0)
     assert len(kept["position.input_P"]) == len(kept["position.row_P"])
     del kept["position.input_P"]
     with pytest.raises(ArtifactError, match=r"kept by another version, without \['input_P'\]; build the artifact"):

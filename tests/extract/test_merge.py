@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
-from grasp.artifact.manifest import read_manifest, write_manifest
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError, SettingsError
@@ -164,9 +164,9 @@ def test_moments_of_its_own_are_refused(parts, tmp_path):
 
 def test_another_model_is_refused(parts, tmp_path):
     damaged = Path(shutil.copytree(parts.second, tmp_path / "other"))
-    manifest = read_manifest(damaged)
+    manifest = SIGNED_MANIFEST.read(damaged)
     changed = {"fingerprints": manifest.fingerprints | {"model": "another", "tokenizer": "strange"}}
-    write_manifest(damaged, manifest.model_copy(update=changed))
+    SIGNED_MANIFEST.write(damaged, manifest.model_copy(update=changed))
     with pytest.raises(ArtifactError, match=r"fingerprints\.model: was .*, now \"another\"; fingerprints\.tokenizer"):
         merge([parts.first, damaged], tmp_path / "out")
 

@@ -58,7 +58,12 @@ def test_what_a_release_wrote_says_what_it_said(kept, tmp_path):
     [
         ("artifact", lambda at: grasp.open(at / "artifact"), ArtifactError, "format version 99, this program reads 2"),
         ("retrained", lambda at: Environment.open(at / "retrained"), EnvironmentDataError, "format version 99"),
-        ("runs", lambda at: grasp.open_runs(at / "runs"), EnvironmentDataError, "format_version"),
+        (
+            "runs",
+            lambda at: grasp.open_runs(at / "runs"),
+            EnvironmentDataError,
+            "format version 99, this program reads 1",
+        ),
         (
             "selection",
             lambda at: read_summary(SelectionSummary, at / "kept.json", grasp.open(at / "artifact").files),

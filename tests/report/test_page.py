@@ -468,7 +468,7 @@ def test_an_earlier_checkpoint_on_another_corpus_is_refused(place, tmp_path):
 def test_a_file_that_is_no_mixture_is_refused(place, tmp_path):
     (tmp_path / "m.json").write_text('{"label": "topic"}')
     message = refused("report", place / "art", "--mixture", tmp_path / "m.json", "--out", tmp_path / "r.html")
-    assert message.startswith(f"--mixture: {tmp_path / 'm.json'}: kind: missing; corpus: missing; ")
+    assert message.startswith(f"--mixture: {tmp_path / 'm.json'}: not the summary of a mixture (grasp mix writes it")
 
 
 def test_an_unfinished_environment_needs_to_be_asked_for(place, tmp_path):

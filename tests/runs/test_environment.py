@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.keep import keep
-from grasp.errors import EnvironmentDataError, SubsetError
+from grasp.errors import EnvironmentDataError
 from grasp.files import aside
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
@@ -358,29 +358,6 @@ def test_two_writers_of_one_file_do_not_share_a_part(tmp_path):
     first, second = aside(tmp_path / "x"), aside(tmp_path / "x")
     assert first != second
     assert first.parent == tmp_path
-
-
-def test_a_flipped_bit_changes_no_number_silently(tmp_path):
-    rng = np.random.default_rng(3)
-    env = filled(tmp_path / "env")
-    expected, drawn = env.utilities().values_BSE, masks(env)
-    env.compact()
-    silent = []
-    for name in ("environment.json", "utilities.parquet", "reference.parquet", "subsets.parquet"):
-        data = (env.path / name).read_bytes()
-        for place in rng.integers(0, len(data), 60):
-            flipped = bytearray(data)
-            flipped[place] ^= 1 << int(rng.integers(8))
-            (env.path / name).write_bytes(flipped)
-            try:
-                found = Environment.open(env.path)
-                same = np.array_equal(found.utilities().values_BSE, expected) and np.array_equal(masks(found), drawn)
-                same = same and found.info == env.info
-                silent += [] if same else [(name, int(place))]
-            except (EnvironmentDataError, SubsetError):
-                continue
-        (env.path / name).write_bytes(data)
-    assert not silent
 
 
 def test_only_what_is_ours_is_removed(tmp_path):

@@ -9,19 +9,19 @@ import numpy as np
 
 from grasp.artifact.layout import BUILD, MANIFEST, RUN, TOKENS, ShardGrid, group_name, part_dir
 from grasp.artifact.manifest import (
+    SIGNED_MANIFEST,
     ArrayEntry,
     BuildRecord,
+    BuiltShards,
     ColumnGroup,
     Manifest,
     ShardMark,
-    finished_shards,
-    read_manifest,
-    read_record,
 )
 from grasp.artifact.reader import why_not_open
-from grasp.artifact.remote import RemoteFiles, local_path, remote_url
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import FileEntry, differences, fault, is_signed, kind_of
+from grasp.store.records import read_record
+from grasp.store.remote import local_path, open_store, remote_url
 from grasp.yaml_files import read_yaml
 
 
@@ -103,8 +103,8 @@ def verify(path: Path | str) -> VerifyReport:
         ArtifactError: there is no artifact, or one of another format version.
     """
     if (url := remote_url(path)) is not None:
-        remote, manifest = RemoteFiles.open(url)
-        problems, total = _compared(manifest.files, remote.fault)
+        manifest, files = open_store(url, SIGNED_MANIFEST)
+        problems, total = _compared(manifest.files, files.fault)
         return VerifyReport(url, True, len(manifest.files), total, tuple(problems))
     path = local_path(path)
     complete = kind_of(path / MANIFEST) != "nothing"
@@ -136,11 +136,11 @@ def info(path: Path | str) -> ArtifactInfo:
         ArtifactError: there is no artifact, its manifest is damaged, or it is of another format version.
     """
     if (url := remote_url(path)) is not None:
-        remote, manifest = RemoteFiles.open(url)
-        return replace(_describe(remote.cache, manifest), path=url)
+        manifest, files = open_store(url, SIGNED_MANIFEST)
+        return replace(_describe(files.root, manifest), path=url)
     path = local_path(path)
     if kind_of(path / MANIFEST) != "nothing":
-        return _describe(path, read_manifest(path))
+        return _describe(path, SIGNED_MANIFEST.read(path))
     if not (path / BUILD).exists():
         raise ArtifactError(why_not_open(path))
     return _describe(path, _unfinished(path), complete=False)
@@ -148,7 +148,7 @@ def info(path: Path | str) -> ArtifactInfo:
 
 def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> ArtifactInfo:
     grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
-    finished = grid.n_shards if complete else len(finished_shards(path, 0, grid))
+    finished = grid.n_shards if complete else len(BuiltShards(path, 0, grid).parts)
     rows = min(finished * grid.shard_rows, grid.n_rows)
     by_kind: dict[str, int] = {}
     for name, entry in manifest.files.items():
@@ -156,7 +156,7 @@ def _describe(path: Path, manifest: Manifest, *, complete: bool = True) -> Artif
     total = sum(by_kind.values())
     extension, part = None, len(manifest.units)
     if complete and (path / part_dir(part) / BUILD).exists():
-        extension = f"{len(finished_shards(path, part, grid))} of {grid.n_shards} shards"
+        extension = f"{len(BuiltShards(path, part, grid).parts)} of {grid.n_shards} shards"
     return ArtifactInfo(
         path=str(path),
         complete=complete,
@@ -206,7 +206,7 @@ def _kind(name: str) -> str:
 def _unfinished(path: Path) -> Manifest:
     """A manifest of what is there so far."""
     record = read_record(path / BUILD, BuildRecord)
-    shards = finished_shards(path, 0, ShardGrid(record.n_rows, record.shard_rows))
+    shards = BuiltShards(path, 0, ShardGrid(record.n_rows, record.shard_rows)).parts
     return Manifest(
         n_rows=record.n_rows,
         shard_rows=record.shard_rows,
@@ -231,7 +231,7 @@ def _manifest_or_problem(path: Path, problems: list[Problem]) -> Manifest | None
     if not is_signed((path / MANIFEST).read_bytes()):
         problems.append(Problem(MANIFEST, "damaged: its checksum does not match"))
         return None
-    return read_manifest(path)
+    return SIGNED_MANIFEST.read(path)
 
 
 def _other_settings(path: Path, manifest: Manifest) -> bool:

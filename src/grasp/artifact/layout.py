@@ -24,6 +24,7 @@ FORMAT = "grasp-artifact"
 FORMAT_VERSION = 2
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"
+FEATURES = "features"
 RUN = "run.yaml"
 MANIFEST = "manifest.json"
 BUILD = "build.json"
@@ -80,6 +81,11 @@ def scale_file(group: str) -> Path:
 def group_name(array: str, part: int) -> str:
     """Column group of `array` written by the build (part 0) or by its part-th extension."""
     return array if part == 0 else f"{array}.{part}"
+
+
+def spool_part(k: int) -> str:
+    """What shard k is called among features and in the work area."""
+    return f"shard-{k:05d}"
 
 
 def part_dir(part: int) -> Path:

@@ -1,28 +1,19 @@
 """The JSON files of an artifact: manifest, identity of a build, completion marks."""
 
-import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-    with_config,
-)
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, model_validator, with_config
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from grasp.artifact.layout import (
+    BUILD,
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
@@ -35,25 +26,11 @@ from grasp.artifact.layout import (
     scale_file,
 )
 from grasp.errors import ArtifactError
-from grasp.files import UNSIGNED, FileEntry, is_signed, kind_of, with_checksum, write_whole
-from grasp.text import parse_json, plain
+from grasp.files import UNSIGNED, FileEntry
+from grasp.store.directory import Schema, Store
+from grasp.store.records import FileName, JsonModel, Name, Signed, plain_json
 
 ArrayDtype = Literal["float16", "float32"]
-
-SHOWN = 200  # characters of a name in a message
-
-
-# Names come from whoever made the artifact and become paths: letters, digits, `_`, `-`, `.`; no step begins with a dot,
-# so nothing is absolute, hidden, on another drive, or outside.
-_STEP = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
-Name = Annotated[str, StringConstraints(pattern=rf"^{_STEP}\Z", max_length=100)]
-FileName = Annotated[str, StringConstraints(pattern=rf"^{_STEP}(/{_STEP})*\Z", max_length=300)]
-
-
-class JsonModel(BaseModel):
-    """Base of what is written as JSON: immutable, unknown fields and wrong types refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, regex_engine="python-re", allow_inf_nan=False)
 
 
 class ColumnGroup(JsonModel):
@@ -223,89 +200,50 @@ class BuildRecord(JsonModel):
     identity: dict[str, Any]
 
 
-R = TypeVar("R", bound=BaseModel)
+class BuiltShards(Store[ShardMark]):
+    """The shards of one part of an artifact: of the build (part 0), or of its part-th extension."""
+
+    def __init__(self, root: Path, part: int, grid: ShardGrid) -> None:
+        under = part_dir(part)
+        plan, marks = (under / BUILD).as_posix(), (under / "shards" / "[0-9]*.json").as_posix()
+        super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, again="build the artifact again"))
+        self.grid = grid
+
+    def mark(self, part: str) -> ShardMark:
+        mark = super().mark(part)
+        if int(part) >= self.grid.n_shards or (mark.start, mark.stop) != self.grid.bounds(int(part)):
+            raise ArtifactError(f"{self._mark(part)}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
+        return mark
+
+    @property
+    def finished(self) -> frozenset[int]:
+        """Shards that need not be written again; one whose files are gone or cut does not count."""
+        return frozenset(map(int, self.parts))
+
+    def progress(self) -> str:
+        """How far the build is, in words."""
+        return f"{len(self.parts)} of {self.grid.n_shards} shards are finished"
 
 
-def dump_json(record: BaseModel) -> bytes:
-    """Stable text of a record: the same record gives the same bytes."""
-    return (json.dumps(record.model_dump(mode="json"), indent=1) + "\n").encode()
-
-
-def read_record(path: Path, kind: type[R]) -> R:
-    """Read a record, or say that the file is damaged."""
-    if kind_of(path) != "file":
-        raise ArtifactError(f"{path}: is no regular file; restore a copy or build again")
-    try:
-        return kind.model_validate_json(path.read_bytes())
-    except ValidationError as err:
-        raise ArtifactError(f"{path}: damaged: {_first_problem(err)}; delete it and run again") from err
-
-
-def finished_shards(root: Path, part: int, grid: ShardGrid) -> dict[int, dict[str, FileEntry]]:
-    """Files of the finished shards; a shard whose files are gone or cut does not count, and is redone."""
-    shards: dict[int, dict[str, FileEntry]] = {}
-    for path in sorted((root / part_dir(part) / "shards").glob("[0-9]*.json")):
-        k, mark = int(path.stem), read_record(path, ShardMark)
-        if k >= grid.n_shards or (mark.start, mark.stop) != grid.bounds(k):
-            raise ArtifactError(f"{path}: rows {mark.start} to {mark.stop} are not a shard here; delete it")
-        paths = {root / name: entry.bytes for name, entry in mark.files.items()}
-        if all(kind_of(file) == "file" and file.stat().st_size == size for file, size in paths.items()):
-            shards[k] = mark.files
-    return shards
-
-
-def plain_json(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`data` as JSON gives it back, so that what is compared later is what was written."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(data), allow_nan=False))
-    except (TypeError, ValueError) as err:
-        raise ArtifactError(f"{where}: holds something that is not JSON: {err}") from err
-    return plain
-
-
-def write_manifest(root: Path, manifest: Manifest) -> None:
-    """Write the manifest with its own checksum in it; from now on the artifact is complete."""
-    write_whole(root / MANIFEST, signed_json(manifest))
-
-
-def signed_json(record: BaseModel) -> bytes:
-    """Text of a record with its own checksum in its field `checksum`."""
-    return with_checksum(dump_json(record.model_copy(update={"checksum": UNSIGNED})))
-
-
-def parse_manifest(path: Path, data: bytes) -> Manifest:
-    """Check version, checksum and fields, in this order: another version may sign in another way."""
-    try:
-        raw = parse_json(data)
-    except ValueError as err:
-        raise ArtifactError(f"{path}: damaged: not JSON ({err}); restore a copy or build again") from err
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ArtifactError(f"{path}: not the manifest of an artifact: expected `format` to be {FORMAT!r}")
-    if raw.get("format_version") != FORMAT_VERSION:
-        raise ArtifactError(
-            f"{path}: format version {raw.get('format_version')!r}, this program reads "
-            f"{FORMAT_VERSION}; build the artifact again, or use the version of grasp that wrote it"
-        )
-    if not is_signed(data):
-        raise ArtifactError(f"{path}: damaged: its checksum does not match; restore a copy or build again")
-    try:
-        manifest = Manifest.model_validate_json(data)
-    except ValidationError as err:
-        raise ArtifactError(f"{path}: {_first_problem(err)}; build the artifact again") from err
+def _other_files(manifest: Manifest) -> str | None:
+    """What a manifest lists too much or too little."""
     few = manifest.n_rows > len(manifest.files) * manifest.shard_rows  # before the names of 1e18 shards are made
     if few or (lost := manifest.needed() - manifest.files.keys()):
-        raise ArtifactError(f"{path}: lists no {'shards' if few else min(lost)}; build the artifact again")
-    if idle := {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - manifest.needed():
-        raise ArtifactError(f"{path}: lists {min(idle)}, which belongs to no array or shard; build the artifact again")
-    return manifest
+        return f"lists no {'shards' if few else min(lost)}"
+    idle = {name for name in manifest.files if name.endswith((".npy", ".parquet"))} - manifest.needed()
+    return f"lists {min(idle)}, which belongs to no array or shard" if idle else None
 
 
-def read_manifest(root: Path) -> Manifest:
-    """The manifest of a complete artifact on this machine."""
-    path = root / MANIFEST
-    if (kind := kind_of(path)) != "file":
-        raise ArtifactError(f"{path}: is a {kind}, expected a regular file; restore a copy or build again")
-    return parse_manifest(path, path.read_bytes())
+SIGNED_MANIFEST = Signed(
+    MANIFEST,
+    Manifest,
+    "the manifest of an artifact",
+    FORMAT,
+    FORMAT_VERSION,
+    "build the artifact again",
+    none="no complete artifact here; make one with `grasp build --out {place}`, or see that the URL is right",
+    check=_other_files,
+)
 
 
 def provenance(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -318,10 +256,3 @@ def provenance(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             f"expected mappings among {list(PROVENANCE)}"
         )
     return {key: plain_json(value, f"manifest.{key}") for key, value in given.items()}
-
-
-def _first_problem(err: ValidationError) -> str:
-    item = err.errors()[0]
-    field = plain(".".join(str(step) for step in item["loc"]))
-    what = "no name of ours" if item["type"] in ("string_pattern_mismatch", "string_too_long") else item["msg"]
-    return f"{field[:SHOWN]}: {what}" if field else what

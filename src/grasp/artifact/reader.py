@@ -3,7 +3,6 @@
 import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from grasp.artifact.floats import scaled_into
 from grasp.artifact.layout import (
     BUILD,
+    FEATURES,
     MANIFEST,
     MARKER,
     ROWS,
@@ -27,20 +27,21 @@ from grasp.artifact.layout import (
     chunk_file,
     part_dir,
     scale_file,
+    spool_part,
 )
 from grasp.artifact.manifest import (
+    SIGNED_MANIFEST,
     BuildRecord,
+    BuiltShards,
     ColumnGroup,
     Manifest,
-    finished_shards,
-    read_manifest,
-    read_record,
 )
-from grasp.artifact.remote import RemoteFiles, local_path, remote_url
-from grasp.artifact.shards import FeatureSpool
 from grasp.artifact.tables import units_per_target
 from grasp.errors import ArtifactError
-from grasp.files import FileEntry, Reads, fault, kind_of
+from grasp.files import Reads, kind_of
+from grasp.store.contents import read_table, read_tensors, readable
+from grasp.store.records import read_record
+from grasp.store.remote import Files, local_path, open_store, remote_url
 
 BUILT_WITH = {
     "pooled": "features.match: pooled, forward or all",
@@ -67,11 +68,12 @@ Columns = NDArray[np.integer[Any]] | Sequence[int] | slice | None
 class ArtifactReader:
     """A complete artifact. Opening reads the manifest only; arrays are read block by block."""
 
-    def __init__(self, path: Path, manifest: Manifest, remote: RemoteFiles | None = None) -> None:
-        self.path = path  # of a remote artifact the directory that keeps what was fetched of it
+    def __init__(self, manifest: Manifest, files: Files) -> None:
+        self.path = files.root  # of a remote artifact the directory that keeps what was fetched of it
+        self.where = files.where  # what the user calls it: the path, or the URL; for messages
         self.manifest = manifest
-        self._remote = remote
-        self._checked: set[str] = set()  # files whose size and checksum were compared by this object
+        self._files = files
+        self._tokens = Files(files.root, manifest.rows_kept, VERIFY, ArtifactError)
         self._last_chunk: dict[str, tuple[int, NDArray[Any]]] = {}  # by group: shard and array; a few blocks share it
         self.grid = ShardGrid(manifest.n_rows, manifest.shard_rows)
 
@@ -83,18 +85,9 @@ class ArtifactReader:
             ArtifactError: nothing there, not finished (how far it is, and how to go on), damaged, or of
                 another format version (both versions named).
         """
-        if (url := remote_url(path)) is not None:
-            remote, manifest = RemoteFiles.open(url)
-            return cls(remote.cache, manifest, remote)
-        path = local_path(path)
-        if kind_of(path / MANIFEST) == "nothing":
-            raise ArtifactError(why_not_open(path))
-        return cls(path, read_manifest(path))
-
-    @property
-    def where(self) -> str:
-        """What the user calls it: the path, or the URL; for messages."""
-        return str(self.path) if self._remote is None else self._remote.url
+        if remote_url(path) is None and kind_of(local_path(path) / MANIFEST) == "nothing":
+            raise ArtifactError(why_not_open(local_path(path)))
+        return cls(*open_store(path, SIGNED_MANIFEST, VERIFY))
 
     @property
     def reads(self) -> dict[str, Reads]:
@@ -150,9 +143,17 @@ class ArtifactReader:
         return self._file(ROWS)
 
     @property
-    def features(self) -> FeatureSpool:
-        """Kept features, shard by shard; `finished` is empty where none were kept."""
-        return FeatureSpool(self.path / "features")
+    def keeps_features(self) -> bool:
+        """Whether the features of every shard were kept."""
+        return all(_features_of(k) in self.manifest.files for k in range(self.grid.n_shards))
+
+    def features(self, k: int) -> dict[str, NDArray[Any]]:
+        """Kept features of shard k: named arrays.
+
+        Raises:
+            ArtifactError: they were not kept, or are damaged.
+        """
+        return read_tensors(self._file(_features_of(k)), VERIFY)
 
     @property
     def tokens_path(self) -> Path:
@@ -161,15 +162,14 @@ class ArtifactReader:
         Raises:
             ArtifactError: one of them is damaged.
         """
-        for name, expected in self.manifest.rows_kept.items():
-            if name not in self._checked and (self.path / TOKENS).exists():
-                self._check(self.path, name, expected)
+        for name in self.manifest.rows_kept if (self.path / TOKENS).exists() else ():
+            self._tokens.file(name)
         return self.path / TOKENS
 
     @cached_property
     def units(self) -> pa.Table:
         """Units in the order of the columns of the relevance arrays."""
-        tables = [_table(self._file(name)) for name in self.manifest.units]
+        tables = [read_table(self._file(name), VERIFY) for name in self.manifest.units]
         units = pa.concat_tables(tables, promote_options="default").combine_chunks()
         if units_per_target(units) != self.manifest.targets:
             raise ArtifactError(
@@ -251,7 +251,7 @@ class ArtifactReader:
         self, columns: Sequence[str] | None = None, *, batch_rows: int = 65_536
     ) -> Iterator[pa.RecordBatch]:
         """Stream the row table, all columns or those named."""
-        with _readable(self.rows_path), pq.ParquetFile(self.rows_path) as file:
+        with readable(self.rows_path, VERIFY), pq.ParquetFile(self.rows_path) as file:
             unknown = sorted(set(columns or ()) - set(file.schema_arrow.names))
             if unknown:
                 raise ArtifactError(f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}")
@@ -260,11 +260,11 @@ class ArtifactReader:
     def rows(self, row_index: NDArray[np.integer[Any]]) -> pa.Table:
         """Chosen rows of the row table, in the order given, reading only the shards that hold them."""
         rows = self._checked_rows(row_index)
-        with _readable(self.rows_path):
+        with readable(self.rows_path, VERIFY):
             schema = pq.read_schema(self.rows_path)
         tables, places = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
         for k, where in self._by_shard(rows):
-            table = _table(self._file(part_dir(0) / "shards" / f"{k:05d}.parquet"))
+            table = read_table(self._file(part_dir(0) / "shards" / f"{k:05d}.parquet"), VERIFY)
             tables.append(table.take(rows[where] - k * self.grid.shard_rows))
             places.append(where)
         found = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
@@ -272,22 +272,7 @@ class ArtifactReader:
 
     def _file(self, name: Path | str) -> Path:
         """Where a file of the artifact lies on this machine; its checksum is compared when it is first asked for."""
-        name = Path(name).as_posix()
-        expected = self.manifest.files.get(name)
-        if expected is None:
-            raise ArtifactError(f"{self.where}: its manifest lists no {name}; build it again")
-        if name not in self._checked:
-            if self._remote is not None:
-                self._remote.fetch(name, expected)
-            else:
-                self._check(self.path, name, expected)
-            self._checked.add(name)
-        return self.path / name
-
-    def _check(self, root: Path, name: str, expected: FileEntry) -> None:
-        if what := fault(root, name, expected):
-            raise ArtifactError(f"{root / name}: {what}; {VERIFY}")
-        self._checked.add(name)
+        return self._files.file(Path(name).as_posix())
 
     def _entry(self, name: str) -> Any:
         try:
@@ -400,7 +385,7 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
         self._prefix = SUM if sums else ""
         self._found: dict[str, list[Path]] = {}
         for path in self._paths:
-            with _readable(path), safe_open(path, framework="numpy") as file:
+            with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if key.startswith(SUM) == sums:
                         self._found.setdefault(key.removeprefix(self._prefix), []).append(path)
@@ -410,7 +395,7 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
             raise KeyError(name)
         parts = []
         for path in self._found[name]:
-            with _readable(path), safe_open(path, framework="numpy") as file:
+            with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
                 parts.append(file.get_tensor(self._prefix + name))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
@@ -438,29 +423,13 @@ def _as_slice(index: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     return index
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn what a damaged file makes its library say into one line."""
-    try:
-        yield
-    except FileNotFoundError as err:
-        raise ArtifactError(f"{path}: missing; {VERIFY}") from err
-    except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError) as err:  # TypeError: bfloat16
-        raise ArtifactError(f"{path}: damaged: {' '.join(str(err).split())}; {VERIFY}") from err
-
-
-def _table(path: Path) -> pa.Table:
-    with _readable(path):
-        return pq.read_table(path)
-
-
 def _array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """An array as it lies on disk; only what is used of it is read.
 
     Its header is known before, so it is compared and never parsed: half the time, and a stranger's means nothing.
     """
     header = _npy_header(shape, dtype)
-    with _readable(path), path.open("rb") as file:
+    with readable(path, VERIFY), path.open("rb") as file:
         if file.read(len(header)) == header:
             return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r", offset=len(header), shape=shape)
     raise ArtifactError(f"{path}: holds no array {shape} of {dtype}; {VERIFY}")
@@ -472,6 +441,10 @@ def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     fields = {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, fields)
     return buffer.getvalue()
+
+
+def _features_of(k: int) -> str:
+    return f"{FEATURES}/{spool_part(k)}.safetensors"
 
 
 def why_not_open(path: Path) -> str:
@@ -487,7 +460,7 @@ def why_not_open(path: Path) -> str:
         return f"{path}: not an artifact (no {BUILD}); make one with `grasp build --out {shlex.quote(str(path))}`"
     record = read_record(path / BUILD, BuildRecord)
     grid = ShardGrid(record.n_rows, record.shard_rows)
-    done = len(finished_shards(path, 0, grid))
+    done = len(BuiltShards(path, 0, grid).parts)
     return (
         f"{path}: not finished: {done} of {grid.n_shards} shards; "
         f"run the same `grasp build` again with --resume to go on"

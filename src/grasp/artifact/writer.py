@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from grasp.artifact.layout import (
     BUILD,
+    FEATURES,
     MANIFEST,
     MARKER,
     PER_UNIT,
@@ -25,20 +26,21 @@ from grasp.artifact.layout import (
     part_file,
 )
 from grasp.artifact.manifest import (
+    SIGNED_MANIFEST,
     ArrayEntry,
     BuildRecord,
     Manifest,
     provenance,
-    read_manifest,
-    read_record,
-    write_manifest,
 )
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec, FeatureSpool, PartWriter, parquet_bytes, tensor_bytes
+from grasp.artifact.shards import ArraySpec, PartWriter
+from grasp.artifact.spool import FeatureSpool
 from grasp.artifact.tables import assemble_rows, check_units, row_name, shard_table, units_per_target
 from grasp.errors import ArtifactError, ShapeError
 from grasp.files import FileEntry, checksum, entry_of, is_part, out_of_space, own_directory, write_whole
-from grasp.locks import DirectoryLock
+from grasp.store.contents import parquet_bytes, tensor_bytes
+from grasp.store.locks import DirectoryLock
+from grasp.store.records import read_record
 
 
 class ArtifactWriter(PartWriter):
@@ -54,7 +56,6 @@ class ArtifactWriter(PartWriter):
         shard_rows: int,
         arrays: Mapping[str, ArraySpec],
         dtype: str,
-        resume: bool = True,
         lock: DirectoryLock | None = None,
     ) -> Self:
         """Create the artifact at `path`, or go on with the build that was begun there.
@@ -63,17 +64,16 @@ class ArtifactWriter(PartWriter):
             identity: all that decides what the numbers will be (fingerprints, settings); JSON.
             arrays: name -> spec. Arrays whose name begins with `relevance_` have one column for each unit.
             dtype: `float16` or `float32`, of every array.
-            resume: False refuses a build that is there already.
             lock: taken on `path` beforehand (and kept after `close`); none: taken here.
         Raises:
             ArtifactError: locked by another writer; another identity than the build in progress, every
-                differing field named; `resume` is False and there is a build.
+                differing field named.
         """
         path = Path(path)
         writer = cls(path, 0, ShardGrid(n_rows, shard_rows), arrays, dtype, identity)
         _unit_columns(arrays)
         try:
-            writer.begin(lock or lock_artifact(path), owns_lock=lock is None, resume=resume)
+            writer.claim(lock or lock_artifact(path), owns_lock=lock is None)
         except BaseException:
             writer.close()
             raise
@@ -82,7 +82,7 @@ class ArtifactWriter(PartWriter):
     @property
     def complete(self) -> bool:
         """Whether the artifact was finished already: nothing is left to write."""
-        return (self.path / MANIFEST).exists()
+        return (self.root / MANIFEST).exists()
 
     def write_shard(
         self,
@@ -138,28 +138,29 @@ class ArtifactWriter(PartWriter):
         check_units(units, _unit_columns(self.arrays))
         missing = sorted(set(range(self.n_shards)) - self.finished)
         if missing:
-            raise ArtifactError(f"{self.path}: {self.progress()}; write the others first, from shard {missing[0]}")
+            raise ArtifactError(f"{self.root}: {self.progress()}; write the others first, from shard {missing[0]}")
         contents = moment_bytes(moments, self.sums() if sums is None else sums)
-        with out_of_space(f"{self.path}: not finished", self.progress):
-            assemble_rows([self.path / self._relative(k, ".parquet") for k in range(self.n_shards)], self.path / ROWS)
-            write_whole(self.path / part_file("units", ".parquet", 0), parquet_bytes(units))
-            write_whole(self.path / part_file("moments", ".safetensors", 0), contents)
-            write_manifest(self.path, self._manifest(given, units, gains or {}, rows_kept))
+        with out_of_space(f"{self.root}: not finished", self.progress):
+            assemble_rows([self.root / self._relative(k, ".parquet") for k in range(self.n_shards)], self.root / ROWS)
+            write_whole(self.root / part_file("units", ".parquet", 0), parquet_bytes(units))
+            write_whole(self.root / part_file("moments", ".safetensors", 0), contents)
+            SIGNED_MANIFEST.write(self.root, self._manifest(given, units, gains or {}, rows_kept))
 
     def _require_writable(self) -> None:
         super()._require_writable()
         if self.complete:
-            raise ArtifactError(f"{self.path}: is complete; a finished artifact is not written again")
+            raise ArtifactError(f"{self.root}: is complete; a finished artifact is not written again")
 
     def _manifest(
         self, given: Mapping[str, Any], units: pa.Table, gains: Mapping[str, float], rows_kept: bool
     ) -> Manifest:
-        kept = (self.path / TOKENS).iterdir() if rows_kept else ()
+        kept = (self.root / TOKENS).iterdir() if rows_kept else ()
         groups = self._groups({})
         names = (BUILD, ROWS, part_file("units", ".parquet", 0), part_file("moments", ".safetensors", 0))
-        files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in names}
+        files: dict[str, FileEntry] = {name: entry_of(self.root / name) for name in names}
         files |= self._files()
-        files |= FeatureSpool(self.path / "features").files(self.path)
+        kept_features = FeatureSpool(self.root / FEATURES).entries()
+        files |= {f"{FEATURES}/{name}": entry for name, entry in kept_features.items()}
         return Manifest(
             n_rows=self.grid.n_rows,
             shard_rows=self.grid.shard_rows,
@@ -196,7 +197,7 @@ def lock_artifact(path: Path) -> DirectoryLock:
 def is_artifact(path: Path) -> bool:
     """Whether a complete artifact lies there."""
     try:
-        return bool(read_manifest(path))
+        return bool(SIGNED_MANIFEST.read(path))
     except ArtifactError:
         return False
 
@@ -231,7 +232,6 @@ class ArtifactExtension(PartWriter):
         units: pa.Table,
         arrays: Mapping[str, ArraySpec],
         dtype: str,
-        resume: bool = True,
         lock: DirectoryLock | None = None,
     ) -> Self:
         """Begin to add `units`, or go on with the extension that was begun.
@@ -265,7 +265,7 @@ class ArtifactExtension(PartWriter):
             else:
                 extension = cls(path, done, artifact.grid, arrays, dtype, key)
             extension._artifact, extension._units = artifact, units
-            extension.begin(held, owns_lock=lock is None, resume=resume)
+            extension.claim(held, owns_lock=lock is None)
             return extension
         except BaseException:
             if lock is None:
@@ -315,21 +315,21 @@ class ArtifactExtension(PartWriter):
             raise ArtifactError(f"moments: the artifact has {clash} already; give new names")
         contents = moment_bytes(moments or {}, self.sums())
         units, moment_file = (part_file(*names, self._part) for names in _TABLES)
-        with out_of_space(f"{self.path}: the targets were not added", self.progress):
-            write_whole(self.path / units, parquet_bytes(self._units))
-            write_whole(self.path / moment_file, contents)
-            write_manifest(self.path, self._manifest(given, units, moment_file))
-        self._artifact = ArtifactReader.open(self.path)
+        with out_of_space(f"{self.root}: the targets were not added", self.progress):
+            write_whole(self.root / units, parquet_bytes(self._units))
+            write_whole(self.root / moment_file, contents)
+            SIGNED_MANIFEST.write(self.root, self._manifest(given, units, moment_file))
+        self._artifact = ArtifactReader.open(self.root)
 
     def _require_writable(self) -> None:
         super()._require_writable()
         if self.complete:
-            raise ArtifactError(f"{self.path}: these targets are in the artifact already")
+            raise ArtifactError(f"{self.root}: these targets are in the artifact already")
 
     def _manifest(self, given: Mapping[str, dict[str, Any]], units: str, moments: str) -> Manifest:
         old = self._artifact.manifest
         build = (part_dir(self._part) / BUILD).as_posix()
-        new_files: dict[str, FileEntry] = {name: entry_of(self.path / name) for name in (build, units, moments)}
+        new_files: dict[str, FileEntry] = {name: entry_of(self.root / name) for name in (build, units, moments)}
         groups = self._groups({name: entry.width for name, entry in old.arrays.items()})
         widened = {
             name: ArrayEntry(

@@ -108,11 +108,11 @@ def sample_features(
     Raises:
         GraspError: there are none, and the model cannot be run again (`origin` says why).
     """
-    if len(artifact.features.finished) == artifact.grid.n_shards:
+    if artifact.keeps_features:
         size, vocab = artifact.grid.shard_rows, int(artifact.manifest.detail("vocab_size"))
         shards = [int(k) for k in np.unique(row_index // size)]
         parts = [
-            (ShardForward.unspool(artifact.features.read(k), vocab), row_index[row_index // size == k] - k * size)
+            (ShardForward.unspool(artifact.features(k), vocab), row_index[row_index // size == k] - k * size)
             for k in shards
         ]
         return _together(row_index, parts, "kept features")

@@ -3,43 +3,72 @@
     <cache>/<method>-<digest>/
         scores.npy        (N, E) or (N, 1), float16 or float32, rows in corpus order
         scores.ids.json   {"units": [[target, unit_id], ...]}: with it, (N, E) is what `evaluate --predictions` reads
-        method.json       settings, seconds, account; everything that the digest is made of
-    <cache>/<method>-<digest>.part/     of a run that goes on where it was, or goes on being killed
-        sum-<p>.npy       the scores of the parts so far, added up
-        progress.json     which part, rows that are done, seconds spent
-        work/             what the method keeps for itself
+        method.json       settings, seconds, account; everything that the digest is made of; written last
+        blocks/, work/    until then: the scores so far, and what the method keeps for itself
 
 `<cache>` is `<artifact>/baselines` unless another directory is named. `BlockMethod` gives all of this to a method that
 says what is done before the first block, and how a block is scored.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
+from pydantic import Field
 
 from grasp.baselines.checkpoints import checkpoints_of
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
-from grasp.files import write_whole
+from grasp.files import UNSIGNED, FileEntry
 from grasp.runs.contract import Account, Material, MethodScores, RowMethod, Scores, Seconds
 from grasp.settings import Settings
+from grasp.store.contents import npy_bytes
+from grasp.store.directory import Content, Schema, Store, write_content
+from grasp.store.locks import DirectoryLock
+from grasp.store.records import JsonModel, Mark, Signed
+from grasp.store.remote import open_store
 
-SCORES, IDS, RECORD, PROGRESS, LOCK = "scores.npy", "scores.ids.json", "method.json", "progress.json", "lock"
+SCORES, IDS, LOCK = "scores.npy", "scores.ids.json", ".lock"
 READ_ROWS = 16_384
+FORMAT_VERSION = 2
 
+
+class ScoredBlock(Mark):
+    """Some rows' scores, summed over the parts so far; seconds are those of all these parts."""
+
+    part: int
+    start: int
+    stop: int
+    seconds: Seconds
+
+
+class ScoreRecord(JsonModel):
+    """method.json."""
+
+    format: Literal["grasp-scores"] = "grasp-scores"
+    format_version: int = FORMAT_VERSION
+    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    identity: dict[str, Any]
+    seconds: Seconds
+    account: Account
+    files: dict[str, FileEntry]
+
+
+REMADE = "delete its directory, it is made again"
+BLOCKS = Schema(mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", ours=("blocks",), again=REMADE)
+RECORD = Signed(
+    "method.json", ScoreRecord, "a record of scores", "grasp-scores", FORMAT_VERSION, REMADE, mistake=SettingsError
+)
 
 S = TypeVar("S", bound=Settings)
 
@@ -94,14 +123,19 @@ class BlockMethod(RowMethod[S]):
             GraspError: what the method needs is not there. Nothing that was finished is lost.
             SettingsError: another process computes the same scores.
         """
-        described = identity(self, material)
-        place = place_of(cache, described)
-        if not place.exists():
-            part = place.with_name(place.name + ".part")
-            _make(part)
-            with _alone(part):
-                if not place.exists():
-                    _Run(part, shared_of(cache, material, self.version), self, material).finish(place, described)
+        place = place_of(cache, described := identity(self, material))
+        if not (place / RECORD.name).exists() or (place / BLOCKS.plan).exists():
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+            except OSError as err:
+                raise SettingsError(
+                    f"{cache}: scores cannot be kept here ({err.strerror}); name another place with --cache"
+                ) from err
+            with DirectoryLock.acquire(place, LOCK):
+                run = _Run(place, shared_of(cache, material, self.version), self, material)
+                if not (place / RECORD.name).exists():
+                    run.finish(described)
+                run.clear()
         return _read(place)
 
 
@@ -140,6 +174,7 @@ def identity(method: BlockMethod[Any], material: Material) -> dict[str, Any]:
     """Everything that decides a method's numbers on an artifact."""
     fingerprints = material.artifact.manifest.fingerprints
     found: dict[str, Any] = {
+        "format": FORMAT_VERSION,
         "method": method.name,
         "version": method.version,
         "settings": method.settings.model_dump(mode="json"),
@@ -169,57 +204,52 @@ def digest(identity: Mapping[str, Any]) -> str:
 class _Run:
     """One computation, begun or gone on with."""
 
-    def __init__(self, part: Path, shared: Path, method: BlockMethod[Any], material: Material) -> None:
-        self._part, self._method, self._material = part, method, material
-        self._work = WorkArea(part / "work", shared)
-        path = part / PROGRESS
-        begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self._at: int = begun.get("part", 0)
-        self._rows: int = begun.get("rows", 0)
-        self._spent = Seconds(**begun.get("seconds", {}))
+    def __init__(self, place: Path, shared: Path, method: BlockMethod[Any], material: Material) -> None:
+        self._place, self._method, self._material = place, method, material
+        self._work, self._store = WorkArea(place / "work", shared), Store(place, BLOCKS)
+        self._spent = Seconds()  # that no block's mark says yet
 
-    def finish(self, place: Path, described: Mapping[str, Any]) -> None:
+    def finish(self, described: Mapping[str, Any]) -> None:
         """Score what is left, then let the result appear under its name."""
-        n_parts = self._method.parts(self._material)
+        n_parts, blocks = self._method.parts(self._material), list(self._material.blocks())
         if n_parts < 1:
             raise ModelError(f"{type(self._method).__name__}: got {n_parts} passes over the rows, expected at least 1")
-        account = Account()
-        for at in range(self._at, n_parts):
-            account = self._score_part(at, n_parts)
-        self._write_result(account, self._sum(n_parts - 1), described)
-        shutil.rmtree(self._part / "work")
-        for name in (PROGRESS, LOCK):
-            (self._part / name).unlink(missing_ok=True)
-        self._part.replace(place)
+        self._store.begin({**described, "blocks": [stop for _, stop in blocks]}, replace=True)
+        done = {mark.start: mark.part for mark, _ in self._marks()}
+        for part in range(n_parts):
+            left = [block for block in blocks if done.get(block[0], -1) < part]
+            if left or part == n_parts - 1:
+                account = self._score_part(part, left, "" if n_parts == 1 else f" {part + 1} of {n_parts}")
+        self._write_result(account, described)
 
-    def _score_part(self, at: int, n_parts: int) -> Account:
-        if at != self._at:
-            self._at, self._rows = at, 0
+    def _marks(self) -> list[tuple[ScoredBlock, str]]:
+        """Marks of the blocks so far and their names; those of a later part come later."""
+        marks = [(self._store.mark(name), name) for name in self._store.parts]
+        return sorted(marks, key=lambda item: (item[0].part, item[0].start))
+
+    def clear(self) -> None:
+        """Remove what only a run that is killed needs."""
+        shutil.rmtree(self._place / "work")
+        self._store.clear()
+
+    def _score_part(self, part: int, left: list[tuple[int, int]], which: str) -> Account:
         with self._timed():
-            scorer = self._method.prepare(self._material, self._work, at)
-        stage = "scoring rows" if n_parts == 1 else f"scoring rows {at + 1} of {n_parts}"
-        self._material.progress.stage(stage, rows=self._material.n_rows - self._rows, tokens=None)
-        for start, stop in self._material.blocks(self._rows):
+            scorer = self._method.prepare(self._material, self._work, part)
+        rows = sum(stop - start for start, stop in left)
+        self._material.progress.stage(f"scoring rows{which}", rows=rows, tokens=None)
+        for start, stop in left:
+            before, name = f"{part - 1}-{start}", f"{part}-{start}"
             with self._timed():
-                self._add(at, start, self._checked(scorer, start, stop))
-            self._keep_progress(at, stop)
+                block = self._checked(scorer, start, stop)
+            if part:
+                block = block + np.load(self._store.file(before), allow_pickle=False)
+                self._spent += self._store.mark(before).seconds
+            told = {"part": part, "start": start, "stop": stop, "seconds": self._spent}
+            self._store.put(name, {f"blocks/{name}.npy": npy_bytes(block)}, **told)
+            self._store.drop(before)
+            self._spent = Seconds()
             self._material.progress.advance(stop - start, 0)
-        self._sum(at - 1).unlink(missing_ok=True)
         return scorer.account()
-
-    def _add(self, at: int, start: int, block: NDArray[np.float32]) -> None:
-        """Scores of a block on top of those of the parts before; the same again after a kill."""
-        path, shape = self._sum(at), (self._material.n_rows, block.shape[1])
-        here = slice(start, start + len(block))
-        if at:
-            block = block + np.load(self._sum(at - 1), mmap_mode="r")[here]
-        if not path.exists():
-            fresh = path.with_suffix(".new")
-            open_memmap(fresh, mode="w+", dtype=np.float32, shape=shape).flush()
-            fresh.replace(path)
-        sums = open_memmap(path, mode="r+")
-        sums[here] = block
-        sums.flush()
 
     def _checked(self, scorer: RowScorer, start: int, stop: int) -> NDArray[np.float32]:
         block, name = np.asarray(scorer.score(start, stop)), type(self._method).__name__
@@ -246,21 +276,27 @@ class _Run:
             return f"the model is in {dtype}, build with model.dtype: float32"
         return "look at the row, the unit and the method's settings"
 
-    def _write_result(self, account: Account, sums: Path, described: Mapping[str, Any]) -> None:
-        scores = self._part / SCORES
-        if sums.exists():
-            if self._method.dtype != "float32":
-                _convert(sums, self._method.dtype)
-            sums.replace(scores)
-        units = [[unit.target, unit.unit_id] for unit in self._material.units.units]
-        write_whole(self._part / IDS, json.dumps({"units": units}).encode())
-        record = {"identity": dict(described), "seconds": asdict(self._spent), "account": asdict(account)}
-        write_whole(self._part / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+    def _write_result(self, account: Account, described: Mapping[str, Any]) -> None:
+        last = {mark.start: (mark, name) for mark, name in self._marks()}.values()  # a kill may have left earlier ones
+        for mark, _ in last:
+            self._spent += mark.seconds
 
-    def _keep_progress(self, at: int, rows: int) -> None:
-        self._rows = rows
-        record = {"part": at, "rows": rows, "seconds": asdict(self._spent)}
-        write_whole(self._part / PROGRESS, json.dumps(record).encode())
+        def joined(path: Path) -> None:
+            scores = None
+            for mark, name in last:
+                block = np.load(self._store.file(name), allow_pickle=False)
+                if scores is None:
+                    shape = self._material.n_rows, block.shape[1]
+                    scores = open_memmap(path, mode="w+", dtype=np.dtype(self._method.dtype), shape=shape)
+                scores[mark.start : mark.stop] = block
+            assert scores is not None
+            scores.flush()
+
+        units = [[unit.target, unit.unit_id] for unit in self._material.units.units]
+        files: dict[str, Content] = {SCORES: joined, IDS: json.dumps({"units": units}).encode()}
+        entries = {name: write_content(self._place / name, content) for name, content in files.items()}
+        record = ScoreRecord(identity=dict(described), seconds=self._spent, account=account, files=entries)
+        RECORD.write(self._place, record)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -268,54 +304,9 @@ class _Run:
         yield
         self._spent += Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
-    def _sum(self, at: int) -> Path:
-        return self._part / f"sum-{at}.npy"
-
-
-def _convert(path: Path, dtype: str) -> None:
-    """Rewrite an array in another type, block by block."""
-    wide = np.load(path, mmap_mode="r")
-    if wide.dtype == np.dtype(dtype):
-        return  # a kill came between this and the renaming
-    fresh = path.with_suffix(".new")
-    narrow = open_memmap(fresh, mode="w+", dtype=np.dtype(dtype), shape=wide.shape)
-    for start in range(0, len(wide), READ_ROWS):
-        narrow[start : start + READ_ROWS] = wide[start : start + READ_ROWS]
-    narrow.flush()
-    fresh.replace(path)
-
-
-def _make(part: Path) -> None:
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise SettingsError(
-            f"{part.parent}: scores cannot be kept here ({err.strerror}); name another place with --cache"
-        ) from err
-
-
-@contextmanager
-def _alone(part: Path) -> Iterator[None]:
-    """One process at a time computes a result; the kernel releases the lock when its holder dies."""
-    descriptor = os.open(part / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as err:
-        raise SettingsError(f"{part}: another process computes these scores; wait for it, or stop it") from err
-    else:
-        yield
-    finally:
-        os.close(descriptor)
-
 
 def _read(place: Path) -> StoredScores:
-    try:
-        record = json.loads((place / RECORD).read_text(encoding="utf-8"))
-        account = record["account"] | {"ready": Seconds(**record["account"]["ready"])}
-        for name in ("covers", "notes"):
-            account[name] = tuple(account[name])
-        shape = np.load(place / SCORES, mmap_mode="r", allow_pickle=False).shape
-        seconds = Seconds(**record["seconds"])
-        return StoredScores(_Blocks(place / SCORES), shape, Account(**account), seconds, place)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as err:
-        raise SettingsError(f"{place}: damaged: {' '.join(str(err).split())}; delete it, it is made again") from err
+    record, files = open_store(place, RECORD)
+    files.file(IDS)
+    shape = np.load(files.file(SCORES), mmap_mode="r", allow_pickle=False).shape
+    return StoredScores(_Blocks(place / SCORES), shape, record.account, record.seconds, place)

@@ -1,7 +1,6 @@
 """Where a method keeps what takes long to make, so that a killed run goes on: every file is whole or not there."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.files import aside, write_whole
+from grasp.files import write_whole, written_aside
 from grasp.runs.contract import Seconds
 
 SECONDS = "seconds.json"
@@ -32,13 +31,8 @@ class WorkArea:
 
     def save(self, name: str, array: NDArray[Any]) -> None:
         """Keep an array; it appears when it is whole."""
-        path = self.directory / f"{name}.npy"
-        part = aside(path)
-        with part.open("wb") as handle:
+        with written_aside(self.directory / f"{name}.npy") as part, part.open("wb") as handle:
             np.save(handle, array, allow_pickle=False)
-            handle.flush()
-            os.fsync(handle.fileno())
-        part.replace(path)
 
     def loaded(self, name: str) -> NDArray[Any]:
         """An array that is known to be there, mapped from disk."""

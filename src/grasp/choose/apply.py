@@ -5,10 +5,10 @@ the one that was begun is read again. Memory is a batch of texts, and some twent
 processes are datatrove's or Ray's to run: `datatrove_step.ScoredDocuments` and `Scorer.add_scores` are steps in theirs.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,23 @@ from grasp.corpus.sources import (
 )
 from grasp.errors import CorpusError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.files import check_place, differences, own_directory, remove_parts, write_whole, written_aside
-from grasp.locks import DirectoryLock
+from grasp.files import check_place, own_directory
 from grasp.results import Result
 from grasp.settings import CorpusSettings
-from grasp.text import parse_json
+from grasp.store.directory import Schema, Store
+from grasp.store.locks import DirectoryLock
+from grasp.store.records import Mark
 from grasp.yaml_files import read_yaml
 
 MARKER = ".grasp-scores"
-PARTS = "scores-*.parquet"
-RUN = "_apply.json"  # Parquet readers pass over names that begin with an underscore
+SCORED = Schema(  # Parquet readers pass over names that begin with an underscore
+    mark=Mark,
+    marks="_scores-*.json",
+    plan="_apply.json",
+    ours=("scores-*.parquet",),
+    again="delete it and score again",
+    mistake=SettingsError,
+)
 KEPT = "kept"
 BATCH_DOCUMENTS = 4_096
 BATCH_BYTES = 8 << 20
@@ -103,20 +110,26 @@ def apply(
     own_directory(out, MARKER, lambda _: False, reads)
     with DirectoryLock.acquire(out, MARKER):
         copies = budget is not None and not _kept_already(out / KEPT, str(keep))
-        _same_as_before(out, scorer, source, settings)
-        remove_parts(out)
+        store = Store(out, SCORED)
+        store.begin(
+            {
+                "scorer": scorer.card.weights.checksum,
+                "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
+                "settings": settings.model_dump(mode="json", exclude={"path"}),
+            }
+        )
         progress.stage("scoring", rows=_rows(source), tokens=None)
         scores, unfamiliar = [], 0
         for k, file in enumerate(files):
-            path = out / f"scores-{k:05d}.parquet"
-            is_there = path.exists()
+            part, is_there = f"_scores-{k:05d}", not store.missing([f"_scores-{k:05d}"])
             if not is_there:
-                _score_file(file, scorer, settings, path, progress)
-            score_n, strange = _read(path)
+                score = partial(_score_file, file, scorer, settings, progress=progress)
+                store.put(part, {f"scores-{k:05d}.parquet": score})
+            table = pq.read_table(store.file(part), columns=[SCORE, UNFAMILIAR])
             if is_there:
-                progress.advance(len(score_n), 0)
-            scores.append(score_n)
-            unfamiliar += strange
+                progress.advance(len(table), 0)
+            scores.append(table[SCORE].to_numpy())
+            unfamiliar += pc.sum(table[UNFAMILIAR]).as_py() or 0
         score_M = np.concatenate(scores)
         documents = len(score_M)
         notes = _notes(scorer, unfamiliar / max(1, documents))
@@ -161,24 +174,6 @@ def _kept_already(place: Path, keep: str) -> bool:
     return False
 
 
-def _same_as_before(out: Path, scorer: Scorer, source: Source, settings: CorpusSettings) -> None:
-    """Write down what is scored by what, or see that it is what was begun here."""
-    now = {
-        "scorer": scorer.card.weights.checksum,
-        "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
-        "settings": settings.model_dump(mode="json", exclude={"path"}),
-    }
-    path = out / RUN
-    if not path.exists() or not any(out.glob(PARTS)):  # a start that scored nothing binds nobody
-        write_whole(path, (json.dumps(now, indent=1) + "\n").encode())
-    try:
-        then = parse_json(path.read_bytes())
-    except ValueError as err:
-        raise SettingsError(f"{path}: damaged: {err}; delete {out} and score again") from err
-    if changed := list(differences(then, now)):
-        raise SettingsError(f"{out}: was begun with another input: {'; '.join(changed[:3])}; choose another --out")
-
-
 def _rows(source: Source) -> int | None:
     """Records of the corpus, where that is known before it is read."""
     if not isinstance(source, FileSource) or not all(path.endswith(PARQUET) for _, path in source.files):
@@ -187,10 +182,7 @@ def _rows(source: Source) -> int | None:
 
 
 def _score_file(source: Source, scorer: Scorer, settings: CorpusSettings, path: Path, progress: Progress) -> None:
-    with (
-        written_aside(path) as part,
-        pq.ParquetWriter(part, _SCHEMA, compression="zstd", write_page_checksum=True) as writer,
-    ):
+    with pq.ParquetWriter(path, _SCHEMA, compression="zstd") as writer:
         for texts, table in _batches(source, settings):
             score_N, unfamiliar_N = scorer.score(texts)
             writer.write_table(pa.table([*table.columns, score_N, unfamiliar_N], schema=_SCHEMA))
@@ -207,24 +199,6 @@ _SCHEMA = pa.schema(
         UNFAMILIAR: pa.bool_(),
     }
 )
-
-
-def _read(path: Path) -> tuple[NDArray[np.float32], int]:
-    """The scores of a file, and how many of its documents are unfamiliar; all of it is read, so that damage is found.
-
-    Raises:
-        SettingsError: it is damaged, or something else.
-    """
-    scores, unfamiliar = [np.empty(0, np.float32)], 0
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for batch in file.iter_batches():
-                table = pa.Table.from_batches([batch]).cast(_SCHEMA)
-                scores.append(table[SCORE].to_numpy())
-                unfamiliar += pc.sum(table[UNFAMILIAR]).as_py()
-    except (pa.ArrowException, OSError, ValueError) as err:
-        raise SettingsError(f"{path}: damaged: {' '.join(str(err).split())}; delete it and score again") from err
-    return np.concatenate(scores), unfamiliar
 
 
 def _batches(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.LargeBinaryArray, pa.Table]]:

@@ -28,7 +28,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, learn, measures
 from grasp.runs.table import RunTable
-from grasp.sealed import write_sealed
+from grasp.store.sealed import write_sealed
 from grasp.text import json_text, signed, text_table
 from grasp.verbs.predict import notes
 

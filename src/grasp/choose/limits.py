@@ -25,7 +25,7 @@ from grasp.errors import SettingsError
 from grasp.predict.labels import LabelColumn
 from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64
-from grasp.sealed import read_sealed
+from grasp.store.sealed import read_sealed
 
 SHOWN = 5
 NAMES = ("row_id", "doc_id")

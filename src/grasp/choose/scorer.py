@@ -8,22 +8,22 @@ Shape letters: N texts, K lengths, V slots.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import safetensors.numpy
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
-from safetensors import SafetensorError
+from pydantic import Field
 
-from grasp.artifact.manifest import JsonModel, signed_json
-from grasp.artifact.shards import tensor_bytes
 from grasp.choose.ngrams import LENGTHS, SLOTS, as_bytes, mean_over
 from grasp.errors import ArtifactError
-from grasp.files import UNSIGNED, FileEntry, check_place, fault, is_signed, kind_of, write_whole, written_aside
-from grasp.text import parse_json, plain, text_table
+from grasp.files import UNSIGNED, FileEntry, kind_of
+from grasp.store.contents import read_tensors, tensor_bytes
+from grasp.store.directory import write_at_once
+from grasp.store.records import JsonModel, Signed
+from grasp.store.remote import open_store
+from grasp.text import plain, text_table
 
 CARD = "card.json"
 WEIGHTS = "weights.safetensors"
@@ -99,6 +99,20 @@ class Card(JsonModel):
         return f"{text}\n{text_table('', ('slice', 'rows', 'Spearman'), cells)}"
 
 
+AGAIN = "restore a copy, or distil again"
+SIGNED_CARD = Signed(
+    CARD,
+    Card,
+    "the card of a scorer",
+    FORMAT,
+    FORMAT_VERSION,
+    "distil again",
+    largest=LARGEST_CARD,
+    files=lambda card: {WEIGHTS: card.weights},
+    none=f"is no scorer (no {CARD}); make one with `grasp distil`",
+)
+
+
 def with_interval(value: tuple[float, float, float]) -> str:
     """A correlation with its interval."""
     return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
@@ -129,22 +143,16 @@ class Scorer:
         Raises:
             ArtifactError: there is none, it is damaged, of another version, or holds what no scorer holds.
         """
-        path = Path(path)
-        card = read_card(path)
+        card, files = open_store(path, SIGNED_CARD)
         if card.weights.bytes > sum(4 * int(np.prod(shape)) for shape in SHAPES.values()) + 4_096:
-            raise ArtifactError(f"{path / CARD}: says that {WEIGHTS} has {card.weights.bytes} bytes, more than any has")
-        if what := fault(path, WEIGHTS, card.weights):
-            raise ArtifactError(f"{path / WEIGHTS}: {what}; restore a copy, or distil again")
-        try:
-            arrays = safetensors.numpy.load_file(path / WEIGHTS)
-        except (SafetensorError, ValueError, KeyError, TypeError) as err:  # TypeError: bfloat16
-            raise ArtifactError(f"{path / WEIGHTS}: is no safetensors file: {plain(err)}; distil again") from err
+            raise ArtifactError(f"{path}: says that {WEIGHTS} has {card.weights.bytes} bytes, more than any has")
+        arrays = read_tensors(files.file(WEIGHTS), AGAIN)
         found = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
         if found != (wanted := {name: (shape, "float32") for name, shape in SHAPES.items()}):
-            raise ArtifactError(f"{path / WEIGHTS}: holds {found}, expected {wanted}; distil again")
+            raise ArtifactError(f"{path}: {WEIGHTS} holds {found}, expected {wanted}; distil again")
         for name, array in arrays.items():
             if not np.abs(array).max() <= LARGEST:  # nan compares false
-                raise ArtifactError(f"{path / WEIGHTS}: {name} has a number that is not finite or over {LARGEST:g}")
+                raise ArtifactError(f"{path}: {WEIGHTS}: {name} has a number that is not finite or over {LARGEST:g}")
         return cls(card, arrays["tables"], arrays["rarity"])
 
     def save(self, path: Path | str) -> Path:
@@ -154,13 +162,13 @@ class Scorer:
             SettingsError: something is there already.
         """
         path = Path(path)
-        check_place(path)
-        with written_aside(path) as part:
-            part.mkdir()
-            entry = write_whole(part / WEIGHTS, tensor_bytes({"tables": self.tables_KV, "rarity": self.rarity_V}))
-            card = self.card.model_copy(update={"weights": entry})
-            write_whole(part / CARD, signed_json(card))
-            write_whole(part / README, f"{_readme(card)}\n".encode())
+        files = {
+            WEIGHTS: tensor_bytes({"tables": self.tables_KV, "rarity": self.rarity_V}),
+            README: f"{_readme(self.card)}\n".encode(),
+        }
+        write_at_once(
+            path, SIGNED_CARD, files, lambda entries: self.card.model_copy(update={"weights": entries[WEIGHTS]})
+        )
         return path
 
     def score(self, texts: Sequence[str] | pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
@@ -192,37 +200,6 @@ class Scorer:
 def is_scorer(path: Path | str) -> bool:
     """Whether a directory holds a scorer, whole or not."""
     return kind_of(Path(path) / CARD) == "file"
-
-
-def read_card(path: Path) -> Card:
-    """The card of a scorer.
-
-    Raises:
-        ArtifactError: there is none, or it is damaged or of another version.
-    """
-    file = path / CARD
-    if kind_of(file) != "file":
-        raise ArtifactError(f"{path}: is no scorer (no {CARD}); make one with `grasp distil`")
-    if (size := file.stat().st_size) > LARGEST_CARD:
-        raise ArtifactError(f"{file}: has {size} bytes, expected at most {LARGEST_CARD}; distil again")
-    data = file.read_bytes()
-    try:
-        raw: Any = parse_json(data)
-    except ValueError as err:
-        raise ArtifactError(f"{file}: damaged: not JSON ({plain(err)}); restore a copy, or distil again") from err
-    version = raw.get("format_version") if isinstance(raw, dict) and raw.get("format") == FORMAT else None
-    if version != FORMAT_VERSION:
-        raise ArtifactError(
-            f"{file}: is no card of a scorer of version {FORMAT_VERSION} (got version {version!r}); distil again"
-        )
-    if not is_signed(data):
-        raise ArtifactError(f"{file}: damaged: its checksum does not match; restore a copy, or distil again")
-    try:
-        return Card.model_validate_json(data)
-    except ValidationError as err:
-        item = err.errors()[0]
-        where = plain(".".join(map(str, item["loc"])), 100)
-        raise ArtifactError(f"{file}: {where}: {item['msg']}; distil again") from err
 
 
 def _readme(card: Card) -> str:

@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.choice import SUMMARY_VERSION
 from grasp.errors import SettingsError
-from grasp.files import is_signed
+from grasp.store.records import Signed
 from grasp.text import parse_json
-from grasp.yaml_files import describe
 
 
 class Summary(BaseModel):
@@ -118,18 +117,9 @@ def read_summary(kind: type[S], path: Path, artifact: ArtifactReader) -> S:
     found = data.get("kind") if isinstance(data, dict) else None
     if isinstance(found, str) and found in COMMANDS and found != name:
         raise SettingsError(f"{flag}: {path} is the summary of a {found}, give it with --{found}; {expected}")
-    version = data.get("format_version") if isinstance(data, dict) else None
-    if found == name and version != SUMMARY_VERSION:
-        raise SettingsError(
-            f"{flag}: {path}: format version {version!r}, this program reads {SUMMARY_VERSION}; run {COMMANDS[name]} "
-            "again"
-        )
-    try:
-        summary = kind.model_validate(data)
-    except ValidationError as err:
-        raise SettingsError(f"{describe(err, f'{flag}: {path}')}; {expected}") from err
-    if not is_signed(content):
-        raise SettingsError(f"{flag}: {path}: damaged: its checksum does not match; run {COMMANDS[name]} again")
+    what, again = f"the summary of a {name} ({COMMANDS[name]} writes it beside --out)", f"run {COMMANDS[name]} again"
+    signed = Signed("", kind, what, name, SUMMARY_VERSION, again, SettingsError, key="kind")
+    summary = signed.parse(f"{flag}: {path}", content)
     here = artifact.manifest.fingerprints.get("corpus")
     if summary.corpus != here:
         raise SettingsError(

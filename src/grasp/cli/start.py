@@ -186,7 +186,7 @@ def _refuse_idle(flags: dict[str, Any], beside: str) -> None:
 def _say(out: str, path: Path) -> None:
     """What was built and what to do with it."""
     from grasp.artifact.inspection import info
-    from grasp.artifact.remote import remote_url
+    from grasp.store.remote import remote_url
 
     done: ArtifactInfo = info(remote_url(out) or path)
     units = sum(done.targets.values())
@@ -237,10 +237,10 @@ def info(
     are computed again with the model, where it is still there.
     """
     from grasp.artifact.inspection import info as describe
-    from grasp.artifact.remote import remote_url
-    from grasp.choose.scorer import is_scorer, read_card
+    from grasp.choose.scorer import SIGNED_CARD, is_scorer
     from grasp.errors import ArtifactError
     from grasp.files import kind_of
+    from grasp.store.remote import remote_url
 
     if checked:
         own = merged(None, assignments, {})
@@ -251,7 +251,7 @@ def info(
         if value:
             raise SettingsError(f"{flag}: no meaning without --check; leave it out")
     if is_scorer(path):
-        card = read_card(path)
+        card = SIGNED_CARD.read(path)
         print(json_text(card.model_dump(mode="json")) if as_json else card)
         return
     try:

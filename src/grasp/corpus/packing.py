@@ -87,9 +87,9 @@ class SkipLog:
             listed = self.ids.setdefault(reason, [])
             listed.extend(names[: LISTED_IDS - len(listed)])
 
-    def drain(self) -> tuple[dict[str, int], dict[str, list[str]]]:
+    def drain(self) -> Skipped:
         """Counts and ids so far; the log is empty afterwards."""
-        drained = dict(self.counts), self.ids
+        drained = self.frozen()
         self.counts, self.ids = Counter(), {}
         return drained
 

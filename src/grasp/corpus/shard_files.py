@@ -1,37 +1,80 @@
-"""A directory of finished shards, written so that a kill costs at most one of them; what they hold is their owner's.
+"""Rows kept shard by shard, so that a kill costs at most one of them; what they hold is their owner's.
 
-`plan.json` says what is being written, `shard-00000.parquet` holds rows, `shard-00000.json`, written after
-it, says that the shard is whole and where the next one begins, `store.json` says that the store is complete.
+`plan.json` says what is being written, `shard-00000.parquet` holds rows, its mark `shard-00000.json` says where the
+next shard begins, `store.json` that the store is complete.
 """
 
 import hashlib
-import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow.dataset import dataset
+from pydantic import ConfigDict, Field
 
 from grasp.corpus.labels import DOCUMENT_COLUMN, Kind, arrow_type, as_kind, column_of, kind_of_all, wider
 from grasp.corpus.packing import Cursor, SkipLog, Skipped, StoredRow
 from grasp.corpus.sources import Source
 from grasp.errors import CorpusError
-from grasp.files import aside, differences, discard, is_part, remove_parts, written_aside
+from grasp.files import UNSIGNED, FileEntry, aside, discard, is_part
 from grasp.settings import CorpusSettings
+from grasp.store.contents import parquet_bytes, read_table
+from grasp.store.directory import Schema, Store
+from grasp.store.records import FileName, JsonModel, Mark, Signed
+from grasp.store.remote import Files
 
 FORMAT: Final = 1
 PUBLIC_COLUMNS: Final = ("row_id", "doc_id", "n_tokens", "snippet")
 SUMMARY: Final = "store.json"
-_OURS: Final = re.compile(r"(?:plan|store|shard-\d+)\.(?:json|parquet)")
+AGAIN: Final = "delete its directory and build again"
+
+
+class ShardMark(Mark):
+    """What is known of a shard, and where the next one begins."""
+
+    n_rows: int
+    n_tokens: int
+    cursor: Cursor
+    labels: list[tuple[str, Kind]]
+    ignored_columns: list[str]
+    skipped: Skipped
+
+
+class StoreSummary(JsonModel):
+    """store.json. Of a store that an earlier version wrote, `files` is empty: the artifact's manifest has them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    holds: str = "tokens"
+    format_version: int = FORMAT
+    checksum: str = Field(UNSIGNED, description="Of this file, with the checksum itself as zeros.")
+    n_rows: int
+    n_tokens: int
+    n_shards: int
+    shard_rows: int
+    n_documents: int
+    fingerprint: str
+    labels: list[tuple[str, Kind]]
+    ignored_columns: list[str]
+    skipped: Skipped
+    details: dict[str, Any] = Field({})
+    files: dict[FileName, FileEntry] = Field({})
+
+
+ROWS = Schema(
+    mark=ShardMark,
+    marks="shard-*.json",
+    plan="plan.json",
+    ours=("shard-*.parquet", SUMMARY),
+    again=AGAIN,
+    mistake=CorpusError,
+)
 
 
 class Shard(Protocol):
@@ -77,20 +120,14 @@ class ShardStore(ABC, Generic[S]):
     content: ClassVar[tuple[str, ...]]  # the columns that hold it
     seed: ClassVar[bytes]  # of the fingerprint
 
-    def __init__(self, directory: Path, summary: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, summary: StoreSummary) -> None:
         self._directory = directory
-        self.n_rows: int = summary["n_rows"]
-        self.n_shards: int = summary["n_shards"]
-        self.shard_rows: int = summary["shard_rows"]
-        self.n_tokens: int = summary["n_tokens"]
-        self.n_documents: int = summary["n_documents"]
-        self.fingerprint: str = summary["fingerprint"]
-        self.details: dict[str, Any] = summary.get("details", {})
-        self._kinds: dict[str, Kind] = dict(summary["labels"])
-        self.label_columns: tuple[str, ...] = tuple(self._kinds)
-        self.ignored_columns: tuple[str, ...] = tuple(summary["ignored_columns"])
-        ids = {reason: tuple(names) for reason, names in summary["skipped"]["ids"].items()}
-        self.skipped = Skipped(counts=summary["skipped"]["counts"], ids=ids)
+        self._files = Files(directory, summary.files, AGAIN, CorpusError)
+        self.n_rows, self.n_shards, self.shard_rows = summary.n_rows, summary.n_shards, summary.shard_rows
+        self.n_tokens, self.n_documents, self.fingerprint = summary.n_tokens, summary.n_documents, summary.fingerprint
+        self.details, self.skipped = summary.details, summary.skipped
+        self._kinds = dict(summary.labels)
+        self.label_columns, self.ignored_columns = tuple(self._kinds), tuple(summary.ignored_columns)
 
     @classmethod
     def open(cls, directory: Path) -> Self:
@@ -99,20 +136,15 @@ class ShardStore(ABC, Generic[S]):
         Raises:
             CorpusError: not there, not complete, of another format version, or of rows of another sort.
         """
-        path = directory / SUMMARY
-        if not path.exists():
-            state = (
-                "an unfinished row store; run the build again to go on" if directory.exists() else "no such row store"
-            )
-            raise CorpusError(f"{directory}: {state}")
-        summary = read_json(path)
-        if summary.get("format") != FORMAT:
-            raise CorpusError(
-                f"{path}: got format {summary.get('format')!r}, expected {FORMAT}; delete {directory} and build again"
-            )
-        if (found := summary.get("holds", "tokens")) != cls.holds:
-            raise CorpusError(f"{path}: a store of {found}, expected one of {cls.holds}")
-        return cls(directory, summary)
+        return cls(directory, cls._signed(directory.exists()).read(directory))
+
+    @classmethod
+    def _signed(cls, begun: bool = True) -> Signed[StoreSummary]:
+        none = "an unfinished row store; run the build again to go on" if begun else "no such row store"
+        what = f"a store of {cls.holds}"
+        return Signed(
+            SUMMARY, StoreSummary, what, cls.holds, FORMAT, AGAIN, CorpusError, none=none, unsigned=True, key="holds"
+        )
 
     @classmethod
     def _write(
@@ -138,35 +170,50 @@ class ShardStore(ABC, Generic[S]):
             **reader,
             "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
         }
-        begin(directory, plan, replace=replace)
+        if not (directory / ROWS.plan).exists():
+            _refuse_foreign(directory)
+        store = Store(directory, ROWS)
+        store.begin(plan, replace=replace)
         if not (directory / SUMMARY).exists():
             log, size = SkipLog(), shard_rows
-            writer = _StoreWriter(directory, log)
-            cursor = Cursor(**writer.states[-1]["cursor"]) if writer.states else Cursor()
+            done = next(k for k in count() if _name(k) not in store.parts)
+            for name in list(store.parts)[done:]:
+                store.drop(name)
+            marks = [store.mark(name) for name in store.parts]
+            cursor = marks[-1].cursor if marks else Cursor()
             stream.next_document = cursor.document
             rows = stream.rows(cursor, log)
             while shard := list(islice(rows, size)):
                 # A short shard is the last one: what came after its last row has been read and counted as well.
                 after = shard[-1].after if len(shard) == size else Cursor(stream.next_document)
-                writer.add(shard, stream.payload(shard), after)
+                marks.append(_add(store, marks, shard, stream.payload(shard), after, log))
                 if progress is not None:
-                    progress(writer.total("n_rows"))
-            writer.check(stream)
-            writer.close(
+                    progress(sum(mark.n_rows for mark in marks))
+            skipped = _skipped(marks, log)
+            _check(store, stream, skipped)
+            summary = StoreSummary(
                 holds=cls.holds,
+                n_rows=sum(mark.n_rows for mark in marks),
+                n_tokens=sum(mark.n_tokens for mark in marks),
+                n_shards=len(marks),
                 shard_rows=size,
                 n_documents=stream.next_document,
-                fingerprint=cls._fingerprint(directory, len(writer.states)),
+                fingerprint=cls._fingerprint(store),
+                labels=list(_kinds(marks).items()),
+                ignored_columns=sorted({name for mark in marks for name in mark.ignored_columns}),
+                skipped=skipped,
                 details=dict(details),
+                files={name: entry for mark in marks for name, entry in mark.files.items()},
             )
+            cls._signed().write(directory, summary)
         return cls.open(directory)
 
     @classmethod
-    def _fingerprint(cls, directory: Path, n_shards: int) -> str:
+    def _fingerprint(cls, store: Store[ShardMark]) -> str:
         """Hash over the names and the content of all rows in order; shards do not enter."""
         digest = hashlib.blake2b(cls.seed, digest_size=16)
-        for k in range(n_shards):
-            for part in cls._hashed(read_shard(directory, k, ["row_id", *cls.content])):
+        for name in store.parts:
+            for part in cls._hashed(read_table(store.file(name), AGAIN, CorpusError, ["row_id", *cls.content])):
                 digest.update(part)
         return digest.hexdigest()
 
@@ -182,16 +229,16 @@ class ShardStore(ABC, Generic[S]):
             CorpusError: no such shard, or its file is damaged.
         """
         self._require(k)
-        return self._shard(k * self.shard_rows, read_shard(self._directory, k))
+        return self._shard(k * self.shard_rows, self._read(k))
 
     def table(self, k: int) -> pa.Table:
         """row_id, doc_id, n_tokens, snippet and the labels of shard k; its content is not read."""
         self._require(k)
-        return self._public(read_shard(self._directory, k, [*PUBLIC_COLUMNS, *self._kinds]))
+        return self._public(self._read(k, [*PUBLIC_COLUMNS, *self._kinds]))
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of every row, (N,); nothing else is read."""
-        shards = [read_shard(self._directory, k, ["n_tokens"]) for k in range(self.n_shards)]
+        shards = [self._read(k, ["n_tokens"]) for k in range(self.n_shards)]
         return np.concatenate([np.asarray(table.column("n_tokens"), dtype=np.int64) for table in shards])
 
     def supervised(self) -> NDArray[np.int64]:
@@ -219,6 +266,12 @@ class ShardStore(ABC, Generic[S]):
     def _shard(self, start: int, whole: pa.Table) -> S:
         """The rows of a shard's table, of which the first is row `start` of the corpus."""
 
+    def _read(self, k: int, columns: list[str] | None = None) -> pa.Table:
+        """The table of a shard, or those of the columns that it has; it is the one that was written."""
+        name = f"{_name(k)}.parquet"
+        path = self._files.file(name) if self._files.entries else self._directory / name
+        return read_table(path, AGAIN, CorpusError, columns)
+
     def _require(self, k: int) -> None:
         if not 0 <= k < self.n_shards:
             raise CorpusError(f"{self._directory}: got shard {k}, expected 0 to {self.n_shards - 1}")
@@ -233,96 +286,75 @@ class ShardStore(ABC, Generic[S]):
         return pa.table(columns)
 
 
-class _StoreWriter:
-    """Writes shards one after the other, from the first that is missing on, then closes the store."""
+def _add(
+    store: Store[ShardMark],
+    before: Sequence[ShardMark],
+    rows: Sequence[StoredRow],
+    payload: Mapping[str, pa.Array],
+    after: Cursor,
+    log: SkipLog,
+) -> ShardMark:
+    """Write the next shard, and what was left out since the last one."""
+    names = dict.fromkeys(name for row in rows for name in row.labels)
+    _refuse_alike([*_kinds(before), *names])
+    columns = {name: [row.labels.get(name) for row in rows] for name in names}
+    kinds = {name: kind_of_all(values) for name, values in columns.items()}
+    table = pa.table(
+        {
+            "row_id": pa.array([row.row_id for row in rows], pa.string()),
+            "doc_id": pa.array([row.doc_id for row in rows], pa.string()),
+            "n_tokens": pa.array([row.n_tokens for row in rows], pa.int32()),
+            "snippet": pa.array([row.snippet for row in rows], pa.string()),
+            DOCUMENT_COLUMN: pa.array([row.document for row in rows], pa.int64()),
+            **payload,
+            **{name: column_of(values, kinds[name]) for name, values in columns.items()},
+        }
+    )
+    name = _name(len(before))
+    return store.put(
+        name,
+        {f"{name}.parquet": parquet_bytes(table)},
+        n_rows=len(rows),
+        n_tokens=sum(row.n_tokens for row in rows),
+        cursor=after,
+        labels=list(kinds.items()),
+        ignored_columns=sorted({name for row in rows for name in row.ignored}),
+        skipped=log.drain(),
+    )
 
-    def __init__(self, directory: Path, log: SkipLog) -> None:
-        self._directory = directory
-        self._log = log
-        self.states: list[dict[str, Any]] = []
-        while (path := _file(directory, len(self.states), ".json")).exists():
-            self.states.append(read_json(path))
 
-    def total(self, name: str) -> int:
-        """Sum over the finished shards of a number that their states hold."""
-        return sum(state[name] for state in self.states)
-
-    def add(self, rows: Sequence[StoredRow], payload: Mapping[str, pa.Array], after: Cursor) -> None:
-        """Write one shard, and what was left out since the last one."""
-        k = len(self.states)
-        names = dict.fromkeys(name for row in rows for name in row.labels)
-        _refuse_alike([*self._kinds(), *names])
-        columns = {name: [row.labels.get(name) for row in rows] for name in names}
-        kinds = {name: kind_of_all(values) for name, values in columns.items()}
-        table = pa.table(
-            {
-                "row_id": pa.array([row.row_id for row in rows], pa.string()),
-                "doc_id": pa.array([row.doc_id for row in rows], pa.string()),
-                "n_tokens": pa.array([row.n_tokens for row in rows], pa.int32()),
-                "snippet": pa.array([row.snippet for row in rows], pa.string()),
-                DOCUMENT_COLUMN: pa.array([row.document for row in rows], pa.int64()),
-                **payload,
-                **{name: column_of(values, kinds[name]) for name, values in columns.items()},
-            }
+def _check(store: Store[ShardMark], stream: RowStream[Any], skipped: Skipped) -> None:
+    """See that there are rows, and that no two have one name."""
+    if not store.parts:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in skipped.counts.items())
+        raise CorpusError(
+            f"{stream.settings.path}: none of its {stream.next_document} records gives a row "
+            f"({reasons or 'it is empty'}); expected at least one, of two tokens or more"
         )
-        counts, ids = self._log.drain()
-        state = {
-            "n_rows": len(rows),
-            "n_tokens": sum(row.n_tokens for row in rows),
-            "cursor": asdict(after),
-            "labels": list(kinds.items()),
-            "ignored_columns": sorted({name for row in rows for name in row.ignored}),
-            "skipped": {"counts": counts, "ids": ids},
-        }
-        path = _file(self._directory, k, ".parquet")
-        _replace_file(path, lambda part: pq.write_table(table, part, compression="zstd"))
-        write_json(_file(self._directory, k, ".json"), state)
-        self.states.append(state)
+    twice = _first_duplicate(store)
+    if twice is not None:
+        row_id, documents = twice
+        shown = " and ".join(map(stream.where, documents))
+        raise CorpusError(
+            f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
+            'of names with --id-column, or have names made with --id-column ""'
+        )
 
-    def check(self, stream: RowStream[Any]) -> None:
-        """See that there are rows, and that no two have one name."""
-        if not self.states:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self._skipped().counts.items())
-            raise CorpusError(
-                f"{stream.settings.path}: none of its {stream.next_document} records gives a row "
-                f"({reasons or 'it is empty'}); expected at least one, of two tokens or more"
-            )
-        twice = _first_duplicate(self._directory, len(self.states))
-        if twice is not None:
-            row_id, documents = twice
-            shown = " and ".join(map(stream.where, documents))
-            raise CorpusError(
-                f"row_id {row_id!r} occurs twice: {shown}; give every row a name of its own, name another column "
-                'of names with --id-column, or have names made with --id-column ""'
-            )
 
-    def close(self, **summary: Any) -> None:
-        """Mark the store complete."""
-        summary |= {
-            "format": FORMAT,
-            "n_rows": self.total("n_rows"),
-            "n_tokens": self.total("n_tokens"),
-            "n_shards": len(self.states),
-            "labels": list(self._kinds().items()),
-            "ignored_columns": sorted({name for state in self.states for name in state["ignored_columns"]}),
-            "skipped": asdict(self._skipped()),
-        }
-        write_json(self._directory / SUMMARY, summary)
+def _skipped(marks: Sequence[ShardMark], log: SkipLog) -> Skipped:
+    """What was left out, of the whole corpus; the log is part of it."""
+    total = SkipLog()
+    for skipped in (*(mark.skipped for mark in marks), log.frozen()):
+        total.extend(skipped.counts, {reason: list(names) for reason, names in skipped.ids.items()})
+    return total.frozen()
 
-    def _skipped(self) -> Skipped:
-        """What was left out, of the whole corpus; the log is part of it."""
-        total = SkipLog()
-        for state in self.states:
-            total.extend(state["skipped"]["counts"], state["skipped"]["ids"])
-        total.extend(self._log.counts, self._log.ids)
-        return total.frozen()
 
-    def _kinds(self) -> dict[str, Kind]:
-        """Type of every label over the finished shards; order of first occurrence."""
-        kinds: dict[str, Kind] = {}
-        for name, kind in (pair for state in self.states for pair in state["labels"]):
-            kinds[name] = wider(kinds.get(name, "null"), cast(Kind, kind))
-        return kinds
+def _kinds(marks: Sequence[ShardMark]) -> dict[str, Kind]:
+    """Type of every label over the finished shards; order of first occurrence."""
+    kinds: dict[str, Kind] = {}
+    for name, kind in (pair for mark in marks for pair in mark.labels):
+        kinds[name] = wider(kinds.get(name, "null"), kind)
+    return kinds
 
 
 def _refuse_alike(names: Sequence[str]) -> None:
@@ -337,49 +369,24 @@ def _refuse_alike(names: Sequence[str]) -> None:
             )
 
 
-def begin(directory: Path, plan: Mapping[str, Any], *, replace: bool = False) -> None:
-    """Claim the directory for this plan, or see that it was begun with the same one.
-
-    Args:
-        replace: what was begun with another plan is thrown away; without, only if no shard of it is finished.
-    """
-    path = directory / "plan.json"
-    if path.exists():
-        changes = list(differences(read_json(path), json.loads(json.dumps(plan))))
-        if changes and (replace or not any(directory.glob("shard-*.json"))):
-            for entry in directory.iterdir():
-                if _OURS.fullmatch(entry.name) or is_part(entry):
-                    discard(entry)
-            write_json(path, plan)
-        elif changes:
-            raise CorpusError(
-                f"{directory}: was begun with other input: {'; '.join(changes)}. "
-                "Restore it, or delete the directory to start over"
-            )
-        remove_parts(directory)  # of a writer that was killed; another one waits at the lock
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        strange = [entry.name for entry in directory.iterdir() if not is_part(entry)]
-    except OSError as err:
-        raise CorpusError(f"{directory}: no directory can be made here: {err}; choose another one") from err
-    if strange:
+def _refuse_foreign(directory: Path) -> None:
+    """See that a store may be begun here."""
+    if directory.exists() and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
         raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
-    write_json(path, plan)
 
 
-def _first_duplicate(directory: Path, n_shards: int) -> tuple[str, list[int]] | None:
+def _first_duplicate(store: Store[ShardMark]) -> tuple[str, list[int]] | None:
     """First row_id that occurs more than once, and the documents of two of its rows.
 
     DuckDB counts them and spills to disk: memory does not grow with the corpus.
     """
-    spill = aside(directory / "spill")
+    spill = aside(store.root / "spill")
     config: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": str(spill),
         "memory_limit": "512MB",
         "threads": 2,
     }
-    files = dataset([str(_file(directory, k, ".parquet")) for k in range(n_shards)], format="parquet")
+    files = dataset([str(store.file(name)) for name in store.parts], format="parquet")
     with duckdb.connect(config=config) as connection:
         connection.register("names", files)
         found = connection.execute(
@@ -390,43 +397,5 @@ def _first_duplicate(directory: Path, n_shards: int) -> tuple[str, list[int]] | 
     return None if found is None else (found[0], [found[1], found[2]])
 
 
-def _file(directory: Path, k: int, suffix: str) -> Path:
-    return directory / f"shard-{k:05d}{suffix}"
-
-
-def read_shard(directory: Path, k: int, columns: list[str] | None = None) -> pa.Table:
-    """The table of a shard, or those of the columns that it has."""
-    path = _file(directory, k, ".parquet")
-    try:
-        with pq.ParquetFile(path) as file:
-            return file.read(columns)
-    except (pa.ArrowException, OSError) as err:
-        raise CorpusError(
-            f"{path}: missing or damaged: {' '.join(str(err).split())}; delete {directory} and build again"
-        ) from err
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A mapping that this module wrote."""
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise CorpusError(f"{path}: damaged: {err}; delete {path.parent} and build again") from err
-    return data
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """A mapping that `read_json` reads."""
-    text = json.dumps(data, indent=1, ensure_ascii=False)
-    _replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
-
-
-def _replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file that is whole when it is there."""
-    try:
-        with written_aside(path) as part:
-            write(part)
-    except OSError as err:
-        raise CorpusError(
-            f"{path}: cannot be written: {err}; make room and run again: finished shards are kept"
-        ) from err
+def _name(k: int) -> str:
+    return f"shard-{k:05d}"

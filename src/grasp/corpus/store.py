@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from grasp.corpus.documents import Document, Tokenizer, column_roles, documents_of
 from grasp.corpus.labels import IDS_COLUMN, LABELLED_COLUMN
 from grasp.corpus.packing import Cursor, Packer, Row, SkipLog
-from grasp.corpus.shard_files import RowStream, ShardStore, read_shard
+from grasp.corpus.shard_files import RowStream, ShardStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError, ModelError
 from grasp.settings import CorpusSettings
@@ -137,16 +137,14 @@ class RowStore(ShardStore[RowShard]):
     @cached_property
     def masked(self) -> bool:
         """Whether of some rows only a part carries loss, as of conversations."""
-        return any(
-            _mask_of(read_shard(self._directory, k, [LABELLED_COLUMN])) is not None for k in range(self.n_shards)
-        )
+        return any(_mask_of(self._read(k, [LABELLED_COLUMN])) is not None for k in range(self.n_shards))
 
     def supervised(self) -> NDArray[np.int64]:
         return np.concatenate([self.supervised_of(k) for k in range(self.n_shards)])
 
     def supervised_of(self, k: int) -> NDArray[np.int64]:
         """The same of one shard."""
-        table = read_shard(self._directory, k, ["n_tokens", LABELLED_COLUMN])
+        table = self._read(k, ["n_tokens", LABELLED_COLUMN])
         labelled = _mask_of(table)
         lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
         starts = np.cumsum(lengths) - lengths

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from grasp.artifact import remote
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.errors import CorpusError, SettingsError, TargetError
@@ -30,6 +30,7 @@ from grasp.extract.progress import Progress, Silent
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.device import dtype_name
 from grasp.settings import CODE, ModelSettings, TargetSettings, build_settings, without_foreign_code
+from grasp.store import remote
 from grasp.targets.records import records_of, units_of
 from grasp.targets.units import Unit
 from grasp.yaml_files import leaf, over, plain_settings, put, put_all, read_yaml, require_flags, take, validated
@@ -119,7 +120,7 @@ def build(
         checked, progress = build_settings(data), progress or Silent()
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from a disk; save it and name its directory")
-        if url is not None and remote.is_published(url):
+        if url is not None and remote.is_published(url, SIGNED_MANIFEST):
             if not resume:
                 raise SettingsError(f"--out: a complete artifact lies at {url}; choose another place, or delete it")
             progress.note(f"{url}: finished already; nothing was read again")
@@ -129,7 +130,7 @@ def build(
         )
     if url is not None:
         progress.stage("sending", rows=None, tokens=None)
-        remote.publish_artifact(staged, url)
+        remote.publish(staged, url, SIGNED_MANIFEST)
         remote.discard_staging(url)
     return ArtifactReader.open(place if url is None else url)
 

@@ -56,7 +56,7 @@ def add_target(
         ) as extension:
             if extension.complete:
                 return "there already"
-            kept = len(artifact.features.finished) == extension.n_shards
+            kept = artifact.keeps_features
             if not kept:
                 rows = first_rows(inputs.store)
                 seconds = pass_seconds(inputs.model, inputs.store.n_tokens, rows, inputs.settings.features, token)
@@ -94,7 +94,7 @@ def write_columns(
     announce(progress, inputs.store, len(left))
     for k in left:
         if kept:
-            shard = ShardForward.unspool(artifact.features.read(k), model.vocab_size)
+            shard = ShardForward.unspool(artifact.features(k), model.vocab_size)
         else:
             shard = forward_shard(model, inputs.store.shard(k), inputs.settings.features, token)
         columns = shard.token

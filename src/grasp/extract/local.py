@@ -19,10 +19,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.layout import BUILD, MANIFEST, RUN
-from grasp.artifact.manifest import read_manifest
+from grasp.artifact.layout import BUILD, FEATURES, MANIFEST, RUN
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.shards import ArraySpec, FeatureSpool
+from grasp.artifact.shards import ArraySpec
+from grasp.artifact.spool import FeatureSpool
 from grasp.artifact.tables import LOSS_TOKENS
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.corpus.store import RowStore
@@ -263,7 +264,9 @@ def begin(settings: BuildSettings, out: Path, progress: Progress) -> bool:
         changed = list(differences(read_yaml(path), now))
         changed = [line for line in changed if not line.endswith("was absent, now null")]  # settings that came later
     elif finished:  # a published copy; what is left open follows from model and corpus
-        changed = [line for line in differences(read_manifest(out).settings, now) if not line.endswith("now null")]
+        changed = [
+            line for line in differences(SIGNED_MANIFEST.read(out).settings, now) if not line.endswith("now null")
+        ]
     else:
         raise ArtifactError(f"{out}: has no {RUN} that would say what it was built from; choose another --out")
     if changed:
@@ -333,7 +336,7 @@ def run_model(
     Nothing is spooled where the moments are given.
     """
     model, store, features = inputs.model, inputs.store, inputs.settings.features
-    kept = FeatureSpool(out / "features") if inputs.settings.keep_features else None
+    kept = FeatureSpool(out / FEATURES) if inputs.settings.keep_features else None
     exact = given is None and store.n_rows <= features.moment_rows
     spool = FeatureSpool(work / "features") if exact else None
 
@@ -444,7 +447,7 @@ def close(
     if NO_GRADIENT in sums:
         given["skipped"]["gradients"] = int(sums[NO_GRADIENT][0])
     # relative paths of the settings are meant from here; said relative to the artifact, it holds where both are moved
-    given["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.path))
+    given["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
     writer.finish(
         manifest=given,
         moments=moments,

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import grasp
 from grasp.artifact.layout import PER_UNIT
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.remote import remote_url
 from grasp.artifact.shards import ArraySpec
 from grasp.artifact.tables import LOSS_TOKENS, ROW_COLUMNS
 from grasp.artifact.writer import ArtifactWriter
@@ -30,6 +29,7 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.local import sketch_gain
 from grasp.extract.progress import Progress, Silent
 from grasp.files import FULL, check_outputs, differences, written_aside
+from grasp.store.remote import remote_url
 
 REMEDY = "build the later part with --like and the first one, and with its model, features and targets"
 DERIVED = ("loss",)  # columns of units that another machine may round differently

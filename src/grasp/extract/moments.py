@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.artifact.shards import FeatureSpool
+from grasp.artifact.spool import FeatureSpool
 from grasp.corpus.shard_files import ShardStore
 from grasp.corpus.store import RowStore
 from grasp.errors import ModelError

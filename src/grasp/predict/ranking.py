@@ -19,7 +19,7 @@ from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.relevance import UnitSelection
 from grasp.predict.row_arrays import length_column, row_tokens
 from grasp.results import write_table
-from grasp.sealed import SealedWriter
+from grasp.store.sealed import SealedWriter
 
 ROWS_AT_ONCE = 1 << 18  # of the row table, while all rows are written in order
 SHORT = 32  # tokens: the relevance of shorter rows is noisy

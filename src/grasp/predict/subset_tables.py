@@ -29,7 +29,7 @@ from grasp.predict.blocks import (
     WeightedRows,
     in_blocks,
 )
-from grasp.sealed import SealedWriter, sealed_batches
+from grasp.store.sealed import SealedWriter, sealed_batches
 
 ONE_SUBSET = "subset"  # name of the only subset of a table that names none
 CORPUS = "corpus"  # key of the corpus' fingerprint in the metadata of what we write

@@ -18,7 +18,7 @@ from grasp.extract.pictures import vision
 from grasp.extract.reopen import Origin
 from grasp.predict.row_arrays import row_places
 from grasp.report.texts import number, signed
-from grasp.sealed import sealed_batches
+from grasp.store.sealed import sealed_batches
 from grasp.text import name, plain
 from grasp.yaml_files import describe
 

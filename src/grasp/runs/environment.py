@@ -24,11 +24,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
 from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
 from grasp.geometry.candidates import evidence
-from grasp.locks import TTL_SECONDS, Lease, generations, take
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
@@ -38,6 +36,7 @@ from grasp.runs.environment_files import (
     EXAMPLES,
     FULL,
     INFO,
+    SIGNED_INFO,
     EnvironmentInfo,
     MaskDigest,
     Role,
@@ -45,11 +44,11 @@ from grasp.runs.environment_files import (
     check_growth,
     failed_line,
     failures,
-    read_info,
     read_runs,
     run_bytes,
     runs_in,
 )
+from grasp.store.locks import TTL_SECONDS, Lease, generations, take
 
 F64 = NDArray[np.float64]
 ALL_SUFFIX = "@all"  # of a target whose units carry loss on every token
@@ -89,7 +88,7 @@ class Utilities:
 def is_environment(path: Path) -> bool:
     """Whether an environment lies there."""
     try:
-        return bool(read_info(path / INFO))
+        return bool(SIGNED_INFO.read(path))
     except EnvironmentDataError:
         return False
 
@@ -114,7 +113,7 @@ class Environment:
         for name in (INFO, SUBSETS, UTILITIES, REFERENCE):  # it may come from a stranger: a pipe has no end
             if (kind := kind_of(path / name)) not in ("file", "nothing"):
                 raise EnvironmentDataError(f"{path / name}: is a {kind}, expected a regular file; restore it")
-        return cls(path, read_info(path / INFO))
+        return cls(path, SIGNED_INFO.read(path))
 
     @classmethod
     def create(cls, path: Path, info: EnvironmentInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
@@ -136,12 +135,12 @@ class Environment:
             digest.check_names(path / SUBSETS)
             info = info.model_copy(update={"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]})
             if (path / INFO).exists():
-                begun = read_info(path / INFO)
+                begun = SIGNED_INFO.read(path)
                 check_growth(path, begun, info, digest.checksums)
-                if begun == info.model_copy(update={"made_by": begun.made_by}):
+                if begun == info.model_copy(update={"made_by": begun.made_by, "checksum": begun.checksum}):
                     info = begun
-        write_whole(path / INFO, signed_json(info))
-        return cls(path, info)
+        SIGNED_INFO.write(path, info)
+        return cls.open(path)
 
     # ---------------------------------------------------------------------------------------- what it is
 

@@ -21,15 +21,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 from pydantic_core import to_jsonable_python
 
 from grasp.errors import EnvironmentDataError, ModelError
-from grasp.files import checksum, differences, discard, is_signed, write_whole
+from grasp.files import differences, discard, write_whole
 from grasp.predict.blocks import SubsetBlock
 from grasp.settings import CorpusSettings, Settings, TargetSettings
+from grasp.store.records import Signed
+from grasp.store.sealed import SealedWriter, read_sealed
 from grasp.targets.units import LossOn
-from grasp.yaml_files import describe
 
 Role = Literal["dev", "held-out"]
 
@@ -50,7 +51,6 @@ SCHEMA = pa.schema(
 )
 COLUMNS = tuple(SCHEMA.names)
 LARGEST = 1e30  # of a utility: sums of squares stay finite
-CHECKSUM = b"grasp.checksum"  # of the lines, in the metadata of the Parquet file; a table made by hand has none
 DIRECTORY = "failed"
 
 
@@ -136,19 +136,17 @@ def check_growth(path: Path, begun: EnvironmentInfo, now: EnvironmentInfo, check
         )
 
 
-def read_info(path: Path) -> EnvironmentInfo:
-    try:
-        data = path.read_bytes()
-        info = EnvironmentInfo.model_validate_json(data)
-    except (FileNotFoundError, NotADirectoryError) as err:
-        raise EnvironmentDataError(f"{path}: no such file; {path.parent} is not an environment") from err
-    except ValidationError as err:
-        raise EnvironmentDataError(f"{describe(err, str(path))}; restore it from a copy") from err
-    if info.format_version != FORMAT_VERSION:
-        raise EnvironmentDataError(f"{path}: format version {info.format_version}, this program reads {FORMAT_VERSION}")
-    if info.checksum and not is_signed(data):
-        raise EnvironmentDataError(f"{path}: damaged: its checksum does not match; restore it from a copy")
-    return info.model_copy(update={"checksum": ""})
+SIGNED_INFO = Signed(
+    INFO,
+    EnvironmentInfo,
+    "the record of an environment",
+    "grasp-environment",
+    FORMAT_VERSION,
+    "restore it from a copy",
+    EnvironmentDataError,
+    none=f"is not an environment (no {INFO})",
+    unsigned=True,
+)
 
 
 # ------------------------------------------------------------------------------------------------ results, line by line
@@ -187,14 +185,9 @@ def run_bytes(runs: Sequence[Run], units: Sequence[tuple[str, str]], utility_RE:
         }
     )
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        table.replace_schema_metadata({CHECKSUM: _checksum(table)}),
-        sink,
-        compression="zstd",
-        compression_level=19,
-        use_dictionary=list(COLUMNS[:-1]),
-        column_encoding={"utility": "BYTE_STREAM_SPLIT"},
-    )
+    how: dict[str, Any] = {"use_dictionary": list(COLUMNS[:-1]), "column_encoding": {"utility": "BYTE_STREAM_SPLIT"}}
+    with SealedWriter(sink, table.schema, compression_level=19, **how) as writer:
+        writer.write(table)
     return bytes(sink.getvalue())
 
 
@@ -216,9 +209,6 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
         FileNotFoundError: no such file; where runs are merged while they are read this is no mistake.
     """
     table = _read(path, list(COLUMNS))
-    known = (table.schema.metadata or {}).get(CHECKSUM)
-    if known is not None and known != _checksum(table).encode():
-        raise EnvironmentDataError(f"{path}: damaged: its checksum does not match; restore it, or retrain")
     r = _codes(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)}, path)
     e = _codes(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)}, path)
     utility = table.column("utility").to_numpy().astype(np.float64)
@@ -247,12 +237,10 @@ def read_runs(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]])
 
 def _read(path: Path, columns: list[str]) -> pa.Table:
     try:
-        with pq.ParquetFile(path) as file:
-            names = list(file.schema_arrow.names)
-            missing = [name for name in COLUMNS if name not in names]
-            if missing:
-                raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
-            table = file.read(columns)
+        names = list(pq.read_schema(path).names)
+        if missing := [name for name in COLUMNS if name not in names]:
+            raise EnvironmentDataError(f"{path}: has columns {names}, lacks {missing}")
+        table = read_sealed(path, columns)
         table.validate(full=True)  # a flipped bit may leave names that are no text
     except FileNotFoundError:
         raise
@@ -265,15 +253,6 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         if empty:
             raise EnvironmentDataError(f"{path}: column {name} has {empty} empty cells, expected none")
     return table
-
-
-def _checksum(table: pa.Table) -> str:
-    """Of what the lines say, however they are stored."""
-    plain = table.select(COLUMNS).cast(SCHEMA).replace_schema_metadata(None).combine_chunks()
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, plain.schema) as stream:
-        stream.write_table(plain)
-    return checksum(sink.getvalue())
 
 
 def _codes(table: pa.Table, columns: tuple[str, str], code_of: Mapping[Any, int], path: Path) -> NDArray[np.int64]:

@@ -28,7 +28,7 @@ from grasp.predict.blocks import Side, SubsetBlock
 from grasp.predict.relevance import counted
 from grasp.predict.row_sums import BlockSums
 from grasp.predict.subset_tables import RowIndex
-from grasp.sealed import read_sealed
+from grasp.store.sealed import read_sealed
 from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from grasp.errors import EnvironmentDataError
 from grasp.files import check_place
 from grasp.runs.table import RESULTS_SCHEMA, SUM_SLACK, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
-from grasp.sealed import read_sealed
+from grasp.store.sealed import read_sealed
 from grasp.text import did_you_mean, parse_json
 
 NAMES = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # of the column with a run's name

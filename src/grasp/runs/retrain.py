@@ -28,7 +28,6 @@ from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
 from grasp.geometry.candidates import evidence
-from grasp.locks import held
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.environment import Environment
@@ -46,6 +45,7 @@ from grasp.runs.retrain_plan import (
 from grasp.runs.train import train, train_stacked
 from grasp.runs.train_command import command_words, job_line, job_of, utility_by_command
 from grasp.settings import RetrainSettings
+from grasp.store.locks import held
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 

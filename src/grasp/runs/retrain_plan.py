@@ -12,7 +12,6 @@ from grasp.corpus import RowStore, read_documents
 from grasp.corpus.sources import open_source
 from grasp.errors import CorpusError, EnvironmentDataError, SettingsError, SubsetError
 from grasp.files import discard, own_directory, written_aside
-from grasp.locks import one_at_a_time
 from grasp.models.checkpoint import tokenizer_at
 from grasp.models.device import device_of
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -26,6 +25,7 @@ from grasp.runs.evaluate import target_fingerprint
 from grasp.runs.recipe import TrainingRecipe, named_recipe, recipe_of_command
 from grasp.runs.train_command import ROWS, command_words, write_corpus
 from grasp.settings import ModelSettings, RetrainSettings
+from grasp.store.locks import one_at_a_time
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import UnitTokens
 from grasp.text import json_text

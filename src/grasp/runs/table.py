@@ -17,30 +17,21 @@ from typing import Literal, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from grasp.artifact.manifest import signed_json
 from grasp.errors import EnvironmentDataError
-from grasp.files import (
-    UNSIGNED,
-    FileEntry,
-    check_place,
-    entry_of,
-    fault,
-    is_signed,
-    kind_of,
-    write_whole,
-    written_aside,
-)
+from grasp.files import UNSIGNED, FileEntry
 from grasp.predict.blocks import LEAST_WEIGHT, MOST_WEIGHT
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import LARGEST
 from grasp.runs.metrics import mean_defined, spearman
 from grasp.settings import Settings
+from grasp.store.contents import parquet_bytes, read_table
+from grasp.store.directory import write_at_once
+from grasp.store.records import Signed
+from grasp.store.remote import open_store
 from grasp.text import plain, text_table
-from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]
 
@@ -89,6 +80,20 @@ class RunsInfo(Settings):
         return self
 
 
+AGAIN = "import the runs again"
+SIGNED_INFO = Signed(
+    INFO,
+    RunsInfo,
+    "a record of runs",
+    "grasp-runs",
+    1,
+    AGAIN,
+    EnvironmentDataError,
+    LARGEST_INFO,
+    none="no runs there; import them with grasp runs import",
+)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class RunTable:
     """Runs from anywhere.
@@ -132,20 +137,9 @@ class RunTable:
         Raises:
             EnvironmentDataError: not there, or damaged.
         """
-        path = Path(path)
-        if kind_of(path / INFO) != "file":
-            raise EnvironmentDataError(f"{path}: no runs there; import them with grasp runs import")
-        info = _read_info(path / INFO)
-        for name in (TRAINED, RESULTS):
-            if name not in info.files:
-                raise EnvironmentDataError(f"{path / INFO}: lists no {name}; import the runs again")
-            if what := fault(path, name, info.files[name]):
-                raise EnvironmentDataError(f"{path / name}: {what}; import the runs again")
-        try:
-            trained, results = pq.read_table(path / TRAINED), pq.read_table(path / RESULTS)
-        except (pa.ArrowException, OSError, ValueError) as err:
-            raise EnvironmentDataError(f"{path}: damaged: {' '.join(str(err).split())}; import the runs again") from err
-        return cls.of(path.name, info, trained, results)
+        info, files = open_store(path, SIGNED_INFO)
+        trained, results = (read_table(files.file(name), AGAIN, EnvironmentDataError) for name in (TRAINED, RESULTS))
+        return cls.of(Path(path).name, info, trained, results)
 
     def save(self, path: Path | str) -> Path:
         """Write a directory that `grasp.runs` opens; it appears only when whole.
@@ -154,13 +148,8 @@ class RunTable:
             SettingsError: something is there already.
         """
         path = Path(path)
-        check_place(path)
-        with written_aside(path) as part:
-            part.mkdir()
-            for name, table in ((TRAINED, self.trained), (RESULTS, self.results)):
-                pq.write_table(table, part / name, compression="zstd")
-            files = {name: entry_of(part / name) for name in (TRAINED, RESULTS)}
-            write_whole(part / INFO, signed_json(self.info.model_copy(update={"files": files, "checksum": UNSIGNED})))
+        files = {TRAINED: parquet_bytes(self.trained), RESULTS: parquet_bytes(self.results)}
+        write_at_once(path, SIGNED_INFO, files, lambda entries: self.info.model_copy(update={"files": entries}))
         return path
 
     @property
@@ -339,20 +328,6 @@ class RunTable:
         share = pa.array(self.trained["weight"].to_numpy() / over)
         trained = self.trained.set_column(2, "weight", share)
         return type(self)(self.name, self.info, trained, self.results, self.notes)
-
-
-def _read_info(path: Path) -> RunsInfo:
-    """What the runs are; they may come from a stranger."""
-    if (size := path.stat().st_size) > LARGEST_INFO:
-        raise EnvironmentDataError(f"{path}: has {size} bytes, expected at most {LARGEST_INFO}; import the runs again")
-    data = path.read_bytes()
-    try:
-        info = RunsInfo.model_validate_json(data)
-    except ValidationError as err:
-        raise EnvironmentDataError(f"{describe(err, str(path))}; import the runs again") from err
-    if not is_signed(data):
-        raise EnvironmentDataError(f"{path}: damaged: its checksum does not match; import the runs again")
-    return info
 
 
 def _codes(column: pa.ChunkedArray, names: Sequence[object]) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learning import Expected, Outside, columns_of, learn, measures
 from grasp.runs.table import RunTable
-from grasp.sealed import SealedWriter
+from grasp.store.sealed import SealedWriter
 from grasp.text import plain, several, signed, text_table
 
 if TYPE_CHECKING:

@@ -49,8 +49,7 @@ def _read(path: str, corpus: CorpusSettings, classes: Sequence[str], n_classes: 
     log = SkipLog()
     here = corpus.model_copy(update={"path": path, "limit": None})
     rows = list(image_rows(read_images(here), classes, n_classes, log))
-    _, left_out = log.drain()
-    bad = [f"{name} ({reason.replace('_', ' ')})" for reason, names in left_out.items() for name in names]
+    bad = [f"{name} ({reason.replace('_', ' ')})" for reason, names in log.ids.items() for name in names]
     if bad:
         raise TargetError(
             f"{path}: {len(bad)} of {len(bad) + len(rows)} trusted images cannot be used: {', '.join(bad[:5])}; "

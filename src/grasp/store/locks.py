@@ -48,7 +48,7 @@ class DirectoryLock:
             holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
             raise ArtifactError(
-                f"{path}: locked by {holder}; two writers cannot share one artifact: wait for it or stop it"
+                f"{path}: locked by {holder}; two writers cannot share one directory: wait for it or stop it"
             ) from err
         except OSError as err:
             os.close(descriptor)

@@ -81,7 +81,7 @@ class _Digests:
 class SealedWriter:
     """Writes tables of one schema one after the other; what they hold is said when it is closed."""
 
-    def __init__(self, path: Path, schema: pa.Schema, **how: Any) -> None:
+    def __init__(self, path: Any, schema: pa.Schema, **how: Any) -> None:
         self._digests = _Digests(schema, schema.names)
         self._writer = pq.ParquetWriter(path, schema, **({"compression": "zstd"} | how))
 

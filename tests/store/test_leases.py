@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 
-from grasp import locks as leases
+from grasp.store import locks as leases
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from grasp.locks import take
+from grasp.store.locks import take
 directory, go = Path(sys.argv[1]), Path(sys.argv[2])
 (directory / f"ready-{sys.argv[3]}").touch()
 while not go.exists():

@@ -1,0 +1,64 @@
+"""Tables and arrays as the bytes of files, and back: Parquet, .npy, safetensors. The same ones give the same bytes."""
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import safetensors.numpy
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from grasp.errors import ArtifactError, GraspError
+from grasp.text import plain
+
+
+def npy_bytes(array: NDArray[Any]) -> bytes:
+    """An array as the bytes of a .npy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)  # one order: its header is compared
+    return buffer.getvalue()
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as the bytes of a Parquet file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def tensor_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Named arrays as the bytes of a safetensors file."""
+    content: bytes = safetensors.numpy.save({name: np.asarray(arrays[name], order="C") for name in sorted(arrays)})
+    return content
+
+
+@contextmanager
+def readable(path: Path, again: str, mistake: type[GraspError] = ArtifactError) -> Iterator[None]:
+    """Turn what a damaged file makes its library say into one line, which `again` ends."""
+    try:
+        yield
+    except FileNotFoundError as err:
+        raise mistake(f"{path}: missing; {again}") from err
+    except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError, KeyError) as err:
+        raise mistake(f"{path}: damaged: {plain(err)}; {again}") from err  # TypeError: bfloat16
+
+
+def read_table(
+    path: Path, again: str, mistake: type[GraspError] = ArtifactError, columns: list[str] | None = None
+) -> pa.Table:
+    """A Parquet table, or those of the columns that it has."""
+    with readable(path, again, mistake), pq.ParquetFile(path) as file:
+        return file.read(columns)
+
+
+def read_tensors(path: Path, again: str, mistake: type[GraspError] = ArtifactError) -> dict[str, NDArray[Any]]:
+    """The arrays of a safetensors file."""
+    with readable(path, again, mistake):
+        arrays: dict[str, NDArray[Any]] = safetensors.numpy.load_file(path)
+    return arrays
