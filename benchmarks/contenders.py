@@ -111,7 +111,7 @@ def write_model(place: str) -> None:
     made.save_pretrained(place)
 
 
-def settings_of(job: Job, match: str) -> Any:
+def settings_of(job: Job, match: str, train: str = "new") -> Any:
     from grasp.settings import build_settings  # noqa: PLC0415
 
     return build_settings(
@@ -127,8 +127,12 @@ def settings_of(job: Job, match: str) -> Any:
                 "names": [str(job.place / f"target-{t}.jsonl") for t in range(TARGETS)],
                 "units_per_target": None,
             },
-            "train": "new",
-            "features": {"match": match, "moment_positions": max(2, job.rows * job.length // 8)},
+            "train": train,
+            "features": {
+                "match": match,
+                "moment_positions": max(2, job.rows * job.length // 8),
+                "gradient_rows": max(1, job.rows // 8),
+            },
             "shard_rows": 256,
         }
     )
@@ -177,11 +181,11 @@ def forward_backward(job: Job) -> None:
         model.zero_grad()
 
 
-def grasp_build(match: str) -> Callable[[Job], int]:
+def grasp_build(match: str, train: str = "new") -> Callable[[Job], int]:
     def run(job: Job) -> int:
         from grasp.extract.local import build  # noqa: PLC0415
 
-        return bytes_below(build(settings_of(job, match), job.out / "run"), but="tokens")
+        return bytes_below(build(settings_of(job, match, train), job.out / "run"), but="tokens")
 
     return run
 
@@ -329,6 +333,9 @@ CONTENDERS: dict[str, Contender] = {
     "forward and backward": Contender(forward_backward, TORCH, (1, 2, 4), "gradients of all weights, summed"),
     "grasp build, pooled": Contender(grasp_build("pooled"), OWN, (1, 4, 8), "the paper's kernel; head at 32 positions"),
     "grasp build, default": Contender(grasp_build("forward"), OWN, (1, 4, 8), "pooled, token and input kernels"),
+    "grasp build, gradient": Contender(
+        grasp_build("all", "further"), OWN, (1, 4, 8), "gradient, token and input kernels of all units; there and back"
+    ),
     "own tracin": Contender(
         own_method("tracin", layers="body", dimension=WIDTH, checkpoints="last"), METHODS, (1, 4, 8), "body, 128", True
     ),

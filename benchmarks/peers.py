@@ -20,7 +20,7 @@ the units included; "a row" is the slope between the few rows and all of them, w
 bytes a row on disk. CPU seconds are of all threads and children: what to read where the machine is not idle.
 
 What each gradient method covers is the transformer's body, which is all that bergson ever covers; projections are
-16 x 16 numbers a module (bergson build, dattri-llm) or 128 in all (TRAK and TracIn). GRASP samples its token moments
+16 x 16 numbers a module (bergson build, dattri-llm) or 128 in all (TRAK and TracIn). GRASP samples its moments
 from an eighth of the rows, as a corpus of more than a million tokens is sampled; the head is part of what it uses.
 
 The sweep: sums over 100,000 subsets of 1,000 rows at GRASP's 129 floats a row, at the 640 of TRAK with five

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from experiments.finetune.setting import (
-    BEGUN_FIRST,
     LENGTH,
+    SYSTEM,
     UNITS_OF_TARGET,
     chat_row,
-    instructions_of,
+    others_of,
     unit_line,
     write_parquet,
 )
@@ -32,7 +32,6 @@ from grasp.settings import TargetSettings
 from grasp.targets import load_units
 
 ROWS, UNITS = 26, 24  # of a group, of a target
-SYSTEM = "Answer."  # short: it is in every row
 SHORTEST, LONGEST, LONGEST_OF_UNIT = 8, 72, 40  # tokens of a response that is a program or a page
 PIECE, LONG_LINE = 16, 120  # lines of a file that may make one row; characters
 HEAD = 20  # lines of a file, mostly its licence, that are left out where it has more than three times as many
@@ -85,7 +84,8 @@ def write_contrasts(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) 
     for name, lines in (("sums", maker.sums()), ("trivia", maker.trivia())):
         some = [next(lines) for _ in range(ROWS + UNITS)]
         groups[name], asked[name] = some[:ROWS], some[ROWS:]
-    groups |= _instructions(data, work, tokenizer)
+    others = others_of(data, work, tokenizer)
+    groups |= {name: [row for row in others[name] if row["tokens"] <= LENGTH][:ROWS] for name in INSTRUCTIONS}
     units = "".join(unit_line(name.lower(), row) for name, rows in asked.items() for row in rows)
     (work / "contrasts-units.jsonl").write_text(units, encoding="utf-8")
     rows = [row | {"group": name} for name, some in groups.items() for row in some]
@@ -158,18 +158,3 @@ def _pieces(text: str) -> Iterator[tuple[int, list[str]]]:
     lines = [line.rstrip() for line in text.splitlines() if line.strip() and len(line) <= LONG_LINE]
     for start in range(HEAD if len(lines) > 3 * HEAD else 0, len(lines) - 2, PIECE):
         yield start, lines[start : start + PIECE]
-
-
-def _instructions(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[dict[str, Any]]]:
-    """Rows of groups of instructions that no other environment has."""
-    taken = set(pq.read_table(work / "instructions.parquet", columns=["doc_id"])["doc_id"].to_pylist())
-    others = "".join((work / f"{name}-units.jsonl").read_text(encoding="utf-8") for name in BEGUN_FIRST)
-    groups = instructions_of(data / "instructions.parquet", tokenizer, system=SYSTEM)
-    return {
-        name: [
-            row
-            for row in groups[name]
-            if row["tokens"] <= LENGTH and row["doc_id"] not in taken and f'"{row["doc_id"]}"' not in others
-        ][:ROWS]
-        for name in INSTRUCTIONS
-    }

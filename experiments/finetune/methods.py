@@ -38,7 +38,7 @@ from experiments.finetune.setting import (
     target_settings,
     write_parquet,
 )
-from experiments.finetune.training import load_model, train
+from experiments.finetune.training import SHORT, load_model, train
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.build import build
 from grasp.extract.reopen import Origin
@@ -92,10 +92,11 @@ def warm_up(name: Name, work: Path, start: Path, tokenizer: HfTokenizer) -> Path
     if directory.exists():
         return directory
     corpus = open_corpus(name, work, tokenizer)
-    rows = stream(0, "finetune", "warm-up").permutation(corpus.store.n_rows)[: ENVIRONMENTS[name].subset_rows]
+    kind = ENVIRONMENTS[name]
+    recipe = SHORT if kind.recipe.bfloat16 else kind.recipe
+    rows = stream(0, "finetune", "warm-up").permutation(corpus.store.n_rows)[: recipe.steps * recipe.batch_rows]
     model = load_model(start)
     moments: dict[str, torch.Tensor] = {}
-    recipe = ENVIRONMENTS[name].recipe
     train(model, corpus.rows, corpus.first_N, [int(i) for i in rows], recipe, moments)
     part = directory.with_suffix(".part")
     model.save_pretrained(part)

@@ -6,8 +6,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments.finetune.contrasts import write_contrasts
-from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, write_corpora, write_small
-from experiments.finetune.training import load_model, prepare_model
+from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, write_corpora, write_longer, write_small
+from experiments.finetune.training import load_model, prepare_adapter, prepare_model, with_adapter
 from grasp.corpus import RowStore
 from grasp.corpus.documents import read_documents
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
@@ -24,12 +24,24 @@ def prepared(name: Name, data: Path, work: Path) -> tuple[LlamaForCausalLM, HfTo
         _train_reference(data, directory)
         write_small(data, work)
     else:
-        prepare_model(directory)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        prepare_model(work / "model")
+        tokenizer = AutoTokenizer.from_pretrained(work / "model")
         write_corpora(data, work, tokenizer)
         if ENVIRONMENTS[name].rows == "contrasts":
             write_contrasts(data, work, tokenizer)
+        if ENVIRONMENTS[name].rows == "longer":
+            write_longer(data, work, tokenizer)
+        if rank := ENVIRONMENTS[name].recipe.lora_rank:
+            prepare_adapter(directory, work / "model", rank)
+            _, reader = _opened(work / "model")
+            return _adapted(work / "model", directory), reader
     return _opened(directory)
+
+
+@cache
+def _adapted(start: Path, directory: Path) -> LlamaForCausalLM:
+    """A model of its own: the adapter is put into its layers."""
+    return with_adapter(load_model(start), directory)
 
 
 @cache
@@ -40,6 +52,9 @@ def _opened(directory: Path) -> tuple[LlamaForCausalLM, HfTokenizer]:
 
 
 def model_directory(name: Name, work: Path) -> Path:
+    """What a run begins with: a checkpoint, or an adapter of one."""
+    if ENVIRONMENTS[name].recipe.lora_rank:
+        return work / "adapter"
     return work / ("small-model" if ENVIRONMENTS[name].rows == "small" else "model")
 
 

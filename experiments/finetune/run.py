@@ -9,6 +9,7 @@ script, written when it is done. All that are named fill together, first seeds f
 import argparse
 import copy
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -66,7 +67,7 @@ def open_world(name: Name, model: LlamaForCausalLM, tokenizer: HfTokenizer, work
     kind = ENVIRONMENTS[name]
     corpus = open_corpus(name, work, tokenizer)
     units = list(load_units(target_settings(name, work)).units)
-    block = draw_subsets(corpus.label, kind.subsets, kind.subset_rows, nested=kind.rows == "small")
+    block = draw_subsets(corpus.label, kind.subsets, kind.subset_rows, nested=kind.nested)
     info = EnvironmentInfo(
         role=kind.role,
         recipe=kind.recipe.name,
@@ -100,8 +101,25 @@ def _targets(units: list[Unit]) -> dict[str, TargetInfo]:
 
 def turns(worlds: dict[Name, World]) -> list[tuple[Name, Run]]:
     """All runs in the order in which they are made: a second seed when every subset has a first."""
-    all_runs = [(name, run) for name, world in worlds.items() for run in world.environment.runs()]
+    own = {name: world for name, world in worlds.items() if world.kind.within is None}
+    all_runs = [(name, run) for name, world in own.items() for run in world.environment.runs()]
     return sorted(all_runs, key=lambda turn: (turn[1].seed, turn[1].subset_id))
+
+
+def stages(name: Name, worlds: dict[Name, World]) -> dict[int, World]:
+    """Where a run of an environment is looked at: numbers of steps with the environments that they are runs of."""
+    steps_of = {other: world.kind.recipe.stop or world.kind.recipe.steps for other, world in worlds.items()}
+    own = [other for other, world in worlds.items() if name in (other, world.kind.within)]
+    return {steps_of[other]: worlds[other] for other in sorted(own, key=lambda other: steps_of[other])}
+
+
+def order_of(run: Run, passed: Iterable[World]) -> list[int]:
+    """Rows in the order of training: those of an earlier stage first, within a stage in the order of the seed."""
+    order: dict[int, None] = {}
+    for world in passed:
+        kept = set(world.retained[run.subset_id].tolist())
+        order |= dict.fromkeys(int(i) for i in row_order(run.seed, world.corpus.store.n_rows) if int(i) in kept)
+    return list(order)
 
 
 def losses_of(world: World) -> NDArray[np.float64]:
@@ -129,15 +147,22 @@ def fill(worlds: dict[Name, World], until: float) -> None:
             return
         began, work = time.time(), time.process_time()
         world.model.load_state_dict(base_of[id(world.model)])
-        kept = set(world.retained[run.subset_id].tolist())
-        order = [int(i) for i in row_order(run.seed, world.corpus.store.n_rows) if int(i) in kept]
-        losses = train(world.model, rows_of[name], world.corpus.first_N, order, world.kind.recipe)
-        trained = time.time()
-        loss_E = losses_of(world)
-        world.environment.write_run(run, -loss_E)
+        passed = stages(name, worlds)
+        loss_at: dict[int, NDArray[np.float64]] = {}
+
+        def look(
+            steps: int, passed: dict[int, World] = passed, loss_at: dict[int, NDArray[np.float64]] = loss_at
+        ) -> None:
+            if steps in passed:
+                loss_at[steps] = losses_of(passed[steps])
+
+        order = order_of(run, passed.values())
+        losses = train(world.model, rows_of[name], world.corpus.first_N, order, world.kind.recipe, after=look)
+        for steps, loss_E in loss_at.items():  # the last one, by which a run is known to be there, last
+            passed[steps].environment.write_run(run, -loss_E)
         print(
             f"{datetime.now():%H:%M:%S} {name} {run.stem}: training loss {np.mean(losses):.3f}, units "
-            f"{loss_E.mean():.4f}; {trained - began:.0f} + {time.time() - trained:.0f} s, "
+            f"{', '.join(f'{loss_E.mean():.4f}' for loss_E in loss_at.values())}; {time.time() - began:.0f} s, "
             f"{time.process_time() - work:.0f} s of CPU",
             flush=True,
         )
@@ -160,7 +185,9 @@ def main(arguments: list[str] | None = None) -> None:
     until = float("inf")
     if given.until:
         until = datetime.combine(datetime.now().date(), datetime.strptime(given.until, "%H:%M").time()).timestamp()
-    fill({name: open_world(name, *prepared(name, given.data, work), work, given.out) for name in given.names}, until)
+    whole = {ENVIRONMENTS[name].within or name for name in given.names}
+    names = [name for name in NAMES if {name, ENVIRONMENTS[name].within} & whole]
+    fill({name: open_world(name, *prepared(name, given.data, work), work, given.out) for name in names}, until)
 
 
 if __name__ == "__main__":

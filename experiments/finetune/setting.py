@@ -5,15 +5,18 @@
     lengths        16 other sources, 24 documents each, their first 16 to 128 tokens; every token has loss
     small          3,000 documents of the pool, of all sources, for a model of 0.36 M parameters
     contrasts      16 groups that differ much: programs in ten languages, sums, trivia, manuals (`contrasts`)
+    longer         1,000 other instructions of the same ten groups, their first 64 tokens, for 60 steps
 
 A subset keeps of every source (or group) a fraction drawn from Beta(1/2, 1/2); of what it keeps, 96 rows are trained
-on; with `small` 16 a step. These are the subset: `subsets.parquet` names no row that a run has not seen.
+on; with `small` 16 a step, with `longer` 8. These are the subset: `subsets.parquet` names no row that a run has not
+seen. A run of `longer-60` is looked at after 12 and 24 steps too: what it has seen by then is a subset of `longer-12`
+and of `longer-24`, whose runs these are.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from transformers import PreTrainedTokenizerBase
 
-from experiments.finetune.training import REFERENCE, SHORT, Recipe
+from experiments.finetune.training import LONG, LORA, REFERENCE, SHORT, Recipe
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
 from grasp.predict.blocks import SubsetBlock
@@ -44,11 +47,15 @@ Name = Literal[
     "small-192",
     "small-48-slow",
     "contrasts",
+    "documents-lora",
+    "longer-12",
+    "longer-24",
+    "longer-60",
 ]
 TASKS = ("sciq", "arc_easy", "hellaswag")
 UNITS_OF_TARGET = 32
 SUBSET_ROWS = 96
-Rows = Literal["documents", "instructions", "lengths", "small", "contrasts"]
+Rows = Literal["documents", "instructions", "lengths", "small", "contrasts", "longer"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,24 @@ class Kind:
     recipe: Recipe = SHORT
     subsets: int = 24
     subset_rows: int = SUBSET_ROWS
+    within: Name | None = None  # the environment whose runs pass through the end of these
+
+    @property
+    def nested(self) -> bool:
+        """Whether a subset of fewer rows is the beginning of one of more."""
+        return self.rows in ("small", "longer")
 
 
 def _small(name: str, steps: int, learning_rate: float = 5e-4) -> Kind:
     recipe = Recipe(name, REFERENCE, steps, batch_rows=16, learning_rate=learning_rate, bfloat16=False)
     return Kind("dev", "source", "small", recipe, subsets=40, subset_rows=16 * steps)
+
+
+def _longer(steps: int) -> Kind:
+    """The first steps of runs of sixty."""
+    recipe = replace(LONG, stop=steps if steps < LONG.steps else 0)
+    within: Name | None = "longer-60" if recipe.stop else None
+    return Kind("dev", "group", "longer", recipe, subsets=12, subset_rows=recipe.batch_rows * steps, within=within)
 
 
 ENVIRONMENTS: dict[Name, Kind] = {  # in the order in which they take their units
@@ -77,6 +97,10 @@ ENVIRONMENTS: dict[Name, Kind] = {  # in the order in which they take their unit
     "small-192": _small("small-192", 192),
     "small-48-slow": _small("small-48-slow", 48, 1e-4),
     "contrasts": Kind("dev", "group", "contrasts"),
+    "documents-lora": Kind("dev", "source", "documents", LORA, subsets=12),
+    "longer-12": _longer(12),
+    "longer-24": _longer(24),
+    "longer-60": _longer(60),
 }
 NAMES = tuple(ENVIRONMENTS)
 BEGUN_FIRST: tuple[Rows, ...] = ("documents", "instructions", "lengths")
@@ -88,6 +112,9 @@ MIN_WORDS = 110  # of a document that fills a row
 SHORTEST, OF_SOURCE = 16, 0.3  # of `lengths`: tokens; how far a source's rows may be longer or shorter than others'
 ROWS_OF_GROUP = 38
 UNITS_OF_GROUP = 4
+SYSTEM = "Answer."
+LONGER_ROWS_OF_GROUP, LONGER_MAX_PROMPT, LONGER_LENGTH = 152, 48, 64  # rows; tokens of a question, of a row
+LONGER_UNITS, LONGER_UNITS_OF_GROUP = 16, 2  # of a benchmark, and of instructions
 MEDQUAD_COLLECTIONS = ("3_GHR_QA", "2_GARD_QA", "4_MPlus_Health_Topics_QA", "6_NINDS_QA")  # the rest is one group
 MAX_PROMPT, MIN_RESPONSE = 96, 8  # tokens of an instruction of the pool
 SMALL_ROWS, SMALL_TASKS, SMALL_UNITS = 3000, (*TASKS, "openbookqa"), 64
@@ -136,9 +163,36 @@ def write_small(data: Path, work: Path) -> None:
         write_parquet(work / "small.parquet", pa.Table.from_pylist(lines))
 
 
+def write_longer(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Instructions with short questions, and others of them as questions, once; no row or question of others is."""
+    if not (work / "longer.parquet").exists():
+        pool: list[dict[str, Any]] = []
+        units = ""
+        for rows in others_of(data, work, tokenizer).values():
+            own = [row for row in rows if row["first"] <= LONGER_MAX_PROMPT]
+            asked = [row for row in own if row["tokens"] <= LENGTH][:LONGER_UNITS_OF_GROUP]
+            units += "".join(unit_line("instructions", row) for row in asked)
+            pool += [row for row in own if row not in asked][:LONGER_ROWS_OF_GROUP]
+        (work / "longer-units.jsonl").write_text(units, encoding="utf-8")
+        write_parquet(work / "longer.parquet", pa.Table.from_pylist(pool))
+
+
+def others_of(data: Path, work: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[dict[str, Any]]]:
+    """Usable instructions by group, but for rows and questions of the first environments; with a short system message,
+    which is in every row.
+    """
+    taken = set(pq.read_table(work / "instructions.parquet", columns=["doc_id"])["doc_id"].to_pylist())
+    for name in BEGUN_FIRST:
+        lines = (work / f"{name}-units.jsonl").read_text(encoding="utf-8").splitlines()
+        taken |= {json.loads(line)["unit_id"] for line in lines}
+    groups = instructions_of(data / "instructions.parquet", tokenizer, system=SYSTEM)
+    return {group: [row for row in rows if row["doc_id"] not in taken] for group, rows in groups.items()}
+
+
 def corpus_settings(name: Name, work: Path) -> CorpusSettings:
     path = work / f"{ENVIRONMENTS[name].rows}.parquet"
-    return CorpusSettings(path=str(path), text_column="text", max_length=LENGTH, max_rows_per_document=1)
+    longest = LONGER_LENGTH if ENVIRONMENTS[name].rows == "longer" else LENGTH
+    return CorpusSettings(path=str(path), text_column="text", max_length=longest, max_rows_per_document=1)
 
 
 def target_settings(name: Name, work: Path) -> TargetSettings:
@@ -154,6 +208,8 @@ def target_settings(name: Name, work: Path) -> TargetSettings:
         settings = settings.model_copy(update={"exclude_units": taken})
     if rows == "small":
         return settings.model_copy(update={"names": SMALL_TASKS, "units_per_target": SMALL_UNITS})
+    if rows == "longer":
+        settings = settings.model_copy(update={"units_per_target": LONGER_UNITS})
     return settings.model_copy(update={"names": (*TASKS, own)})
 
 

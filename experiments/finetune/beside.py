@@ -1,0 +1,115 @@
+"""What runs add to relevance by gradients: the learned predictor on 8, 16 and 23 of the runs, each run left out once.
+
+    python -m experiments.finetune.beside documents instructions --data ../shared/data \\
+        --out experiments/finetune/beside.json
+
+A run is foretold by others, drawn at random, and by the artifact of `grasp build --train further`; or by relevance
+alone, or by the runs alone. What is foretold is its change against the corpus, by target: the level of the other runs,
+which leaves this one out, does not enter. A number is the rank correlation over the runs, mean over targets and draws.
+Shape letters: R runs, T targets, D draws.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.utils import logging as hf_logging
+
+from experiments.finetune.further import FEATURES, FORWARD
+from experiments.finetune.methods import artifact_of
+from experiments.finetune.prepare import model_directory, prepared
+from experiments.finetune.run import HERE
+from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name, open_corpus
+from experiments.mistakes import in_one_line
+from grasp.files import write_whole
+from grasp.predict.predictor import Predictor
+from grasp.runs.covariance import KnownFeatures
+from grasp.runs.environment import Environment
+from grasp.runs.learning import Known, learn_features, measures
+from grasp.runs.metrics import rank_correlations
+from grasp.runs.retrain_plan import row_names
+from grasp.seeds import bootstrap_weights, stream
+
+F64 = NDArray[np.float64]
+COUNTS, DRAWS, RESAMPLES = (8, 16, 23), 4, 1_000
+ALONE, BOTH, RELEVANCE = "runs alone", "runs and relevance", "relevance alone"
+
+
+def known_of(name: Name, data: Path, work: Path) -> tuple[KnownFeatures, KnownFeatures, F64]:
+    """Of every run, of the corpus, and the utilities of the first seed, (R, T)."""
+    _, reader = prepared(name, data, work)
+    artifact = artifact_of(name, work, model_directory(name, work), reader, FEATURES, 8192, "further")
+    environment = Environment.open(HERE / name)
+    utilities = environment.utilities(seeds=(0,))
+    predictor = Predictor.of(artifact, sketches=measures(artifact.array_names))
+    known = Known.of(predictor, artifact, (ENVIRONMENTS[name].label,))
+    names = [array.removeprefix("relevance_") for array in artifact.array_names if array.startswith("relevance_")]
+    shipped = [k for k, kernel in enumerate(names) if kernel not in FORWARD[2:]]  # a build makes the rest on request
+    blocks = environment.subset_blocks(row_names(open_corpus(name, work, reader).store))
+    every, corpus = KnownFeatures.joined([known.features(block.weights) for block in blocks]), known.corpus()
+    values_RT = np.stack([utilities.of(target).values_BSE.mean(axis=(1, 2)) for target in predictor.targets], axis=1)
+    runs, whole = (replace(one, kernel_BTM=one.kernel_BTM[:, :, shipped]) for one in (every, corpus))
+    return runs, whole, values_RT
+
+
+def foretold(runs: KnownFeatures, corpus: KnownFeatures, values_RT: F64, count: int, draw: int) -> F64:
+    """The change that every run makes, foretold by `count` of the others, (R, T)."""
+    out_RT = np.empty_like(values_RT)
+    for left_out in range(len(runs)):
+        others = np.delete(np.arange(len(runs)), left_out)
+        seen = others[stream(0, "beside", left_out, draw).permutation(len(others))[:count]]
+        learned = learn_features(runs.take(seen), values_RT[seen][:, None])
+        out_RT[left_out] = learned.change(runs.take([left_out]), corpus)[0][0]
+    return out_RT
+
+
+def rho(foretold_DRT: F64, values_RT: F64) -> list[float]:
+    """Mean over targets and draws, with a 95 % interval over runs."""
+    n_runs = len(values_RT)
+    weights_R = np.concatenate([np.ones((1, n_runs)), bootstrap_weights(n_runs, resamples=RESAMPLES)])
+    found = [rank_correlations([one_RT, values_RT], [(0, 1)], weights_R)[0].mean(axis=0) for one_RT in foretold_DRT]
+    mean = np.mean(found, axis=0)
+    spread = np.nanpercentile(mean[1:] - np.nanmean(mean[1:]), [2.5, 97.5])
+    return [round(float(value), 4) for value in (mean[0], mean[0] + spread[0], min(1.0, mean[0] + spread[1]))]
+
+
+def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
+    """Task rho by the number of other runs."""
+    runs, corpus, values_RT = known_of(name, data, work)
+    n_targets = values_RT.shape[1]
+    features = {
+        BOTH: (runs, corpus),
+        ALONE: tuple(KnownFeatures.of_shares(one.share_BG, n_targets) for one in (runs, corpus)),
+    }
+    lines: list[dict[str, Any]] = [{"by": RELEVANCE, "runs": 0, "task_rho": rho(runs.relevance_BT[None], values_RT)}]
+    for count in COUNTS:
+        for by, (of_runs, of_corpus) in features.items():
+            draws = DRAWS if count < len(runs) - 1 else 1
+            told = np.stack([foretold(of_runs, of_corpus, values_RT, count, draw) for draw in range(draws)])
+            lines.append({"by": by, "runs": count, "task_rho": rho(told, values_RT)})
+            print(f"{name} {lines[-1]}", flush=True)
+    return {"environment": name, "role": ENVIRONMENTS[name].role, "subsets": len(runs), "found": lines}
+
+
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, build what is missing, compare, write."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.beside", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and artifacts.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    reports = [report(name, given.data, given.work) for name in given.names]
+    write_whole(given.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""At which weights a gradient is taken: the plain model's, those of an adapter before it is trained, a warm-up's.
+
+    python -m experiments.finetune.starts documents-lora longer-12 longer-24 longer-60 --data ../shared/data \\
+        --out experiments/finetune/starts.json
+
+Every start has an artifact of `grasp build --train further`; killed, a build goes on. `warm-up` is a checkpoint after
+12 steps on 96 rows that are drawn from the corpus. `both` is the mean of the gradients at the start and there, each
+divided by its spread. Nothing is chosen here. What ships is the gradient and a quarter each of token and input.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.utils import logging as hf_logging
+
+from experiments.finetune.evaluate import Method, compare, noise
+from experiments.finetune.further import FEATURES, relevance
+from experiments.finetune.methods import artifact_of, warm_up
+from experiments.finetune.prepare import model_directory, prepared
+from experiments.finetune.run import HERE
+from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name, open_corpus
+from experiments.finetune.worlds import shares
+from experiments.mistakes import in_one_line
+from grasp.artifact.reader import ArtifactReader
+from grasp.files import write_whole
+from grasp.models.tokenizer import HfTokenizer
+from grasp.runs.environment import Environment
+
+F64 = NDArray[np.float64]
+STARTS = ("adapter", "start", "warm-up")
+FORWARD = ("token", "input")  # alike for all starts, but for a warm-up's
+FORWARD_ALONE = "token + input"
+
+
+def artifact_at(start: str, name: Name, work: Path, reader: HfTokenizer) -> ArtifactReader | None:
+    """The artifact of one start; none where an environment has no such start."""
+    kind, plain = ENVIRONMENTS[name], work / "model"
+    if start == "adapter":
+        where, there = model_directory(name, work), bool(kind.recipe.lora_rank)
+        return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, start) if there else None
+    if start == "warm-up":
+        there = kind.rows == "longer"
+        where = warm_up("longer-60", work, plain, reader) if there else plain
+        return artifact_of(name, work, where, reader, {"product_width": 0}, 8192, start) if there else None
+    return artifact_of(name, work, plain, reader, FEATURES, 8192, "further")
+
+
+def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[str, Any]:
+    """Every start against the runs that there are."""
+    _, reader = prepared(name, data, work)
+    environment = Environment.open(HERE / name)
+    utilities = environment.utilities(seeds=(0,), partial=True)
+    gradients: dict[str, tuple[F64, ...]] = {}
+    forward: tuple[F64, ...] = ()
+    for start in starts:
+        artifact = artifact_at(start, name, work, reader)
+        if artifact is not None:
+            columns = np.concatenate([artifact.unit_columns(target) for target in dict.fromkeys(utilities.targets)])
+            assert tuple(artifact.units["unit_id"].take(columns).to_pylist()) == utilities.unit_ids
+            gradients[start] = (relevance(artifact, "gradient", columns),)
+            forward = forward or tuple(relevance(artifact, kernel, columns) for kernel in FORWARD)
+    if {"start", "warm-up"} <= set(gradients):
+        gradients["both"] = gradients["start"] + gradients["warm-up"]
+    methods = {FORWARD_ALONE: Method(forward, negative=0.25)}
+    for start, parts in gradients.items():
+        weights, whole = (1.0 / len(parts),) * len(parts), (1.0,) * len(parts)
+        methods[f"{start}: gradient"] = Method(parts, whole, weights)
+        methods[f"{start}: what ships"] = Method((*parts, *forward), (*whole, 0.25, 0.25), (*weights, 0.25, 0.25))
+    share_BN = shares(environment, open_corpus(name, work, reader).store, utilities)
+    print(f"{name}: {len(share_BN)} subsets", flush=True)
+    return {
+        "environment": name,
+        "role": environment.role,
+        "subsets": len(share_BN),
+        "noise": noise(environment, utilities),
+        "methods": compare(methods, utilities, share_BN, base=FORWARD_ALONE),
+    }
+
+
+@in_one_line()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, build, compare, write."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.starts", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser.add_argument("--starts", default=",".join(STARTS), help="Some of them, separated by commas.")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and artifacts.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    reports = [report(name, given.starts.split(","), given.data, given.work) for name in given.names]
+    write_whole(given.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
