@@ -95,6 +95,18 @@ def starts(reports: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def beside(reports: list[dict[str, Any]]) -> str:
+    """Task rho by the number of other runs, two lines an environment."""
+    counts = sorted({line["runs"] for one in reports for line in one["found"] if line["runs"]})
+    lines = [["task rho", "no runs", *(f"{count} runs" for count in counts)], ["---"] * (len(counts) + 2)]
+    for one in reports:
+        rho_of = {(line["by"], line["runs"]): _interval(line["task_rho"]) for line in one["found"]}
+        relevance = rho_of["relevance alone", 0]
+        for by, first in (("runs and relevance", relevance), ("runs alone", "")):
+            lines.append([f"`{one['environment']}`, {by}", first, *(rho_of[by, count] for count in counts)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def put(page: str, name: str, text: str) -> str:
     """A page with what stands between the marks of a table replaced."""
     before, begin, rest = page.partition(f"<!-- {name} -->\n")
@@ -123,6 +135,7 @@ def main() -> None:
     text = put(text, "table", "\n".join(table(read(name)) for name in ("documents", "lengths", "instructions")))
     text = put(text, "further", forms(read("further")["environments"] + read("further-held")["environments"]))
     text = put(text, "width", widths(read("width")))
+    text = put(text, "beside", beside(read("beside")["environments"]))
     text = put(text, "starts", starts(read("starts")["environments"]))
     page.write_text(text, encoding="utf-8")
 
