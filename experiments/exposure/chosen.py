@@ -49,11 +49,11 @@ def chosen(
 
 
 def propose(asked: argparse.Namespace) -> None:
-    artifact, runs = ArtifactReader.open(asked.artifact), None
-    if asked.environment is not None:
-        runs = Environment.open(asked.environment)
+    artifact = ArtifactReader.open(asked.artifact)
+    beside = [None] if asked.environment is None else [None, Environment.open(asked.environment)]
     subsets = [
         one
+        for runs in beside
         for one in chosen(artifact, runs, asked.by, asked.budgets, asked.distance)
         if not asked.only or one.subset_id.partition(" ")[2] in asked.only
     ]

@@ -61,11 +61,11 @@ def trial(world: World, how: str, at: int) -> list[tuple[int, float, float]]:
 
 def with_aim(features: KnownFeatures) -> KnownFeatures:
     """One task more: the mean of all."""
-    relevance, kernel = (
+    relevance, kernel, within = (
         np.concatenate([one, one.mean(axis=1, keepdims=True)], axis=1)
-        for one in (features.relevance_BT, features.kernel_BTM)
+        for one in (features.relevance_BT, features.kernel_BTM, features.within_BT)
     )
-    return KnownFeatures(features.share_BG, relevance, kernel, features.sketch_BD)
+    return KnownFeatures(features.share_BG, relevance, kernel, features.sketch_BD, within)
 
 
 def main() -> None:

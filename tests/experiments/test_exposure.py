@@ -1,9 +1,20 @@
 """Mixtures in which shares and repetition vary apart, and how promises are counted."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 from experiments.exposure.chosen import told
 from experiments.exposure.repeated import drawn
+from grasp.runs.environment import Environment
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+TRAINED = {
+    "chosen.json": "demo-chosen",
+    "chosen-pool-groups.json": "pool-groups-chosen",
+    "chosen-demo-shares.json": "demo-shares-chosen",
+}
 
 
 def test_the_same_shares_come_from_all_rows_and_from_few():
@@ -27,3 +38,26 @@ def test_promises_are_counted_on_either_side(capsys):
     ]
     told(pairs, "all")
     assert "4 pairs, 50% inside (25% promised too much, 25% too little)" in capsys.readouterr().out
+
+
+def test_promises_of_choices_that_were_trained_hold_and_are_what_the_kept_runs_say():
+    """What was expected needs the artifacts; what came is read again from the runs that are kept."""
+    pairs = []
+    for name, environment in TRAINED.items():
+        stored = json.loads((EXPERIMENTS / "exposure" / name).read_text())["pairs"]
+        trained = Environment.open(EXPERIMENTS / "environments" / environment)
+        came_BST = trained.task_utilities(trained.targets) - trained.task_reference(trained.targets)
+        came = {
+            (subset, target): float(came_BST[b, :, t].mean())
+            for b, subset in enumerate(trained.subset_ids)
+            for t, target in enumerate(trained.targets)
+        }
+        np.testing.assert_allclose(
+            [one["came"] for one in stored], [came[one["subset"], one["target"]] for one in stored]
+        )
+        pairs += stored
+    inside = np.array([one["low"] <= one["came"] <= one["high"] for one in pairs])
+    own = np.array([one["chosen_for"] for one in pairs])
+    assert len(pairs) == 130
+    assert inside.mean() >= 0.85
+    assert inside[own].mean() >= 0.85

@@ -1,12 +1,14 @@
 """The learned predictor: laws of the Gaussian process, and planted worlds where it must find what is there."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
 from grasp.errors import EnvironmentDataError
-from grasp.runs.covariance import KnownFeatures, Ruler
+from grasp.runs.covariance import WITHIN_SD, KnownFeatures, Ruler
 from grasp.runs.learned import Learned, _Data, _Evidence
 
 N_TASKS, N_SLICES = 3, 6
@@ -29,7 +31,8 @@ def world(n: int, seed: int = 0) -> tuple[KnownFeatures, np.ndarray]:
     relevance_BT, other_BT = (share_BG @ rng.normal(size=(N_SLICES, N_TASKS)) for _ in range(2))
     kernels = np.stack([relevance_BT, other_BT], axis=2)
     utility_BT = relevance_BT + 0.7 * other_BT + 0.01 * rng.normal(size=relevance_BT.shape)
-    return KnownFeatures(share_BG, relevance_BT, kernels, rng.normal(size=(n, 4))), utility_BT
+    sketch_BD, within_BT = rng.normal(size=(n, 4)), np.zeros((n, N_TASKS))
+    return KnownFeatures(share_BG, relevance_BT, kernels, sketch_BD, within_BT), utility_BT
 
 
 def rho(predicted_BT: np.ndarray, realized_BT: np.ndarray) -> float:
@@ -106,6 +109,9 @@ def test_changes_are_those_of_the_dual_form_by_loops_over_runs_and_slices() -> N
         inverse_Gnn = learned._solved.inverse_Gnn
         explained_T = [d_n @ inverse @ d_n for d_n, inverse in zip(d_nT.T, inverse_Gnn, strict=True)]
         variance_T = np.maximum(apart(own) - explained_T, 0.0) + 2 * numbers["noise"] * apart(own) / far_T
+        centre_G = learned.runs.share_BG.mean(axis=0)
+        square = np.mean([np.sum((run_G - centre_G) ** 2) for run_G in learned.runs.share_BG])
+        variance_T = variance_T * max(np.sqrt(np.sum((own["share"] - centre_G) ** 2) / square), 1.0)
         np.testing.assert_allclose(mean_T, expected_BT[b], atol=1e-9)
         np.testing.assert_allclose(learned.scale_T * np.sqrt(variance_T), spread_BT[b], atol=1e-7)
 
@@ -176,7 +182,7 @@ def test_intervals_widen_away_from_the_runs() -> None:
 def test_beyond_the_runs_a_prediction_counts_by_its_logarithm() -> None:
     """As it is among them; beyond, the larger the less of it, never falling, of its sign."""
     relevance_BT = np.linspace(-0.5, 2.0, 11)[:, None]
-    nothing = np.zeros((11, 1, 0)), np.zeros((11, 0))
+    nothing = np.zeros((11, 1, 0)), np.zeros((11, 0)), np.zeros((11, 1))
     ruler = Ruler.of(KnownFeatures(np.zeros((11, 0)), relevance_BT, *nothing))
     asked_BT = np.array([[-8.0], [-2.0], [0.0], [1.0], [2.0], [4.0], [8.0]])
     near_B = ruler.near(asked_BT)[:, 0]
@@ -184,6 +190,22 @@ def test_beyond_the_runs_a_prediction_counts_by_its_logarithm() -> None:
     np.testing.assert_allclose(near_B[[0, 5, 6]], 2.0 * np.array([-(1 + np.log(4)), 1 + np.log(2), 1 + np.log(4)]))
     none = Ruler.of(KnownFeatures(np.zeros((11, 0)), np.zeros((11, 1)), *nothing))
     np.testing.assert_array_equal(none.near(np.zeros((3, 1))), 0.0)
+
+
+def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> None:
+    """Of a choice w the part beyond the runs' own adds (sd of it)^2 to the variance; the mean stays."""
+    features, utility_BT = world(20)
+    features = replace(features, within_BT=np.random.default_rng(3).uniform(-0.1, 0.1, size=(20, N_TASKS)))
+    learned = Learned.fit(features, utility_BT)
+    corpus, asked = features.take(np.array([0])), features.take(np.array([5]))
+    mean_BT, spread_BT = learned.change(replace(asked, within_BT=np.full((1, N_TASKS), 0.05)), corpus)
+    more_BT, wide_BT = learned.change(replace(asked, within_BT=np.full((1, N_TASKS), 0.2)), corpus)
+    beyond_T = WITHIN_SD * (0.2 - np.abs(features.within_BT).max(axis=0))
+    relevance_T, farthest_T = asked.relevance_BT[0], np.abs(features.relevance_BT).max(axis=0)
+    assert (np.abs(relevance_T) + beyond_T < farthest_T).all()
+    added_T = (learned.scale_T * beyond_T / features.relevance_BT.std(axis=0)) ** 2
+    np.testing.assert_allclose(more_BT, mean_BT)
+    np.testing.assert_allclose(wide_BT[0] ** 2 - spread_BT[0] ** 2, added_T)
 
 
 def test_one_run_and_runs_that_came_out_alike_are_refused() -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 F64 = NDArray[np.float64]
 
 TINY = 1e-12
+WITHIN, WITHIN_SD = 0.4, 0.4  # what relevance within a slice is worth against that of the slice: experiments/exposure
 SHAPES = ("c", "additive length", "joint length")
 CURVES = ("linear", "additive", "joint")
 
@@ -27,19 +28,22 @@ class KnownFeatures:
         relevance_BT: predicted change of each task; 0 for a task that is learned from runs alone.
         kernel_BTM: the mean of each relevance kernel.
         sketch_BD: the mean sketch.
+        within_BT: what rows were chosen by within slices, as a part of the predicted change, before it is made less.
     """
 
     share_BG: F64
     relevance_BT: F64
     kernel_BTM: F64
     sketch_BD: F64
+    within_BT: F64
 
     @classmethod
     def of_shares(cls, share_BG: F64, n_tasks: int) -> Self:
         """Of mixtures without an artifact."""
         n = len(share_BG)
+        nothing_BT = np.zeros((n, n_tasks))
         return cls(
-            np.asarray(share_BG, np.float64), np.zeros((n, n_tasks)), np.zeros((n, n_tasks, 0)), np.zeros((n, 0))
+            np.asarray(share_BG, np.float64), nothing_BT, np.zeros((n, n_tasks, 0)), np.zeros((n, 0)), nothing_BT
         )
 
     @classmethod
@@ -50,6 +54,7 @@ class KnownFeatures:
             np.concatenate([one.relevance_BT for one in parts]),
             np.concatenate([one.kernel_BTM for one in parts]),
             np.concatenate([one.sketch_BD for one in parts]),
+            np.concatenate([one.within_BT for one in parts]),
         )
 
     def __len__(self) -> int:
@@ -58,18 +63,24 @@ class KnownFeatures:
     def flat(self) -> F64:
         """All features of a subset side by side, (B, P)."""
         kernel_BK = self.kernel_BTM.reshape(len(self), -1)
-        return np.concatenate([self.share_BG, self.relevance_BT, kernel_BK, self.sketch_BD], axis=1)
+        return np.concatenate([self.share_BG, self.relevance_BT, kernel_BK, self.sketch_BD, self.within_BT], axis=1)
 
     def of_flat(self, flat_BP: F64) -> "KnownFeatures":
         """The opposite, for features of the same shapes as these."""
-        widths = [self.share_BG.shape[1], self.relevance_BT.shape[1], int(np.prod(self.kernel_BTM.shape[1:]))]
-        share_BG, relevance_BT, kernel_BK, sketch_BD = np.split(flat_BP, np.cumsum(widths), axis=1)
-        return KnownFeatures(share_BG, relevance_BT, kernel_BK.reshape(-1, *self.kernel_BTM.shape[1:]), sketch_BD)
+        parts = self.share_BG, self.relevance_BT, self.kernel_BTM, self.sketch_BD
+        widths = [int(np.prod(part.shape[1:])) for part in parts]
+        share_BG, relevance_BT, kernel_BK, sketch_BD, within_BT = np.split(flat_BP, np.cumsum(widths), axis=1)
+        kernel_BTM = kernel_BK.reshape(-1, *self.kernel_BTM.shape[1:])
+        return KnownFeatures(share_BG, relevance_BT, kernel_BTM, sketch_BD, within_BT)
 
     def take(self, index: NDArray[np.integer] | slice) -> "KnownFeatures":
         """Some of the subsets."""
         return KnownFeatures(
-            self.share_BG[index], self.relevance_BT[index], self.kernel_BTM[index], self.sketch_BD[index]
+            self.share_BG[index],
+            self.relevance_BT[index],
+            self.kernel_BTM[index],
+            self.sketch_BD[index],
+            self.within_BT[index],
         )
 
 
@@ -79,27 +90,37 @@ class Ruler:
 
     Beyond the runs a prediction r counts by its logarithm: farthest (1 + log(|r| / farthest)), of its sign. Choosing
     goes there by what looks best, and what came true of it along a straight line was half: see experiments/exposure.
+    Shares stay as they are. Rows chosen within slices, more than those of any run, leave a standard deviation.
     """
 
     relevance_T: tuple[F64, F64]
     kernel_TM: tuple[F64, F64]
     sketch_D: tuple[F64, float]
+    share_G: tuple[F64, float]
     farthest_T: F64  # largest prediction of a run, whatever its sign
+    within_T: F64  # the same of what its rows were chosen by within slices
 
     @classmethod
     def of(cls, runs: KnownFeatures) -> Self:
-        spread = float(np.sqrt(runs.sketch_BD.var(axis=0).sum())) if len(runs) else 1.0
+        spread, apart = (float(np.sqrt(one.var(axis=0).sum())) for one in (runs.sketch_BD, runs.share_BG))
         return cls(
             (runs.relevance_BT.mean(axis=0), inverse_of(runs.relevance_BT.std(axis=0))),
             (runs.kernel_BTM.mean(axis=0), inverse_of(runs.kernel_BTM.std(axis=0))),
             (runs.sketch_BD.mean(axis=0), float(inverse_of(np.array([spread]))[0])),
+            (runs.share_BG.mean(axis=0), float(inverse_of(np.array([apart]))[0])),
             np.abs(runs.relevance_BT).max(axis=0, initial=0.0),
+            np.abs(runs.within_BT).max(axis=0, initial=0.0),
         )
 
     def near(self, relevance_BT: F64) -> F64:
         """Predictions as they are among the runs, and less and less of them beyond."""
         far_BT = np.maximum(np.abs(relevance_BT) / np.maximum(self.farthest_T, TINY), 1.0)
         return np.asarray(relevance_BT / far_BT * (1.0 + np.log(far_BT)))
+
+    def edge(self, share_BG: F64) -> F64:
+        """Distance of shares from their mean over the runs, (B, 1): 1 is the runs' root mean square, and the least."""
+        mean_G, inverse = self.share_G
+        return np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0)
 
     def step(self, at: KnownFeatures, part: float) -> KnownFeatures:
         """A small part of what each feature varies by over the runs; 0 where it does not vary."""
@@ -109,15 +130,19 @@ class Ruler:
             part * inverse_of(inverse_T)[None],
             part * inverse_of(inverse_TM)[None],
             np.full_like(at.sketch_BD, part * inverse_of(np.array([inverse]))[0]),
+            part * inverse_of(inverse_T)[None],
         )
 
     def measure(self, features: KnownFeatures) -> KnownFeatures:
         (mean_T, inverse_T), (mean_TM, inverse_TM), (mean_D, inverse) = self.relevance_T, self.kernel_TM, self.sketch_D
+        beyond_BT = WITHIN_SD * np.maximum(np.abs(features.within_BT) - self.within_T, 0.0)
+        less_BT, more_BT = features.relevance_BT - beyond_BT, features.relevance_BT + beyond_BT
         return KnownFeatures(
             features.share_BG,
             (self.near(features.relevance_BT) - mean_T) * inverse_T,
             (features.kernel_BTM - mean_TM) * inverse_TM,
             (features.sketch_BD - mean_D) * inverse,
+            (self.near(more_BT) - self.near(less_BT)) / 2 * inverse_T,
         )
 
 

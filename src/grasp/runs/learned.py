@@ -21,6 +21,9 @@ Each part is divided by its own mean variance over the runs, so that a prior mea
 numbers everything is in closed form. With no relevance r = 0, and it is a regression on shares; far from the runs what
 they taught fades, and the interval widens.
 
+Where one value takes most, curves are known least: beyond the root mean square distance of the runs' shares from their
+mean, the variance of a prediction is multiplied by the distance over it.
+
 Noise has two variances: of a subset (what no part explains), and of a training run, which runs of one subset with
 several seeds tell apart: their squares within a subset enter the likelihood, and a mean over n seeds has 1 / n of it.
 
@@ -158,7 +161,8 @@ class Learned:
                 self._solved.mass_G
             )
             means.append(self._mean_T + self.scale_T * mean_bT)
-            spreads.append(self.scale_T * np.sqrt(np.maximum(variance_bG, 0.0) + self.numbers["noise"]))
+            variance_bG = (np.maximum(variance_bG, 0.0) + self.numbers["noise"]) * self._ruler.edge(own.share_BG)
+            spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
     def joint(self, features: KnownFeatures, task: int) -> tuple[F64, F64, float]:
@@ -195,7 +199,8 @@ class Learned:
             variance_bG += 2 * self.numbers["noise"] * apart_bG / np.maximum(far_G, TINY)
             mean_bT = own.relevance_BT - whole.relevance_BT + _cross(cross_Gbn, self._rest_nT)
             means.append(self.scale_T * mean_bT)
-            spreads.append(self.scale_T * np.sqrt(variance_bG))
+            variance_bG *= self._ruler.edge(own.share_BG)
+            spreads.append(self.scale_T * np.sqrt(variance_bG + own.within_BT**2))
         return np.concatenate(means), np.concatenate(spreads)
 
     def slope(self, at: KnownFeatures, value: Callable[[KnownFeatures], F64]) -> KnownFeatures:

@@ -4,7 +4,7 @@ Shape letters: R runs, S seeds, B subsets, N rows, G slices, T targets.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -21,8 +21,8 @@ from grasp.predict.relevance import Kernel
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.row_sums import RowSums
 from grasp.predict.slices import LabelTable
-from grasp.predict.weights import SliceShares, Weights, weight_sums
-from grasp.runs.covariance import KnownFeatures
+from grasp.predict.weights import EachSlice, SliceShares, Weights, weight_sums
+from grasp.runs.covariance import WITHIN, KnownFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
 from grasp.runs.learned import Learned
@@ -84,22 +84,37 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What an artifact knows of any subset: means over its rows."""
+    """What an artifact knows of any subset: means over its rows.
+
+    Runs that were drawn by a label vary the slices' shares, and teach what a slice's relevance is worth. One row's is
+    noisier, and choosing takes what the noise made look best. So the relevance of a row against the mean of its slice
+    counts WITHIN as much.
+    """
 
     predictor: Predictor
     indicators: tuple[RowSums, ...]  # of the slices, a label each
     kernels: tuple[RowSums, ...]
+    codes_N: NDArray[np.int32]  # slice of each row, by the first label; one slice for all where there is no label
+    effect_GT: F64  # its mean over these slices
+    kernel_GTM: F64
+    sketch_GD: F64
 
     @classmethod
     def of(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
-        """Args: labels: whose slices' shares are features."""
+        """Args: labels: whose slices' shares are features; the first is the one that runs were drawn by, if any."""
         table, tokens_N = LabelTable(artifact.rows_path), row_tokens(artifact)
         slices = [label_slices(table.column(name), tokens_N) for name in labels]
         held = tuple(_indicators(one.codes_N, len(one.slices)) for one in slices)
         names = [name.removeprefix("relevance_") for name in artifact.array_names if name.startswith("relevance_")]
         negative_of = predictor.protocol.negative_of
-        kernels = [Kernel.of_tasks(artifact, name, predictor.units, negative_of(name), 1.0) for name in names]
-        return cls(predictor, held, tuple(kernel.held for kernel in kernels))
+        kernels = tuple(Kernel.of_tasks(artifact, name, predictor.units, negative_of(name), 1.0).held for name in names)
+        each = slices[0].each if slices else EachSlice(np.zeros(predictor.n_rows, dtype=np.int32), 1)
+        rows_G1 = each.sizes()[:, None]
+        effect_GT = predictor.task.effects.sums(each) / rows_G1
+        kernel_GTM = np.stack([one.sums(each) / rows_G1 for one in kernels], axis=2)
+        sketch = [part.sums(each).total_BD for half, part in predictor.sketches.items() if half != "product"]
+        sketch_GD = np.concatenate([np.empty((len(rows_G1), 0)), *sketch], axis=1) / rows_G1
+        return cls(predictor, held, kernels, each.codes_N, effect_GT, kernel_GTM, sketch_GD)
 
     def features(self, weights: Weights) -> KnownFeatures:
         """Of one block of subsets."""
@@ -107,12 +122,18 @@ class Known:
         mass_B1, counted = weight_sums(weights)[0][:, None], self.predictor.counted(weights)
         counted_B1 = weight_sums(counted)[0][:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
-        sketch = [part.total_BD / counted_B1 for half, part in sums.sketch.items() if half != "product"]
+        sketch = [part.total_BD for half, part in sums.sketch.items() if half != "product"]
+        in_slice_BG = self.indicators[0].sums(counted) if self.indicators else counted_B1
+        relevance_BT = self.predictor.change_of(sums)
+        of_slices_BT = self.predictor.change_of(replace(sums, effect_BT=in_slice_BG @ self.effect_GT))
+        kernel_BTM = np.stack([one.sums(counted) / counted_B1 for one in self.kernels], axis=2)
+        of_slices_BTM = np.einsum("bg,gtm->btm", in_slice_BG / counted_B1, self.kernel_GTM)
         return KnownFeatures(
             np.concatenate([nothing_B0, *(one.sums(weights) / mass_B1 for one in self.indicators)], axis=1),
-            self.predictor.change_of(sums),
-            np.stack([one.sums(counted) / counted_B1 for one in self.kernels], axis=2),
-            np.concatenate([nothing_B0, *sketch], axis=1),
+            _less(relevance_BT, of_slices_BT),
+            _less(kernel_BTM, of_slices_BTM),
+            _less(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / counted_B1,
+            relevance_BT - of_slices_BT,
         )
 
     def of_rows(self, slope: KnownFeatures, weights: Weights) -> F64:
@@ -122,17 +143,24 @@ class Known:
             slope: of that function.
         """
         gain_T = self.predictor.task.gain_C * SubsetMass.of(weights).worth(self.predictor.exposure)
-        out_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * gain_T), np.float64)
-        widths = np.cumsum([one.width for one in self.indicators])
-        for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
-            out_N += one.dot(slope_G)
+        relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * gain_T), np.float64)
         for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
-            out_N += one.dot(slope_T)
+            relevant_N += one.dot(slope_T)
         halves = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
         widths = np.cumsum([len(sketch.totals.mean_D) for sketch in halves])
         for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
-            out_N += sketch.dot(slope_D)
+            relevant_N += sketch.dot(slope_D)
+        chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_BT[0] * gain_T), np.float64)
+        out_N = _less(relevant_N, self._of_slices(relevant_N)) + chosen_N - self._of_slices(chosen_N)
+        widths = np.cumsum([one.width for one in self.indicators])
+        for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
+            out_N += one.dot(slope_G)
         return out_N
+
+    def _of_slices(self, values_N: F64) -> F64:
+        """The mean over its slice instead of each value."""
+        sum_G, rows_G = np.bincount(self.codes_N, values_N), np.bincount(self.codes_N)
+        return np.asarray((sum_G / np.maximum(rows_G, 1))[self.codes_N])
 
     def corpus(self) -> KnownFeatures:
         """Of the corpus itself."""
@@ -329,6 +357,10 @@ def development_targets(
 
 
 # --------------------------------------------------------------------------------------------------------- inside
+
+
+def _less(own: F64, of_slices: F64) -> F64:
+    return np.asarray(of_slices + WITHIN * (own - of_slices))
 
 
 def _indicators(codes_N: NDArray[np.int32], n_slices: int) -> RowSums:
