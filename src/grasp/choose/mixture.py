@@ -334,7 +334,8 @@ def _notes(slices: LabelSlices, solution: Solution, asked: Mapping[str, Any], *,
     least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(times, f"{times:g}th part")
     said = [
         f"no row is seen more than {times:g} times, and values keep a {least} of their share (--max-repeat); "
-        "--floor VALUE:0% lets one go, a larger floor gives it more"
+        "--floor VALUE:0% lets one go, a larger floor gives it more",
+        "now and proposed are shares of rows; shares of tokens differ where rows of some values are longer",
     ]
     if slices.n_grouped:
         said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")

@@ -120,7 +120,7 @@ class Ruler:
     def edge(self, share_BG: F64) -> F64:
         """Distance of shares from their mean over the runs, (B, 1): 1 is the runs' root mean square, and the least."""
         mean_G, inverse = self.share_G
-        return np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0)
+        return np.asarray(np.maximum(inverse * np.linalg.norm(share_BG - mean_G, axis=1, keepdims=True), 1.0))
 
     def step(self, at: KnownFeatures, part: float) -> KnownFeatures:
         """A small part of what each feature varies by over the runs; 0 where it does not vary."""

@@ -94,7 +94,7 @@ class Known:
     predictor: Predictor
     indicators: tuple[RowSums, ...]  # of the slices, a label each
     kernels: tuple[RowSums, ...]
-    codes_N: NDArray[np.int32]  # slice of each row, by the first label; one slice for all where there is no label
+    codes_N: NDArray[np.integer]  # slice of each row, by the first label; one slice for all where there is no label
     effect_GT: F64  # its mean over these slices
     kernel_GTM: F64
     sketch_GD: F64

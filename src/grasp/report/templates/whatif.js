@@ -113,7 +113,7 @@
   const FILES = {
     csv: (model, mix) => ["value,now,proposed,times_as_often",
       ...mix.map((one) => [`"${one.name.replaceAll('"', '""')}"`, one.now, one.share, one.times].join(","))].join("\n"),
-    datatrove: (model, mix) => ["# datatrove: a reader a value, SamplerFilter(rate) behind it, repeated as often as copies says",
+    datatrove: (model, mix) => ["# datatrove: a reader a value, SamplerFilter(rate: part of its documents) behind it, repeated as often as copies says",
       `${yaml(model.label)}:`, ...mix.map((one) => {
         const copies = Math.max(1, Math.ceil(one.times));
         return `  ${yaml(one.name)}: {rate: ${Number((one.times / copies).toFixed(4))}, copies: ${copies}}`;
