@@ -125,11 +125,11 @@ def test_blocks_and_batches_change_nothing_but_rounding(name, world, tmp_path, s
 def test_killed_and_resumed_gives_the_same_scores_bit_for_bit(name, world, tmp_path, scored):
     with pytest.raises(Killed):
         again(world, tmp_path, name, progress=Clock(left=2))
-    assert list(tmp_path.glob(f"{name}-*/blocks/*.npy"))
+    assert list(tmp_path.glob(f"{name}-*/plan.json"))
     assert not list(tmp_path.glob(f"{name}-*/method.json"))
     clock = Clock()
     np.testing.assert_array_equal(again(world, tmp_path, name, progress=clock), matrix(scored(name)))
-    assert not list(tmp_path.glob(f"{name}-*/blocks"))
+    assert not list(tmp_path.glob(f"{name}-*/plan.json"))
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)
