@@ -35,7 +35,7 @@ from grasp.choose.select import select
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import label_slices, slice_effects
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.protocol import ScoringProtocol, default_protocol, protocol_from
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.report.verb import report
@@ -90,7 +90,7 @@ def rows_table(start: int, stop: int) -> pa.Table:
 
 def geometric() -> ScoringProtocol:
     """The protocol that ships with a penalty on redundancy, so that sketches are read."""
-    return default_protocol().model_copy(update={"components": {"joint.pair": -0.1}})
+    return protocol_from(default_protocol().model_dump() | {"components": {"joint.pair": -0.1}}, "growth")
 
 
 def ask_predict(artifact: ArtifactReader, n_subsets: int, protocol: ScoringProtocol) -> None:

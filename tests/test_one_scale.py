@@ -12,7 +12,7 @@ from grasp.audit.explain import explain
 from grasp.choose.select import select
 from grasp.predict.label_slices import SliceFormula, label_slices
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol, default_protocol, save_protocol
+from grasp.predict.protocol import default_protocol, save_protocol
 from grasp.predict.row_arrays import row_tokens
 from grasp.predict.slices import LabelTable
 from grasp.predict.weights import SliceShares
@@ -24,9 +24,10 @@ from grasp.verbs.score import score
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import succeed
 from tests.extract.world import world
+from tests.rules import rule
 from tests.runs.environments import write_artifact, write_environment
 
-GEOMETRY = ScoringProtocol(
+GEOMETRY = rule(
     name="geometry",
     match={"token": 1.0, "pooled": 0.5},
     components={"joint.pair": -0.25, "hidden.cent": 0.2, "residual.self": -0.1},
@@ -73,7 +74,7 @@ def test_dropping_a_slice_is_one_number_however_it_is_asked(art, tmp_path, proto
     by = predict(artifact, by="topic", protocol=protocol).to_pandas().set_index("value")
     answers["by"] = by["if_dropped"]["life"]
     answers |= from_coefficients(artifact, protocol)
-    if not protocol.components:
+    if not protocol.interacts:
         answers |= {f"served {name}": value for name, value in served(artifact).items()}
         ranked = score(artifact, "facts", protocol=protocol).to_pandas().set_index("row_id")["effect"]
         answers["mean of what score shows"] = ranked[kept_ids].mean()
@@ -103,15 +104,12 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     predictor = Predictor.of(artifact, protocol)
     formula = SliceFormula.of(predictor, predictor.sums(slices.each))
     f_G = np.array([float(name != "life") for name in slices.names])
-    mass = f_G @ formula.rows_G
-    change = f_G @ formula.relevance_GT[:, 0] / mass - formula.corpus_T[0]
-    v_G = f_G - mass / formula.rows_G.sum()
-    for half, weights in formula.quadratic.items():
-        gram_GG = formula.gram_GG[half]
-        own = weights.own * (f_G**2 @ formula.norm_G[half])
-        change += (weights.raw * f_G @ gram_GG @ f_G + own + weights.cent * v_G @ gram_GG @ v_G) / mass**2
     shares = SliceShares(f_G[None], slices.codes_N)
-    return {"coefficients": change, "shares of slices": predictor.change(shares)[0, 0]}
+    found = {"shares of slices": predictor.change(shares)[0, 0]}
+    if formula is None:  # rows bear on one another
+        assert protocol.interacts
+        return found
+    return found | {"coefficients": f_G @ formula.effect_GT[:, 0] / (f_G @ formula.rows_G)}
 
 
 def test_many_subsets_are_asked_at_once(art):

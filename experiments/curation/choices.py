@@ -142,7 +142,7 @@ class Chooser:
         protocol = self.world.protocol
         if asked.method != ADDITIVE:
             return protocol
-        return protocol.model_copy(update={"components": {}, "selected_on": None})
+        return protocol.additive.model_copy(update={"selected_on": None})
 
     def _digest(self, asked: Asked) -> str:
         """What chose: the protocol's own choices, not its name or where it comes from."""

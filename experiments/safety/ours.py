@@ -15,7 +15,7 @@ from grasp.audit.detect import detect
 from grasp.extract.local import build
 from grasp.predict.blocks import MissingRows, in_blocks
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import CalibrationSettings, ScoringProtocol, load_protocol
+from grasp.predict.protocol import ScoringProtocol, load_protocol, protocol_from
 from grasp.runs.methods import configured_methods, method_rows
 from grasp.settings import build_settings
 
@@ -86,7 +86,8 @@ def without_each(artifact: ArtifactReader, protocol: ScoringProtocol) -> F64:
 
     Geometry is standardised by uniform halves, since there are no topics here.
     """
-    own = protocol.model_copy(update={"calibration": CalibrationSettings(family="uniform:0.5", n_subsets=256, seed=0)})
+    halves = {"calibration": {"family": "uniform:0.5", "n_subsets": 256, "seed": 0}}
+    own = protocol_from(protocol.model_dump() | halves, protocol.name)
     n_rows = artifact.n_rows
     each = (MissingRows(f"{i:06d}", np.array([i])) for i in range(n_rows))
     predictor = Predictor.of(artifact, own, [TARGET])

@@ -92,7 +92,7 @@ def mean_without(found: Tested, tasks: Sequence[str]) -> dict[str, float]:
 def tested(artifact: ArtifactReader, environment: Environment, candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Figures with intervals, and ceilings, by task."""
     development = Development.of(environment, [artifact])
-    predictions = development.variants[""].predictions({"protocol": candidate}, development.targets)
+    predictions = development.variants[""].of_candidates({"protocol": candidate}, development.targets)
     report = evaluation_of(environment, predictions, targets=development.targets)
     wanted = (*METRICS, "task_ceiling", "lds_ceiling")
     return {

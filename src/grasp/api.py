@@ -8,7 +8,7 @@
     grasp.evaluate(art, runs), grasp.calibrate(art, runs).save("protocol.yaml")
 
 A verb gives a result with `.to_pandas()`, `.to_arrow()`, `.write(path)`; printing it shows the answer. Rows are named
-by their row_id. The verbs of runs (retrain, evaluate, calibrate) live in `grasp.verbs`.
+by their row_id. The verbs of runs (retrain, evaluate) live in `grasp.verbs`.
 """
 
 from collections.abc import Callable

@@ -9,20 +9,23 @@ import pytest
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.audit import checks as checking
-from grasp.audit import measures, sample
+from grasp.audit import sample
 from grasp.audit.checks import check
 from grasp.audit.sample import environment_subsets, features_alone, reopened, sample_features, sample_rows
 from grasp.errors import ArtifactError, EnvironmentDataError, GraspError, SettingsError
 from grasp.extract.local import build
 from grasp.extract.moments import unspool_moments
 from grasp.features.moments import Whitener
-from grasp.geometry.scored import Scored
+from grasp.geometry import checks as sketch_checks
+from grasp.geometry import measures as geometric
 from grasp.geometry.sketched import RANKS, Kernels
-from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.protocol import default_protocol
 from grasp.predict.weights import as_csr
+from grasp.runs.joined import Joined
 from grasp.settings import build_settings
 from tests.cli.grasp_command import refused, succeed
 from tests.extract.world import world
+from tests.rules import rule
 from tests.runs import environments
 from tests.runs.environments import UNITS, write_artifact, write_environment
 from tests.vision.images_world import settings as image_settings
@@ -62,10 +65,10 @@ def test_kept_features_are_those_of_the_model(plain, kept):
 
 def protocol(**components):
     """The one that ships, with geometry."""
-    return ScoringProtocol.model_validate(default_protocol().model_dump() | {"components": components})
+    return rule(**(default_protocol().model_dump() | {"components": components}))
 
 
-ALL = ScoringProtocol(name="all", match={"token": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
+ALL = rule(name="all", match={"token": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
 PLAIN = {
     *(f"tail, {kernel}" for kernel in ("token", "input", "neighbour")),
     "moments drawn again",
@@ -265,7 +268,7 @@ def test_an_artifact_of_the_pooled_kernel_alone_is_measured_in_its_coordinates(r
     art = ArtifactReader.open(
         build(world(root / "world", features={"match": "pooled", "product_width": 0}), root / "pooled")
     )
-    own = ScoringProtocol(name="p", match={"pooled": 1.0}, components={"joint.pair": -0.1})
+    own = rule(name="p", match={"pooled": 1.0}, components={"joint.pair": -0.1})
     named = by_name(check(art, rows=32, subsets=10, protocol=own))
     assert "there is none: features.product_width is 0" in named["product sketch"].advice
     for name in ("joint sketch for product", "pooled for tokens", "opposed gradients"):
@@ -279,7 +282,7 @@ def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
 
     index = sample_rows(plain, 32, seed=0)
     sketch = plain.array_rows("residual_sketch", index)
-    expected = measures.negative_pairs(sketch @ sketch.T)
+    expected = geometric.negative_pairs(sketch @ sketch.T)
     (line,) = lines(**{"residual.cent": -0.1, "residual.self": -0.1}).values()
     assert (line.numbers["pairs"], line.numbers["mass"]) == pytest.approx(expected)
     assert lines(**{"joint.self": -0.1})["pairs that complement"].verdict == "healthy"
@@ -290,7 +293,7 @@ def test_pairs_are_those_of_the_kernel_that_the_protocol_weighs(plain):
 
 
 def test_aligned_rows_are_called_healthy(plain, monkeypatch):
-    monkeypatch.setattr(checking._Subject, "sketch", lambda self, half: np.ones((len(self.index), 2)))
+    monkeypatch.setattr(sketch_checks, "_sketch", lambda subject, half: np.ones((len(subject.index), 2)))
     named = by_name(check(plain, rows=16, subsets=5, protocol=protocol(**{"product.raw": -0.1})))
     assert named["pairs that complement, product.raw"].verdict == "healthy"
     assert named["direct-sum bound"].verdict == "healthy"  # rows that are all alike
@@ -363,7 +366,7 @@ def test_with_an_environment_its_subsets_are_compared_and_its_ranking_measured(t
 
     index = sample_rows(art, 60, seed=0)
     weights = environment_subsets(art, env, index, 12)
-    masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Scored.of(env, art).blocks])
+    masks = np.concatenate([as_csr(block.weights_BN).toarray() for block in Joined.of(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
     with pytest.raises(EnvironmentDataError, match=r"of its subsets have rows among the 1 of the sample"):

@@ -23,18 +23,18 @@ from grasp.features.extract import extract
 from grasp.features.moments import Whitener
 from grasp.models.causal_lm import pad_rows
 from grasp.models.tokenizer import HfTokenizer
-from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import row_index
 from grasp.report.shades import _words
 from grasp.text import visible
 from grasp.verbs.score import score
 from tests.cli.grasp_command import refused, run, succeed
 from tests.extract.world import world, write_checkpoint
+from tests.rules import rule
 from tests.says import says
 
 EVERY = {"shift_match": True, "tilt_match": True, "neighbour_match": True, "gradient_match": True}
 UNIT = "facts-2"  # its answer has several tokens
-BOTH_SIGNS = ScoringProtocol(name="both signs count alike")
+BOTH_SIGNS = rule(name="both signs count alike")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_what_the_tokens_add_is_the_stored_relevance(art, explainer, kernel, uni
     ],
 )
 def test_what_the_tokens_add_is_the_effect_by_which_rows_are_ordered(art, explainer, choice, unit):
-    protocol = ScoringProtocol.model_validate({"name": "tried"} | choice) if choice else None
+    protocol = rule(**({"name": "tried"} | choice)) if choice else None
     ordered = score(art, "facts", protocol=protocol, unit=unit).to_pandas().set_index("row_id")["effect"]
     for row in ("row-0", "row-31"):
         found = explainer.explain("facts", row, unit=unit, protocol=protocol)

@@ -13,10 +13,10 @@ import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.extract.local import build
-from grasp.geometry.scored import Scored
 from grasp.models.tokenizer import train_tokenizer
 from grasp.runs.contract import Material, MethodScores, Retrained
 from grasp.runs.environment import Environment
+from grasp.runs.joined import Joined
 from grasp.runs.methods import ConfiguredMethod, configured_methods, methods
 from grasp.runs.retrain import retrain
 from grasp.settings import build_settings, retrain_settings
@@ -44,7 +44,7 @@ class World:
 
     def material(self, **changes: Any) -> Material:
         """The artifact with its environment, opened afresh."""
-        scored = Scored.of(self.environment, self.artifact)
+        scored = Joined.of(self.environment, self.artifact)
         known = Retrained.of(scored, self.environment.utilities())
         return replace(Material(self.artifact, retrained=known), **changes)
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from grasp.choose.mixture import coefficients, mix
+from grasp.choose.mixture import mix
 from grasp.choose.quadratic_program import Programme, Segments, solve
 from grasp.errors import ProtocolError, SettingsError
+from grasp.geometry import mixture as quadratic
 from grasp.predict.label_slices import label_slices
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets
@@ -51,7 +52,7 @@ def test_the_quadratic_is_the_prediction(side, weighting):
     predictor, slices = predictor_of(source, chosen), slices_of(source)
     parts = predictor.sums(slices.each)
     weights_T = np.array([0.7, 0.3])
-    linear_G, quadratic_GG = coefficients(predictor, weights_T, parts, slices.rows_G.astype(float))
+    linear_G, quadratic_GG = quadratic.coefficients(predictor, weights_T, parts, slices.rows_G.astype(float))
     p_BG = np.random.default_rng(0).dirichlet(np.ones(4), 6)
     own_B = p_BG @ linear_G + np.einsum("bg,gh,bh->b", p_BG, quadratic_GG, p_BG)
     want_B = predicted(source, chosen, slices, p_BG, source.targets) @ weights_T
@@ -128,13 +129,13 @@ def test_concave_pieces_are_filled_as_a_linear_programme_says(seed, n, distance)
     worth_G = rng.standard_normal(n)
     knots_GK = np.linspace(low_G, high_G, 5, axis=1)
     lines = Segments(knots_GK, worth_G[:, None] * knots_GK)
-    flat = Programme(np.zeros(n), np.zeros((n, n)), low_G, high_G, current_G, far, lines)
-    assert solve(flat).value == pytest.approx(best_linear(flat, worth_G), abs=1e-6)
+    flat = Programme(np.zeros(n), low_G, high_G, current_G, far, lines)
+    assert flat.value(solve(flat)) == pytest.approx(best_linear(flat, worth_G), abs=1e-6)
     bent = Segments(knots_GK, np.abs(worth_G)[:, None] * np.sqrt(knots_GK))
-    programme = Programme(np.zeros(n), np.zeros((n, n)), low_G, high_G, current_G, far, bent)
-    found = solve(programme)
-    assert found.value == pytest.approx(bent.value(found.p_G))
-    assert found.value >= bent.value(current_G) - 1e-7
+    programme = Programme(np.zeros(n), low_G, high_G, current_G, far, bent)
+    value = programme.value(solve(programme))
+    assert value == pytest.approx(bent.value(solve(programme)))
+    assert value >= bent.value(current_G) - 1e-7
 
 
 def feasible(seed, n, *, distance):
@@ -179,8 +180,9 @@ def test_at_the_solution_no_feasible_direction_leads_up(seed, n, rank, scale, di
     """The first-order condition, which is sufficient for a concave function: max over y of gradient'(y - p) is 0."""
     rng, current_G, low_G, high_G, far = feasible(seed, n, distance=distance)
     root = rng.standard_normal((n, rank))
-    programme = Programme(scale * rng.standard_normal(n), -scale * (root @ root.T), low_G, high_G, current_G, far)
-    found = solve(programme)
+    quadratic_GG = -scale * (root @ root.T)
+    programme = Programme(scale * rng.standard_normal(n), low_G, high_G, current_G, far)
+    found = quadratic.solve(programme, quadratic_GG)
     assert found.is_global
     p_G = found.p_G
     assert p_G.sum() == pytest.approx(1.0, abs=1e-9)
@@ -188,7 +190,7 @@ def test_at_the_solution_no_feasible_direction_leads_up(seed, n, rank, scale, di
     assert (p_G <= high_G).all()
     if far is not None:
         assert 0.5 * np.abs(p_G - current_G).sum() <= far + 1e-6
-    gradient_G = programme.linear_G + 2 * programme.quadratic_GG @ p_G
+    gradient_G = programme.linear_G + 2 * quadratic_GG @ p_G
     slack = best_linear(programme, gradient_G) - gradient_G @ p_G
     assert slack <= 1e-5 * scale * (1 + rank)
 
@@ -200,15 +202,15 @@ def test_where_the_geometry_is_rewarded_the_best_of_many_starts_is_found(seed, u
     rng, current_G, low_G, high_G, _ = feasible(seed, 3, distance=False)
     root = rng.standard_normal((3, 3))
     quadratic_GG = up * np.outer(root[0], root[0]) - np.outer(root[1], root[1])
-    programme = Programme(rng.standard_normal(3), quadratic_GG, low_G, high_G, current_G)
-    found = solve(programme)
+    programme = Programme(rng.standard_normal(3), low_G, high_G, current_G)
+    found = quadratic.solve(programme, quadratic_GG)
     assume(np.linalg.eigvalsh(quadratic_GG).max() > 1e-3)
     assert not found.is_global
     steps = np.linspace(0, 1, 101)
     grid = np.array([(a, b, 1 - a - b) for a in steps for b in steps])
     grid = grid[(grid >= low_G).all(axis=1) & (grid <= high_G).all(axis=1)]
     assume(len(grid) > 0)
-    best = max(programme.value(p_G) for p_G in grid)
+    best = max(programme.value(p_G) + p_G @ quadratic_GG @ p_G for p_G in grid)
     assert found.value >= best - 1e-6
     assert (found.p_G >= low_G).all()
     assert (found.p_G <= high_G).all()
@@ -312,7 +314,7 @@ def test_bounds_that_only_the_solver_sees_to_be_infeasible():
     """Each bound can be met, all of them together with the distance cannot."""
     half = np.full(2, 0.5)
     with pytest.raises(SettingsError, match="floor, cap, distance: no mixture satisfies all of them"):
-        solve(Programme(np.ones(2), np.zeros((2, 2)), np.array([0.9, 0.0]), np.ones(2), half, 0.1))
+        solve(Programme(np.ones(2), np.array([0.9, 0.0]), np.ones(2), half, 0.1))
 
 
 def test_a_label_of_one_value_is_refused():

@@ -1,7 +1,5 @@
 """Rows that are seen again are worth less: the law of exposure, and what follows from it for a budget."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +7,16 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from grasp.choose.repetition import Training
-from grasp.geometry.sums import SubsetMass
-from grasp.predict.weights import REPEAT_WORTH, EachSlice, Exposure, OmittedRows, PackedMasks, SliceShares
+from grasp.predict.predictor import SubsetSums
+from grasp.predict.weights import (
+    REPEAT_WORTH,
+    EachSlice,
+    Exposure,
+    OmittedRows,
+    PackedMasks,
+    SliceShares,
+    weight_sums,
+)
 
 
 @given(times=st.floats(1e-6, 1e3), epochs=st.floats(0.01, 100))
@@ -65,18 +71,19 @@ def check_forms(exposure, dense_BN, share_BG, codes_N, want_BN):
 
 def test_what_is_left_of_rows_that_are_repeated():
     """Under a budget a fifth of the rows is seen five times as often, and counts as exposure(5) / 5 of them."""
-    mass = SubsetMass.plain(np.array([20.0, 100.0]), 100)
-    np.testing.assert_allclose(mass.worth(Exposure(1.0)), [float(Exposure(1.0)(5.0)) / 5, 1.0])
-    for law in (None, Exposure(), Exposure(0.2)):  # no law, no budget, or nothing is seen twice
-        np.testing.assert_allclose(mass.worth(law), 1.0)
+    kept_B = np.array([20.0, 100.0])
+    sums = SubsetSums(100, kept_B, kept_B, kept_B, np.zeros((2, 1)), {})
+    np.testing.assert_allclose(sums.worth(Exposure(1.0)), [float(Exposure(1.0)(5.0)) / 5, 1.0])
+    for law in (Exposure(), Exposure(0.2)):  # no budget, or nothing is seen twice
+        np.testing.assert_allclose(sums.worth(law), 1.0)
 
 
 def test_of_weights_that_differ_repetition_takes_a_part_whatever_is_dropped():
     """Half of the rows three times as often as the other half: seen(1.5) + seen(.5), of 2."""
     weights = csr_array(np.array([[3.0, 1.0, 0.0, 0.0], [3.0, 1.0, 3.0, 1.0], [2.0, 2.0, 0.0, 2.0]]))
-    exposure, mass = Exposure(), SubsetMass.of(weights)
-    counted = SubsetMass.of(exposure.of(weights))
-    worth_B = replace(mass, retained_B=counted.retained_B).worth(exposure)
+    exposure, kept_B = Exposure(), np.array([2.0, 4.0, 3.0])
+    counted_B = weight_sums(exposure.of(weights))[0]
+    worth_B = SubsetSums(4, weight_sums(weights)[0], kept_B, counted_B, np.zeros((3, 1)), {}).worth(exposure)
     want = (float(exposure(1.5)) + 0.5) / 2
     np.testing.assert_allclose(worth_B, [want, want, 1.0])
     assert 0.98 < want < 1

@@ -12,6 +12,7 @@ from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import Predictor
 from grasp.predict.protocol import ScoringProtocol
 from tests.predict.source import FakeSource
+from tests.rules import rule
 
 TOPICS = ("games", "science", None, "travel")
 
@@ -70,7 +71,7 @@ def planted(sketch_ND, relevance_N, **fields) -> World:
 
 def protocol(**changes) -> ScoringProtocol:
     settings = {"name": "p", "match": {"token": 1.0}, "calibration": {"family": "uniform:0.5", "n_subsets": 16}}
-    return ScoringProtocol(**(settings | changes))
+    return rule(**(settings | changes))
 
 
 def changes(source, chosen, subsets, targets) -> np.ndarray:

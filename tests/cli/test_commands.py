@@ -11,16 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from grasp.artifact import remote
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
+from grasp.geometry.protocol import CalibrationSettings
 from grasp.geometry.terms import CalibrationFamily
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import CalibrationSettings, load_protocol
+from grasp.predict.protocol import load_protocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
+from grasp.store import remote
 from grasp.verbs.predict import prediction_table
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed

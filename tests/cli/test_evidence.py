@@ -116,7 +116,7 @@ def plant_protocol(env: Path, art: Path) -> None:
     place = env.parent / "planted.yaml"
     write_yaml(PLANTED, place)
     source = ArtifactReader.open(art)
-    (found,) = scored(art, env).predictions({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
+    (found,) = scored(art, env).of_candidates({"planted": candidate_of(load_protocol(place), source)}, ["facts"])
     truth = dict(zip(found.subset_ids, found.task_B["facts"], strict=True))
     plant(env, lambda subset, _: float(truth[subset]))
 
@@ -500,7 +500,7 @@ def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path)
     out = tmp_path / "p.yaml"
     text = succeed("calibrate", art, "--environment", env, "--environment", other, "--out", out, "--resamples", 20).out
     assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
-    assert load_protocol(out).components == {}
+    assert not load_protocol(out).interacts
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 

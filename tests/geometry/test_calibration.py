@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,10 +28,11 @@ from grasp.geometry.candidates import (
     default_family,
     load_family,
 )
+from grasp.geometry.protocol import CalibrationSettings
 from grasp.geometry.scored import Scored
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import CalibrationSettings, default_protocol, load_protocol, save_protocol
+from grasp.predict.protocol import default_protocol, load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import EnvironmentInfo, FamilyInfo, TargetInfo
@@ -56,7 +58,6 @@ def scored(environment, source):
         renamed={"sciq": "sciq", "boolq": "boolq"},
         blocks=blocks(len(environment.subset_ids)),
         calibration=CalibrationSettings(family=str(FAMILY), n_subsets=64),
-        fingerprints={"model": "m"},
     )
 
 
@@ -97,7 +98,9 @@ def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role
 
 @pytest.fixture
 def source():
-    return FakeSource(N_ROWS)
+    source = FakeSource(N_ROWS)
+    source.manifest = SimpleNamespace(fingerprints={"model": "m"})
+    return source
 
 
 @pytest.fixture
@@ -290,7 +293,7 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
 
 
 def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
-    predictions = development.variants[""].predictions({"full": TRUE}, ("sciq", "boolq"))
+    predictions = development.variants[""].of_candidates({"full": TRUE}, ("sciq", "boolq"))
     report = evaluation_of(development.environment, predictions, resamples=20)
     rows = report.methods[0].targets
     assert [row.target for row in rows] == ["sciq", "boolq"]

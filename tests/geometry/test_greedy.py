@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget
-from grasp.choose.limits import Limits, best_rows
+from grasp.choose.limits import Limits
 from grasp.choose.select import select
 from grasp.geometry import greedy
 from grasp.geometry.greedy import choose
-from grasp.geometry.objective import Objective
+from grasp.geometry.objective import Objective, best_rows
 from grasp.predict.labels import LabelColumn
 from tests.choose.world import World, planted, predictor_of, protocol
 

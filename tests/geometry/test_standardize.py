@@ -12,7 +12,7 @@ from scipy.sparse import csr_array
 
 from grasp.errors import SubsetError
 from grasp.geometry.standardize import (
-    ComponentMoments,
+    ColumnSpread,
     PairSums,
     RowMoments,
     has_closed_form,
@@ -133,10 +133,10 @@ def test_blocks_merge_to_the_moments_of_the_whole(seed, cuts):
 
 
 def test_constant_components_standardise_to_zero_and_are_marked():
-    moments = ComponentMoments(np.array([3.0, 1e6, 0.0]), np.array([0.0, 1e-6, 0.0]))
+    moments = ColumnSpread(np.array([3.0, 1e6, 0.0]), np.array([0.0, 1e-6, 0.0]))
     assert not moments.varies_E.any()
     assert moments.z(np.array([[3.0, 2e6, 1.0]])).tolist() == [[0.0, 0.0, 0.0]]
-    assert ComponentMoments(np.array([1.0]), np.array([2.0])).z(np.array([[5.0]])).tolist() == [[2.0]]
+    assert ColumnSpread(np.array([1.0]), np.array([2.0])).z(np.array([[5.0]])).tolist() == [[2.0]]
 
 
 def test_one_subset_cannot_standardise():

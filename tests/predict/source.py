@@ -100,8 +100,9 @@ def counted(relevance, protocol):
 
 def slow_components(source, protocol, weights, target, match):
     """A of the task, A of its units and K by name for one subset, row by row in float64."""
-    effective = reference.side_weights(weights, protocol.side, protocol.weighting)
-    sign = 1.0 if protocol.side == "retained" else -1.0
+    side, weighting = getattr(protocol, "side", "retained"), getattr(protocol, "weighting", "mean")
+    effective = reference.side_weights(weights, side, weighting)
+    sign = 1.0 if side == "retained" else -1.0
     columns = source.unit_columns(target)
     unit = {
         kernel: [
@@ -111,7 +112,7 @@ def slow_components(source, protocol, weights, target, match):
         for kernel in match
     }
     geometry = {}
-    for name in protocol.components:
+    for name in getattr(protocol, "components", ()):
         half, kind = name.split(".")
         parts = ["hidden", "residual"] if half == "joint" else [half]
         sketch = np.concatenate([source.arrays[f"{part}_sketch"] for part in parts], axis=1).astype(float)

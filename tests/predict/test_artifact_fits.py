@@ -10,12 +10,12 @@ from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ProtocolError
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.slices import LabelTable
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.verbs.predict import prediction_table
 from grasp.verbs.score import score
 from tests.predict.source import FakeSource
+from tests.rules import rule
 
 FAKE = FakeSource(columns={"topic": [["a", "b", None][i % 3] for i in range(40)]})
 
@@ -45,7 +45,7 @@ def artifact(tmp_path_factory):
 
 
 def test_predictions_are_those_of_the_arrays(artifact, tmp_path):
-    protocol = ScoringProtocol(
+    protocol = rule(
         name="p",
         components={"joint.pair": -0.3, "product.cent": 0.1},
         requires={"pooling": "tail:32", "alpha": 1.0},
@@ -77,6 +77,6 @@ def test_rows_are_a_full_sort_of_the_effects(artifact):
 
 
 def test_a_protocol_for_other_features_is_refused(artifact):
-    protocol = ScoringProtocol(name="p", requires={"pooling": "all", "top_k": 8})
+    protocol = rule(name="p", requires={"pooling": "all", "top_k": 8})
     with pytest.raises(ProtocolError, match=r"features.pooling: requires 'all'.*features.top_k: requires 8"):
         Predictor.of(artifact, protocol)

@@ -8,15 +8,17 @@ from scipy.sparse import csr_array
 from scipy.stats import spearmanr
 
 from grasp.errors import ProtocolError, SubsetError
+from grasp.geometry.protocol import InteractionProtocol
 from grasp.geometry.sums import SubsetMass, subset_relevance
 from grasp.predict.families import parse_family
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import EFFECT_SIZE, Predictor
-from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.protocol import default_protocol
 from grasp.predict.weights import ANY_TEXT, EachSlice, Exposure, SliceShares
 from tests.predict.reference import summed
 from tests.predict.source import FakeSource, counted, slow_components
 from tests.rounding import rounding
+from tests.rules import rule
 
 TOPICS = [["a", "b", "c", None][i % 4] for i in range(40)]
 CODES = np.arange(40) % 4
@@ -24,9 +26,12 @@ COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5, "product.raw": -0.1, "res
 seeds = st.integers(0, 10_000)
 
 
+def plain_settings(**changes):
+    return {"name": "p", "match": {"token": 1.0, "input": -0.3, "pooled": 0.5}, "negative": 0.5} | changes
+
+
 def protocol(**changes):
-    settings = {"name": "p", "match": {"token": 1.0, "input": -0.3, "pooled": 0.5}, "negative": 0.5}
-    return ScoringProtocol(**(settings | changes))
+    return rule(**plain_settings(**changes))
 
 
 def plain_subsets(n=6):
@@ -34,7 +39,7 @@ def plain_subsets(n=6):
     return block.weights_BN
 
 
-def slow_effects(source, chosen, target):
+def slow_effects(source, chosen, target, task_standard="mean_relevance"):
     """sum over kernels of weight x standardised relevance of every row, standardised again; (N,) and (N, E)."""
     kernels = {
         kernel: counted(source.arrays[f"relevance_{kernel}"][:, source.unit_columns(target)], chosen)
@@ -44,7 +49,7 @@ def slow_effects(source, chosen, target):
     for kernel, weight in chosen.match.items():
         a_NE = kernels[kernel]
         unit = unit + weight * (a_NE - a_NE.mean(axis=0)) / a_NE.std(axis=0)
-        if chosen.standardize.task == "mean_of_standardised":
+        if task_standard == "mean_of_standardised":
             a_NE = a_NE / a_NE.std(axis=0)
         a_N = a_NE.mean(axis=1)
         task = task + weight * (a_N - a_N.mean()) / a_N.std()
@@ -61,7 +66,7 @@ def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(ta
     change_BT, change_BE = predictor.change_of(sums), predictor.unit_change(weights, sums)
     first = 0
     for t, target in enumerate(source.targets):
-        task_N, unit_NE = slow_effects(source, chosen, target)
+        task_N, unit_NE = slow_effects(source, chosen, target, task)
         np.testing.assert_allclose(predictor.effect_NT[:, t], task_N, rtol=0, atol=rounding(40, task_N))
         dense_BN = weights.toarray()
         kept_B1 = (dense_BN > 0).sum(axis=1, keepdims=True)
@@ -73,7 +78,7 @@ def test_an_effect_is_the_equation_written_out_and_a_change_its_weighted_mean(ta
         taken_B1 = taken_B[:, None] * unit_NE.mean(axis=1).std()  # a task's effect in that of its units
         np.testing.assert_allclose(found_BE, counted_BN @ unit_NE - taken_B1, rtol=0, atol=close)
         first += unit_NE.shape[1]
-    assert (predictor.unit, predictor.additive) == (EFFECT_SIZE, True)
+    assert predictor.unit == EFFECT_SIZE
 
 
 @pytest.mark.parametrize("side", ["retained", "omitted"])
@@ -133,17 +138,18 @@ def slow_levels(source, chosen, weights_BN, family_BN, target):
 @pytest.mark.parametrize("side", ["retained", "omitted"])
 @pytest.mark.parametrize("weighting", ["count", "mean"])
 def test_the_whole_corpus_changes_nothing_and_parts_add_up(components, side, weighting):
-    chosen = protocol(components=components, side=side, weighting=weighting)
+    chosen = InteractionProtocol(**plain_settings(components=components, side=side, weighting=weighting))
     predictor = Predictor.of(FakeSource(), chosen, per_unit=True, components=True)
     everything = csr_array(np.ones((1, 40)))
     sums = predictor.sums(everything)
     close = rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(predictor.change_of(sums), 0.0, atol=close)
-    np.testing.assert_allclose(predictor.change_of(predictor.whole()), 0.0, atol=1e-9)
+    np.testing.assert_allclose(predictor.change_of(predictor.reweighted(sums, 1.0)), 0.0, atol=1e-9)
     np.testing.assert_allclose(predictor.unit_change(everything, sums), 0.0, atol=close)
     weights = plain_subsets()
     sums = predictor.sums(weights)
-    parts = sum(predictor.kernel_parts(weights, sums.mass).values()) + predictor.geometry_change(sums)[:, None]
+    shared = [part for name, part in predictor.shared(sums).items() if name.startswith("part_")]
+    parts = sum(predictor.parts(weights, sums).values()) + sum(shared)
     np.testing.assert_allclose(parts, predictor.change_of(sums), rtol=0, atol=rounding(40, parts))
 
 
@@ -229,9 +235,9 @@ def test_shares_of_slices_are_weights_of_their_rows(components):
     by_slice, close = predictor.change(SliceShares(share_BG, CODES)), rounding(40, predictor.effect_NT)
     np.testing.assert_allclose(by_slice, predictor.change(csr_array(share_BG[:, CODES])), rtol=0, atol=close)
     slices = predictor.sums(EachSlice(CODES, 4))
-    dropped = predictor.change_of(slices.from_whole(predictor.whole(), 0.0, predictor.exposure))
+    dropped = predictor.change_of(predictor.reweighted(slices, 0.0))
     np.testing.assert_allclose(dropped, predictor.change(SliceShares(1.0 - np.eye(4), CODES)), rtol=0, atol=close)
-    doubled = predictor.change_of(slices.from_whole(predictor.whole(), 2.0, predictor.exposure))
+    doubled = predictor.change_of(predictor.reweighted(slices, 2.0))
     np.testing.assert_allclose(doubled, predictor.change(SliceShares(1.0 + np.eye(4), CODES)), rtol=0, atol=close)
 
 
@@ -286,12 +292,12 @@ class QuadraticWorld(FakeSource):
 def test_planted_world_full_grasp_ranks_perfectly_and_the_additive_core_cannot(spelling):
     world, family = QuadraticWorld.made(), parse_family(spelling)
     options = {"name": "p", "match": {"token": 1.0}, "weighting": "count", "calibration": {"family": spelling}}
-    trial = Predictor.of(world, ScoringProtocol(**options, components={"product.raw": 1.0}))
+    trial = Predictor.of(world, rule(**options, components={"product.raw": 1.0}))
     # z(A) + omega z(K) is (A - lambda K) / sigma_A up to a constant when omega = -lambda sigma_K / sigma_A
     sigma_a = trial.task.spread.std_E[0] ** -1 * world.arrays["relevance_token"].astype(float).std()
-    omega = -world.penalty * float(trial.geometry.moments["product.raw"].std_E[0]) / sigma_a
-    full = Predictor.of(world, ScoringProtocol(**options, components={"product.raw": omega}))
-    additive = Predictor.of(world, ScoringProtocol(**options))
+    omega = -world.penalty * float(trial.terms.moments["product.raw"].std_E[0]) / sigma_a
+    full = Predictor.of(world, rule(**options, components={"product.raw": omega}))
+    additive = Predictor.of(world, rule(**options))
     (block,) = family.draw(128, n_rows=60, seed=0, purpose="evaluation")
     truth_B = world.utility(block.weights_BN)
     assert spearmanr(full.change(block.weights)[:, 0], truth_B).statistic == pytest.approx(1.0, abs=1e-4)

@@ -10,8 +10,9 @@ from grasp.errors import ProtocolError
 from grasp.predict.protocol import ScoringProtocol, default_protocol, load_protocol, save_protocol
 from grasp.verbs.evaluate import additive_methods
 from tests.predict.source import FakeSource
+from tests.rules import rule
 
-FULL = ScoringProtocol(
+FULL = rule(
     name="full",
     side="omitted",
     weighting="count",
@@ -39,8 +40,8 @@ def test_the_default_is_what_its_provenance_says_was_selected():
     assert best["protocol"] == "retained | mean | input+token (negative x 0.25) | no geometry | mean_relevance"
     assert max(tuned["best"], key=lambda one: one["lcb"])["match"] == tuned["match"]
     assert protocol.negative == 0.25
-    assert protocol.components == {}
-    assert (protocol.side, protocol.weighting, protocol.match) == ("retained", "mean", "auto")
+    assert type(protocol) is ScoringProtocol
+    assert protocol.match == "auto"
     assert protocol.fitted([*arrays, "relevance_gradient"], {}).match == further["match"]
     assert set(tuned["results"]) <= set(further["results"])
     assert set(protocol.selected_on) == {*best["results"], *further["results"]}
@@ -60,6 +61,16 @@ def test_a_protocol_survives_its_file(tmp_path):
         assert load_protocol(tmp_path / "p.yaml") == protocol
 
 
+def test_what_says_nothing_of_interactions_is_no_interaction(tmp_path):
+    """Files that name every setting, as earlier ones do, are read as what they say."""
+    same = {"side": "retained", "weighting": "mean", "components": {}, "calibration": {"family": "mixture:topic"}}
+    same["standardize"] = {"task": "mean_relevance", "unit": "own_relevance"}
+    assert rule(name="p", **same) == ScoringProtocol(name="p")
+    assert rule(name="p", **same | {"side": "omitted"}).interacts
+    averaged = rule(name="p", **same | {"standardize": {"task": "mean_of_standardised"}})
+    assert (averaged.beside, averaged.interacts) == (True, False)
+
+
 def test_a_protocol_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         FULL.side = "retained"
@@ -73,7 +84,7 @@ def test_a_weight_of_what_lies_below_0_is_between_0_and_1(negative, tmp_path):
 
 
 def test_auto_takes_token_and_input_where_they_are_there():
-    protocol = ScoringProtocol(name="p")
+    protocol = rule(name="p")
     every = ["relevance_token", "relevance_input", "relevance_pooled"]
     assert protocol.fitted(every, {}).match == {"input": 1.0, "token": 1.0}
     assert protocol.fitted(["relevance_token", "relevance_pooled"], {}).match == {"token": 1.0}
@@ -81,18 +92,18 @@ def test_auto_takes_token_and_input_where_they_are_there():
 
 
 def test_kernels_of_weight_zero_are_not_needed():
-    protocol = ScoringProtocol(name="p", match={"token": 1.0, "pooled": 0.0})
+    protocol = rule(name="p", match={"token": 1.0, "pooled": 0.0})
     assert protocol.fitted(["relevance_token"], {}).match == {"token": 1.0}
 
 
 def test_an_artifact_from_before_a_kernel_is_told_what_it_lacks():
-    protocol = ScoringProtocol(name="p", match={"token": 1.0, "input": 0.5})
+    protocol = rule(name="p", match={"token": 1.0, "input": 0.5})
     assert protocol.fitted(["relevance_token", "relevance_input"], {}).match == {"token": 1.0, "input": 0.5}
     with pytest.raises(ProtocolError, match=r"needs array 'relevance_input', the artifact has \['relevance_token'\]"):
         protocol.fitted(["relevance_token"], {})
     both = additive_methods(["relevance_token", "relevance_input", "hidden_sketch"])
     assert list(both) == ["token additive", "input additive", "token+input additive"]
-    assert both["token+input additive"].match == (("token", 1.0), ("input", 1.0))
+    assert both["token+input additive"].match == {"token": 1.0, "input": 1.0}
     assert list(additive_methods(["relevance_token", "relevance_pooled"])) == [
         "token additive",
         "pooled additive",
@@ -118,7 +129,7 @@ def test_all_mismatches_come_in_one_message():
 
 
 def test_requirements_that_are_not_named_may_be_anything():
-    protocol = ScoringProtocol(name="p", requires={"top_k": 64})
+    protocol = rule(name="p", requires={"top_k": 64})
     protocol.fitted(["relevance_token"], {"top_k": 64, "alpha": 0.5, "tau": 7})
 
 
@@ -131,8 +142,11 @@ def test_requirements_that_are_not_named_may_be_anything():
         ("match: {words: 1}", "match"),
         ("side: both", "side: Input should be 'retained' or 'omitted', got 'both'"),
         ("weighting: median", "weighting: Input should be 'count' or 'mean'"),
-        ("calibration: {family: 'halves:1'}", "calibration.family: family 'halves:1': unknown kind"),
-        ("calibration: {n_subsets: 1}", "calibration.n_subsets: Input should be greater than or equal to 2, got 1"),
+        ("side: omitted\ncalibration: {family: 'halves:1'}", "calibration.family: family 'halves:1': unknown kind"),
+        (
+            "side: omitted\ncalibration: {n_subsets: 1}",
+            "calibration.n_subsets: Input should be greater than or equal to 2",
+        ),
         ("requires: {colour: red}", "requires.colour: no such field"),
         ("omega: {a: 1}", "omega: no such field"),
     ],
@@ -161,5 +175,5 @@ def test_files_that_are_not_protocols(tmp_path):
 
 
 def test_negative_relevance_by_gradients_counts_whole():
-    protocol = ScoringProtocol(name="tried", negative=0.25)
+    protocol = rule(name="tried", negative=0.25)
     assert [protocol.negative_of(kernel) for kernel in ("token", "tilt", "gradient")] == [0.25, 0.25, 1.0]

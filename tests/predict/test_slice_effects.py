@@ -10,7 +10,7 @@ from grasp.errors import SubsetError
 from grasp.predict.label_slices import (
     LabelSlices,
     Slice,
-    SliceFormula,
+    cosines,
     dropped_intervals,
     label_slices,
     sensible_labels,
@@ -18,9 +18,9 @@ from grasp.predict.label_slices import (
 )
 from grasp.predict.labels import LabelColumn
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.weights import SliceShares
 from tests.predict.source import FakeSource, counted
+from tests.rules import rule
 
 TOPICS = [["games", "law", None, "art", "games"][i * 7 % 13 % 5] for i in range(40)]
 COLUMN = LabelColumn.of(TOPICS, "topic")
@@ -32,7 +32,7 @@ COMPONENTS |= {"residual.pair": -0.5, "joint.pair": -0.25}
 
 def protocol(**changes):
     chosen = {"name": "p", "match": {"token": 1.0, "pooled": 0.5}, "components": COMPONENTS, "negative": 0.5}
-    return ScoringProtocol.model_validate(chosen | changes)
+    return rule(**(chosen | changes))
 
 
 def worth(source, chosen):
@@ -90,21 +90,23 @@ def test_a_value_that_is_everything_cannot_be_dropped():
     np.testing.assert_allclose(effects.doubled_GT, 0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("half", ["hidden", "joint"])
-def test_cosines_are_those_of_the_centred_sketch_sums(half):
+@pytest.mark.parametrize("halves", [("hidden",), ("hidden", "residual")])
+@pytest.mark.parametrize("components", [{}, COMPONENTS])
+def test_cosines_are_those_of_the_centred_sketch_sums(halves, components):
     source = FakeSource()
-    predictor, effects, _, _ = worth(source, protocol())
-    names = ["hidden_sketch", "residual_sketch"] if half == "joint" else ["hidden_sketch"]
+    names = [f"{half}_sketch" for half in halves]
+    if components and len(halves) == 1:
+        components = {"hidden.raw": 0.3}
+    predictor = Predictor.of(source, protocol(components=components), sketches=halves)
+    effects = slice_effects(predictor, SLICES)
     sketch_ND = np.concatenate([source.arrays[name] for name in names], axis=1).astype(float)
     sum_GD = np.stack([sketch_ND[SLICES.codes_N == g].sum(axis=0) for g in range(len(SLICES.names))])
     rest_GD = sketch_ND.sum(axis=0) - sum_GD
-    if half == "joint":
-        length_G = np.linalg.norm(sum_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
-        np.testing.assert_allclose(effects.redundancy_G, (sum_GD * rest_GD).sum(axis=1) / length_G, atol=1e-5)
+    length_G = np.linalg.norm(sum_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+    np.testing.assert_allclose(effects.redundancy_G, (sum_GD * rest_GD).sum(axis=1) / length_G, atol=1e-5)
     sum_GD = sum_GD - np.outer(SLICES.rows_G, sketch_ND.mean(axis=0))
     unit_GD = sum_GD / np.linalg.norm(sum_GD, axis=1, keepdims=True)
-    found_GG = SliceFormula.of(predictor, effects.sums).cosines(half)
-    np.testing.assert_allclose(found_GG, unit_GD @ unit_GD.T, atol=1e-5)
+    np.testing.assert_allclose(cosines(effects.sums), unit_GD @ unit_GD.T, atol=1e-5)
 
 
 # label columns as slices

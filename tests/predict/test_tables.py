@@ -9,12 +9,12 @@ from grasp.errors import ShapeError
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol
 from grasp.verbs.predict import prediction_table
 from tests.predict.source import FakeSource
+from tests.rules import rule
 
 COMPONENTS = {"joint.pair": -0.25, "hidden.cent": 0.5}
-PROTOCOL = ScoringProtocol(name="p", match={"token": 1.0, "pooled": 0.5}, components=COMPONENTS)
+PROTOCOL = rule(name="p", match={"token": 1.0, "pooled": 0.5}, components=COMPONENTS)
 
 
 def subsets(n=6, block=256):

@@ -9,10 +9,9 @@ from tests.cli.grasp_command import succeed
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 
 PROTOCOL = {
-    "name": "with <geometry>",
+    "name": "with <weights>",
     "match": {"token": 1.0, "pooled": 0.3},
-    "components": {"joint.pair": -0.4, "hidden.cent": 0.2, "product.self": -0.1, "residual.raw": 0.1},
-    "calibration": {"family": "mixture:topic", "n_subsets": 32},
+    "negative": 0.5,
 }
 
 

@@ -20,7 +20,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.audit.explain import explain
 from grasp.extract.local import build
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol, default_protocol
+from grasp.predict.protocol import default_protocol
 from grasp.predict.ranking import SHORT
 from grasp.predict.weights import SliceShares
 from grasp.report import payload
@@ -33,6 +33,7 @@ from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.extract import world as extract_world
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
+from tests.rules import rule
 from tests.says import says
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
@@ -139,7 +140,7 @@ def test_a_hundred_slices_and_ten_targets_stay_under_4_mb(tmp_path):
     targets = [f"target_{t}" for t in range(10)]
     artifact = write_artifact(tmp_path / "art", n_rows=400, topics=topics, targets=targets)
     components = {"joint.pair": -0.2, "product.cent": 0.1}
-    protocol = ScoringProtocol(name="p", components=components, calibration={"family": "mixture:topic", "n_subsets": 8})
+    protocol = rule(name="p", components=components, calibration={"family": "mixture:topic", "n_subsets": 8})
     asked = ReportRequest(by=("topic",), environment=write_environment(tmp_path / "env", artifact), previous=[artifact])
     page = render(findings(artifact, protocol, asked))
     assert len(page.encode()) < 4_000_000
@@ -157,7 +158,7 @@ def test_numbers_are_those_of_the_command(place, parsed):
     for line in lines:
         shown = f"{line['nats']:+.3f}".replace("-", "\N{MINUS SIGN}")
         assert shown in parsed.text
-    assert "mixture:topic, 32 subsets, seed 0" in parsed.text
+    assert "effect size" in parsed.text
 
 
 def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
@@ -173,12 +174,16 @@ def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the script of the page, is not installed")
-@pytest.mark.parametrize(("side", "weighting"), [("retained", "mean"), ("retained", "count"), ("omitted", "count")])
-@pytest.mark.parametrize("components", [{}, {"joint.pair": -0.3, "hidden.cent": 0.2, "residual.self": 0.4}])
-def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, weighting, components):
-    """Changes of random weights of slices, to rounding; what runs expect at a preset and of one slider, on lines."""
+@pytest.mark.parametrize(
+    "interactions", [{}, {"components": {"joint.pair": -0.3, "hidden.cent": 0.2}}, {"side": "omitted"}]
+)
+def test_the_script_of_the_page_computes_what_the_predictor_does(place, interactions):
+    """Changes of random weights of slices, to rounding; what runs expect at a preset and of one slider, on lines.
+
+    Where rows bear on one another the changes themselves stand there as what runs expect does.
+    """
     artifact, environment = ArtifactReader.open(place / "art"), Environment.open(place / "env")
-    chosen = ScoringProtocol(name="p", side=side, weighting=weighting, components=components)
+    chosen = rule(name="p", **interactions)
     found = findings(artifact, chosen, ReportRequest(by=("topic",), environment=environment))
     slices = found.labels[0].slices
     share_BG = (4 * np.random.default_rng(0).random((5, len(slices.names)))).round(2)
@@ -188,18 +193,29 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, side, we
     percent_BG[-1] = 50
     told["labels"][0]["presets"] = [{"percent": percent_BG[-1].tolist()}]
     told["labels"][0]["expected"] = payload._expected(found, slices, [percent_BG[-1].tolist()])
+    told["labels"][0] |= payload._priced(found.labels[0], [percent_BG[-1].tolist()])
     script = Path(payload.__file__).with_name("templates") / "whatif.js"
     law = "".join(part.split("\n", 1)[1] for part in re.split(r"// -{60,}", script.read_text())[1:3])
-    program = f"const DATA = {json.dumps(told)}; const model = DATA.labels[0]; const WHOLE = 100;\n{law}\n"
+    program = (
+        f"const DATA = {json.dumps(told)}; const model = DATA.labels[0], targets = DATA.targets, WHOLE = 100;\n{law}\n"
+    )
     program += f"const F = {json.dumps(share_BG.tolist())}, P = {json.dumps(percent_BG.tolist())};"
-    program += "const E = P.concat([F[0]]).map((p) => expected(model, p));"
-    program += "console.log(JSON.stringify([F.map((f) => changes(model, f)), E]));"
+    program += "const E = P.concat([F[0]]).map((p) => placed(model, model.expected, p));"
+    program += "const C = (f) => changes(model, f.map((x) => 100 * x), f);"
+    program += "console.log(JSON.stringify([F.map(C), P.map((p) => C(p.map((x) => x / 100))), E]));"
     out = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
-    changes, (*expected, several) = json.loads(out)
+    changes, moved, (*expected, several) = json.loads(out)
     assert several is None  # the command that the page prints says it
     assert told["labels"][0]["after"].endswith(f"--environment {environment.path}")
     predictor = Predictor.of(artifact, chosen, sketches=measures(artifact.array_names))
-    np.testing.assert_allclose(changes, predictor.change(SliceShares(share_BG, slices.codes_N)), atol=1e-9)
+    if interactions:
+        assert changes == [[None, None]] * 5
+    else:
+        np.testing.assert_allclose(changes, predictor.change(SliceShares(share_BG, slices.codes_N)), atol=1e-9)
+    held_B = np.isin(percent_BG, payload.PLACES).all(axis=1)
+    held_B[-1] = True
+    exact_BT = predictor.change(SliceShares(percent_BG / 100, slices.codes_N))
+    np.testing.assert_allclose(np.array(moved)[held_B], exact_BT[held_B], rtol=1e-3, atol=1e-9)
     nats = learn(predictor, artifact, environment).of(SliceShares(percent_BG / 100, slices.codes_N))
     half_BT = nats.high_BT - nats.nats_BT
     held_BG = np.isin(percent_BG, payload.PLACES)
@@ -215,7 +231,7 @@ def test_everything_that_was_given_is_shown(parsed):
     text = " ".join(parsed.text.split())
     assert "Environment env (dev): recipe tiny, mixture:topic, 24 subsets, seeds 0, 1" in text
     assert "first" in parsed.section("over checkpoints")
-    says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <geometry>")
+    says(text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>")
     says(text, f"rows of {SHORT} tokens and more")
 
 

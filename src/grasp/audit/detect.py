@@ -29,7 +29,7 @@ from grasp.audit.neighbours import COMPARED, disagreement
 from grasp.corpus.labels import CLASS_LABEL
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.geometry.standardize import ComponentMoments, RowMoments
+from grasp.predict.relevance import ColumnSpread, RowMoments
 from grasp.predict.row_arrays import only_target
 from grasp.predict.slices import LabelTable
 from grasp.results import Result
@@ -236,7 +236,7 @@ def standardised_blocks(
     for _, block in artifact.array_blocks(array, columns=columns):
         moments = moments.merge(RowMoments.of(block))
         progress.advance(len(block), 0)
-    scale_E = ComponentMoments(moments.mean_E, np.sqrt(moments.scatter_E / n_rows)).inverse_E
+    scale_E = ColumnSpread(moments.mean_E, np.sqrt(moments.scatter_E / n_rows)).inverse_E
     for start, block in artifact.array_blocks(array, columns=columns):
         yield start, (block - moments.mean_E) * scale_E
         progress.advance(len(block), 0)

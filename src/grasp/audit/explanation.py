@@ -14,7 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import RELEVANCE, ArtifactReader
-from grasp.predict.predictor import Predictor, kernel_weights
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import kernel_weights
 from grasp.results import Result, html_table
 from grasp.text import ending, plain, printable, signed, text_table, visible
 
@@ -294,8 +295,7 @@ class EffectParts:
             here_1E = artifact.array_rows(RELEVANCE[kernel], np.array([index]), columns=columns_E)
             stored[kernel] = np.asarray(here_1E[0], dtype=np.float64)
             counted_E = np.where(stored[kernel] < 0, predictor.protocol.negative_of(kernel), 1.0)
-            share = float(level.shares[kernel][0])
-            weights[kernel] = np.asarray(counted_E * share * predictor.unit_scales[kernel] / len(columns_E))
+            weights[kernel] = counted_E * predictor.unit_shares[kernel] / len(columns_E)
         average = -sum(float(level.shares[kernel][0] * level.means[kernel][0]) for kernel in stored)
         return cls(float(predictor.effect_NT[index, 0]), average, stored, weights)
 

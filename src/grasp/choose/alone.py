@@ -166,10 +166,7 @@ def mix_runs(
     """
     taught = Taught.of(runs, metric)
     low_G, high_G = taught.share_RG.min(axis=0), taught.share_RG.max(axis=0)
-    n_values = len(low_G)
-    programme = Programme(
-        np.zeros(n_values), np.zeros((n_values, n_values)), low_G, high_G, taught.share_RG.mean(axis=0)
-    )
+    programme = Programme(np.zeros(len(low_G)), low_G, high_G, taught.share_RG.mean(axis=0))
     starts = taught.share_RG[np.argsort(-taught.aim(taught.share_RG, cautious), kind="stable")[:CLIMBS]]
     best_G = climb(programme, lambda share_BG: taught.aim(share_BG, cautious), list(starts))
     known_R = taught.learned.predict(taught.features(taught.share_RG))[0][:, -1]

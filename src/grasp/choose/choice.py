@@ -5,7 +5,7 @@ Shape letters: N rows, T targets, B subsets.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,7 +19,7 @@ from grasp.choose.repetition import Training
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, with_checksum, write_whole, written_aside
 from grasp.predict.predictor import Predictor, SubsetSums
-from grasp.predict.protocol import ScoringProtocol, as_protocol, save_protocol
+from grasp.predict.protocol import ScoringProtocol, as_protocol, protocol_from, save_protocol
 from grasp.predict.row_arrays import F64, row_tokens
 from grasp.predict.subset_tables import CORPUS
 from grasp.predict.weights import Weights
@@ -153,15 +153,11 @@ class Aim:
     @property
     def trained(self) -> Predictor:
         """The predictor for the training budget, if one was said."""
-        bends = self.predictor.exposure is not None and self.training.tokens is not None
-        return replace(self.predictor, exposure=self.training.exposure) if bends else self.predictor
+        return self.predictor if self.training.tokens is None else self.predictor.trained(self.training.exposure)
 
     def value(self, sums: SubsetSums) -> F64:
         """Weighted change of plain subsets, (B,), less what repetition takes under a training budget."""
-        change_B = self.trained.change_of(sums) @ self.weights_T
-        if self.predictor.exposure is None and self.training.tokens is not None:
-            change_B = change_B * sums.mass.worth(self.training.exposure)
-        return np.asarray(change_B)
+        return np.asarray(self.trained.change_of(sums) @ self.weights_T)
 
     def learned(self, weights: Weights) -> F64:
         """The weighted change that runs lead to expect, (B,), or the lower end of its interval."""
@@ -172,9 +168,7 @@ class Aim:
     @property
     def ranks_by_runs(self) -> bool:
         """Whether rows can be ranked by what runs lead to expect, which is of means over the retained rows."""
-        protocol = self.predictor.protocol
-        means = (protocol.side, protocol.weighting) == ("retained", "mean") and self.predictor.additive
-        return means and self.intervals is not None and self.training.tokens is None
+        return not self.predictor.protocol.interacts and self.intervals is not None and self.training.tokens is None
 
     def judged(self, name: str, weights: Weights) -> tuple[pa.Table, tuple[str, ...]]:
         """target, weight, change[, nats, nats_low, nats_high] of one subset, and what should be known of them."""
@@ -209,9 +203,12 @@ def protocol_of(
     if weight and not built:
         raise SettingsError("diversity: the artifact has no sketch to measure it by; leave it out, or build sketches")
     half = "joint" if {"hidden", "residual"} <= set(built) else (built[-1] if built else "")
-    components = {f"{half}.raw": -weight} if weight else {}
-    name = f"{chosen.name}, diversity {weight:g}"
-    return chosen.model_copy(update={"name": name, "components": components, "selected_on": None})
+    changed = {
+        "name": f"{chosen.name}, diversity {weight:g}",
+        "components": {f"{half}.raw": -weight} if weight else {},
+        "selected_on": None,
+    }
+    return protocol_from(chosen.model_dump() | changed, "diversity")
 
 
 def text_of(title: str, table: pa.Table, digits: Mapping[str, int] | None = None) -> str:
@@ -227,6 +224,17 @@ def _cell(name: str, value: Any, digits: int) -> str:
     if isinstance(value, float):
         return FORMATS[name].format(value) if name in FORMATS else signed(value, digits)
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Rows in the order in which they were taken, and what is proven of them."""
+
+    row_index: I64
+    gain: F64 | None  # exact marginal gain of each when it was taken; None: its effect
+    bound: float | None  # no selection of as many rows within the limits has a higher change
+    guarantee: str
+    notes: tuple[str, ...]
 
 
 PLACES = 50

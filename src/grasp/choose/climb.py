@@ -34,8 +34,7 @@ def climb(programme: Programme, value: Callable[[F64], F64], starts: Sequence[F6
         value: of mixtures (B, G), however large their sum, (B,).
         starts: mixtures; those outside of the bounds are passed over, one at least is within.
     """
-    n_slices = len(programme.low_G)
-    linear = replace(programme, quadratic_GG=np.zeros((n_slices, n_slices)), segments=None)
+    linear = replace(programme, segments=None)
     low_G, high_G = programme.low_G - STILL, programme.high_G + STILL
     ends = [_from(linear, value, p_G) for p_G in starts if ((low_G <= p_G) & (p_G <= high_G)).all()]
     return ends[int(np.argmax(value(np.stack(ends))))]
@@ -80,7 +79,7 @@ def _from(linear: Programme, value: Callable[[F64], F64], p_G: F64) -> F64:
         nudge_G = NUDGE * (p_G + 1.0 / len(p_G))
         values = value(np.concatenate([p_G[None], p_G + np.diag(nudge_G)]))
         slope_G = (values[1:] - values[0]) / nudge_G
-        corner_G = solve(replace(linear, linear_G=slope_G)).p_G
+        corner_G = solve(replace(linear, linear_G=slope_G))
         path_BG = p_G + REACH[:, None] * (corner_G - p_G)
         along_B = value(path_BG)
         best = int(np.argmax(along_B))

@@ -23,8 +23,6 @@ from grasp.artifact.tables import readable
 from grasp.choose.amounts import Amount, Bound, Unit
 from grasp.errors import SettingsError
 from grasp.predict.labels import LabelColumn
-from grasp.predict.ranking import ranked
-from grasp.predict.row_arrays import F64
 from grasp.store.sealed import read_sealed
 
 SHOWN = 5
@@ -252,11 +250,6 @@ def _check_floors(
 def _some(parts: Sequence[str]) -> str:
     more = f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
     return "; ".join(parts[:SHOWN]) + more
-
-
-def best_rows(worth_N: F64, limits: Limits) -> I64:
-    """The rows with the highest worth that the limits allow, best first; ties go to the earlier row."""
-    return within(ranked(worth_N, among_N=limits.allowed_N), limits)
 
 
 def within(order_P: I64, limits: Limits) -> I64:

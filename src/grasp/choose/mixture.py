@@ -1,24 +1,18 @@
 """Weights for the values of a label: a mixture to train on. The verb `mix`.
 
 A mixture p gives every row of slice g the weight N p_g / n_g: the corpus itself is p_g = n_g / N. Shares are of rows.
-Without geometry the change is, by the law of exposure and with m_g the mean effect of a slice,
+By the law of exposure, and with m_g the mean effect of a slice, the change is
 
     sum_g n_g / N exposure(N p_g / n_g) (m_g + b) - b,
 
 concave where m_g > -b. Where a slice hurts more it is convex, and a straight line between its least and greatest share
 stands in for it, which is nowhere below. So the solver's optimum is an upper bound; it is the best mixture where these
-slices end at their bounds, and else as near to it as is said. With geometry, mean sketch m_g and mean squared norm q_g
-of each slice, and f = 1 under the weighting `mean`, N under `count`,
-
-    K_raw = f^2 |sum_g p_g m_g|^2,   K_cent = f^2 |sum_g p_g (m_g - mean)|^2,   K_self = f^2 sum_g p_g^2 q_g / n_g,
-
-so V is linear plus quadratic in p. On the omitted side with `count` every row counts 1 - w, which is quadratic as
-well. With `mean` it is not: there V depends on the direction of a change alone, and such a protocol is refused.
-Shape letters: G slices, N rows, T targets, D sketch width.
+slices end at their bounds, and else as near to it as is said. Where rows bear on one another `grasp.geometry` mixes.
+Shape letters: G slices, N rows, T targets.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +24,12 @@ from grasp.choose.amounts import Bound, parse_bounds, parse_share, weighted_targ
 from grasp.choose.choice import Aim, Choice, protocol_of, text_of
 from grasp.choose.climb import climb
 from grasp.choose.limits import value_code
-from grasp.choose.quadratic_program import Programme, Segments, Solution, solve
+from grasp.choose.quadratic_program import Programme, Segments, solve
 from grasp.choose.repetition import Training
-from grasp.errors import ProtocolError, SettingsError
+from grasp.errors import SettingsError
 from grasp.predict.blocks import SubsetBlock
+from grasp.predict.interactions import geometry
 from grasp.predict.label_slices import LabelSlices, label_slices
-from grasp.predict.predictor import Predictor, SubsetSums
 from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.row_arrays import F64, label_column, row_tokens
 from grasp.predict.subset_tables import RowIndex, write_subsets
@@ -117,16 +111,11 @@ def mix(
         runs: retrained or imported runs: the change in their unit, with an interval.
         cautious: maximise the lower end of that interval, so that what the runs know little of counts as worse.
     Raises:
-        ProtocolError: a protocol of the omitted side with weighting `mean`; an unknown target.
+        ProtocolError: an unknown target; a protocol that says nothing of mixtures.
         SettingsError: floors, caps and distance that no mixture satisfies, or in numbers of rows.
     """
     targets = weighted_targets(target, artifact.targets)
     chosen = protocol_of(protocol, diversity, artifact.array_names)
-    if chosen.side == "omitted" and chosen.weighting == "mean":
-        raise ProtocolError(
-            f"protocol {chosen.name!r} scores the mean of what is left out, which has no size for a mixture; choose "
-            "one that scores the retained side, or counts"
-        )
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected 1 or more: how often a row may be seen")
     tokens_N = row_tokens(artifact)
@@ -151,30 +140,21 @@ def mix(
 def _mixture(
     aim: Aim, slices: LabelSlices, bounds: tuple[F64, F64], far: float | None, asked: Mapping[str, Any]
 ) -> Mixture:
-    predictor, (low_G, high_G) = aim.predictor, bounds
-    current_G = slices.rows_G / predictor.n_rows
-    parts = predictor.sums(slices.each)
-    effect_G, quadratic_GG = coefficients(predictor, aim.weights_T, parts, slices.rows_G.astype(np.float64))
-    curves = _Curves.of(aim, effect_G, current_G)
-    segments = None if curves is None else curves.segments(low_G, high_G)
-    linear_G = effect_G if segments is None else 0.0 * effect_G
-    programme = Programme(linear_G, quadratic_GG, low_G, high_G, current_G, far, segments)
-    solution = solve(programme)
-    by_runs, p_G = aim.training.tokens is None and aim.intervals is not None, solution.p_G
+    predictor, current_G = aim.predictor, slices.rows_G / aim.predictor.n_rows
+    programme = Programme(np.zeros(len(current_G)), *bounds, current_G, far)
+    mix_of = geometry().mixed if predictor.protocol.interacts else _mixed
+    found: Mixed = mix_of(aim, slices, programme)
+    by_runs, p_G = aim.training.tokens is None and aim.intervals is not None, found.p_G
     if by_runs:
         p_G = climb(programme, lambda p_BG: aim.learned(slices.weights(p_BG / current_G)), [p_G, current_G])
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
     targets, notes = aim.judged(MIXTURE, weights)
-    value = float(aim.trained.change(weights)[0] @ aim.weights_T)
-    said, short = _notes(slices, solution, asked, by_runs=by_runs), 0.0
-    if curves is not None and segments is not None:
-        if predictor.exposure is None:
-            value += curves.value(p_G) - float(effect_G @ p_G)
-        short = max(segments.value(p_G) - curves.value(p_G), 0.0)
+    value, short = found.value(p_G), found.short(p_G)
+    said = _notes(slices, () if by_runs else found.notes, asked, by_runs=by_runs)
     said.append(_repeated(aim.training, factor_G, value))
     moved = 0.5 * float(np.abs(p_G - current_G).sum())
-    optimum = "the best mixture" if solution.is_global else f"the best of {solution.starts} local searches"
+    optimum = found.optimum
     if short > NEAR * abs(value):
         optimum += f", but for {short:.3f} at most,"
     optimum = "the best that the runs lead to" if by_runs else optimum
@@ -204,19 +184,37 @@ def _mixture(
 
 
 @dataclass(frozen=True, slots=True)
-class _Curves:
+class Mixed:
+    """A mixture, and how good it is known to be."""
+
+    p_G: F64
+    optimum: str
+    notes: tuple[str, ...]
+    value: Callable[[F64], float]  # of a mixture: its change, less what repetition takes under a training budget
+    short: Callable[[F64], float]  # how much higher the best one may be
+
+
+def _mixed(aim: Aim, slices: LabelSlices, programme: Programme) -> Mixed:
+    """The best mixture: rows are worth what they are worth, and less if they are seen often."""
+    current_G = programme.current_G
+    effect_G = (aim.predictor.sums(slices.each, ()).effect_BT @ aim.weights_T) / slices.rows_G
+    curves = ExposureCurves(aim.trained.exposure, effect_G + ANY_TEXT, current_G)
+    segments = curves.segments(programme.low_G, programme.high_G)
+    p_G = solve(replace(programme, segments=segments))
+
+    def value(p_G: F64) -> float:
+        return float(aim.trained.change(slices.weights((p_G / current_G)[None]))[0] @ aim.weights_T)
+
+    return Mixed(p_G, "the best mixture", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ExposureCurves:
     """What slices are worth by their shares, under the law of exposure."""
 
     exposure: Exposure
     worth_G: F64  # of a new row, in all
     current_G: F64
-
-    @classmethod
-    def of(cls, aim: Aim, effect_G: F64, current_G: F64) -> "_Curves | None":
-        """None: weights count as they are. A protocol with geometry, or that counts rows, bends them under a budget."""
-        if aim.trained.exposure is not None:
-            return cls(aim.trained.exposure, effect_G + ANY_TEXT, current_G)
-        return None if aim.training.tokens is None else cls(aim.training.exposure, effect_G, current_G)
 
     def value(self, p_G: F64) -> float:
         """sum_g n_g / N exposure(N p_g / n_g) worth_g."""
@@ -242,25 +240,6 @@ def _repeated(training: Training, factor_G: F64, value: float) -> str:
     budget = f"{training.tokens:,.0f} training tokens, {training.epochs:.2g} times the corpus"
     seen = f"no row is seen more than {most:.2g} times"
     return f"value {value:+z.3f}: the change, less what repetition takes in {budget}; {seen}"
-
-
-def coefficients(predictor: Predictor, weights_T: F64, parts: SubsetSums, rows_G: F64) -> tuple[F64, F64]:
-    """l (G,) and Q (G, G) of V(p) = constant + l'p + p'Q p."""
-    factor = 1.0 if predictor.protocol.weighting == "mean" else float(predictor.n_rows)
-    slope_T = weights_T * predictor.task.gain_C
-    linear_G = factor * ((parts.effect_BT @ slope_T) / rows_G + float(slope_T @ predictor.task.offset_C))
-    quadratic_GG = np.zeros((len(rows_G), len(rows_G)))
-    for half, weights in () if predictor.geometry is None else predictor.geometry.halves.items():
-        totals = predictor.sketches[half].totals
-        mean_GD = parts.sketch[half].total_BD / rows_G[:, None]
-        norm_G = parts.sketch[half].norm_B / rows_G
-        centred_GD = mean_GD - totals.mean_D
-        quadratic_GG += factor**2 * (weights.raw * mean_GD @ mean_GD.T + weights.cent * centred_GD @ centred_GD.T)
-        quadratic_GG += factor**2 * weights.own * np.diag(norm_G / rows_G)
-        if predictor.protocol.side == "omitted":
-            # the linear part of ||T - N sum p m||^2 and of sum_g n_g q_g (1 - N p_g / n_g)^2; factor is N here
-            linear_G += -2.0 * factor * (weights.raw * mean_GD @ totals.total_D + weights.own * norm_G)
-    return linear_G, quadratic_GG
 
 
 def _bounds(
@@ -329,7 +308,7 @@ def _shares(bounds: Sequence[Bound], name: str, slices: LabelSlices, default_G: 
     return out_G
 
 
-def _notes(slices: LabelSlices, solution: Solution, asked: Mapping[str, Any], *, by_runs: bool) -> list[str]:
+def _notes(slices: LabelSlices, more: Sequence[str], asked: Mapping[str, Any], *, by_runs: bool) -> list[str]:
     times = asked["max_repeat"]
     least = {2.0: "half", 4.0: "quarter", 10.0: "tenth"}.get(times, f"{times:g}th part")
     said = [
@@ -341,9 +320,4 @@ def _notes(slices: LabelSlices, solution: Solution, asked: Mapping[str, Any], *,
         said.append(f"{slices.n_grouped:,} of the values are small and share one slice, whose inner mixture stays")
     if by_runs:
         return [*said, "what is maximised is the change that the runs lead to expect (nats), not that by relevance"]
-    if not solution.is_global:
-        said.append(
-            "the protocol rewards a part of the geometry, so the problem is not convex: the best of "
-            f"{solution.starts} local searches is shown, and there may be a better mixture"
-        )
-    return said
+    return [*said, *more]

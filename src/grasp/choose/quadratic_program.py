@@ -1,17 +1,12 @@
-"""Small quadratic programmes over mixtures: maximise l'p + p'Q p + sum_g c_g(p_g) over a simplex with bounds.
+"""Small programmes over mixtures: maximise l'p + sum_g c_g(p_g) over a simplex with bounds.
 
     sum p = 1,   low <= p <= high,   1/2 sum |p - current| <= distance
 
-The c_g, if there are any, are concave and made of straight pieces: p_g is filled piece by piece, steepest first.
-
-Where Q is negative semidefinite (every geometry is a penalty) this is one convex programme, solved by Clarabel, an
-interior-point method. Where it is not, the part that bends upwards is replaced by its tangent and the programme is
-solved again from there, which never lowers the value (convex-concave procedure), from many starts: the best is kept,
-and it is a local optimum, not proven to be the global one.
+The c_g, if there are any, are concave and made of straight pieces: p_g is filled piece by piece, steepest first. It is
+one convex programme, solved by Clarabel, an interior-point method.
 Shape letters: G values, K ends of straight pieces.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +16,9 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from grasp.errors import SettingsError
-from grasp.seeds import stream
 
 F64 = NDArray[np.float64]
 
-CONVEX_SHARE = 1e-10  # eigenvalues this small against the largest are rounding
-STEPS = 200
-RANDOM_STARTS = 32
-STILL = 1e-9
 ON_BOUND = 1e-7
 
 
@@ -61,7 +51,6 @@ class Programme:
     """What is maximised, over what."""
 
     linear_G: F64
-    quadratic_GG: F64
     low_G: F64
     high_G: F64
     current_G: F64
@@ -69,77 +58,28 @@ class Programme:
     segments: Segments | None = None
 
     def value(self, p_G: F64) -> float:
-        """l'p + p'Q p + sum_g c_g(p_g)."""
+        """l'p + sum_g c_g(p_g)."""
         curved = 0.0 if self.segments is None else self.segments.value(p_G)
-        return float(self.linear_G @ p_G + p_G @ self.quadratic_GG @ p_G) + curved
+        return float(self.linear_G @ p_G) + curved
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A mixture, and what is known of it."""
-
-    p_G: F64
-    value: float
-    is_global: bool  # proven: the programme is convex
-    starts: int
-
-
-def solve(programme: Programme) -> Solution:
-    """Solve, globally where the programme is convex.
+def solve(programme: Programme) -> F64:
+    """The best mixture, (G,).
 
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance.
     """
-    down_GG, up_GG = _split(programme.quadratic_GG)
-    first = _maximise(programme, programme.linear_G, down_GG)
-    if first is None:
-        raise SettingsError(
-            "floor, cap, distance: no mixture satisfies all of them; lower a floor, raise a cap or the distance"
-        )
-    if not up_GG.any():
-        return Solution(first, programme.value(first), True, 1)
-    ends = [_climb(programme, down_GG, up_GG, start) for start in (first, *_starts(programme))]
-    best = max(ends, key=programme.value)
-    return Solution(best, programme.value(best), False, len(ends))
+    return maximised(programme, programme.linear_G, np.zeros((len(programme.linear_G), len(programme.linear_G))))
 
 
-def _split(quadratic_GG: F64) -> tuple[F64, F64]:
-    """Q as a negative plus a positive semidefinite part; the second is exactly 0 where Q is negative semidefinite."""
-    values_G, vectors_GG = np.linalg.eigh(0.5 * (quadratic_GG + quadratic_GG.T))
-    up_G = np.where(values_G > CONVEX_SHARE * np.abs(values_G).max(initial=0.0), values_G, 0.0)
-    up_GG = (vectors_GG * up_G) @ vectors_GG.T
-    if not up_G.any():
-        return quadratic_GG, up_GG
-    return (vectors_GG * np.minimum(values_G, 0.0)) @ vectors_GG.T, up_GG
-
-
-def _starts(programme: Programme) -> Iterator[F64]:
-    """The current mixture, and corners of the feasible mixtures: farthest out towards each value, and at random."""
-    n = len(programme.linear_G)
-    flat_GG = np.zeros_like(programme.quadratic_GG)
-    random_RG = stream(0, "mixture", "starts").standard_normal((RANDOM_STARTS, n))
-    yield programme.current_G
-    for direction_G in np.concatenate([np.eye(n), random_RG]):
-        corner = _maximise(programme, direction_G, flat_GG)
-        assert corner is not None
-        yield corner
-
-
-def _climb(programme: Programme, down_GG: F64, up_GG: F64, p_G: F64) -> F64:
-    for _ in range(STEPS):
-        found = _maximise(programme, programme.linear_G + 2.0 * up_GG @ p_G, down_GG)
-        assert found is not None
-        if programme.value(found) - programme.value(p_G) <= STILL * abs(programme.value(found)):
-            return found
-        p_G = found
-    return p_G
-
-
-def _maximise(programme: Programme, linear_G: F64, down_GG: F64) -> F64 | None:
-    """The convex programme; None where no mixture is feasible.
+def maximised(programme: Programme, linear_G: F64, down_GG: F64) -> F64:
+    """The mixture with the highest l'p + p'Q p + sum_g c_g(p_g), Q negative semidefinite.
 
     Variables are p, with a distance t >= |p - current|, and what of each straight piece is filled. Numbers are
     scaled so that the largest is 1.
+
+    Raises:
+        SettingsError: no mixture satisfies the bounds and the distance.
     """
     n = len(linear_G)
     slopes = np.empty(0) if programme.segments is None else programme.segments.slope_GK.reshape(-1)
@@ -158,7 +98,9 @@ def _maximise(programme: Programme, linear_G: F64, down_GG: F64) -> F64 | None:
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = 1e-10
     found = clarabel.DefaultSolver(sparse.csc_matrix(bend), cost, matrix, right, cones, settings).solve()
     if found.status in (clarabel.SolverStatus.PrimalInfeasible, clarabel.SolverStatus.AlmostPrimalInfeasible):
-        return None
+        raise SettingsError(
+            "floor, cap, distance: no mixture satisfies all of them; lower a floor, raise a cap or the distance"
+        )
     if found.status not in (clarabel.SolverStatus.Solved, clarabel.SolverStatus.AlmostSolved):
         raise SettingsError(
             f"mixture: the solver stopped with {found.status}; the protocol's geometry may be out of all proportion to "

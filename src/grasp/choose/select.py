@@ -1,7 +1,7 @@
 """Rows to train on: the best under a budget, and what they are predicted to bring. The verb `select`.
 
 The road: `Aim` reads the effect of every row, `ranked` sorts them once, `limits.within` takes what they allow,
-`Selection.export` writes them. Protocols with geometry take `geometric.choose_rows` instead.
+`Selection.export` writes them. Where rows bear on one another `grasp.geometry` chooses.
 Shape letters: N rows, T targets, G values of a label.
 """
 
@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.choose.amounts import Amount, parse_bounds, parse_budget, weighted_targets
-from grasp.choose.choice import Aim, Curve, curve_of, even_places, protocol_of, searched
+from grasp.choose.choice import Aim, Chosen, Curve, curve_of, even_places, protocol_of, searched
 from grasp.choose.climb import climb_rows
 from grasp.choose.export import checked_rule
 from grasp.choose.limits import I64, Limits, read_exclusion, within
@@ -25,8 +25,8 @@ from grasp.choose.repetition import Training
 from grasp.choose.selection import Selection, mask_of
 from grasp.errors import SettingsError
 from grasp.extract.progress import Progress
-from grasp.geometry.greedy import OPTIMAL, Chosen, choose_rows
 from grasp.predict.blocks import one_subset
+from grasp.predict.interactions import geometry
 from grasp.predict.label_slices import sensible_labels
 from grasp.predict.labels import LabelColumn
 from grasp.predict.protocol import ScoringProtocol
@@ -40,6 +40,7 @@ from grasp.text import several, signed, skipped_text
 from grasp.verbs.predict import share
 
 SUBSET = "selection"
+OPTIMAL = "optimal: rows are worth what they are worth, whatever else is kept"
 ENDS = ("short_end", "cut", "cut_begin")  # of documents
 SHORT_SHARE = 0.01  # of short rows: worth a word
 VALUES_NAMED, LARGE_SHARE = 3, 0.01  # of what is left out, among values with such a share of the rows
@@ -144,7 +145,7 @@ class _Pool:
         """The rows, or the documents; one of which a row is excluded may not be taken."""
         if not documents:
             return cls(aim.effect_N, allowed_N, labels)
-        if not aim.predictor.additive:
+        if aim.predictor.protocol.searches:
             raise SettingsError("budget: documents are chosen without geometry; give rows or tokens, or diversity 0")
         document_N = row_documents(aim.artifact)
         _, first_M = np.unique(document_N, return_index=True)
@@ -179,13 +180,15 @@ def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) ->
 
     The curve goes on with the rows that come next, where no more is asked of them than to be good.
     """
-    if not aim.predictor.additive:
+    if aim.predictor.protocol.searches:
         if progress is not None:
             progress.stage("selecting", rows=None, tokens=None)
-        found = choose_rows(aim.predictor, aim.weights_T, limits, progress)
+        found = geometry().choose_rows(aim.predictor, aim.weights_T, limits, progress)
         order_P = picked_P = found.row_index
     else:
-        worth_M, guarantee = _worth(aim, pool, limits), OPTIMAL
+        worth_M, guarantee = pool.effect_M, OPTIMAL
+        if limits.cost_N is not None:
+            worth_M = aim.predictor.worth_of_tokens(worth_M, aim.weights_T, limits.cost_N)
         if pool.document_N is not None:
             guarantee = "whole documents, by the mean effect of their rows"
         if aim.ranks_by_runs:
@@ -193,7 +196,7 @@ def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) ->
         every_P = ranked(worth_M, among_N=limits.allowed_N)
         picked_P = within(every_P, limits)
         if limits.cost_N is not None and not aim.ranks_by_runs:
-            guarantee = _of_tokens(aim, worth_M, picked_P, limits)
+            guarantee = _of_tokens(worth_M, picked_P, limits, alike=worth_M is pool.effect_M)
         found = Chosen(pool.rows(picked_P), None, None, guarantee, ())
         order_P = found.row_index
         if not limits.has_label_limits:
@@ -204,14 +207,7 @@ def _chosen(aim: Aim, pool: _Pool, limits: Limits, progress: Progress | None) ->
     return found, picked_P, curve_of(aim, order_P, places, own_N)
 
 
-def _worth(aim: Aim, pool: _Pool, limits: Limits) -> F64:
-    """What rows are ranked by: their effect; where rows add up and tokens are spent, that of a token."""
-    if aim.predictor.protocol.weighting == "count" and limits.cost_N is not None:
-        return (aim.effect_N + float(aim.predictor.task.offset_C @ aim.weights_T)) / aim.tokens_N
-    return pool.effect_M
-
-
-def _of_tokens(aim: Aim, worth_N: F64, picked_P: I64, limits: Limits) -> str:
+def _of_tokens(worth_N: F64, picked_P: I64, limits: Limits, *, alike: bool) -> str:
     """What a token of the choice is worth, and what it could be at most if the last row were cut to fit.
 
     The rows by their worth, as far as the tokens go, have the highest mean worth of a token: a knapsack whose items
@@ -219,8 +215,7 @@ def _of_tokens(aim: Aim, worth_N: F64, picked_P: I64, limits: Limits) -> str:
     """
     assert limits.cost_N is not None
     said = "rows by what a token of them is worth, as far as the tokens go"
-    if aim.predictor.protocol.weighting == "mean":
-        said += "; the change counts rows alike, long or short"
+    said += "; the change counts rows alike, long or short" if alike else ""
     if limits.has_label_limits:
         return f"{said}; within floors and caps"
     cost_P, used = limits.cost_N[picked_P], int(limits.cost_N[picked_P].sum())
@@ -262,7 +257,7 @@ def _check_proposable(training: Training, protocol: ScoringProtocol, allowed_N: 
     """See that there is something to propose a budget by."""
     if training.tokens is None:
         raise SettingsError("budget: got none; give one, e.g. 20%, or train_tokens, e.g. 100B, and it is proposed")
-    if protocol.components:
+    if protocol.searches:
         raise SettingsError(
             "budget: got none; with geometry every budget is a search of its own, so none is proposed: give one, e.g. "
             "20%, or take the geometry away with diversity 0"
@@ -343,7 +338,7 @@ def _selection(
     more += _never_read(artifact, whole=whole)
     if training.tokens is not None:
         headline += f"; in {training.tokens:,.0f} training tokens each is seen {training.tokens / n_tokens:.2g} times"
-    left = float(sums.mass.worth(training.exposure)[0])
+    left = float(sums.worth(training.exposure)[0])
     if training.tokens is not None:
         more.append(
             f"value {value:+z.3f}: the change, less what repetition takes: it leaves {left:.0%} of what as many new "

@@ -14,7 +14,7 @@ from grasp.errors import GraspError
 from grasp.files import FULL
 from grasp.text import plain
 
-BESIDE = ("grasp.vision.command",)  # commands of rooms that nothing here imports
+BESIDE = ("grasp.geometry.command", "grasp.vision.command")  # commands of rooms that nothing here imports
 for _room in BESIDE:
     import_module(_room)
 

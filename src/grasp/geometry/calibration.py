@@ -32,8 +32,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolError, ProtocolLeakError
 from grasp.files import write_whole
 from grasp.geometry.candidates import DELTA, Candidate, Criterion, ProtocolFamily
+from grasp.geometry.protocol import CalibrationSettings
 from grasp.geometry.scored import DEFAULT_CALIBRATION, Parts, Scored
-from grasp.predict.protocol import CalibrationSettings, Requirements, ScoringProtocol
+from grasp.predict.protocol import Requirements, ScoringProtocol
 from grasp.predict.row_arrays import F64
 from grasp.runs.environment import Environment, Utilities
 from grasp.runs.evaluate import artifact_targets
@@ -355,7 +356,9 @@ def _described(one: Development) -> dict[str, Any]:
         "corpus": info.corpus_fingerprint,
         "masks": info.masks_checksum,
         "targets": {name: info.targets[name].fingerprint for name in one.targets},
-        "artifacts": {variant or "only": dict(scored.fingerprints) for variant, scored in one.variants.items()},
+        "artifacts": {
+            variant or "only": dict(scored.source.manifest.fingerprints) for variant, scored in one.variants.items()
+        },
     }
 
 

@@ -19,9 +19,11 @@ from scipy.special import ndtri
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
 from grasp.files import written_aside
-from grasp.geometry.sums import Half, Kind, Weighting, halves_needed
+from grasp.geometry.protocol import COMPONENT, InteractionProtocol, Standardize
+from grasp.geometry.sums import Half, Kind, halves_needed
 from grasp.predict.blocks import Side
-from grasp.predict.protocol import COMPONENT, Match, Requirements, ScoringProtocol, Standardize
+from grasp.predict.protocol import Match, Requirements, ScoringProtocol
+from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
 from grasp.yaml_files import validated_yaml
 
@@ -45,9 +47,9 @@ class Binding:
     task: TaskStandard
     negative: float = 1.0
 
-    def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> ScoringProtocol:
+    def protocol(self, kernels: Sequence[Match], components: Sequence[str]) -> InteractionProtocol:
         """A protocol with these settings and all weights 1: its parts are the component values, before any weight."""
-        return ScoringProtocol(
+        return InteractionProtocol(
             name="parts",
             side=self.side,
             weighting=self.weighting,
@@ -106,8 +108,11 @@ def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate
     """
     fitted = protocol.fitted(source.array_names, source.feature_settings)
     assert isinstance(fitted.match, dict)
+    match = tuple(fitted.match.items())
+    if not isinstance(fitted, InteractionProtocol):
+        return Candidate(Binding("retained", "mean", "mean_relevance", fitted.negative), match, ())
     binding = Binding(fitted.side, fitted.weighting, fitted.standardize.task, fitted.negative)
-    return Candidate(binding, tuple(fitted.match.items()), tuple(fitted.components.items()))
+    return Candidate(binding, match, tuple(fitted.components.items()))
 
 
 # ------------------------------------------------------------------------------------- controls and ablations

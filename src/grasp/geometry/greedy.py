@@ -1,4 +1,4 @@
-"""The road for protocols with geometry: rows by exact marginal gains, and what is proven of the result.
+"""Rows by exact marginal gains, and what is proven of the result.
 
     gain of row k at S = linear_k + sum_h curvature_h (||phi_kh||^2 + 2 <phi_kh, s_h>),   s the sketch sum of S
 
@@ -14,15 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.choose.limits import I64, Ledger, Limits, best_rows
+from grasp.choose.choice import Chosen
+from grasp.choose.limits import I64, Ledger, Limits
+from grasp.choose.select import OPTIMAL
 from grasp.extract.progress import Progress
-from grasp.geometry.objective import Objective, is_aligned, upper_bound
+from grasp.geometry.objective import Objective, best_rows, is_aligned, upper_bound
+from grasp.geometry.predictor import InteractionPredictor
 from grasp.predict.predictor import Predictor
 from grasp.predict.row_arrays import F64
 
 SIZES_TRIED = 4  # a budget in tokens is a number of rows only once rows are chosen
 SIZE_SHARE = 0.005
-OPTIMAL = "optimal: rows are worth what they are worth, whatever else is kept"
 SEARCHED_ROWS = 8_192  # a corpus up to this size is searched row by row
 INNER_ROWS = 1_024  # what is searched row by row inside a pool
 INNER_BLOCK = 128
@@ -243,17 +245,6 @@ def _top(key_P: F64, where_P: NDArray[np.bool_]) -> float:
     return float(key_P[where_P].max(initial=DEAD))
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Rows in the order in which they were taken, and what is proven of them."""
-
-    row_index: I64
-    gain: F64 | None  # exact marginal gain of each when it was taken; None: its effect
-    bound: float | None  # no selection of as many rows within the limits has a higher change
-    guarantee: str
-    notes: tuple[str, ...]
-
-
 def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None = None) -> Chosen:
     """Rows of high predicted change, redundancy and all.
 
@@ -261,6 +252,7 @@ def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: 
         weights_T: weights of the predictor's targets, adding up to 1.
         progress: told of the rows taken.
     """
+    assert isinstance(predictor, InteractionPredictor)
     objective, picks = _sized(predictor, weights_T, limits, progress)
     if picks is None:
         said = OPTIMAL if limits.cost_N is None else "rows by their worth, until no row fits the tokens that are left"
@@ -273,7 +265,7 @@ def choose_rows(predictor: Predictor, weights_T: F64, limits: Limits, progress: 
 
 
 def _sized(
-    predictor: Predictor, weights_T: F64, limits: Limits, progress: Progress | None
+    predictor: InteractionPredictor, weights_T: F64, limits: Limits, progress: Progress | None
 ) -> tuple[Objective, Picks | None]:
     """Choose; under a budget in tokens, until the number of rows is the one that was assumed."""
     size = limits.budget

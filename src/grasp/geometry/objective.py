@@ -22,11 +22,13 @@ from typing import Self
 
 import numpy as np
 
-from grasp.choose.limits import I64, Limits, best_rows
-from grasp.geometry.sums import QuadraticWeights, SubsetMass, Weighting
-from grasp.geometry.terms import Sketch
-from grasp.predict.predictor import Predictor
+from grasp.choose.limits import I64, Limits, within
+from grasp.geometry.predictor import InteractionPredictor
+from grasp.geometry.sums import QuadraticWeights, SubsetMass
+from grasp.geometry.terms import NormedSketch
+from grasp.predict.ranking import ranked
 from grasp.predict.row_arrays import F64
+from grasp.runs.predictions import Weighting
 
 CHOSEN_ROWS = 65_536  # that are read at once
 
@@ -39,11 +41,11 @@ class Objective:
     constant: float
     linear_N: F64
     curvature: Mapping[str, float]  # by half; without those that are 0
-    sketches: Mapping[str, Sketch]  # the halves of `curvature`, in its order
+    sketches: Mapping[str, NormedSketch]  # the halves of `curvature`, in its order
     weighting: Weighting
 
     @classmethod
-    def of(cls, predictor: Predictor, weights_T: F64, size: int) -> Self:
+    def of(cls, predictor: InteractionPredictor, weights_T: F64, size: int) -> Self:
         """The change that a predictor with geometry gives a weighted mean of its targets.
 
         Args:
@@ -51,22 +53,21 @@ class Objective:
             size: rows of the subsets that are compared.
         Cost: one pass over the effects, and one over every sketch that the protocol weighs.
         """
-        protocol, geometry = predictor.protocol, predictor.geometry
-        assert geometry is not None
+        protocol, terms = predictor.protocol, predictor.terms
         mass = SubsetMass.plain(np.array([float(size)]), predictor.n_rows)
         factor = float(mass.factor(protocol.side, protocol.weighting)[0])
         slope_T = weights_T * predictor.task.gain_C
         zero = float(slope_T @ predictor.task.offset_C)  # of a row whose effect is the mean
         linear_N = factor * (predictor.task.effects.dot(slope_T) + zero)
         constant = -predictor.n_rows * zero
-        whole = geometry.whole()
+        whole = terms.whole()
         for name, omega in protocol.components.items():
-            moments = geometry.moments[name]
+            moments = terms.moments[name]
             constant -= omega * (float(moments.inverse_E[0] * moments.mean_E[0]) + whole[name])
-        for half, weights in geometry.halves.items():
+        for half, weights in terms.halves.items():
             linear_N += factor**2 * _half_linear(predictor, half, weights, size)
             constant += factor**2 * _half_constant(predictor, half, weights, size)
-        bends = {half: factor**2 * weights.bend for half, weights in geometry.halves.items()}
+        bends = {half: factor**2 * weights.bend for half, weights in terms.halves.items()}
         curvature = {half: bend for half, bend in bends.items() if bend != 0.0}
         sketches = {half: predictor.sketches[half] for half in curvature}
         return cls(size, constant, linear_N, curvature, sketches, protocol.weighting)
@@ -103,7 +104,7 @@ class Objective:
         return self.constant + linear + float(self.bends_D @ sketch_D**2)
 
 
-def _half_linear(predictor: Predictor, half: str, weights: QuadraticWeights, size: int) -> F64:
+def _half_linear(predictor: InteractionPredictor, half: str, weights: QuadraticWeights, size: int) -> F64:
     """What K_self, K_cent and, on the omitted side, K_raw of one sketch add per kept row, (N,).
 
     Kept rows S, T the sum over the corpus: ||T - s||^2 = ||T||^2 - 2 <T, s> + ||s||^2, and the centred component is
@@ -122,12 +123,17 @@ def _half_linear(predictor: Predictor, half: str, weights: QuadraticWeights, siz
     return out_N
 
 
-def _half_constant(predictor: Predictor, half: str, weights: QuadraticWeights, size: int) -> float:
+def _half_constant(predictor: InteractionPredictor, half: str, weights: QuadraticWeights, size: int) -> float:
     totals = predictor.sketches[half].totals
     constant = weights.cent * size**2 * float(totals.mean_D @ totals.mean_D)
     if predictor.protocol.side == "omitted":
         constant += weights.raw * float(totals.total_D @ totals.total_D) + weights.own * totals.norm
     return constant
+
+
+def best_rows(worth_N: F64, limits: Limits) -> I64:
+    """The rows with the highest worth that the limits allow, best first; ties go to the earlier row."""
+    return within(ranked(worth_N, among_N=limits.allowed_N), limits)
 
 
 STEPS = 8

@@ -4,8 +4,9 @@ Every candidate is a weighted sum of components. Shape letters: B subsets, E uni
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,19 +14,20 @@ from scipy.sparse import csr_array
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ShapeError
-from grasp.geometry.candidates import Binding, Candidate, candidate_of
-from grasp.geometry.standardize import RowMoments, has_closed_form, relevance_moments, sampled_moments
-from grasp.geometry.sums import SubsetMass, Weighting, halves_needed
-from grasp.geometry.terms import CalibrationFamily, GeometryTerms, Sketch
-from grasp.predict.blocks import Side, SubsetBlock
+from grasp.geometry.candidates import Binding, Candidate, candidate_of, needed_arrays
+from grasp.geometry.predictor import InteractionLevel
+from grasp.geometry.protocol import CalibrationSettings, InteractionProtocol
+from grasp.geometry.standardize import has_closed_form, relevance_moments, sampled_moments
+from grasp.geometry.sums import SubsetMass, halves_needed
+from grasp.geometry.terms import CalibrationFamily, GeometryTerms, NormedSketch
+from grasp.predict.blocks import Side
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
+from grasp.predict.protocol import ScoringProtocol
+from grasp.predict.relevance import RowMoments
 from grasp.predict.row_arrays import F64
-from grasp.predict.slices import LabelTable
-from grasp.predict.subset_tables import RowIndex
 from grasp.runs.environment import Environment
-from grasp.runs.evaluate import artifact_targets
-from grasp.runs.predictions import Predictions
+from grasp.runs.joined import Joined, cost_of
+from grasp.runs.predictions import Predictions, Weighting
 from grasp.seeds import stream
 
 DEFAULT_CALIBRATION = "uniform:0.5"
@@ -61,22 +63,6 @@ class Parts:
         shape = (len(self.subset_ids), len(self.units))
         return np.array(np.broadcast_to(_weighted(self.unit, self.unit_std, candidate), shape))
 
-    def predictions(self, candidate: Candidate, method: str, renamed: Mapping[str, str]) -> Predictions:
-        """Predictions of targets and, where they were asked for, of units.
-
-        Args:
-            renamed: the name that the environment gives each target.
-        """
-        task_BT = self.tasks_of(candidate)
-        unit_BE = self.units_of(candidate) if self.unit else np.empty((len(self.subset_ids), 0))
-        return Predictions(
-            method=method,
-            subset_ids=self.subset_ids,
-            units=tuple((renamed[target], unit) for target, unit in self.units) if self.unit else (),
-            values_BE=unit_BE,
-            task_B={renamed[target]: task_BT[:, t] for t, target in enumerate(self.targets)},
-        )
-
 
 def _weighted(parts: Mapping[str, F64], std: Mapping[str, F64], candidate: Candidate) -> F64:
     total: F64 = np.zeros((1, 1))
@@ -96,18 +82,13 @@ def _part_name(component: str, *, shuffled: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """An artifact beside an environment: gives predictions for the environment's subsets, whatever its role."""
+class Scored(Joined):
+    """An artifact beside an environment, with a calibration family: gives predictions, whatever the role."""
 
-    environment: Environment
-    source: ArtifactReader
-    renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
-    blocks: tuple[SubsetBlock, ...]
     calibration: CalibrationSettings  # by which geometry is standardised here
-    fingerprints: Mapping[str, str]  # of the artifact
 
     @classmethod
-    def of(cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> "Scored":
+    def of(cls, environment: Environment, artifact: ArtifactReader, *, calibration_subsets: int = 256) -> Self:
         """Check that both belong together, and draw a calibration family like the environment's own.
 
         Its stream is another than that of the subsets that were retrained, so no intervention that is scored
@@ -116,30 +97,18 @@ class Scored:
         Raises:
             EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
         """
-        common = artifact_targets(environment, artifact)
         spec = environment.info.family.spec if environment.info.family else DEFAULT_CALIBRATION
         calibration = CalibrationSettings(family=spec, n_subsets=calibration_subsets)
-        label = calibration.parsed.label
-        labels = LabelTable(artifact.rows_path).column(label) if label is not None else None
-        blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
-        return cls(
-            environment=environment,
-            source=artifact,
-            renamed={own: name for name, own in common.items()},
-            blocks=blocks,
-            calibration=calibration,
-            fingerprints=dict(artifact.manifest.fingerprints),
-        )
+        plain = Joined.of(environment, artifact)
+        return cls(plain.environment, plain.source, plain.renamed, plain.blocks, calibration)
 
-    @property
-    def runs_fingerprint(self) -> str:
-        """See `Environment.fingerprint`."""
-        return self.environment.fingerprint(self.blocks[0])
-
-    def predictions(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
+    def of_candidates(self, candidates: Mapping[str, Candidate], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by each of the candidates, whatever the environment's role."""
         parts = self.parts(tuple(candidates.values()), targets, per_unit=True)
-        return [parts[c.binding].predictions(c, name, self.renamed) for name, c in candidates.items()]
+        return [self._predictions(name, parts[c.binding], c) for name, c in candidates.items()]
+
+    def _predictions(self, name: str, parts: Parts, candidate: Candidate) -> Predictions:
+        return self.predictions(name, parts.targets, parts.tasks_of(candidate), parts.units_of(candidate))
 
     def predict(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
         """Predictions of units and tasks by frozen protocols, standardised by the environment's calibration family.
@@ -147,7 +116,7 @@ class Scored:
         Raises:
             ProtocolError: the artifact does not fit a protocol.
         """
-        return self.predictions({n: candidate_of(p, self.source) for n, p in protocols.items()}, targets)
+        return self.of_candidates({n: candidate_of(p, self.source) for n, p in protocols.items()}, targets)
 
     def parts(
         self, candidates: Sequence[Candidate], targets: Sequence[str], *, per_unit: bool = False
@@ -157,11 +126,10 @@ class Scored:
         Raises:
             ProtocolError: the artifact lacks a kernel or a sketch, or no kernel at all.
         """
-        theirs = {name: own for own, name in self.renamed.items()}
         groups: dict[Binding, list[Candidate]] = {}
         for candidate in candidates:
             groups.setdefault(candidate.binding, []).append(candidate)
-        own = tuple(theirs[name] for name in targets)
+        own = self.own_names(targets)
         return {binding: self._parts(binding, group, own, per_unit=per_unit) for binding, group in groups.items()}
 
     def _parts(
@@ -176,44 +144,39 @@ class Scored:
         for kernel in kernels:
             protocol = binding.protocol([kernel], []).model_copy(update={"calibration": self.calibration})
             predictor = Predictor.of(self.source, protocol, targets, per_unit=per_unit)
-            task[kernel], unit[kernel] = self._changes(predictor, self.blocks)
+            task[kernel], unit[kernel] = self.changes(predictor)
             if components:
                 task_std[kernel], unit_std[kernel] = self._spread(predictor)
         geometry = self._geometry(binding, components) | self._shuffled(binding, candidates)
-        unit_ids = self.source.units.column("unit_id").to_pylist()
         return Parts(
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
             targets=targets,
-            units=tuple((target, unit_ids[e]) for target in targets for e in self.source.unit_columns(target)),
+            units=self.units(targets),
             task=task | geometry,
             unit=unit | geometry if per_unit else {},
             task_std=task_std,
             unit_std=unit_std,
         )
 
-    def _changes(self, predictor: Predictor, blocks: Sequence[SubsetBlock]) -> tuple[F64, F64]:
-        """Of tasks and, where the predictor has them, of units."""
-        sums = [predictor.sums(block.weights) for block in blocks]
-        task_BT = np.concatenate([predictor.change_of(one) for one in sums])
-        if predictor.unit_level is None:
-            return task_BT, np.empty((len(task_BT), 0))
-        pairs = zip(blocks, sums, strict=True)
-        return task_BT, np.concatenate([predictor.unit_change(block.weights, one) for block, one in pairs])
-
     def _spread(self, predictor: Predictor) -> tuple[F64, F64]:
         """Standard deviation of changes over the family, of tasks and of units; 0 where they do not vary."""
         levels = [level for level in (predictor.task, predictor.unit_level) if level is not None]
         if has_closed_form(self._family.family):
-            side, weighting = predictor.protocol.side, predictor.protocol.weighting
+            protocol = predictor.protocol
+            assert isinstance(protocol, InteractionProtocol)
             found = []
             for level in levels:
                 scatter_C = np.where(level.spread.std_E > 0, float(predictor.n_rows), 0.0)
-                rows = RowMoments(predictor.n_rows, level.offset_C, scatter_C)
-                known = relevance_moments(rows, self._family.family, side, weighting)
-                found.append(level.gain_C * known.std_E * known.varies_E)
+                gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
+                if isinstance(level, InteractionLevel):
+                    gain_C, offset_C = level.gain_C, level.offset_C
+                rows = RowMoments(predictor.n_rows, offset_C, scatter_C)
+                known = relevance_moments(rows, self._family.family, protocol.side, protocol.weighting)
+                found.append(gain_C * known.std_E * known.varies_E)
         else:
             blocks = self._family.blocks(self.source.n_rows)
-            sampled = sampled_moments(dict(zip("tu", self._changes(predictor, [one]), strict=True)) for one in blocks)
+            drawn = (replace(self, blocks=(one,)).changes(predictor) for one in blocks)
+            sampled = sampled_moments(dict(zip("tu", changes, strict=True)) for changes in drawn)
             found = [known.std_E * known.varies_E for known in sampled.values()]
         return found[0], found[-1]
 
@@ -223,11 +186,12 @@ class Scored:
             return {}
         protocol = binding.protocol([], components)
         fitted = protocol.fitted(self.source.array_names, self.source.feature_settings)
-        sketches = {half: Sketch.of(self.source, half) for half in halves_needed(fitted.components)}
+        sketches = {half: NormedSketch.of(self.source, half) for half in halves_needed(fitted.components)}
         terms = GeometryTerms.of(self.source, fitted, sketches, self._family)
         z = [
             terms.z(
-                {half: sketch.sums(block.weights) for half, sketch in sketches.items()}, SubsetMass.of(block.weights)
+                {half: sketch.normed_sums(block.weights) for half, sketch in sketches.items()},
+                SubsetMass.of(block.weights),
             )
             for block in self.blocks
         ]
@@ -278,6 +242,22 @@ class Scored:
             shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
             self._sketches[half] = sketch_ND, shuffle.of(sketch_ND, seed=0)
         return self._sketches[half]
+
+
+def predictions(
+    joined: Joined, rules: Mapping[str, ScoringProtocol | Candidate], targets: Sequence[str]
+) -> list[Predictions]:
+    """Predictions of units and tasks by protocols and candidates, standardised by a family like the environment's.
+
+    Raises:
+        ProtocolError: the artifact does not fit a protocol.
+    """
+    source = joined.source
+    candidates = {
+        name: candidate_of(rule, source) if isinstance(rule, ScoringProtocol) else rule for name, rule in rules.items()
+    }
+    found = Scored.of(joined.environment, source).of_candidates(candidates, targets)
+    return [replace(one, cost=cost_of(needed_arrays(candidates[one.method]), source)) for one in found]
 
 
 # ------------------------------------------------------------------------ pairs shuffled, for the paper's control

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.audit import measures
-from grasp.audit.measures import Check, judged, missing
+from grasp.audit.measures import Check, judged, missing, rank_agreement
 from grasp.audit.sample import SampleFeatures
 from grasp.extract.finish import PooledKernel, whiten
 from grasp.extract.moments import unspool_moments
 from grasp.features.moments import Moments, Whitener
 from grasp.features.residuals import PooledFeatures
 from grasp.features.sketch import ProductSketch
+from grasp.geometry import measures
 from grasp.settings import FeatureSettings
 
 F64 = NDArray[np.float64]
@@ -186,7 +186,7 @@ def of_sketches(kernels: Kernels, sketches: Mapping[str, F64], weight_BN: F64) -
 def fit(sketch_ND: F64, full_NN: F64, weight_BN: F64) -> Fit:
     """Compare K of a sketch with K of the kernel that it stands for."""
     found_B, true_B = _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, full_NN)
-    error, ranks = measures.relative_error(found_B, true_B), measures.rank_agreement(found_B, true_B)
+    error, ranks = measures.relative_error(found_B, true_B), rank_agreement(found_B, true_B)
     return Fit(error, ranks, sketch_ND.shape[1])
 
 
@@ -202,7 +202,7 @@ def _own(kernels: Kernels, half: Half, sketch_ND: F64, full_NN: F64, weight_BN: 
     value = f"K {found.error:.1%} off, ranks agree {found.ranks:+.2f} ({found.width} wide; K of subsets differs by "
     value += f"{apart:.1%})"
     if half == "product":
-        pooled = measures.rank_agreement(
+        pooled = rank_agreement(
             _norms(sketch_ND, weight_BN), measures.subset_norms(weight_BN, kernels.pooled_product_NN)
         )
         value += f"; {pooled:+.2f} with the product of pooled rows, which it is not a sketch of"
@@ -247,10 +247,10 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
     true_B = measures.subset_norms(weight_BN, kernels.positions.product_NN)
     pooled_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
     numbers = {
-        "ranks": measures.rank_agreement(found_B, true_B),
-        "pooled_ranks": measures.rank_agreement(found_B, pooled_B),
+        "ranks": rank_agreement(found_B, true_B),
+        "pooled_ranks": rank_agreement(found_B, pooled_B),
         "error": measures.scaled_error(found_B, true_B),
-        "full_ranks": measures.rank_agreement(measures.subset_norms(weight_BN, full_NN), true_B),
+        "full_ranks": rank_agreement(measures.subset_norms(weight_BN, full_NN), true_B),
     }
     advice = "too narrow for what its features tell: build with the widths that the lines of the sketches name"
     if not numbers["full_ranks"] >= RANKS:
@@ -269,7 +269,7 @@ def _for_product(kernels: Kernels, half: str, sketches: Mapping[str, F64], weigh
 def _direct_sum(kernels: Kernels, weight_BN: F64) -> Check:
     direct_B = measures.subset_norms(weight_BN, kernels.joint_NN)
     product_B = measures.subset_norms(weight_BN, kernels.pooled_product_NN)
-    ranks, error = measures.rank_agreement(direct_B, product_B), measures.scaled_error(direct_B, product_B)
+    ranks, error = rank_agreement(direct_B, product_B), measures.scaled_error(direct_B, product_B)
     return judged(
         "direct sum for product",
         f"of pooled rows with all their features ranks agree {ranks:+.2f}, {error:.1%} off once scaled",

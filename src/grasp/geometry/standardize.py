@@ -18,74 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.errors import SubsetError
-from grasp.geometry.sums import Kind, Weighting
+from grasp.geometry.sums import Kind
 from grasp.predict.blocks import Side
 from grasp.predict.families import Family
+from grasp.predict.relevance import ColumnSpread, RowMoments
+from grasp.runs.predictions import Weighting
 
 F64 = NDArray[np.float64]
 
-# A spread this small against the component's own size is rounding, not variance.
-RELATIVE_ZERO = 1e-9
 FAR = 10.0  # sizes further from their mean than so many standard deviations, and rows, do not occur
 
 
-@dataclass(frozen=True, slots=True)
-class ComponentMoments:
-    """Moments of one component over a calibration family; (E,) for relevance, (1,) for geometry."""
-
-    mean_E: F64
-    std_E: F64
-
-    @property
-    def varies_E(self) -> NDArray[np.bool_]:  # noqa: N802 - a shape suffix
-        """Where the component has a variance worth the name; elsewhere it is dropped."""
-        return np.asarray(self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
-
-    @property
-    def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """1 / std; 0 where the component does not vary."""
-        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=self.varies_E)
-
-    def z(self, value_BE: F64) -> F64:
-        """(x - mean) / std; 0 where the component does not vary. Source: eq:component-predictor."""
-        return np.asarray((value_BE - self.mean_E) * self.inverse_E)
-
-
-@dataclass(frozen=True, slots=True)
-class RowMoments:
-    """Count, sum and squares of the numbers of each row (or subset): all that the closed forms need to know of them."""
-
-    n_rows: int
-    mean_E: F64
-    scatter_E: F64  # sum of (x - mean)^2
-
-    @classmethod
-    def of(cls, values_NE: NDArray[Any]) -> Self:
-        """Moments of one block of rows."""
-        values_NE = np.asarray(values_NE, dtype=np.float64)
-        mean_E = np.ones(len(values_NE)) @ values_NE / len(values_NE)  # a product is the fastest sum over rows
-        apart_NE = values_NE - mean_E
-        return cls(len(values_NE), mean_E, np.einsum("ne,ne->e", apart_NE, apart_NE))
-
-    def merge(self, other: Self) -> Self:
-        """Moments of both sets of rows (Chan's merge)."""
-        n_rows = self.n_rows + other.n_rows
-        shift_E = other.mean_E - self.mean_E
-        scatter_E = self.scatter_E + other.scatter_E + shift_E**2 * (self.n_rows * other.n_rows / n_rows)
-        return type(self)(n_rows, self.mean_E + shift_E * (other.n_rows / n_rows), scatter_E)
-
-    @property
-    def total_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """Sum over the corpus."""
-        return np.asarray(self.mean_E * self.n_rows)
-
-    @property
-    def spread(self) -> ComponentMoments:
-        """Mean and population standard deviation."""
-        return ComponentMoments(self.mean_E, np.sqrt(self.scatter_E / self.n_rows))
-
-
-def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ComponentMoments]:
+def sampled_moments(blocks: Iterable[Mapping[str, F64]]) -> dict[str, ColumnSpread]:
     """Moments of named components over subsets that arrive in blocks.
 
     Args:
@@ -138,22 +82,22 @@ def has_closed_form(family: Family) -> bool:
     return family.kind in ("uniform", "bernoulli")
 
 
-def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
+def relevance_moments(rows: RowMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
     """Exact mean and standard deviation of A_e over a uniform or Bernoulli family.
 
     Source: eq:grasp-subset-relevance under the draw; the mean of an inclusion-weighted sum as in eq:ratio-scaling.
     """
     sign = 1.0 if side == "retained" else -1.0
     moments = _mean_times(rows, _sizes(family, rows.n_rows, side), 1.0 if weighting == "count" else 0.0)
-    return ComponentMoments(sign * moments.mean_E, moments.std_E)
+    return ColumnSpread(sign * moments.mean_E, moments.std_E)
 
 
-def self_moments(norms: RowMoments, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
+def self_moments(norms: RowMoments, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
     """Exact mean and standard deviation of K_self; `norms` are those of ||phi_i||^2. Source: eq:ia-components."""
     return _mean_times(norms, _sizes(family, norms.n_rows, side), 1.0 if weighting == "count" else -1.0)
 
 
-def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighting: Weighting) -> ComponentMoments:
+def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighting: Weighting) -> ColumnSpread:
     """Exact mean and standard deviation of a geometric component over a uniform or Bernoulli family.
 
     With s the sum of psi over the m drawn rows, X = sum_{i != j} <psi_i, psi_j>, Y = sum_i ||psi_i||^2 and
@@ -176,7 +120,7 @@ def pair_moments(sums: PairSums, kind: Kind, family: Family, side: Side, weighti
     spread_M = gain_M**4 * np.einsum("am,abm,bm->m", weights_3M, covariance_33M, weights_3M)
     mean = float(chance_M @ given_M)
     variance = float(chance_M @ (np.maximum(spread_M, 0.0) + (given_M - mean) ** 2))
-    return ComponentMoments(np.array([mean]), np.array([np.sqrt(variance)]))
+    return ColumnSpread(np.array([mean]), np.array([np.sqrt(variance)]))
 
 
 def _drawn_sums(sums: PairSums, size_M: F64) -> tuple[F64, F64]:
@@ -226,7 +170,7 @@ def _sizes(family: Family, n_rows: int, side: Side) -> tuple[F64, F64]:
     return (size if side == "retained" else n_rows - size), chance
 
 
-def _mean_times(rows: RowMoments, sizes: tuple[F64, F64], power: float) -> ComponentMoments:
+def _mean_times(rows: RowMoments, sizes: tuple[F64, F64], power: float) -> ColumnSpread:
     """Moments of m^power * (mean of x over m rows drawn without replacement), m random; 0 where m = 0."""
     size_M, chance_M = sizes
     drawn_M = np.maximum(size_M, 1.0)
@@ -236,4 +180,4 @@ def _mean_times(rows: RowMoments, sizes: tuple[F64, F64], power: float) -> Compo
     gain_variance = float(chance_M @ (gain_M - mean_gain) ** 2)
     row_variance_E = rows.scatter_E / max(rows.n_rows - 1, 1)
     variance_E = spread * row_variance_E + gain_variance * rows.mean_E**2
-    return ComponentMoments(mean_gain * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))
+    return ColumnSpread(mean_gain * rows.mean_E, np.sqrt(np.maximum(variance_E, 0.0)))

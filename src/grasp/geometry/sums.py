@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.predict.blocks import Side
-from grasp.predict.weights import Exposure, Weights, sizes, weight_sums
+from grasp.predict.predictor import inverse
+from grasp.predict.weights import Weights, weight_sums
+from grasp.runs.predictions import Weighting
 
 F64 = NDArray[np.float64]
-Weighting = Literal["count", "mean"]
 Half = Literal["hidden", "residual", "joint", "product"]
 Kind = Literal["raw", "self", "pair", "cent"]
 JOINT: tuple[Half, ...] = ("hidden", "residual")  # what `joint` is made of
@@ -64,38 +65,26 @@ class SubsetMass:
     retained_B: F64  # sum of w_i
     omitted_B: F64  # sum over the corpus of |1 - w_i|; the number of omitted rows where weights are 1
     n_rows: int
-    weight_B: F64  # sum of w_i before any law bent them
-    kept_B: F64  # rows with a weight above 0
 
     @classmethod
     def of(cls, weights: Weights) -> Self:
         """The sums of weights of each subset of a block."""
-        retained_B, omitted_B = weight_sums(weights)
-        return cls(retained_B, omitted_B, weights.shape[1], retained_B, sizes(weights).astype(np.float64))
+        return cls(*weight_sums(weights), weights.shape[1])
 
     @classmethod
     def plain(cls, retained_B: F64, n_rows: int) -> Self:
         """Of subsets that keep so many rows, with the weight 1."""
-        return cls(retained_B, n_rows - retained_B, n_rows, retained_B, retained_B)
+        return cls(retained_B, n_rows - retained_B, n_rows)
 
     @classmethod
     def whole(cls, n_rows: int) -> Self:
         """Of the corpus, as a block of one subset."""
         return cls.plain(np.array([float(n_rows)]), n_rows)
 
-    def worth(self, exposure: Exposure | None) -> F64:
-        """What the rows count together against rows that are all seen equally often, (B,): less where they are not."""
-        if exposure is None:
-            return np.ones_like(self.retained_B)
-        base_B = exposure.base(self.kept_B, self.n_rows)
-        return np.asarray(exposure(base_B * _inverse(self.weight_B)) * self.retained_B * _inverse(base_B))
-
     def factor(self, side: Side, weighting: Weighting) -> F64:
         """(B,) what raw weights are multiplied by: 1 for `count`, 1 / sum |w| for `mean`; 0 for an empty side."""
         mass_B = self.retained_B if side == "retained" else self.omitted_B
-        if weighting == "count":
-            return np.ones_like(mass_B)
-        return _inverse(mass_B)
+        return np.ones_like(mass_B) if weighting == "count" else inverse(mass_B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +133,6 @@ class SketchTotals:
         """The corpus itself as a block of one subset."""
         norm_B = np.array([self.norm])
         return SketchSums(self.total_D[None], norm_B, norm_B)
-
-
-def _inverse(mass_B: F64) -> F64:
-    return np.divide(1.0, mass_B, out=np.zeros_like(mass_B), where=mass_B > 0)
 
 
 def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:

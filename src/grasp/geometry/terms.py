@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.geometry.protocol import CalibrationSettings, InteractionProtocol
 from grasp.geometry.standardize import (
-    ComponentMoments,
     PairSums,
-    RowMoments,
     has_closed_form,
     pair_moments,
     relevance_moments,
@@ -43,22 +42,21 @@ from grasp.geometry.sums import (
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import Family
 from grasp.predict.labels import LabelColumn
-from grasp.predict.protocol import CalibrationSettings, ScoringProtocol
-from grasp.predict.relevance import Kernel
+from grasp.predict.relevance import ColumnSpread, Kernel, RowMoments
 from grasp.predict.row_arrays import F32, F64, Blocks, kept, label_column
 from grasp.predict.row_sums import RowSums, block_rows
+from grasp.predict.sketches import Sketch
 from grasp.predict.weights import Weights, is_plain, squared
 
 BLOCK_ROWS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
-    """One sketch of every row, with ||phi||^2 beside it."""
+class NormedSketch(Sketch):
+    """One sketch of every row, with ||phi||^2 beside it as the last column of what is held."""
 
     totals: SketchTotals
     norms: RowMoments  # of ||phi||^2 over the corpus
-    held: RowSums  # of the sketch, and of ||phi||^2 as the last column
     artifact: ArtifactReader
     name: str  # of its array
 
@@ -73,8 +71,13 @@ class Sketch:
 
         width = next(artifact.array_blocks(name, block_rows=1))[1].shape[1] + 1
         held = RowSums(blocks, artifact.n_rows, width)
-        totals, norms = kept(artifact, name, 8 * width, lambda: _totals(held.blocks()))
-        return cls(totals, norms, held, artifact, name)
+        totals, norms = kept(artifact, (name, "norms"), 8 * width, lambda: _totals(held.blocks()))
+        return cls(held, totals.total_D, totals, norms, artifact, name)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.held.width - 1
 
     def blocks(self) -> Blocks:
         """The sketch in blocks of BLOCK_ROWS, from memory where it is held."""
@@ -99,14 +102,18 @@ class Sketch:
         parts = [np.einsum("nd,nd->n", block, block, dtype=np.float64) for _, block in self.blocks()]
         return np.concatenate(parts)
 
-    def sums(self, weights: Weights) -> SketchSums:
+    def sums(self, weights: Weights) -> F64:
+        """sum_i w_i phi_i of every subset, (B, D)."""
+        return self.held.sums(weights)[:, :-1]
+
+    def normed_sums(self, weights: Weights) -> SketchSums:
         """Sums over B subsets."""
         both_BC = self.held.sums(weights)
         square_B = both_BC[:, -1] if is_plain(weights) else self.held.sums(squared(weights))[:, -1]
         return SketchSums(both_BC[:, :-1], both_BC[:, -1], square_B)
 
 
-def pair_sums(sketches: Sequence[Sketch]) -> PairSums:
+def pair_sums(sketches: Sequence[NormedSketch]) -> PairSums:
     """Sums over pairs of rows of one sketch, or of several side by side; one pass."""
     sums = PairSums.empty(np.concatenate([sketch.totals.mean_D for sketch in sketches]))
     for parts in zip(*(sketch.blocks() for sketch in sketches), strict=True):
@@ -160,24 +167,28 @@ class CalibrationFamily:
 class GeometryTerms:
     """What the geometry of a protocol adds to the prediction of a subset: sum_c omega_c z(K_c), for one artifact."""
 
-    protocol: ScoringProtocol
-    sketches: Mapping[str, Sketch]
-    moments: Mapping[str, ComponentMoments]  # of every K_c over the family
+    protocol: InteractionProtocol
+    n_rows: int
+    sketches: Mapping[str, NormedSketch]
+    moments: Mapping[str, ColumnSpread]  # of every K_c over the family
 
     @classmethod
     def of(
         cls,
         artifact: ArtifactReader,
-        protocol: ScoringProtocol,
-        sketches: Mapping[str, Sketch],
-        family: CalibrationFamily,
+        protocol: InteractionProtocol,
+        sketches: Mapping[str, NormedSketch],
+        family: CalibrationFamily | None,
     ) -> Self:
         """Moments of every component of the protocol.
 
+        Args:
+            family: None: there is no component.
         Raises:
             SubsetError: the family needs labels that the artifact does not have.
         """
-        return cls(protocol, sketches, family_moments(protocol, {}, sketches, family, artifact.n_rows))
+        moments = {} if family is None else family_moments(protocol, {}, sketches, family, artifact.n_rows)
+        return cls(protocol, artifact.n_rows, sketches, moments)
 
     def values(self, sums: Mapping[str, SketchSums], mass: SubsetMass) -> dict[str, F64]:
         """K_c in natural units, (B,), for the protocol's side and weighting."""
@@ -194,9 +205,8 @@ class GeometryTerms:
 
     def whole(self) -> dict[str, float]:
         """z(K_c) of the corpus."""
-        n_rows = next(iter(self.sketches.values())).totals.n_rows
         sums = {half: sketch.totals.whole() for half, sketch in self.sketches.items()}
-        return {name: float(z_1[0]) for name, z_1 in self.z(sums, SubsetMass.whole(n_rows)).items()}
+        return {name: float(z_1[0]) for name, z_1 in self.z(sums, SubsetMass.whole(self.n_rows)).items()}
 
     @property
     def halves(self) -> dict[str, QuadraticWeights]:
@@ -216,12 +226,12 @@ class GeometryTerms:
 
 
 def family_moments(
-    protocol: ScoringProtocol,
+    protocol: InteractionProtocol,
     kernels: Mapping[str, Kernel],
-    sketches: Mapping[str, Sketch],
+    sketches: Mapping[str, NormedSketch],
     family: CalibrationFamily,
     n_rows: int,
-) -> dict[str, ComponentMoments]:
+) -> dict[str, ColumnSpread]:
     """Moments of A by kernel, and of the geometry of `sketches`; drawn only where no closed form covers them."""
     exact = _closed_forms(protocol, kernels, sketches, family.family)
     wanted = {*kernels, *(name for name, (half, _) in _named(protocol).items() if sketches)}
@@ -236,14 +246,17 @@ def family_moments(
             )
             for name, kernel in kernels.items()
         }
-        sums = {half: sketch.sums(weights) for half, sketch in sketches.items()}
+        sums = {half: sketch.normed_sums(weights) for half, sketch in sketches.items()}
         return values | _geometry(protocol, sketches, sums, mass)
 
     return sampled_moments(components(block.weights) for block in family.blocks(n_rows)) | exact
 
 
 def _geometry(
-    protocol: ScoringProtocol, sketches: Mapping[str, Sketch], sums: Mapping[str, SketchSums], mass: SubsetMass
+    protocol: InteractionProtocol,
+    sketches: Mapping[str, NormedSketch],
+    sums: Mapping[str, SketchSums],
+    mass: SubsetMass,
 ) -> dict[str, F64]:
     """Components of B subsets in natural units. Source: eq:ia-components."""
     halves: dict[str, Geometry] = {
@@ -257,8 +270,8 @@ def _geometry(
 
 
 def _closed_forms(
-    protocol: ScoringProtocol, kernels: Mapping[str, Kernel], sketches: Mapping[str, Sketch], family: Family
-) -> dict[str, ComponentMoments]:
+    protocol: InteractionProtocol, kernels: Mapping[str, Kernel], sketches: Mapping[str, NormedSketch], family: Family
+) -> dict[str, ColumnSpread]:
     if not has_closed_form(family):
         return {}
     side, weighting = protocol.side, protocol.weighting
@@ -274,7 +287,7 @@ def _closed_forms(
     return exact
 
 
-def _named(protocol: ScoringProtocol) -> dict[str, tuple[Half, Kind]]:
+def _named(protocol: InteractionProtocol) -> dict[str, tuple[Half, Kind]]:
     """`joint.pair` as ("joint", "pair"); the names were checked when the protocol was read."""
     halves: dict[str, Half] = {str(half): half for half in get_args(Half)}
     kinds: dict[str, Kind] = {str(kind): kind for kind in get_args(Kind)}

@@ -1,58 +1,25 @@
 """The rule that adds relevance up to a prediction, as a small file that also says where it comes from."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator
 
-from grasp.errors import ProtocolError, SubsetError
+from grasp.errors import ProtocolError, SettingsError
 from grasp.files import written_aside
-from grasp.geometry.sums import Half, Kind, Weighting, halves_needed
-from grasp.predict.blocks import Side
-from grasp.predict.families import Family, parse_family
+from grasp.predict.interactions import geometry
 from grasp.settings import Positions, Settings
-from grasp.yaml_files import validated_yaml, write_yaml
+from grasp.yaml_files import read_yaml, validated, write_yaml
 
 Match = Literal["token", "input", "neighbour", "shift", "tilt", "gradient", "pooled"]
-COMPONENT = re.compile(rf"({'|'.join(get_args(Half))})\.({'|'.join(get_args(Kind))})")
 BESIDE_GRADIENT = 0.25  # weight of token and of input beside `gradient`
-NOT_SELECTED = "not selected on development environments: additive core"
-NOT_SELECTED_OTHER = "not selected on development environments"
-
-
-class Standardize(Settings):
-    """What is brought to mean 0 and standard deviation 1, and when: over the rows, with geometry over the family."""
-
-    task: Literal["mean_relevance", "mean_of_standardised"] = Field(
-        "mean_relevance",
-        description="mean_relevance: a task's relevance is the mean over its units. mean_of_standardised: each unit's "
-        "is divided by its own standard deviation first.",
-    )
-    unit: Literal["own_relevance"] = Field("own_relevance", description="A unit is scored by its own relevance.")
-
-
-class CalibrationSettings(Settings):
-    """The family whose moments standardise a protocol with geometry; never the interventions that are scored."""
-
-    family: str = Field("uniform:0.5", description="Family, e.g. uniform:0.5 or mixture:topic.")
-    n_subsets: int = Field(256, ge=2, description="Subsets drawn, where moments have no closed form.")
-    seed: int = Field(0, ge=0, description="Seed of the draw.")
-
-    @field_validator("family")
-    @classmethod
-    def _is_family(cls, text: str) -> str:
-        try:
-            return str(parse_family(text))
-        except SubsetError as err:
-            raise ValueError(str(err)) from err
-
-    @property
-    def parsed(self) -> Family:
-        return parse_family(self.family)
+# What protocol files may say of interactions where there are none: `grasp.geometry` has these settings.
+STANDARDS = {"task": "mean_relevance", "unit": "own_relevance"}
+NO_INTERACTION = {"side": "retained", "weighting": "mean", "components": {}, "standardize": STANDARDS}
+CALIBRATION = "calibration"  # what it says is of interactions alone
 
 
 class Requirements(Settings):
@@ -70,11 +37,16 @@ class Requirements(Settings):
 
 
 class ScoringProtocol(Settings):
-    """How a subset is scored. Source: eq:component-predictor; omega carries the sign, a penalty is negative."""
+    """How a subset is scored: the effects of its rows, added up. Source: eq:method-additive.
+
+    A protocol in which rows bear on one another is read as one of `grasp.geometry`, which is this and more.
+    """
+
+    beside: ClassVar[bool] = False  # whether `grasp.geometry` binds it to an artifact
+    interacts: ClassVar[bool] = False  # whether a subset is worth more, or less, than the mean of its rows
+    searches: ClassVar[bool] = False  # whether the worth of a row depends on the rows beside it: choosing is a search
 
     name: str = Field(min_length=1, description="Name of the protocol.")
-    side: Side = Field("retained", description="Rows that are scored; omitted flips the sign of A.")
-    weighting: Weighting = Field("mean", description="count: w_i; mean: w_i / sum w.")
     match: dict[Match, float] | Literal["auto"] = Field(
         "auto",
         description="Weights of the kernels, each standardised; auto: token, input and neighbour; of a model that is "
@@ -88,11 +60,6 @@ class ScoringProtocol(Settings):
         description="What a row's negative relevance to a unit is multiplied by: 1 keeps it, 0 drops it. That of "
         "`gradient`, whose sign is as good as its size, is always kept.",
     )
-    components: dict[str, float] = Field(
-        {}, description="omega by component, e.g. joint.pair: -0.25. Halves: hidden, residual, joint, product."
-    )
-    standardize: Standardize = Standardize()
-    calibration: CalibrationSettings = CalibrationSettings()
     requires: Requirements = Requirements()
     selected_on: tuple[str, ...] | None = Field(
         None, description="Development environments that the protocol was selected on; null: none."
@@ -110,19 +77,6 @@ class ScoringProtocol(Settings):
             raise ValueError("weights must be finite")
         return match
 
-    @field_validator("components")
-    @classmethod
-    def _known_components(cls, components: dict[str, float]) -> dict[str, float]:
-        unknown = [name for name in components if not COMPONENT.fullmatch(name)]
-        if unknown:
-            raise ValueError(
-                f"unknown {unknown}; expected one of {'|'.join(get_args(Half))}, a dot, "
-                f"and one of {'|'.join(get_args(Kind))}"
-            )
-        if not all(math.isfinite(omega) for omega in components.values()):
-            raise ValueError("weights must be finite")
-        return components
-
     def negative_of(self, kernel: str) -> float:
         """What negative relevance by a kernel is multiplied by."""
         return 1.0 if kernel == "gradient" else self.negative
@@ -132,11 +86,26 @@ class ScoringProtocol(Settings):
         """How the protocol was chosen, in words: the development results it was selected on, or that it was not."""
         if self.selected_on:
             return f"selected on {', '.join(self.selected_on)}"
-        return NOT_SELECTED_OTHER if self.components else NOT_SELECTED
+        return "not selected on development environments" + (": additive core" if not self.searches else "")
 
     def chosen_on(self, fingerprint: str) -> set[str]:
         """Targets of the runs with this fingerprint by which the protocol was selected."""
         return chosen_on({name: self.selected_runs.get(name, "") for name in self.selected_on or ()}, fingerprint)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Arrays of an artifact that a fitted protocol reads."""
+        return tuple(f"relevance_{kernel}" for kernel in kernel_weights(self))
+
+    @property
+    def beside_kernels(self) -> str:
+        """What it adds to its kernels, in words."""
+        return ""
+
+    @property
+    def additive(self) -> "ScoringProtocol":
+        """The same without what rows do to one another."""
+        return self
 
     def fitted(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
         """This protocol with `match: auto` resolved, kernels in the order of `Match`, if the artifact can serve it.
@@ -146,8 +115,7 @@ class ScoringProtocol(Settings):
                 all of them in one message.
         """
         match = self._resolved(array_names)
-        needed = [f"relevance_{kernel}" for kernel in match]
-        needed += [f"{half}_sketch" for half in halves_needed(self.components)]
+        needed = self.model_copy(update={"match": match}).arrays
         problems = [
             f"needs array {name!r}, the artifact has {list(array_names)}" for name in needed if name not in array_names
         ]
@@ -175,6 +143,12 @@ class ScoringProtocol(Settings):
         return {kernel: self.match[kernel] for kernel in get_args(Match) if self.match.get(kernel)}
 
 
+def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
+    """Kernels of a fitted protocol and their weights."""
+    assert isinstance(protocol.match, dict)
+    return {str(kernel): weight for kernel, weight in protocol.match.items()}
+
+
 def chosen_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
     """Targets of the runs with this fingerprint, out of fingerprints by `environment/target`."""
     return {result.partition("/")[2] for result, theirs in runs.items() if theirs == fingerprint}
@@ -195,7 +169,22 @@ def as_protocol(protocol: "ScoringProtocol | Path | str | None") -> ScoringProto
 
 def load_protocol(path: Path | str) -> ScoringProtocol:
     """Read a protocol from YAML (JSON is YAML too); every mismatch is in the message."""
-    return validated_yaml(ScoringProtocol, path, "protocol", ProtocolError)
+    try:
+        return protocol_from(read_yaml(Path(path)), f"protocol {path}")
+    except SettingsError as err:
+        raise ProtocolError(str(err)) from err
+
+
+def protocol_from(settings: Mapping[str, Any], where: str) -> ScoringProtocol:
+    """A protocol from plain settings; one in which rows bear on one another is `grasp.geometry`'s to read.
+
+    Args:
+        where: what a message begins with.
+    """
+    if any(name in settings and settings[name] != nothing for name, nothing in NO_INTERACTION.items()):
+        return validated(geometry().protocol_type, settings, where, ProtocolError)
+    left = {name: value for name, value in settings.items() if name not in (*NO_INTERACTION, CALIBRATION)}
+    return validated(ScoringProtocol, left, where, ProtocolError)
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:

@@ -15,7 +15,7 @@ from grasp.artifact.tables import LOSS_TOKENS
 from grasp.errors import ProtocolError
 from grasp.files import written_aside
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol, as_protocol
+from grasp.predict.protocol import ScoringProtocol, as_protocol, protocol_from
 from grasp.predict.relevance import UnitSelection
 from grasp.predict.row_arrays import length_column, row_tokens
 from grasp.results import write_table
@@ -41,11 +41,9 @@ def additive_predictor(
     """
     chosen = as_protocol(protocol)
     if match is not None:
-        chosen = ScoringProtocol.model_validate(
-            chosen.model_dump() | {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
-        )
-    additive = chosen.model_copy(update={"components": {}})
-    return Predictor.of(artifact, additive, [target], units=_one_unit(artifact, target, unit))
+        alone = {"name": f"{chosen.name}, {match} alone", "match": {match: 1.0}, "selected_on": None}
+        chosen = protocol_from(chosen.model_dump() | alone, f"match {match}")
+    return Predictor.of(artifact, chosen.additive, [target], units=_one_unit(artifact, target, unit))
 
 
 def ranked(

@@ -1,7 +1,6 @@
 """How useful is every row for every target? Kernels are counted, put on one scale and added up, once.
 
-For a kernel m and a row i, a task's a_im is the mean over its units of the counted relevance (`mean_relevance`), or of
-each unit's divided by its own spread first (`mean_of_standardised`).
+For a kernel m and a row i, a task's a_im is the mean over its units of the counted relevance.
 Shape letters: N rows, n rows of a block, E units, T targets, C columns (either).
 """
 
@@ -16,11 +15,68 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
-from grasp.geometry.standardize import ComponentMoments, RowMoments
 from grasp.predict.row_arrays import F32, F64, Blocks
 from grasp.predict.row_sums import RowSums, block_rows
 
+# A spread this small against the size of the numbers is rounding, not variance.
+RELATIVE_ZERO = 1e-9
 Floats = TypeVar("Floats", bound=np.floating[Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpread:
+    """Mean and standard deviation of columns, over rows or over subsets, (E,)."""
+
+    mean_E: F64
+    std_E: F64
+
+    @property
+    def varies_E(self) -> NDArray[np.bool_]:  # noqa: N802 - a shape suffix
+        """Where there is a variance worth the name; elsewhere a column is dropped."""
+        return np.asarray(self.std_E > RELATIVE_ZERO * np.maximum(np.abs(self.mean_E), np.finfo(float).tiny))
+
+    @property
+    def inverse_E(self) -> F64:  # noqa: N802 - a shape suffix
+        """1 / std; 0 where nothing varies."""
+        return np.divide(1.0, self.std_E, out=np.zeros_like(self.std_E), where=self.varies_E)
+
+    def z(self, value_BE: F64) -> F64:
+        """(x - mean) / std; 0 where nothing varies. Source: eq:component-predictor."""
+        return np.asarray((value_BE - self.mean_E) * self.inverse_E)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMoments:
+    """Count, mean and squares of the numbers of each row, or subset, block by block."""
+
+    n_rows: int
+    mean_E: F64
+    scatter_E: F64  # sum of (x - mean)^2
+
+    @classmethod
+    def of(cls, values_NE: NDArray[Any]) -> Self:
+        """Moments of one block of rows."""
+        values_NE = np.asarray(values_NE, dtype=np.float64)
+        mean_E = np.ones(len(values_NE)) @ values_NE / len(values_NE)  # a product is the fastest sum over rows
+        apart_NE = values_NE - mean_E
+        return cls(len(values_NE), mean_E, np.einsum("ne,ne->e", apart_NE, apart_NE))
+
+    def merge(self, other: Self) -> Self:
+        """Moments of both sets of rows (Chan's merge)."""
+        n_rows = self.n_rows + other.n_rows
+        shift_E = other.mean_E - self.mean_E
+        scatter_E = self.scatter_E + other.scatter_E + shift_E**2 * (self.n_rows * other.n_rows / n_rows)
+        return type(self)(n_rows, self.mean_E + shift_E * (other.n_rows / n_rows), scatter_E)
+
+    @property
+    def total_E(self) -> F64:  # noqa: N802 - a shape suffix
+        """Sum over the corpus."""
+        return np.asarray(self.mean_E * self.n_rows)
+
+    @property
+    def spread(self) -> ColumnSpread:
+        """Mean and population standard deviation."""
+        return ColumnSpread(self.mean_E, np.sqrt(self.scatter_E / self.n_rows))
 
 
 def counted(relevance_NE: NDArray[Floats], negative: float) -> NDArray[Floats]:
@@ -83,7 +139,7 @@ class Kernel:
 
     @classmethod
     def of_tasks(
-        cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, inverse_E: F64 | float
+        cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, inverse_E: F64 | float = 1.0
     ) -> Self:
         """Every task a column; one pass, always held: 4 bytes a row and task.
 
@@ -99,7 +155,7 @@ class Kernel:
 
 def effects(
     kernels: Mapping[str, Kernel], slopes: Mapping[str, F64], held_NC: F32 | None
-) -> tuple[RowSums, ComponentMoments]:
+) -> tuple[RowSums, ColumnSpread]:
     """The effect of every row: sum_m slope_m a_m, brought to mean 0 and standard deviation 1 over the rows.
 
     The order matters. Each unit's relevance is counted first (negative relevance less), then averaged over the units of

@@ -20,6 +20,7 @@ from grasp.predict.blocks import WeightedRows, in_blocks
 from grasp.predict.label_slices import (
     LabelSlices,
     SliceFormula,
+    cosines,
     dropped_intervals,
     label_slices,
     sensible_labels,
@@ -85,7 +86,8 @@ class LabelFindings:
     dropped: Change  # in the unit of the findings; a slice that helps is a loss
     by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
     mean_GT: F64  # effect of a row of the slice; 0 is the average row of the corpus
-    formula: SliceFormula
+    cosine_GG: F64 | None  # of the slices' sketches; None: the artifact keeps none
+    price: SliceFormula | Predictor  # of weights of the slices: a formula, or who prices them one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ def findings(artifact: ArtifactReader, protocol: ScoringProtocol, request: Repor
         lacking.append(NO_LABELS)
     if not any(row["snippet"] for row in rows.rows):
         lacking.append(NO_TEXT)
-    if labels and not labels[0].formula.gram_GG:
+    if labels and labels[0].cosine_GG is None:
         lacking.append(NO_SKETCHES)
     lacking += [part for part in optional if isinstance(part, Missing)]
     return Findings(
@@ -287,7 +289,8 @@ def _label(artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, 
     if nats is not None:
         learned = nats.of(slices.weights(1.0 - np.eye(len(slices.slices))))
         dropped = Change(learned.nats_BT, learned.low_BT, learned.high_BT)
-    return LabelFindings(slices, dropped, by_relevance, effects.effect_GT, SliceFormula.of(predictor, effects.sums))
+    price = SliceFormula.of(predictor, effects.sums) or predictor
+    return LabelFindings(slices, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), price)
 
 
 def _nats(predictor: Predictor, artifact: ArtifactReader, request: ReportRequest) -> Expected | Missing:

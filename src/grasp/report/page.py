@@ -34,7 +34,6 @@ View = dict[str, Any]
 
 PAIRS_SHOWN = 6
 PLAIN_ROWS = 5  # on either side of a target, where scripts are off
-HALVES = ("joint", "product", "hidden", "residual")
 SCRIPTS = ("page.js", "whatif.js", "slices.js", "rows.js")
 
 
@@ -231,10 +230,9 @@ def _label(place: int, label: LabelFindings, found: Findings, targets: Sequence[
 
 def _pairs(label: LabelFindings, names: Sequence[str]) -> View:
     """Slices whose mean sketches point the same way, and those that point apart. Source: eq:ia-discrete-curvature."""
-    half = next((half for half in HALVES if half in label.formula.gram_GG), None)
-    if half is None:
+    cosine_GG = label.cosine_GG
+    if cosine_GG is None:
         return {"redundant": [], "completing": []}
-    cosine_GG = label.formula.cosines(half)
     i, j = np.triu_indices(len(cosine_GG), 1)
     known = np.isfinite(cosine_GG[i, j])
     i, j = i[known], j[known]

@@ -2,13 +2,12 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from grasp.predict.label_slices import LabelSlices
-from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, Exposure
+from grasp.predict.label_slices import LabelSlices, SliceFormula
+from grasp.predict.weights import ANY_TEXT, REPEAT_WORTH, SliceShares
 from grasp.report.answer import signs
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import LONGEST_CELL, different, ending, name, plain
@@ -33,7 +32,8 @@ def payload(found: Findings) -> dict[str, Any]:
 
 
 def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
-    formula, slices, presets = label.formula, label.slices, _presets(found, label)
+    slices, presets = label.slices, _presets(found, label)
+    percents = [preset["percent"] for preset in presets]
     # flags that make the command line say what the page says
     targets = None if found.request.targets is None else ",".join(found.targets)
     runs = None if isinstance(found.nats, Missing) or found.request.environment is None else found.request.environment
@@ -51,24 +51,36 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
         ],
         "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
         "presets": presets,
-        "expected": _expected(found, slices, [preset["percent"] for preset in presets]),
-        "side": formula.side,
-        "weighting": formula.weighting,
-        "exposure": _exposure(formula.exposure),
-        "relevance": formula.relevance_GT.tolist(),
-        "taken": formula.taken_T.tolist(),
-        "corpus": formula.corpus_T.tolist(),
-        "quadratic": {half: asdict(weights) for half, weights in formula.quadratic.items()},
-        "gram": {half: formula.gram_GG[half].tolist() for half in formula.quadratic},
-        "norm": {half: formula.norm_G[half].tolist() for half in formula.quadratic},
+        "expected": _expected(found, slices, percents),
+        **_priced(label, percents),
         "before": f"grasp predict {shlex.quote(found.artifact_path)}",
         "after": shlex.join(part for flag, value in asked.items() if value for part in (flag, str(value))),
     }
 
 
-def _exposure(law: Exposure | None) -> dict[str, float] | None:
-    """The law of exposure; None: weights count as they are."""
-    return None if law is None else {"repeatWorth": REPEAT_WORTH, "anyText": ANY_TEXT}
+def _priced(label: LabelFindings, presets: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """What a change is computed with; where rows bear on one another, the changes themselves, as of `_expected`."""
+    price = label.price
+    if isinstance(price, SliceFormula):
+        law = {"repeatWorth": REPEAT_WORTH, "anyText": ANY_TEXT}
+        return {"effect": price.effect_GT.tolist(), "exposure": law, "priced": None}
+    change_BT = price.change(_settings(label.slices, presets))
+    return {"priced": _placed(label.slices, [{"change": _short(change_T)} for change_T in change_BT])}
+
+
+def _settings(slices: LabelSlices, presets: Sequence[Sequence[float]]) -> SliceShares:
+    """Weights with one slider moved, at PLACES, then those of the presets."""
+    n_slices = len(slices.slices)
+    moved_BG = np.full((n_slices * len(PLACES), n_slices), 100.0)
+    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(PLACES))] = PLACES * n_slices
+    return slices.weights(np.concatenate([moved_BG, *([percent] for percent in presets)]) / 100)
+
+
+def _placed(slices: LabelSlices, values: Sequence[Any]) -> dict[str, Any]:
+    """One value for each of the `_settings`, by where they stand."""
+    moved = len(slices.slices) * len(PLACES)
+    alone = [values[at : at + len(PLACES)] for at in range(0, moved, len(PLACES))]
+    return {"places": PLACES, "alone": alone, "presets": values[moved:]}
 
 
 def _expected(found: Findings, slices: LabelSlices, presets: Sequence[Sequence[float]]) -> dict[str, Any] | None:
@@ -78,16 +90,12 @@ def _expected(found: Findings, slices: LabelSlices, presets: Sequence[Sequence[f
     """
     if isinstance(found.nats, Missing):
         return None
-    n_slices = len(slices.slices)
-    moved_BG = np.full((n_slices * len(PLACES), n_slices), 100.0)
-    moved_BG[np.arange(len(moved_BG)), np.repeat(np.arange(n_slices), len(PLACES))] = PLACES * n_slices
-    table = found.nats.of(slices.weights(np.concatenate([moved_BG, *([percent] for percent in presets)]) / 100))
-    settings = [
+    table = found.nats.of(_settings(slices, presets))
+    values = [
         {"change": _short(value_T), "half": _short(half_T), "beyond": beyond}
         for value_T, half_T, beyond in zip(table.nats_BT, table.high_BT - table.nats_BT, table.outside, strict=True)
     ]
-    alone = [settings[g * len(PLACES) : (g + 1) * len(PLACES)] for g in range(n_slices)]
-    return {"places": PLACES, "alone": alone, "presets": settings[len(moved_BG) :]}
+    return _placed(slices, values)
 
 
 def _presets(found: Findings, label: LabelFindings) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.label_slices import LabelSlices, Slice
 from grasp.predict.predictor import Predictor
-from grasp.predict.protocol import ScoringProtocol
 from grasp.predict.ranking import ranked
 from grasp.predict.relevance import UnitSelection
 from grasp.predict.weights import grouped
@@ -95,9 +94,8 @@ def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: Rows) -> 
     of_target = np.repeat(np.arange(len(targets)), [len(part) for part in columns])
     chosen_Q = np.concatenate(columns)
     units = artifact.units.select(["unit_id", "prompt", "completion"]).take(chosen_Q).to_pylist()
-    additive: ScoringProtocol = predictor.protocol.model_copy(update={"components": {}})
     single = UnitSelection(tuple(str(e) for e in chosen_Q), chosen_Q, np.ones(len(chosen_Q), dtype=np.int64))
-    effect_NQ = Predictor.of(artifact, additive, units=single).effect_NT
+    effect_NQ = Predictor.of(artifact, predictor.protocol.additive, units=single).effect_NT
     found = []
     for q, (unit, effect_L) in enumerate(zip(units, by_column(effect_NQ, rows_L), strict=True)):
         ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)

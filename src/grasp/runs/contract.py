@@ -26,9 +26,9 @@ from grasp.corpus.store import RowShard, RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.extract.progress import Progress, Silent
 from grasp.extract.reopen import Origin
-from grasp.geometry.scored import Scored
 from grasp.predict.blocks import SubsetBlock
 from grasp.runs.environment import Environment, Utilities
+from grasp.runs.joined import Joined
 from grasp.runs.predictions import Predictions
 from grasp.settings import BuildSettings, Settings
 from grasp.targets.units import UnitSet, UnitTokens
@@ -50,11 +50,11 @@ class Retrained:
     subsets: tuple[SubsetBlock, ...]
 
     @classmethod
-    def of(cls, scored: Scored, utilities: Utilities) -> "Retrained":
+    def of(cls, joined: Joined, utilities: Utilities) -> "Retrained":
         """Of utilities whose targets have the environment's names."""
-        own = {name: mine for mine, name in scored.renamed.items()}
+        own = {name: mine for mine, name in joined.renamed.items()}
         renamed = replace(utilities, targets=tuple(own[name] for name in utilities.targets))
-        return cls(scored.environment, renamed, scored.blocks)
+        return cls(joined.environment, renamed, joined.blocks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from grasp.errors import EnvironmentDataError
 from grasp.files import is_part, kind_of, remove_stale, write_whole, written_aside
-from grasp.geometry.candidates import evidence
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.families import parse_family
+from grasp.predict.interactions import geometry
 from grasp.predict.labels import LabelColumn
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.results import Result
@@ -163,7 +163,7 @@ class Environment:
         build = self.info.build_command(self.path)
         steps = [f"next: {build}", f"then: grasp evaluate art --environment {self.path}"] if build else []
         failed = failed_line(self.path, len(self.runs()))
-        notes = (*([failed] if failed else []), *steps, evidence(len(self.subset_ids)))
+        notes = (*([failed] if failed else []), *steps, geometry().evidence(len(self.subset_ids)))
         return Result(pa.Table.from_pylist(lines), self._headline, notes)
 
     def __repr__(self) -> str:

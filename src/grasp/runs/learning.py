@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, ProtocolLeakError
-from grasp.geometry.scored import Scored
-from grasp.geometry.sums import SubsetMass
 from grasp.predict.label_slices import label_slices, sensible_labels
 from grasp.predict.predictor import Predictor
 from grasp.predict.relevance import Kernel
@@ -25,6 +23,7 @@ from grasp.predict.weights import EachSlice, SliceShares, Weights, weight_sums
 from grasp.runs.covariance import WITHIN, KnownFeatures
 from grasp.runs.environment import Environment
 from grasp.runs.imported import runs_beside
+from grasp.runs.joined import Joined
 from grasp.runs.learned import Learned
 from grasp.runs.metrics import spearman
 from grasp.runs.table import RunTable
@@ -112,7 +111,7 @@ class Known:
         rows_G1 = each.sizes()[:, None]
         effect_GT = predictor.task.effects.sums(each) / rows_G1
         kernel_GTM = np.stack([one.sums(each) / rows_G1 for one in kernels], axis=2)
-        sketch = [part.sums(each).total_BD for half, part in predictor.sketches.items() if half != "product"]
+        sketch = [part.sums(each) for half, part in predictor.sketches.items() if half != "product"]
         sketch_GD = np.concatenate([np.empty((len(rows_G1), 0)), *sketch], axis=1) / rows_G1
         return cls(predictor, held, kernels, each.codes_N, effect_GT, kernel_GTM, sketch_GD)
 
@@ -122,7 +121,7 @@ class Known:
         mass_B1, counted = weight_sums(weights)[0][:, None], self.predictor.counted(weights)
         counted_B1 = weight_sums(counted)[0][:, None]
         nothing_B0 = np.empty((len(mass_B1), 0))
-        sketch = [part.total_BD for half, part in sums.sketch.items() if half != "product"]
+        sketch = [total_BD for half, total_BD in sums.sketch.items() if half != "product"]
         in_slice_BG = self.indicators[0].sums(counted) if self.indicators else counted_B1
         relevance_BT = self.predictor.change_of(sums)
         of_slices_BT = self.predictor.change_of(replace(sums, effect_BT=in_slice_BG @ self.effect_GT))
@@ -142,15 +141,15 @@ class Known:
         Args:
             slope: of that function.
         """
-        gain_T = self.predictor.task.gain_C * SubsetMass.of(weights).worth(self.predictor.exposure)
-        relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * gain_T), np.float64)
+        worth = self.predictor.sums(weights, ()).worth(self.predictor.exposure)
+        relevant_N = np.asarray(self.predictor.effect_NT @ (slope.relevance_BT[0] * worth), np.float64)
         for one, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
             relevant_N += one.dot(slope_T)
         halves = [sketch for half, sketch in self.predictor.sketches.items() if half != "product"]
-        widths = np.cumsum([len(sketch.totals.mean_D) for sketch in halves])
+        widths = np.cumsum([sketch.width for sketch in halves])
         for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
             relevant_N += sketch.dot(slope_D)
-        chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_BT[0] * gain_T), np.float64)
+        chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_BT[0] * worth), np.float64)
         out_N = _less(relevant_N, self._of_slices(relevant_N)) + chosen_N - self._of_slices(chosen_N)
         widths = np.cumsum([one.width for one in self.indicators])
         for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
@@ -270,8 +269,8 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
         EnvironmentDataError: runs and artifact have no target or no label in common, or there are too few runs.
     """
     environment = runs_beside(artifact, runs)
-    scored, asked = development_targets(predictor, artifact, environment)
-    targets = {own: theirs for own, theirs in scored.renamed.items() if environment.role_of(theirs) == "dev"}
+    joined, asked = development_targets(predictor, artifact, environment)
+    targets = {own: theirs for own, theirs in joined.renamed.items() if environment.role_of(theirs) == "dev"}
     utility_RST = environment.task_utilities(list(targets.values()))
     # a target whose runs all came out the same teaches nothing, and is refused only where it is asked
     teaches_T = np.ptp(np.nanmean(utility_RST, axis=1), axis=0) > 0
@@ -281,7 +280,7 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
     teacher = Predictor.of(artifact, predictor.protocol, list(targets), sketches=measures(artifact.array_names))
     labels = dict.fromkeys([*([environment.label] if environment.label else []), *sensible_labels(artifact)])
     known = Known.of(teacher, artifact, tuple(labels))
-    parts = [known.features(block.weights) for block in scored.blocks]
+    parts = [known.features(block.weights) for block in joined.blocks]
     whole_ST = environment.task_reference(list(targets.values()))
     if len(whole_ST) == utility_RST.shape[1]:
         parts.append(known.corpus())
@@ -294,7 +293,7 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
     return Expected(
         unit,
         f"{unit}, {unit}_low, {unit}_high: change in {measured}, {COVERAGE:.0%} interval, {models}",
-        tuple(_notes(predictor, scored, asked, falling)),
+        tuple(_notes(predictor, joined, asked, falling)),
         predictor.targets,
         known,
         learn_features(features, utility_RST),
@@ -303,10 +302,10 @@ def learn(predictor: Predictor, artifact: ArtifactReader, runs: Environment | Ru
     )
 
 
-def _notes(predictor: Predictor, scored: Scored, asked: Collection[str], falling: Sequence[str]) -> list[str]:
-    environment = scored.environment
+def _notes(predictor: Predictor, joined: Joined, asked: Collection[str], falling: Sequence[str]) -> list[str]:
+    environment = joined.environment
     notes = [*environment.notes]
-    if predictor.protocol.chosen_on(scored.runs_fingerprint):
+    if predictor.protocol.chosen_on(joined.runs_fingerprint):
         notes.append(f"the protocol was selected on {environment.name}: its intervals are somewhat too narrow")
     notes += [f"{name}: what came out does not rise with the prediction; the runs correct it" for name in falling]
     missing = [name for name in predictor.targets if name not in asked]
@@ -328,7 +327,7 @@ def learn_features(features: KnownFeatures, utility_RST: F64) -> Learned:
 
 def development_targets(
     predictor: Predictor, artifact: ArtifactReader, environment: Environment
-) -> tuple[Scored, dict[str, str]]:
+) -> tuple[Joined, dict[str, str]]:
     """An artifact beside an environment, and the environment's names of the predictor's targets; none held out.
 
     Raises:
@@ -340,8 +339,8 @@ def development_targets(
             f"{environment.path}: is held out; intervals are fitted on development environments only, or nothing is "
             "left to test them on"
         )
-    scored = Scored.of(environment, artifact)
-    common = {own: theirs for own, theirs in scored.renamed.items() if own in predictor.targets}
+    joined = Joined.of(environment, artifact)
+    common = {own: theirs for own, theirs in joined.renamed.items() if own in predictor.targets}
     if not common:
         raise EnvironmentDataError(
             f"{environment.path}: has targets {list(environment.targets)}, asked are {list(predictor.targets)}; none "
@@ -353,7 +352,7 @@ def development_targets(
             f"{environment.path}: intervals were asked for {list(common.values())}, which are held out; they are "
             "fitted on development targets only"
         )
-    return scored, targets
+    return joined, targets
 
 
 # --------------------------------------------------------------------------------------------------------- inside

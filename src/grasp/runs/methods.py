@@ -28,13 +28,12 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import MissingExtraError, SettingsError, ShapeError
 from grasp.extract.progress import Progress, Silent
 from grasp.extras import require
-from grasp.geometry.scored import Scored
-from grasp.geometry.sums import Weighting
 from grasp.predict.blocks import SubsetBlock
 from grasp.predict.row_arrays import F32, Blocks
 from grasp.runs.contract import Account, Material, Method, MethodScores, Retrained, RowMethod, SubsetMethod
 from grasp.runs.environment import Environment
-from grasp.runs.predictions import Cost, Predictions, RowScores, Standing
+from grasp.runs.joined import Joined
+from grasp.runs.predictions import Cost, Predictions, RowScores, Standing, Weighting
 from grasp.settings import Settings
 from grasp.text import listed
 from grasp.yaml_files import describe, read_yaml
@@ -427,8 +426,8 @@ def method_rows(
     """
     known = None
     if environment is not None:
-        scored = Scored.of(environment, artifact)
-        known = Retrained.of(scored, environment.utilities().of(*scored.renamed.values()))
+        joined = Joined.of(environment, artifact)
+        known = Retrained.of(joined, environment.utilities().of(*joined.renamed.values()))
     places, kept = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
     material = Material(artifact, checkpoint_places=places, retrained=known, progress=progress or Silent())
     return MethodRows(artifact, configured.label, scores(configured, material, kept))

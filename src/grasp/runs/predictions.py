@@ -23,16 +23,18 @@ from pydantic import BaseModel, ValidationError
 
 from grasp.artifact.tables import readable
 from grasp.errors import EnvironmentDataError
-from grasp.geometry.sums import SubsetMass, Weighting, subset_relevance
-from grasp.predict.blocks import Side, SubsetBlock
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.predictor import inverse
 from grasp.predict.relevance import counted
 from grasp.predict.row_sums import BlockSums
 from grasp.predict.subset_tables import RowIndex
+from grasp.predict.weights import weight_sums
 from grasp.store.sealed import read_sealed
 from grasp.yaml_files import describe
 
 F64 = NDArray[np.float64]
 Unit = tuple[str, str]
+Weighting = Literal["count", "mean"]  # scores of the rows of a subset are added up, or averaged by their weights
 # predictor: knew no utility that it is judged by; oracle-selected: its configuration was chosen on them; supervised
 # oracle: it was fitted on other subsets of the same environment. What is not a predictor is kept apart.
 Standing = Literal["predictor", "oracle-selected", "supervised oracle"]
@@ -115,14 +117,12 @@ class RowScores:
         subsets: Iterable[SubsetBlock],
         *,
         weighting: Weighting = "mean",
-        side: Side = "retained",
         negative: float = 1.0,
     ) -> Predictions:
         """Additive predictions: the sum (count) or the mean of the scores of the rows of each subset.
 
         Args:
             subsets: retained sides, over the same rows.
-            side: `omitted` takes the rows that the subset leaves out, and flips the sign.
             negative: what negative scores are multiplied by.
         Raises:
             EnvironmentDataError: another number of rows, or a score that is not finite (row and unit named).
@@ -136,20 +136,15 @@ class RowScores:
             raise EnvironmentDataError(f"{self.method}: scores {self.n_rows} rows, {found}")
         sums = [BlockSums(block.weights) for block in held]
         sum_BE = [np.zeros((len(block.subset_ids), len(self.columns))) for block in held]
-        total_E = np.zeros(len(self.columns))
         for start, scores_NE in self.blocks:
             self._check_block(start, scores_NE)
             wide_NE = counted(scores_NE.astype(np.float64), negative)
             for place, one in enumerate(sums):
                 sum_BE[place] += one.product(start, wide_NE)
-            total_E += wide_NE.sum(axis=0)
-        masses = [SubsetMass.of(block.weights) for block in held]
-        empty = np.flatnonzero(np.concatenate([mass.omitted_B for mass in masses]) == 0)
-        if side == "omitted" and empty.size:
-            raise EnvironmentDataError(f"{self.method}: subset {ids[empty[0]]!r} retains every row; nothing is omitted")
-        pairs = zip(sum_BE, masses, strict=True)
-        values = [subset_relevance(part_BE, total_E, mass, side, weighting) for part_BE, mass in pairs]
-        return _split(self.method, ids, self.columns, np.concatenate(values))
+        if weighting == "mean":
+            masses = [weight_sums(block.weights)[0] for block in held]
+            sum_BE = [inverse(mass_B)[:, None] * part_BE for mass_B, part_BE in zip(masses, sum_BE, strict=True)]
+        return _split(self.method, ids, self.columns, np.concatenate(sum_BE))
 
     def _check_block(self, start: int, scores_NE: NDArray[Any]) -> None:
         bad = np.argwhere(~(np.abs(scores_NE.astype(np.float64)) <= LARGEST))

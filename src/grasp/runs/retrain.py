@@ -27,9 +27,9 @@ from transformers.utils import logging as hf_logging
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.extract.cluster import ClusterSpec, connected
-from grasp.geometry.candidates import evidence
 from grasp.models.device import device_of
 from grasp.models.unit_loss import evaluate_units
+from grasp.predict.interactions import geometry
 from grasp.runs.environment import Environment
 from grasp.runs.environment_files import FULL, Run, forget_failures, mark_failed, refuse_all_failed
 from grasp.runs.retrain_plan import (
@@ -92,7 +92,7 @@ class RetrainCost:
         run, whole = duration_text(self.seconds_a_run), duration_text(self.seconds)
         return (
             f"{self.runs:,} runs of {self.steps:,} steps; by its first steps {run} a run, {whole} for all{share}; "
-            f"stop at any time, the same command goes on\n{evidence(self.subsets)}"
+            f"stop at any time, the same command goes on\n{geometry().evidence(self.subsets)}"
         )
 
 

@@ -13,25 +13,8 @@ import numpy as np
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import EnvironmentDataError, SettingsError
 from grasp.extract.progress import Progress, Silent
-from grasp.geometry.calibrate import environments_of
-from grasp.geometry.calibration import (
-    Development,
-    choose_protocol,
-    developments_of,
-)
-from grasp.geometry.candidates import (
-    CONTROLS,
-    Binding,
-    Candidate,
-    ProtocolFamily,
-    candidate_of,
-    default_family,
-    load_family,
-    needed_arrays,
-)
-from grasp.geometry.scored import Scored
-from grasp.predict.blocks import Side
 from grasp.predict.families import parse_family
+from grasp.predict.interactions import geometry
 from grasp.predict.protocol import Match, ScoringProtocol, as_protocol, chosen_on, default_protocol
 from grasp.predict.row_arrays import F64
 from grasp.predict.subset_tables import RowIndex
@@ -40,27 +23,26 @@ from grasp.runs.environment import Environment, Utilities
 from grasp.runs.environment_files import Role
 from grasp.runs.evaluate import Evaluation, artifact_targets, evaluation_of
 from grasp.runs.imported import runs_beside
+from grasp.runs.joined import Joined, cost_of
 from grasp.runs.methods import ConfiguredMethod, configured_methods, method_predictions, published_methods
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
-from grasp.runs.predictions import Cost, Predictions, read_predictions
+from grasp.runs.predictions import Predictions, read_predictions
 from grasp.text import listed
 from grasp.verbs.retrain import Opened, Place, Runs
 
-PLAIN = Binding("retained", "mean", "mean_relevance")
-ADDITIVE: Mapping[str, tuple[tuple[Match, float], ...]] = {
-    "token additive": (("token", 1.0),),
-    "pooled additive": (("pooled", 1.0),),
-    "both additive": (("token", 1.0), ("pooled", 1.0)),
-    "input additive": (("input", 1.0),),
-    "neighbour additive": (("neighbour", 1.0),),
-    "shift additive": (("shift", 1.0),),
-    "tilt additive": (("tilt", 1.0),),
-    "token+input additive": (("token", 1.0), ("input", 1.0)),
-    "token+input+neighbour additive": (("token", 1.0), ("input", 1.0), ("neighbour", 1.0)),
-    "token+input+shift+tilt additive": (("token", 1.0), ("input", 1.0), ("shift", 1.0), ("tilt", 1.0)),
-    "token+input+pooled additive": (("token", 1.0), ("input", 1.0), ("pooled", 1.0)),
+ADDITIVE: Mapping[str, dict[Match, float]] = {
+    "token additive": {"token": 1.0},
+    "pooled additive": {"pooled": 1.0},
+    "both additive": {"token": 1.0, "pooled": 1.0},
+    "input additive": {"input": 1.0},
+    "neighbour additive": {"neighbour": 1.0},
+    "shift additive": {"shift": 1.0},
+    "tilt additive": {"tilt": 1.0},
+    "token+input additive": {"token": 1.0, "input": 1.0},
+    "token+input+neighbour additive": {"token": 1.0, "input": 1.0, "neighbour": 1.0},
+    "token+input+shift+tilt additive": {"token": 1.0, "input": 1.0, "shift": 1.0, "tilt": 1.0},
+    "token+input+pooled additive": {"token": 1.0, "input": 1.0, "pooled": 1.0},
 }
-SIDES: tuple[Side, ...] = ("retained", "omitted")
 
 
 def evaluate(
@@ -73,7 +55,7 @@ def evaluate(
     method_settings: Mapping[str, Any] | Place | None = None,
     controls: bool = False,
     development: Sequence[Runs] = (),
-    family: ProtocolFamily | Place | None = None,
+    family: Any = None,
     predictions: Sequence[Place] = (),
     oracles: str | Sequence[str] = (),
     checkpoints: Sequence[Place] = (),
@@ -93,7 +75,8 @@ def evaluate(
             computed once and kept in `cache`.
         method_settings: settings by method, or by a label of your own; or the YAML file of them.
         controls: the paper's controls and ablations; their weights are selected on `development`, else on `runs`.
-        family: protocols that the controls restrict; None: those that ship.
+        family: protocols that the controls restrict, a file or a `grasp.geometry.candidates.ProtocolFamily`; None:
+            those that ship.
         predictions: files of utilities by subset, or of scores by row.
         oracles: datamodels by ridge or lasso, with `:masks` or `:LABEL` for what they see.
         checkpoints: of training, for methods that look at several; None: those beside the artifact's model.
@@ -106,16 +89,15 @@ def evaluate(
     environment = runs_beside(art.files, runs)
     if not controls and (development or family is not None):
         raise SettingsError("development, family: no meaning without controls; leave them out")
-    protocols = _protocols(protocol)
-    notes = [f"protocol {name}: {one.provenance}" for name, one in protocols.items()]
     published = published_methods(methods, method_settings, checkpoints=checkpoints, cache=cache)
     published += configured_methods(None, _oracles(listed(oracles), environment))
-    chosen, controls_on = dict[str, Candidate](), dict[str, str]()
+    chosen, controls_on, why = dict[str, Any](), dict[str, str](), list[str]()
     if controls:
-        chosen, controls_on, why = _controls(
-            art.files, environment, environments_of(development, art.files), family, resamples
+        chosen, controls_on, why = geometry().controls(
+            art.files, environment, development, family=family, resamples=resamples
         )
-        notes += why
+    protocols = _protocols(protocol, {*ADDITIVE, *chosen})
+    notes = [*(f"protocol {name}: {one.provenance}" for name, one in protocols.items()), *why]
     return compare(
         art.files,
         environment,
@@ -148,10 +130,10 @@ def _oracles(oracles: Sequence[str], runs: Environment) -> dict[str, dict[str, s
     return found
 
 
-def _protocols(protocol: ScoringProtocol | Place | None) -> dict[str, ScoringProtocol]:
+def _protocols(protocol: ScoringProtocol | Place | None, others: Collection[str]) -> dict[str, ScoringProtocol]:
     """The protocol that ships and, beside it, one of the user's; of a name that is taken it has the file's as well."""
     shipped = default_protocol()
-    taken = {shipped.name, *ADDITIVE, *(control.name for control in CONTROLS), *(f"full-{side}" for side in SIDES)}
+    taken = {shipped.name, *others}
     if protocol is None:
         return {shipped.name: shipped}
     given = as_protocol(protocol)
@@ -159,31 +141,12 @@ def _protocols(protocol: ScoringProtocol | Place | None) -> dict[str, ScoringPro
     return {shipped.name: shipped, f"{given.name} ({also})" if given.name in taken else given.name: given}
 
 
-def _controls(
-    artifact: ArtifactReader,
-    runs: Environment,
-    development: Sequence[Environment],
-    family: ProtocolFamily | Place | None,
-    resamples: int,
-) -> tuple[dict[str, Candidate], dict[str, str], list[str]]:
-    """Controls with weights selected on development runs; none given: on the evaluated ones, if they are such."""
-    if not development and runs.role != "dev":
-        raise SettingsError(
-            f"controls: {runs.path} is held out, so no weights may be selected on it; name a development environment "
-            "(--development)"
-        )
-    full = default_family() if family is None else load_family(family)
-    developments = developments_of([artifact], development or [runs], calibration_subsets=full.calibration_subsets)
-    chosen, notes = control_methods(full, developments, resamples=resamples)
-    return chosen, {name: runs for one in developments for name, runs in one.results.items()}, notes
-
-
 def compare(
     artifact: ArtifactReader,
     environment: Environment,
     protocols: Mapping[str, ScoringProtocol],
     *,
-    controls: Mapping[str, Candidate] | None = None,
+    controls: Mapping[str, Any] | None = None,
     controls_on: Mapping[str, str] | None = None,
     files: Sequence[Path] = (),
     methods: Sequence[ConfiguredMethod] = (),
@@ -199,6 +162,7 @@ def compare(
     """Evaluate methods side by side; the additive cores are always among them.
 
     Args:
+        controls: of `grasp.geometry`, by name.
         controls_on: fingerprints of the runs that the controls' weights were selected on, by `environment/target`.
         files: predictions of others.
         methods: published ones; `checkpoints` for those that look at several, `cache` for their scores.
@@ -211,25 +175,24 @@ def compare(
         ProtocolError: the artifact does not fit a protocol.
         SettingsError: a method lacks something.
     """
-    scored = Scored.of(environment, artifact)
-    chosen = _checked_targets(scored, targets)
+    joined = Joined.of(environment, artifact)
+    chosen = _checked_targets(joined, targets)
     utilities = environment.utilities(seeds=seeds, partial=partial).of(*chosen)
-    ours = additive_methods(artifact.array_names)
-    ours |= {name: candidate_of(protocol, artifact) for name, protocol in protocols.items()} | dict(controls or {})
+    fitted = {name: one.fitted(artifact.array_names, artifact.feature_settings) for name, one in protocols.items()}
+    ours = additive_methods(artifact.array_names) | fitted | dict(controls or {})
     material = Material(
         artifact,
         checkpoint_places=tuple(checkpoints),
-        retrained=Retrained.of(scored, utilities),
+        retrained=Retrained.of(joined, utilities),
         progress=progress or Silent(),
     )
     _check_methods(methods, material, {*ADDITIVE, *ours})
-    renamed = {own: name for own, name in scored.renamed.items() if name in chosen}
-    published = [method_predictions(one, material, scored.blocks, cache, renamed=renamed) for one in methods]
-    predictions = [replace(p, cost=cost_of(ours[p.method], artifact)) for p in scored.predictions(ours, chosen)]
-    predictions += published
+    renamed = {own: name for own, name in joined.renamed.items() if name in chosen}
+    published = [method_predictions(one, material, joined.blocks, cache, renamed=renamed) for one in methods]
+    predictions = [*_ours(joined, ours, chosen), *published]
     for path in files:
         name = "/".join(path.parts[-2:]) if path.stem in {known.method for known in predictions} else None
-        predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), scored.blocks, name))
+        predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), joined.blocks, name))
     common = [name for name in chosen if targets is not None or all(name in p.targets for p in predictions)]
     left_out = [name for name in environment.targets if name not in common] if targets is None else []
     whole = f"not evaluated, since not every method predicts them: {', '.join(left_out)}"
@@ -241,9 +204,20 @@ def compare(
         partial=partial,
         resamples=resamples,
         notes=[*notes, *(note for one in published for note in one.notes), *([whole] if left_out else [])],
-        chosen_on={name: one.chosen_on(scored.runs_fingerprint) for name, one in protocols.items()}
-        | dict.fromkeys(controls or {}, chosen_on(controls_on or {}, scored.runs_fingerprint)),
+        chosen_on={name: one.chosen_on(joined.runs_fingerprint) for name, one in protocols.items()}
+        | dict.fromkeys(controls or {}, chosen_on(controls_on or {}, joined.runs_fingerprint)),
     )
+
+
+def _ours(joined: Joined, rules: Mapping[str, Any], targets: Sequence[str]) -> list[Predictions]:
+    """Predictions by additive protocols, and by those and controls that `grasp.geometry` knows, in the order given."""
+    plain = {name: one for name, one in rules.items() if isinstance(one, ScoringProtocol) and not one.beside}
+    costs = {name: cost_of(one.arrays, joined.source) for name, one in plain.items()}
+    found = {one.method: replace(one, cost=costs[one.method]) for one in joined.additive(plain, targets)}
+    beside = {name: one for name, one in rules.items() if name not in plain}
+    if beside:
+        found |= {one.method: one for one in geometry().predictions(joined, beside, targets)}
+    return [found[name] for name in rules]
 
 
 def _check_methods(methods: Sequence[ConfiguredMethod], material: Material, ours: Collection[str]) -> None:
@@ -254,53 +228,17 @@ def _check_methods(methods: Sequence[ConfiguredMethod], material: Material, ours
         one.method.check(material)
 
 
-def cost_of(candidate: Candidate, artifact: ArtifactReader) -> Cost:
-    """What a predictor of ours reads of every row: its relevance matrices and its sketches.
-
-    Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
-    """
-    width = {name: artifact.array_shape(name)[1] for name in needed_arrays(candidate) if name in artifact.array_names}
-    scores = sum(size for name, size in width.items() if name.startswith("relevance_"))
-    seconds = artifact.manifest.details.get("build_seconds") or {}
-    return Cost(sum(width.values()) - scores, scores, seconds.get("wall"), seconds.get("cpu"))
-
-
-def additive_methods(array_names: Sequence[str]) -> dict[str, Candidate]:
+def additive_methods(array_names: Sequence[str]) -> dict[str, ScoringProtocol]:
     """Relevance alone by each kernel that the artifact has, and by several together."""
     return {
-        name: Candidate(PLAIN, match, ())
+        name: ScoringProtocol(name=name, match=match)
         for name, match in ADDITIVE.items()
-        if all(f"relevance_{kernel}" in array_names for kernel, _ in match)
+        if all(f"relevance_{kernel}" in array_names for kernel in match)
     }
 
 
-def control_methods(
-    family: ProtocolFamily, developments: Sequence[Development], *, resamples: int = RESAMPLES
-) -> tuple[dict[str, Candidate], list[str]]:
-    """The paper's controls, and the full predictor by side, each with weights selected on development results.
-
-    Returns:
-        The selected candidate of each, and a note a control: which it is, or why there is none.
-    Raises:
-        ProtocolError: fewer than two development results.
-    """
-    families = {control.name: family.restricted(control) for control in CONTROLS}
-    families |= {f"full-{side}": family.model_copy(update={"sides": (side,)}) for side in SIDES}
-    served = [one.source.array_names for dev in developments for one in dev.variants.values()]
-    results = ", ".join(name for dev in developments for name in dev.results)
-    chosen: dict[str, Candidate] = {}
-    notes = [f"weights of every control were selected on {results}"]
-    for name, restricted in families.items():
-        if not all(restricted.members(array_names)[0] for array_names in served):
-            notes.append(f"control {name}: left out, nothing of the family remains")
-            continue
-        chosen[name] = choose_protocol(restricted, developments, resamples=resamples).best.candidate
-        notes.append(f"control {name}: {chosen[name].name}")
-    return chosen, notes
-
-
-def _checked_targets(scored: Scored, targets: Sequence[str] | None) -> tuple[str, ...]:
-    have = tuple(scored.renamed.values())
+def _checked_targets(joined: Joined, targets: Sequence[str] | None) -> tuple[str, ...]:
+    have = tuple(joined.renamed.values())
     unknown = [name for name in targets or () if name not in have]
     if unknown or targets == []:
         raise EnvironmentDataError(

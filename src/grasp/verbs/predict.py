@@ -19,7 +19,7 @@ from grasp.predict.blocks import SubsetBlock, one_subset
 from grasp.predict.families import parse_family
 from grasp.predict.label_slices import LabelSlices, SliceEffects, dropped_intervals, label_slices, slice_effects
 from grasp.predict.labels import LabelColumn
-from grasp.predict.predictor import EFFECT_SIZE, REPETITION, Predictor, SubsetSums
+from grasp.predict.predictor import EFFECT_SIZE, Predictor
 from grasp.predict.protocol import ScoringProtocol, as_protocol
 from grasp.predict.row_arrays import F64, checked_targets, label_column, row_tokens
 from grasp.predict.slices import LabelTable
@@ -410,7 +410,7 @@ def prediction_table(
         predictor: with units, a line for every unit stands below that of its task.
         blocks: the retained sides, drawn or read lazily; one block is held at a time.
         components: columns `level`, `part_*` (what each kernel and component adds; they add up to the change) and
-            `value_*` (geometry in natural units); the predictor was made with `components`.
+            `value_*` (geometry in natural units, if there is any); the predictor was made with `components`.
         intervals: columns nats, nats_low and nats_high, or by the metric of the runs; null for units.
         outside: told of the subsets beyond what the runs covered.
     Returns:
@@ -427,16 +427,15 @@ def prediction_table(
                 raise ShapeError(f"subsets over {block.n_rows} rows for an artifact of {predictor.n_rows}")
             sums = predictor.sums(block.weights)
             change_BT = predictor.change_of(sums)
-            geometry = _geometry(predictor, sums) if components else {}
-            numbers = geometry | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
+            shared = predictor.shared(sums) if components else {}
+            numbers = shared | {"change": change_BT, "level": predictor.task.whole_C + change_BT}
             if intervals is not None:
                 nats = intervals.of(block.weights)
                 numbers |= nats.columns
                 if outside is not None:
                     outside.add(block.subset_ids, nats)
             if components:
-                kernels = predictor.kernel_parts(block.weights, sums.mass)
-                numbers |= {f"part_{name}": part_BT for name, part_BT in kernels.items()}
+                numbers |= {f"part_{name}": part_BT for name, part_BT in predictor.parts(block.weights, sums).items()}
             names = {"target": np.array(units.targets, dtype=object)}
             yield _lines(schema, block.subset_ids, names, numbers)
             if predictor.unit_level is not None:
@@ -445,7 +444,7 @@ def prediction_table(
                     "target": np.repeat(np.array(units.targets, dtype=object), units.counts_T),
                     "unit_id": artifact.units.column("unit_id").to_numpy(zero_copy_only=False)[units.columns_E],
                 }
-                numbers = geometry | {"change": change_BE, "level": predictor.unit_level.whole_C + change_BE}
+                numbers = shared | {"change": change_BE, "level": predictor.unit_level.whole_C + change_BE}
                 yield _lines(schema, block.subset_ids, names, numbers)
 
     return PredictionTable(schema, tables())
@@ -455,10 +454,7 @@ def _schema(predictor: Predictor, *, components: bool, expected: Sequence[str]) 
     names = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
     numbers = ["change", *expected]
     if components:
-        geometry = list(predictor.protocol.components)
-        repetition = [] if predictor.exposure is None else [REPETITION]
-        numbers += ["level", *(f"part_{name}" for name in (*predictor.task_kernels, *repetition, *geometry))]
-        numbers += [f"value_{name}" for name in geometry]
+        numbers += ["level", *(f"part_{name}" for name in predictor.part_names), *predictor.shared_names]
     schema = pa.schema([(name, pa.string()) for name in names] + [(name, pa.float64()) for name in numbers])
     return schema.with_metadata(metadata_of(predictor))
 
@@ -466,16 +462,6 @@ def _schema(predictor: Predictor, *, components: bool, expected: Sequence[str]) 
 def metadata_of(predictor: Predictor) -> dict[str, str]:
     """What a file of predictions says of itself."""
     return {"grasp.protocol": predictor.protocol.name, "grasp.provenance": predictor.provenance}
-
-
-def _geometry(predictor: Predictor, sums: SubsetSums) -> dict[str, F64]:
-    terms = predictor.geometry
-    if terms is None:
-        return {}
-    parts, values = terms.parts(sums.sketch, sums.mass), terms.values(sums.sketch, sums.mass)
-    return {f"part_{name}": part_B[:, None] for name, part_B in parts.items()} | {
-        f"value_{name}": value_B[:, None] for name, value_B in values.items()
-    }
 
 
 def _lines(

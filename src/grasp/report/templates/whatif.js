@@ -1,6 +1,6 @@
 // Predicts, while sliders move, what `grasp predict` says of the same weights: the formula of
-// grasp.predict.slice_formula with its coefficients, f weights of the slices, n their rows, u = f or 1 - f by the side.
-// For an additive protocol it is sum_g x_g (relevance_g + b n_g) / N - b, x the exposures, N the rows kept.
+// grasp.predict.label_slices.SliceFormula, f weights of the slices, n their rows:
+// sum_g x_g (effect_g + b n_g) / N - b, x the exposures, N the rows kept.
 (() => {
   const root = $("whatif-app");
   if (!root) return;
@@ -10,61 +10,36 @@
   // ------------------------------------------------------------------------------------------ prediction
 
   const dot = (a, b) => a.reduce((sum, x, i) => sum + x * b[i], 0);
-  const form = (u, gram) => u.reduce((sum, x, g) => sum + x * dot(gram[g], u), 0);
-
-  function factor(model, f) {
-    if (model.weighting === "count") return 1;
-    const rows = model.slices.map((slice) => slice.rows);
-    const mass = model.side === "retained" ? dot(f, rows) : dot(f.map((x) => Math.abs(1 - x)), rows);
-    return mass > 0 ? 1 / mass : 0;
-  }
-
-  function centred(model, u) {
-    const rows = model.slices.map((slice) => slice.rows);
-    const shift = dot(u, rows) / rows.reduce((sum, x) => sum + x, 0);
-    return u.map((x) => x - shift);
-  }
 
   const keptRows = (model, f) => model.slices.reduce((sum, slice, g) => sum + (f[g] > 0 ? slice.rows : 0), 0);
 
   // grasp.predict.weights.Exposure: what a row of each slice counts, 1 being seen once.
-  function exposed(model, f) {
-    if (!model.exposure) return f;
-    const { repeatWorth } = model.exposure, times = keptRows(model, f) / dot(f, model.slices.map((slice) => slice.rows));
+  function exposed(model, f, rows, kept) {
+    const { repeatWorth } = model.exposure, times = kept / dot(f, rows);
     const seen = (x) => (x <= 1 ? x : 1 - repeatWorth * Math.expm1(-(x - 1) / repeatWorth));
     return f.map((weight) => seen(weight * times));
   }
 
-  function changes(model, weights) {
-    const f = exposed(model, weights), rows = model.slices.map((slice) => slice.rows);
-    const worth = model.exposure ? dot(f, rows) / keptRows(model, f) : 1;
-    const taken = model.exposure ? (1 - worth) * model.exposure.anyText : 0, c = worth * factor(model, f);
-    const u = model.side === "retained" ? f : f.map((x) => 1 - x);
-    let geometry = 0;
-    for (const [half, weights] of Object.entries(model.quadratic)) {
-      if (weights.raw) geometry += weights.raw * form(u, model.gram[half]);
-      if (weights.cent) geometry += weights.cent * form(centred(model, u), model.gram[half]);
-      if (weights.own) geometry += weights.own * dot(u.map((x) => x * x), model.norm[half]);
-    }
-    return model.taken.map((_, t) => {
-      const relevance = dot(f, model.relevance.map((row) => row[t])) - model.taken[t];
-      return c * relevance + c * c * geometry - model.corpus[t] - taken;
-    });
+  function changes(model, percent, f) {
+    if (model.priced) return placed(model, model.priced, percent)?.change ?? targets.map(() => NaN);
+    const rows = model.slices.map((slice) => slice.rows), kept = keptRows(model, f), x = exposed(model, f, rows, kept);
+    const taken = (1 - dot(x, rows) / kept) * model.exposure.anyText;
+    return targets.map((_, t) => dot(x, model.effect.map((row) => row[t])) / kept - taken);
   }
 
   // ------------------------------------------------------------------------------------ what runs expect
 
-  // By target the expected change and half of its interval, where the page holds them: at a preset, and where at most
+  // By target the change, and of runs half of its interval, where the page holds them: at a preset, and where at most
   // one slider is moved, on lines between the places that were computed. Elsewhere null: the command says it.
-  function expected(model, percent) {
-    const { places, alone, presets } = model.expected;
+  function placed(model, held, percent) {
+    const { places, alone, presets } = held;
     const given = model.presets.findIndex((preset) => preset.percent.every((p, g) => p === percent[g]));
     if (given >= 0) return presets[given];
     const moved = percent.flatMap((p, g) => (p === WHOLE ? [] : [g]));
     if (moved.length > 1) return null;
     const g = moved[0] ?? 0, k = Math.max(1, places.findIndex((place) => place >= percent[g]));
     const part = (percent[g] - places[k - 1]) / (places[k] - places[k - 1]), [a, b] = alone[g].slice(k - 1, k + 1);
-    const between = (name) => a[name].map((x, t) => (x === null ? null : x + part * (b[name][t] - x)));
+    const between = (name) => a[name]?.map((x, t) => (x === null ? null : x + part * (b[name][t] - x)));
     return { change: between("change"), half: between("half"), beyond: (part > 0.5 ? b : a).beyond };
   }
 
@@ -205,8 +180,8 @@
     $("whatif-kept").textContent = kept
       ? `${grouped(kept)} rows against ${grouped(whole)} (${((100 * kept) / whole).toFixed(1)} %), ${grouped(size("tokens"))} tokens`
       : "Nothing is kept: there is no prediction.";
-    const predicted = kept ? changes(model, f) : targets.map(() => NaN);
-    results(predicted, kept && model.expected ? expected(model, percent) : null);
+    const predicted = kept ? changes(model, percent, f) : targets.map(() => NaN);
+    results(predicted, kept && model.expected ? placed(model, model.expected, percent) : null);
     $("whatif-command").textContent = command(model, percent);
     $("mix-file").textContent = kept ? file(model, f) : "";
     speak(predicted, kept / whole);
@@ -236,7 +211,8 @@
     $("whatif-warning").hidden = !runs?.beyond;
     $("whatif-warning").textContent = `Beyond the runs, so the interval is wider: ${runs?.beyond}.`;
     $("whatif-unit").textContent = `Change against the whole corpus, ${inNats ? DATA.runsUnit : DATA.plainUnit}`;
-    $("whatif-note").textContent = !DATA.runsUnit ? "Grey: without retrained models there is no interval."
+    $("whatif-note").textContent = labels[now].priced && !predicted.every(Number.isFinite) && !runs ? "The command below says it."
+      : !DATA.runsUnit ? "Grey: without retrained models there is no interval."
       : runs ? `Intervals: ${DATA.title}. Grey: the interval holds zero, or there is none.`
         : `Several sliders are moved: the command below says it in ${DATA.runsUnit}, with an interval.`;
   }

@@ -1,0 +1,111 @@
+"""An artifact beside an environment: the subsets that were trained on, in its rows, and what it predicts of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from grasp.artifact.reader import ArtifactReader
+from grasp.predict.blocks import SubsetBlock
+from grasp.predict.predictor import Predictor
+from grasp.predict.protocol import Match, ScoringProtocol
+from grasp.predict.row_arrays import F64
+from grasp.predict.slices import LabelTable
+from grasp.predict.subset_tables import RowIndex
+from grasp.runs.environment import Environment
+from grasp.runs.evaluate import artifact_targets
+from grasp.runs.predictions import Cost, Predictions
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Both, known to belong together."""
+
+    environment: Environment
+    source: ArtifactReader
+    renamed: Mapping[str, str]  # the artifact's name of a target -> the environment's
+    blocks: tuple[SubsetBlock, ...]
+
+    @classmethod
+    def of(cls, environment: Environment, artifact: ArtifactReader) -> Self:
+        """Check that both belong together.
+
+        Raises:
+            EnvironmentDataError: corpora or targets differ, the masks are not those trained on.
+        """
+        common = artifact_targets(environment, artifact)
+        label = environment.label
+        labels = None if label is None else LabelTable(artifact.rows_path).column(label)
+        blocks = tuple(environment.subset_blocks(RowIndex.from_parquet(artifact.rows_path), labels))
+        return cls(environment, artifact, {own: name for name, own in common.items()}, blocks)
+
+    @property
+    def runs_fingerprint(self) -> str:
+        """See `Environment.fingerprint`."""
+        return self.environment.fingerprint(self.blocks[0])
+
+    def own_names(self, targets: Sequence[str]) -> tuple[str, ...]:
+        """The artifact's names of targets of the environment."""
+        theirs = {name: own for own, name in self.renamed.items()}
+        return tuple(theirs[name] for name in targets)
+
+    def units(self, targets: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """Units of targets by the artifact's names, in the order of a predictor of them."""
+        unit_ids = self.source.units.column("unit_id").to_pylist()
+        return tuple((target, unit_ids[e]) for target in targets for e in self.source.unit_columns(target))
+
+    def changes(self, predictor: Predictor) -> tuple[F64, F64]:
+        """Predicted changes of the subsets, (B, T), and, where the predictor has them, of units, (B, E)."""
+        sums = [predictor.sums(block.weights) for block in self.blocks]
+        task_BT = np.concatenate([predictor.change_of(one) for one in sums])
+        if predictor.unit_level is None:
+            return task_BT, np.empty((len(task_BT), 0))
+        pairs = zip(self.blocks, sums, strict=True)
+        return task_BT, np.concatenate([predictor.unit_change(block.weights, one) for block, one in pairs])
+
+    def predictions(self, method: str, own: Sequence[str], task_BT: F64, unit_BE: F64) -> Predictions:
+        """Predictions of targets and units.
+
+        Args:
+            own: the artifact's names of the targets.
+            unit_BE: without columns: of targets alone.
+        """
+        return Predictions(
+            method=method,
+            subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
+            units=tuple((self.renamed[target], unit) for target, unit in self.units(own)) if unit_BE.shape[1] else (),
+            values_BE=unit_BE,
+            task_B={self.renamed[target]: task_BT[:, t] for t, target in enumerate(own)},
+        )
+
+    def additive(self, protocols: Mapping[str, ScoringProtocol], targets: Sequence[str]) -> list[Predictions]:
+        """Predictions by fitted additive protocols: weighted sums of what each kernel predicts by itself.
+
+        A kernel that several protocols share is read once. Units of measurement differ from those of `Predictor` by a
+        factor, which no rank knows.
+        """
+        own, known, found = self.own_names(targets), dict[tuple[Match, float], tuple[F64, F64]](), []
+        for name, protocol in protocols.items():
+            assert isinstance(protocol.match, dict)
+            task_BT, unit_BE = np.zeros((1, 1)), np.zeros((1, 1))
+            for kernel, weight in protocol.match.items():
+                if (kernel, protocol.negative) not in known:
+                    alone = ScoringProtocol(name=kernel, match={kernel: 1.0}, negative=protocol.negative)
+                    changes = self.changes(Predictor.of(self.source, alone, own, per_unit=True))
+                    known[kernel, protocol.negative] = changes
+                of_task_BT, of_unit_BE = known[kernel, protocol.negative]
+                task_BT, unit_BE = task_BT + weight * of_task_BT, unit_BE + weight * of_unit_BE
+            found.append(self.predictions(name, own, task_BT, unit_BE))
+        return found
+
+
+def cost_of(arrays: Iterable[str], artifact: ArtifactReader) -> Cost:
+    """What a predictor of ours reads of every row: its relevance matrices and its sketches.
+
+    Its time is that of the whole build, tokenising included, which gave every predictor of the artifact at once.
+    """
+    width = {name: artifact.array_shape(name)[1] for name in arrays if name in artifact.array_names}
+    scores = sum(size for name, size in width.items() if name.startswith("relevance_"))
+    seconds = artifact.manifest.details.get("build_seconds") or {}
+    return Cost(sum(width.values()) - scores, scores, seconds.get("wall"), seconds.get("cpu"))

@@ -1,0 +1,7 @@
+"""Protocols out of plain settings, as a file of them is read: with interactions or without."""
+
+from grasp.predict.protocol import ScoringProtocol, protocol_from
+
+
+def rule(**settings) -> ScoringProtocol:
+    return protocol_from(settings, "protocol")
