@@ -436,8 +436,8 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
         (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "--json: got nowhere/r.json, but there is no directory nowhere"),
-        (["--environment", "nowhere"], "nowhere is not an environment"),
-        (["--environment", __file__], "test_evidence.py is not an environment"),
+        (["--environment", "nowhere"], "nowhere: is not an environment"),
+        (["--environment", __file__], "test_evidence.py: is not an environment"),
     ],
 )
 def test_evaluate_refuses_in_one_line(art, env, arguments, message):

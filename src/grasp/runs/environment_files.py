@@ -144,7 +144,7 @@ SIGNED_INFO = Signed(
     FORMAT_VERSION,
     "restore it from a copy",
     EnvironmentDataError,
-    none=f"is not an environment (no {INFO})",
+    none=f"is not an environment (no {INFO}); name what grasp retrain or grasp runs import wrote",
     unsigned=True,
 )
 
