@@ -35,7 +35,7 @@ SUMMARY: Final = "store.json"
 AGAIN: Final = "delete its directory and build again"
 
 
-class ShardMark(Mark):
+class RowsMark(Mark):
     """What is known of a shard, and where the next one begins."""
 
     n_rows: int
@@ -68,7 +68,7 @@ class StoreSummary(JsonModel):
 
 
 ROWS = Schema(
-    mark=ShardMark,
+    mark=RowsMark,
     marks="shard-*.json",
     plan="plan.json",
     ours=("shard-*.parquet", SUMMARY),
@@ -209,7 +209,7 @@ class ShardStore(ABC, Generic[S]):
         return cls.open(directory)
 
     @classmethod
-    def _fingerprint(cls, store: Store[ShardMark]) -> str:
+    def _fingerprint(cls, store: Store[RowsMark]) -> str:
         """Hash over the names and the content of all rows in order; shards do not enter."""
         digest = hashlib.blake2b(cls.seed, digest_size=16)
         for name in store.parts:
@@ -287,13 +287,13 @@ class ShardStore(ABC, Generic[S]):
 
 
 def _add(
-    store: Store[ShardMark],
-    before: Sequence[ShardMark],
+    store: Store[RowsMark],
+    before: Sequence[RowsMark],
     rows: Sequence[StoredRow],
     payload: Mapping[str, pa.Array],
     after: Cursor,
     log: SkipLog,
-) -> ShardMark:
+) -> RowsMark:
     """Write the next shard, and what was left out since the last one."""
     names = dict.fromkeys(name for row in rows for name in row.labels)
     _refuse_alike([*_kinds(before), *names])
@@ -323,7 +323,7 @@ def _add(
     )
 
 
-def _check(store: Store[ShardMark], stream: RowStream[Any], skipped: Skipped) -> None:
+def _check(store: Store[RowsMark], stream: RowStream[Any], skipped: Skipped) -> None:
     """See that there are rows, and that no two have one name."""
     if not store.parts:
         reasons = ", ".join(f"{number} {reason}" for reason, number in skipped.counts.items())
@@ -341,7 +341,7 @@ def _check(store: Store[ShardMark], stream: RowStream[Any], skipped: Skipped) ->
         )
 
 
-def _skipped(marks: Sequence[ShardMark], log: SkipLog) -> Skipped:
+def _skipped(marks: Sequence[RowsMark], log: SkipLog) -> Skipped:
     """What was left out, of the whole corpus; the log is part of it."""
     total = SkipLog()
     for skipped in (*(mark.skipped for mark in marks), log.frozen()):
@@ -349,7 +349,7 @@ def _skipped(marks: Sequence[ShardMark], log: SkipLog) -> Skipped:
     return total.frozen()
 
 
-def _kinds(marks: Sequence[ShardMark]) -> dict[str, Kind]:
+def _kinds(marks: Sequence[RowsMark]) -> dict[str, Kind]:
     """Type of every label over the finished shards; order of first occurrence."""
     kinds: dict[str, Kind] = {}
     for name, kind in (pair for mark in marks for pair in mark.labels):
@@ -375,7 +375,7 @@ def _refuse_foreign(directory: Path) -> None:
         raise CorpusError(f"{directory}: is not empty and not a row store; choose another directory")
 
 
-def _first_duplicate(store: Store[ShardMark]) -> tuple[str, list[int]] | None:
+def _first_duplicate(store: Store[RowsMark]) -> tuple[str, list[int]] | None:
     """First row_id that occurs more than once, and the documents of two of its rows.
 
     DuckDB counts them and spills to disk: memory does not grow with the corpus.
