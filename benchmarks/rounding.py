@@ -1,6 +1,6 @@
 """What float16 storage costs in fidelity: the task rho of an artifact, and of the same with every number rounded again.
 
-    python benchmarks/rounding.py bench-out/cc-completion --environment experiments/environments/cc-format
+    python benchmarks/rounding.py bench-out/cc-completion --runs experiments/environments/cc-format
 
 Rounding to float16 moves a number by at most 2^-11 of itself. Every number that is read is moved by as much again, at
 random; what that changes, several times over, is what the rounding of the stored numbers has changed already.
@@ -42,7 +42,7 @@ def fidelity(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--environment", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--protocol", type=Path, help="evaluated beside the one that ships")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")

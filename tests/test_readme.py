@@ -63,9 +63,7 @@ def test_the_python_example(place, capsys, monkeypatch):
 
 @needs_tasks
 def test_the_commands_in_their_order(place):
-    asked = [
-        argv for argv in commands() if argv[:1] == ["grasp"] and argv[1] in READING and "--environment" not in argv
-    ]
+    asked = [argv for argv in commands() if argv[:1] == ["grasp"] and argv[1] in READING and "--runs" not in argv]
     assert {argv[1] for argv in asked} == READING
     for argv in asked:
         succeed(*argv[1:])

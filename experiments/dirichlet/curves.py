@@ -1,6 +1,6 @@
 """Which form fits mixtures over decades? Linear, saturating and learned, on runs left out.
 
-    python -m experiments.dirichlet.curves --environment bench-out/environments/pool-dirichlet \
+    python -m experiments.dirichlet.curves --runs bench-out/environments/pool-dirichlet \
         --art bench-out/pool-completion --out experiments/dirichlet/curves.json
 
 Takes what an unfinished environment has: the mixtures with a result for the first seed, and the second seed where all
@@ -47,7 +47,7 @@ def of_environment(path: Path, art: Path) -> World:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environment", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--art", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=8)

@@ -1,8 +1,8 @@
 """What `select` and `mix` choose, to be trained on; and what came of it beside what was promised.
 
-    python -m experiments.exposure.chosen propose ART --environment RUNS --by source --out chosen.parquet
+    python -m experiments.exposure.chosen propose ART --runs RUNS --by source --out chosen.parquet
     grasp retrain --like ART --set subsets=chosen.parquet --out CHOSEN
-    python -m experiments.exposure.chosen judge ART --environment RUNS --chosen CHOSEN --out pairs.json
+    python -m experiments.exposure.chosen judge ART --runs RUNS --chosen CHOSEN --out pairs.json
 
 Choosing leaves the range of the runs, by what looks best. So this is where a promise is broken most easily: of each
 subset and target the expected change, its interval of 90 %, and the change that came.
@@ -121,7 +121,7 @@ def main() -> None:
     second.set_defaults(do=judge)
     for one in (first, second):
         one.add_argument("artifact", type=Path)
-        one.add_argument("--environment", type=Path)
+        one.add_argument("--runs", type=Path)
         one.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     asked.do(asked)

@@ -9,7 +9,7 @@ try() { # name, then flags of grasp build
   local art=bench-out/features-$1
   grasp build --config experiments/artifacts/cc-completion.yaml --targets $TASKS --set features.match=token \
     --out $art --quiet "${@:2}"
-  grasp evaluate $art --environment experiments/environments/cc-topic --target $TASKS --json $HERE/$1.json
+  grasp evaluate $art --runs experiments/environments/cc-topic --target $TASKS --json $HERE/$1.json
 }
 try base
 try tail32 --set features.token_positions=tail:32
@@ -22,7 +22,7 @@ for loss in completion all; do
   suffix=${loss#completion}
   others="--beside bench-out/features-checkpoint-200 --beside bench-out/features-seed-1"
   if [ $loss = all ]; then others=; fi
-  python -m experiments.features.transforms bench-out/cc-$loss --environment experiments/environments/cc-topic $others \
+  python -m experiments.features.transforms bench-out/cc-$loss --runs experiments/environments/cc-topic $others \
     --targets sciq${suffix:+@all},openbookqa${suffix:+@all} --out $HERE/transforms-$loss.json
 done
 python experiments/table.py $HERE/{base,tail32,stride4,alpha05,eps1,checkpoint-200,seed-1}.json \

@@ -1,6 +1,6 @@
 """Mean LDS when a row's relevance to a unit is transformed before it is added up; development results only.
 
-    python -m experiments.features.transforms bench-out/cc-completion --environment experiments/environments/cc-topic \
+    python -m experiments.features.transforms bench-out/cc-completion --runs experiments/environments/cc-topic \
         --targets sciq,openbookqa --out experiments/features/transforms.json
 
 Token and input relevance are brought to standard deviation 1 a unit, transformed, and added. `--scores NAME=FILE` reads
@@ -97,7 +97,7 @@ def _scaled(values_NE: F64) -> F64:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--environment", type=Path, required=True, help="A development environment.")
+    parser.add_argument("--runs", type=Path, required=True, help="A development environment.")
     parser.add_argument("--targets", required=True, help="Development targets, separated by commas.")
     parser.add_argument("--scores", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--beside", type=Path, action="append", default=[], help="Artifact by another reference model.")

@@ -14,7 +14,7 @@ done
 # Selection, on topic mixtures and two tasks: `default` is what ships (src/grasp/predict/default.yaml), `selected` the
 # full predictor with penalties, `signed` the same with geometry of either sign.
 for pair in additive:default family:selected signed:signed; do
-  grasp calibrate bench-out/cc-completion bench-out/cc-all --environment experiments/environments/cc-topic \
+  grasp calibrate bench-out/cc-completion bench-out/cc-all --runs experiments/environments/cc-topic \
     --family $OUT/${pair%:*}.yaml --out bench-out/${pair#*:}.yaml
 done
 cp bench-out/selected.yaml $OUT/protocol.yaml
@@ -24,14 +24,14 @@ cp bench-out/signed.provenance.json $OUT/signed.provenance.json
 HELD=commonsense_qa,basic_skills_common_knowledge,basic_skills_logical_reasoning
 for loss in completion all; do
   compare() {
-    grasp evaluate bench-out/cc-$loss --environment experiments/environments/$1 --protocol $OUT/protocol.yaml \
+    grasp evaluate bench-out/cc-$loss --runs experiments/environments/$1 --protocol $OUT/protocol.yaml \
       --oracle ridge --methods bm25 --json $OUT/$1-$loss.json --csv bench-out/$1-$loss.csv "${@:2}"
     python -m experiments.lds_main.explain bench-out/cc-$loss experiments/environments/$1 --out $OUT/explain-$1-$loss.json
   }
   compare cc-format
   if [ $loss = all ]; then HELD=${HELD//,/@all,}@all; fi
   compare cc-topic --target $HELD
-  grasp evaluate bench-out/cc-$loss --environment experiments/environments/cc-format --protocol bench-out/signed.yaml \
+  grasp evaluate bench-out/cc-$loss --runs experiments/environments/cc-format --protocol bench-out/signed.yaml \
     --json $OUT/signed-cc-format-$loss.json
 done
 python experiments/table.py $OUT/cc-{format,topic}-{completion,all}.json --title "Agreement with retraining" --out $OUT/table.md

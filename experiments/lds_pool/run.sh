@@ -7,7 +7,7 @@ grasp retrain --config experiments/environments/pool-source.yaml --out $ENVIRONM
 python experiments/keep.py $ENVIRONMENTS/pool-source experiments/environments/pool-source
 for loss in completion all; do
   grasp build --config experiments/artifacts/pool-$loss.yaml --out bench-out/pool-$loss --quiet
-  grasp evaluate bench-out/pool-$loss --environment experiments/environments/pool-source \
+  grasp evaluate bench-out/pool-$loss --runs experiments/environments/pool-source \
     --protocol experiments/lds_main/protocol.yaml --oracle ridge --methods bm25 \
     --json experiments/lds_pool/$loss.json --csv bench-out/pool-$loss.csv
 done

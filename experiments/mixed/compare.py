@@ -1,7 +1,7 @@
 """Mixtures proposed in several ways, to be trained; and which of them brought how much to questions nobody chose by.
 
     python -m experiments.mixed.compare halve RUNS ART --out RUNS-HALF
-    python -m experiments.mixed.compare propose ART --environment RUNS-HALF --by source --out mixed.parquet
+    python -m experiments.mixed.compare propose ART --runs RUNS-HALF --by source --out mixed.parquet
     grasp retrain --like ART --set subsets=mixed.parquet ... --out MIXED
     python -m experiments.mixed.compare judge ART --mixed MIXED --out mixed.json
 
@@ -201,7 +201,7 @@ def main() -> None:
     for one in (first, second, third):
         one.add_argument("artifact", type=Path)
         one.add_argument("--out", type=Path, required=True)
-    second.add_argument("--environment", type=Path, required=True)
+    second.add_argument("--runs", type=Path, required=True)
     second.add_argument("--by", required=True)
     third.add_argument("--mixed", type=Path, required=True)
     asked = parser.parse_args()

@@ -1,6 +1,6 @@
 r"""Does a second order in the unit's logits predict better than relevance, which is the first?
 
-    python -m experiments.pairs.run ART --environment experiments/environments/cc-topic \
+    python -m experiments.pairs.run ART --runs experiments/environments/cc-topic \
         --held-out experiments/environments/cc-format --out experiments/pairs/cc.json
 
 A step on a subset's mean gradient of the output layer moves the logits at a unit's position t by
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Predict, compare, write."""
     parser = argparse.ArgumentParser(prog="python -m experiments.pairs.run", description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--environment", type=Path, required=True, help="A development environment.")
+    parser.add_argument("--runs", type=Path, required=True, help="A development environment.")
     parser.add_argument("--held-out", type=Path, help="One of the same rows, on which nothing is chosen.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     given = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """What changed when one scale took the place of a drawn family: two results of `grasp evaluate` side by side.
 
-grasp evaluate ART --environment experiments/environments/cc-format --json new.json
+grasp evaluate ART --runs experiments/environments/cc-format --json new.json
 python -m experiments.scale.compare cc-format=old.json,new.json ... --out experiments/scale/result.json
 """
 

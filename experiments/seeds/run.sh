@@ -6,7 +6,7 @@ set -e
 ENVIRONMENTS=bench-out/environments
 grasp retrain --config experiments/environments/cc-seeds.yaml --out $ENVIRONMENTS/cc-seeds --quiet
 python -m experiments.seeds.join experiments/environments/cc-format $ENVIRONMENTS/cc-seeds experiments/environments/cc-seeds
-grasp evaluate bench-out/cc-completion --environment experiments/environments/cc-seeds \
+grasp evaluate bench-out/cc-completion --runs experiments/environments/cc-seeds \
   --json experiments/seeds/completion.json --csv bench-out/cc-seeds.csv
 python -m experiments.seeds.reliability bench-out/cc-completion experiments/environments/cc-seeds \
   --out experiments/seeds/reliability.json

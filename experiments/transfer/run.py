@@ -1,7 +1,7 @@
 """Component weights calibrated on some tasks, frozen, and tested on the others: the paper's transfer table.
 
-    python -m experiments.transfer.run bench-out/cc-completion --environment experiments/environments/cc-topic \
-        --environment experiments/environments/cc-format --out experiments/transfer/result.json
+    python -m experiments.transfer.run bench-out/cc-completion --runs experiments/environments/cc-topic \
+        --runs experiments/environments/cc-format --out experiments/transfer/result.json
 
 Relevance is the shipped protocol's; what is calibrated is the geometry. A row of the table was calibrated on its tasks
 in every environment given, so that its other tasks are what it has not seen; the row `none` is relevance alone. The
@@ -106,7 +106,7 @@ def tested(artifact: ArtifactReader, environment: Environment, candidate: Candid
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--environment", type=Path, action="append", required=True)
+    parser.add_argument("--runs", type=Path, action="append", required=True)
     parser.add_argument("--resamples", type=int, default=1_000)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -228,7 +228,7 @@ def _interval(line: dict[str, Any], figure: str) -> str:
 
 def _choose(demo: Demo, art: grasp.Artifact, runs: Environment | None, say: Callable[[str], None]) -> None:
     """A fifth of the rows for SciQ, a mixture for all targets, and the page."""
-    at, trust = demo.artifact_path, () if runs is None else ("--environment", runs.path)
+    at, trust = demo.artifact_path, () if runs is None else ("--runs", runs.path)
     say("5. Choose a fifth of the corpus for SciQ.")
     asked = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
     _command(say, "select", at, *asked, *trust, "--out", demo.kept_path)

@@ -391,7 +391,7 @@ def test_the_command(plain):
     assert " checks are healthy, " in out
     assert out.count("    healthy: ") == len(PLAIN)
     assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
-    assert "--environment: no meaning without --check" in refused("info", plain.path, "--environment", plain.path)
+    assert "--runs: no meaning without --check" in refused("info", plain.path, "--runs", plain.path)
 
 
 def test_too_few_rows_are_refused(root):

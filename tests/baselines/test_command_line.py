@@ -24,7 +24,7 @@ def kept(tmp_path_factory):
 
 
 def evaluate(world, kept, *arguments):
-    return "evaluate", world.root / "art", "--environment", world.root / "env", "--cache", kept, *arguments
+    return "evaluate", world.root / "art", "--runs", world.root / "env", "--cache", kept, *arguments
 
 
 def records(path):
@@ -148,9 +148,9 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
         "match: no meaning with method; leave one of them out"
     )
     assert "predicts subsets and scores no rows; see it in grasp evaluate" in refused(
-        "score", art, "--target", "facts", "--method", "datamodels", "--environment", world.root / "env"
+        "score", art, "--target", "facts", "--method", "datamodels", "--runs", world.root / "env"
     )
-    assert "name their directory (--environment)" in refused(
+    assert "name their directory (--runs)" in refused(
         "score", art, "--target", "facts", "--method", "retraining_shapley", "--cache", kept
     )
     file = tmp_path / "methods.yaml"
@@ -165,13 +165,13 @@ def test_mistakes_are_one_line(world, kept, tmp_path, monkeypatch):
         "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--checkpoints", tmp_path
     ) == ("checkpoints: no meaning with method bm25, which looks at none; leave it out")
     assert refused(
-        "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--environment", world.root / "env"
+        "score", art, "--target", "facts", "--method", "bm25", "--cache", kept, "--runs", world.root / "env"
     ) == ("environment: no meaning with method bm25, which looks at none; leave it out")
     assert refused(*evaluate(world, kept, "--methods", "bm25,loss", "--checkpoints", tmp_path)) == (
         "checkpoints: no meaning with these methods, none of which looks at any; leave it out"
     )
     for text in ("", ","):
-        assert refused("evaluate", art, "--environment", world.root / "env", "--methods", text) == (
+        assert refused("evaluate", art, "--runs", world.root / "env", "--methods", text) == (
             f"--methods: got '{text}', expected names separated by commas; see grasp methods"
         )
     missing = ("--methods", "tracin", "--checkpoints", tmp_path / "gone")

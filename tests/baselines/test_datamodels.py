@@ -86,7 +86,7 @@ def test_what_it_cannot_predict_is_refused(world, tmp_path):
     strange = replace(other, subset_ids=("mine", "yours"))
     with pytest.raises(EnvironmentDataError, match=r"2 subsets are not of .*, e.g. 'mine'; it predicts retrained"):
         method_predictions(asked("datamodels"), material, [strange], cache(tmp_path, material))
-    with pytest.raises(SettingsError, match=r"is made from retrained subsets; name .* \(--environment\)"):
+    with pytest.raises(SettingsError, match=r"is made from retrained subsets; name .* \(--runs\)"):
         method_predictions(asked("datamodels"), Material(world.artifact), [other], cache(tmp_path, material))
     with pytest.raises(SubsetError, match="nonsense"):
         run(material, tmp_path, sees="nonsense")

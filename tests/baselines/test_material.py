@@ -135,5 +135,5 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
 
 
 def test_a_method_without_an_environment_cannot_have_one(own):
-    with pytest.raises(SettingsError, match=r"name their directory \(--environment\)"):
+    with pytest.raises(SettingsError, match=r"name their directory \(--runs\)"):
         _ = own.material().environment

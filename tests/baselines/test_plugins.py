@@ -48,7 +48,7 @@ def test_it_is_listed_and_ranks_rows_and_is_evaluated_like_any(loud, world, tmp_
     assert "looks at: rows and units, tokens" in succeed("methods", "loud").out
     printed = succeed("score", art, "--target", "facts", "--method", "loud", "--cache", cache, "--top", 3)
     assert printed.lines[0] == "the 3 most helpful of 40 rows for facts, by loud"
-    command = "evaluate", art, "--environment", world.root / "env", "--methods", "loud,bm25", "--cache", cache
+    command = "evaluate", art, "--runs", world.root / "env", "--methods", "loud,bm25", "--cache", cache
     assert re.search(r"^loud +facts", succeed(*command).out, flags=re.MULTILINE)
     material = world.material()
     shares = [sum(map(str.isupper, text)) / max(1, len(text)) for text in material.texts(0, material.n_rows)]

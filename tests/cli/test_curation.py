@@ -388,7 +388,7 @@ def test_a_label_with_a_value_for_every_row_is_a_label(art):
 @pytest.mark.parametrize("command", ["select", "mix"])
 def test_intervals_in_nats_stand_beside_the_change(command, art, env, tmp_path):
     asked = ("--budget", "50%") if command == "select" else ("--by", "topic")
-    out = succeed(command, art, *asked, "--environment", env, "--out", tmp_path / "r.parquet").out
+    out = succeed(command, art, *asked, "--runs", env, "--out", tmp_path / "r.parquet").out
     (target,) = json.loads((tmp_path / "r.json").read_text())["targets"]
     assert target["nats_low"] < target["nats"] < target["nats_high"]
     line = cells(next(line for line in out.splitlines() if line.startswith("facts ")))
@@ -398,7 +398,7 @@ def test_intervals_in_nats_stand_beside_the_change(command, art, env, tmp_path):
 
 def test_what_lies_outside_is_said(art, tmp_path):
     halves = environment(tmp_path / "halves", art, "uniform:0.5")
-    out = succeed("select", art, "--budget", "10%", "--target", "facts", "--environment", halves.path).out
+    out = succeed("select", art, "--budget", "10%", "--target", "facts", "--runs", halves.path).out
     assert "outside of what the runs covered, so the interval is wider: " in out
 
 
@@ -409,9 +409,7 @@ def test_held_out_environments_are_refused(art, tmp_path):
         ["select", art, "--budget", "5", "--target", "facts"],
         ["mix", art, "--by", "topic", "--target", "facts"],
     ):
-        assert "is held out; intervals are fitted on development environments only" in refused(
-            *command, "--environment", held
-        )
+        assert "is held out; intervals are fitted on development environments only" in refused(*command, "--runs", held)
 
 
 def test_a_table_of_subsets_that_is_excluded(art, tmp_path):

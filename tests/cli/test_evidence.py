@@ -177,7 +177,7 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
     like = *asked, "mixture:topic"
     succeed(*like, *changes)
     assert "1 subsets x 1 seeds" in succeed(*like, *changes).out
-    assert "undefined: mean_lds" in succeed("evaluate", art, "--environment", env).out
+    assert "undefined: mean_lds" in succeed("evaluate", art, "--runs", env).out
 
 
 def test_what_it_will_cost_is_said_by_the_first_steps_and_nothing_where_nothing_is_left(trained, settings):
@@ -279,7 +279,7 @@ def test_what_is_missing_and_what_differs_is_named(settings, env, tmp_path):
 
 
 def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
-    out = succeed("evaluate", art, "--environment", env).out
+    out = succeed("evaluate", art, "--runs", env).out
     printed = lines_of(out)
     kernels = ("token", "pooled", "input", "neighbour")
     several = {f"{names} additive" for names in ("both", "token+input", "token+input+neighbour", "token+input+pooled")}
@@ -305,7 +305,7 @@ def test_evaluate_prints_what_the_library_and_scipy_compute(art, env):
 def test_a_planted_truth_is_found_by_its_protocol_with_a_ceiling_and_files_agree(art, own_env, tmp_path):
     plant_protocol(own_env, art)
     outcome = succeed(
-        *("evaluate", art, "--environment", own_env, "--protocol", tmp_path / "planted.yaml", "--target", "facts"),
+        *("evaluate", art, "--runs", own_env, "--protocol", tmp_path / "planted.yaml", "--target", "facts"),
         *("--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv", "--oracle", "ridge", "--oracle", "ridge:masks"),
     )
     printed = lines_of(outcome.out)
@@ -346,7 +346,7 @@ def test_predictions_of_others_enter_by_every_kind_of_file(art, own_env, tmp_pat
     (tmp_path / "rows.ids.json").write_text(json.dumps({"units": ids["units"]}))
     files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "array.npy", "rows.npy")]
     given = [part for file in files for part in ("--predictions", file)]
-    printed = lines_of(succeed("evaluate", art, "--environment", own_env, *given).out)
+    printed = lines_of(succeed("evaluate", art, "--runs", own_env, *given).out)
     assert printed["truth"][3].startswith("1.000 [")
     assert printed["array"][3].startswith("-1.000 [")
     assert printed["other/truth.parquet"][3:] == printed["truth"][3:]
@@ -361,7 +361,7 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     plant_protocol(other, art)
     copy = Path(shutil.copytree(other, tmp_path / "copy"))
     controls = ["--controls", "--family", tmp_path / "family.yaml", "--resamples", 20]
-    given = ["evaluate", art, "--environment", own_env, *controls]
+    given = ["evaluate", art, "--runs", own_env, *controls]
     assert "is held out, so no weights may be selected on it; name a development" in refused(*given)
     leak = refused(*given, "--development", own_env, "--development", other)
     assert "selection was given a held-out environment" in leak
@@ -381,29 +381,29 @@ def test_undefined_rho_is_said_to_be(art, own_env, tmp_path):
     utilities = Environment.open(own_env).utilities()
     lines = [{"subset_id": subset, "target": "facts", "utility": 1.0} for subset in utilities.subset_ids]
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "flat.parquet")
-    out = succeed("evaluate", art, "--environment", own_env, "--predictions", tmp_path / "flat.parquet").out
+    out = succeed("evaluate", art, "--runs", own_env, "--predictions", tmp_path / "flat.parquet").out
     assert lines_of(out)["flat"][3] == "undefined"
     assert "undefined: task_rho of flat on facts: predictions are constant" in out
     assert "nan" not in out
     plant(own_env, lambda *_: 0.0)
     rewrite(own_env, lambda lines: [line | {"utility": -1.0} for line in lines])
-    out = succeed("evaluate", art, "--environment", own_env).out
+    out = succeed("evaluate", art, "--runs", own_env).out
     assert {line[3] for line in lines_of(out).values()} == {"undefined"}
     assert "undefined: task_rho of token additive on facts: utilities are constant" in out
 
 
 def test_damaged_utilities_are_refused_by_whoever_reads_them(art, env, own_env, tmp_path):
     rewrite(own_env, lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]])
-    assert "utility is nan (1 such)" in refused("evaluate", art, "--environment", own_env)
+    assert "utility is nan (1 such)" in refused("evaluate", art, "--runs", own_env)
     out = tmp_path / "p.yaml"
-    both = ("--environment", shutil.copytree(env, tmp_path / "other"), "--environment", own_env)
+    both = ("--runs", shutil.copytree(env, tmp_path / "other"), "--runs", own_env)
     assert "utility is nan (1 such)" in refused("calibrate", art, *both, "--out", out)
     assert not out.exists()
 
 
 def test_an_unfinished_environment_is_evaluated_only_when_asked(art, own_env):
     rewrite(own_env, lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"])
-    assert ", 7 subsets, " in succeed("evaluate", art, "--environment", own_env, "--partial").lines[0]
+    assert ", 7 subsets, " in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
 
 
 @pytest.mark.parametrize("what", ["corpus", "units"])
@@ -413,16 +413,16 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
     out = tmp_path / "art"
     succeed("build", "--config", art / "run.yaml", *change, "--out", out)
     message = {"corpus": "corpus fingerprint", "units": "units of facts have fingerprint"}[what]
-    said = refused("evaluate", out, "--environment", env)
+    said = refused("evaluate", out, "--runs", env)
     assert message in said
     if what == "corpus":  # with the command that gives the right one
         arguments = shlex.split(said.split(": grasp ")[1])
         assert arguments[0] == "build"
         succeed(*arguments[:-1], tmp_path / "right", "--set", "model.threads=1")
-        succeed("evaluate", tmp_path / "right", "--environment", env)
-    assert message in refused("calibrate", out, "--environment", env, "--out", tmp_path / "p.yaml")
+        succeed("evaluate", tmp_path / "right", "--runs", env)
+    assert message in refused("calibrate", out, "--runs", env, "--out", tmp_path / "p.yaml")
     if what == "corpus":
-        both = refused("calibrate", art, out, "--environment", env, "--out", tmp_path / "p.yaml")
+        both = refused("calibrate", art, out, "--runs", env, "--out", tmp_path / "p.yaml")
         assert f"{out}: of no corpus that an environment was trained on" in both
 
 
@@ -436,12 +436,12 @@ def test_an_artifact_of_another_corpus_or_other_units_is_refused(root, art, env,
         (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "--json: got nowhere/r.json, but there is no directory nowhere"),
-        (["--environment", "nowhere"], "nowhere: is not an environment"),
-        (["--environment", __file__], "test_evidence.py: is not an environment"),
+        (["--runs", "nowhere"], "nowhere: is not an environment"),
+        (["--runs", __file__], "test_evidence.py: is not an environment"),
     ],
 )
 def test_evaluate_refuses_in_one_line(art, env, arguments, message):
-    assert message in refused("evaluate", art, "--environment", env, *arguments)
+    assert message in refused("evaluate", art, "--runs", env, *arguments)
 
 
 # calibrate
@@ -455,7 +455,7 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
         plant_protocol(place, art)
     out = tmp_path / f"chosen.{suffix}"
     text = succeed(
-        *("calibrate", art, "--environment", places[0], "--environment", places[1], "--resamples", 50),
+        *("calibrate", art, "--runs", places[0], "--runs", places[1], "--resamples", 50),
         *("--family", tmp_path / "family.yaml", "--out", out),
     ).out
     lines = text.splitlines()
@@ -475,22 +475,22 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
     assert protocol.calibration.family == "mixture:topic"
     predicted = succeed("predict", art, "--keep", "topic = 'sky'", "--protocol", out).out
     assert predicted.rstrip().endswith("protocol chosen")
-    evaluated = succeed("evaluate", art, "--environment", places[0], "--protocol", out).out
+    evaluated = succeed("evaluate", art, "--runs", places[0], "--protocol", out).out
     for taken in ("default", "token additive"):
         save_protocol(protocol.model_copy(update={"name": taken}), tmp_path / "mine.yaml")
-        both = lines_of(succeed("evaluate", art, "--environment", places[0], "--protocol", tmp_path / "mine.yaml").out)
+        both = lines_of(succeed("evaluate", art, "--runs", places[0], "--protocol", tmp_path / "mine.yaml").out)
         assert both[f"{taken} (mine.yaml)"][3:] == lines_of(evaluated)["chosen"][3:]
         assert both[taken] == lines_of(evaluated)[taken]
     assert float(lines_of(evaluated)["chosen"][3].split()[0]) > 0.95
     assert lines_of(evaluated)["chosen"][1] == "facts (in sample)"
     assert lines_of(evaluated)["default"][1] == "facts"
     elsewhere, result = shutil.copytree(places[0], tmp_path / "elsewhere"), tmp_path / "r.json"
-    copied = succeed("evaluate", art, "--environment", elsewhere, "--protocol", out, "--json", result).out
+    copied = succeed("evaluate", art, "--runs", elsewhere, "--protocol", out, "--json", result).out
     assert lines_of(copied)["chosen"][1] == "facts (in sample)"
     assert {line["method"] for line in json.loads(result.read_text())["results"] if line["in_sample"]} == {"chosen"}
     other = Path(shutil.copytree(places[0], tmp_path / "more" / "one"))  # other runs in a directory of the same name
     set_info(other, recipe="small")
-    others = succeed("evaluate", art, "--environment", other, "--protocol", out, "--json", result).out
+    others = succeed("evaluate", art, "--runs", other, "--protocol", out, "--json", result).out
     assert lines_of(others)["chosen"][1] == "facts"
     assert not any(line["in_sample"] for line in json.loads(result.read_text())["results"])
 
@@ -498,19 +498,19 @@ def test_calibrate_finds_the_planted_protocol_and_freezes_it(art, env, tmp_path,
 def test_few_subsets_choose_from_a_short_list_and_it_is_said(art, env, tmp_path):
     other = shutil.copytree(env, tmp_path / "other")
     out = tmp_path / "p.yaml"
-    text = succeed("calibrate", art, "--environment", env, "--environment", other, "--out", out, "--resamples", 20).out
+    text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
     assert "short list of 12 protocols without geometry: with 16 subsets the best of 7,440 would be luck; " in text
     assert not load_protocol(out).interacts
     assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 
 def test_one_result_and_a_held_out_environment_choose_nothing(art, env, own_env, tmp_path):
-    given = ["calibrate", art, "--environment", own_env, "--out", tmp_path / "p.yaml"]
+    given = ["calibrate", art, "--runs", own_env, "--out", tmp_path / "p.yaml"]
     assert "got 1 development results ['env/facts'], expected at least 2" in refused(*given)
-    assert "results ['env/facts', 'env/facts'] are not all different" in refused(*given, "--environment", env)
+    assert "results ['env/facts', 'env/facts'] are not all different" in refused(*given, "--runs", env)
     two = Path(shutil.copytree(env, tmp_path / "two"))
     set_role(two, "held-out")
-    assert "selection was given a held-out environment" in refused(*given, "--environment", two)
+    assert "selection was given a held-out environment" in refused(*given, "--runs", two)
     assert not (tmp_path / "p.yaml").exists()
 
 
@@ -521,9 +521,9 @@ def test_the_family_can_be_listed_edited_and_given(art, env, tmp_path):
     assert load_family(listing) == default_family()
     assert "# " in listing.read_text()
     assert "is there already" in refused("calibrate", "--list", listing)
-    useless = refused("calibrate", art, "--environment", env, "--list", tmp_path / "other.yaml")
-    assert "ART, --environment has no meaning with --list" in useless
-    assert "missing ART, --environment, --out" in refused("calibrate")
+    useless = refused("calibrate", art, "--runs", env, "--list", tmp_path / "other.yaml")
+    assert "ART, --runs has no meaning with --list" in useless
+    assert "missing ART, --runs, --out" in refused("calibrate")
     listing.write_text(listing.read_text().replace("weightings", "weighings"))
-    wrong = refused("calibrate", art, "--environment", env, "--family", listing, "--out", tmp_path / "p.yaml")
+    wrong = refused("calibrate", art, "--runs", env, "--family", listing, "--out", tmp_path / "p.yaml")
     assert "weighings" in wrong

@@ -87,5 +87,5 @@ def test_a_page_replaces_neither_runs_nor_an_earlier_checkpoint(art, own_art, tm
     succeed(*asked, tmp_path / "runs")
     assert "is there already" in refused(*asked, tmp_path / "runs")
     assert "is there already" in refused(*asked, tmp_path / "m.csv")
-    for flag, place in (("--environment", tmp_path / "runs"), ("--previous", own_art)):
+    for flag, place in (("--runs", tmp_path / "runs"), ("--previous", own_art)):
         assert "give it a name of its own" in refused("report", art, flag, place, "--out", place / "new.html")

@@ -123,7 +123,7 @@ REFUSALS = {
         (("--out", "nowhere/kept.parquet"), "there is no directory nowhere"),
         (("--export", "new", "--format", "csv"), "format: got 'csv'"),
         (("--export", "."), ".: is there already"),
-        (("--environment", "nothing"), "nothing: is not an environment"),
+        (("--runs", "nothing"), "nothing: is not an environment"),
         (("--protocol", "nothing.yaml"), "no such settings file"),
     ],
     "mix": [

@@ -23,7 +23,7 @@ def place(tmp_path_factory) -> Path:
     write_artifact(place / "earlier", topics=HOSTILE, seed=1, model="models/first")
     write_environment(place / "env", artifact)
     write_yaml(PROTOCOL, place / "protocol.yaml")
-    flags = ["--environment", place / "env", "--previous", place / "earlier", "--protocol", place / "protocol.yaml"]
+    flags = ["--runs", place / "env", "--previous", place / "earlier", "--protocol", place / "protocol.yaml"]
     succeed("report", place / "art", *flags, "--by", "topic,format", "--out", place / "report.html")
     return place
 

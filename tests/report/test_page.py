@@ -152,7 +152,7 @@ def test_a_hundred_slices_and_ten_targets_stay_under_4_mb(tmp_path):
 def test_numbers_are_those_of_the_command(place, parsed):
     artifact = ArtifactReader.open(place / "art")
     asked = ["predict", artifact.path, "--by", "topic", "--protocol", place / "protocol.yaml"]
-    succeed(*asked, "--environment", place / "env", "--out", place / "by.parquet")
+    succeed(*asked, "--runs", place / "env", "--out", place / "by.parquet")
     lines = pq.read_table(place / "by.parquet").to_pylist()
     assert len(lines) == 2 * len(HOSTILE)
     for line in lines:
@@ -206,7 +206,7 @@ def test_the_script_of_the_page_computes_what_the_predictor_does(place, interact
     out = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
     changes, moved, (*expected, several) = json.loads(out)
     assert several is None  # the command that the page prints says it
-    assert told["labels"][0]["after"].endswith(f"--environment {environment.path}")
+    assert told["labels"][0]["after"].endswith(f"--runs {environment.path}")
     predictor = Predictor.of(artifact, chosen, sketches=measures(artifact.array_names))
     if interactions:
         assert changes == [[None, None]] * 5
@@ -250,7 +250,7 @@ def test_a_poor_artifact_says_what_is_missing_and_how_to_get_it(tmp_path):
         "The corpus has no label column with 2 to 100 values. Name one with --by LABEL",
         "keeps no text of its rows (corpus.snippet_chars is 0). Build it with --set corpus.snippet_chars=240",
         "No environment was given",
-        "grasp retrain, and name the directory with --environment",
+        "grasp retrain, and name the directory with --runs",
         "One checkpoint was built.",
         "No selection was given.",
         "No mixture was given.",
@@ -394,7 +394,7 @@ def test_a_selection_of_documents_speaks_of_documents(tmp_path):
 
 
 def test_a_selection_beyond_the_runs_says_so(place, tmp_path):
-    asked = ("--budget", "5%", "--target", "sciq", "--environment", place / "env", "--out", tmp_path / "kept.parquet")
+    asked = ("--budget", "5%", "--target", "sciq", "--runs", place / "env", "--out", tmp_path / "kept.parquet")
     succeed("select", place / "art", *asked)
     environment = Environment.open(place / "env")
     text = said(ArtifactReader.open(place / "art"), environment=environment, selection=tmp_path / "kept.json")
@@ -447,7 +447,7 @@ def test_words_are_shaded_where_the_model_is_at_hand_and_add_up(tmp_path):
 def test_an_environment_of_another_corpus_is_refused(place, tmp_path):
     artifact = ArtifactReader.open(place / "art")
     write_environment(tmp_path / "env", artifact, corpus_fingerprint="other")
-    message = refused("report", place / "art", "--environment", tmp_path / "env", "--out", tmp_path / "r.html")
+    message = refused("report", place / "art", "--runs", tmp_path / "env", "--out", tmp_path / "r.html")
     assert "corpus" in message
     assert "other" in message
     assert not (tmp_path / "r.html").exists()
@@ -490,7 +490,7 @@ def test_a_file_that_is_no_mixture_is_refused(place, tmp_path):
 def test_an_unfinished_environment_needs_to_be_asked_for(place, tmp_path):
     artifact = ArtifactReader.open(place / "art")
     write_environment(tmp_path / "env", artifact, done=2)
-    flags = ["--environment", tmp_path / "env", "--out", tmp_path / "r.html"]
+    flags = ["--runs", tmp_path / "env", "--out", tmp_path / "r.html"]
     assert "46 runs are missing" in refused("report", place / "art", *flags)
     assert "fewer than 3 subsets have a result yet" in refused("report", place / "art", *flags, "--partial")
 

@@ -30,7 +30,7 @@ WORDS = {
     "unit": "one question of a target, with its answer",
     "relevance": "how much training on a row should help a target; above 0 it helps",
     "utility": "minus the loss on a target; higher is better",
-    "environment": "models retrained on parts of the corpus, and how well each did",
+    "runs": "models trained on parts of the corpus, and how well each did",
     "protocol": "the rule that adds relevance up to a prediction; one ships",
     "family": "a way to draw subsets, e.g. uniform:0.5 (random halves), mixture:topic",
     "label": "a column of the corpus, e.g. topic",

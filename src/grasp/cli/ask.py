@@ -12,7 +12,6 @@ from grasp.cli.options import (
     Art,
     Cache,
     Checkpoints,
-    EnvironmentPath,
     JsonFile,
     Kernel,
     MethodSettings,
@@ -22,6 +21,7 @@ from grasp.cli.options import (
     ProtocolFile,
     Quiet,
     ResultFile,
+    RunsPath,
     TargetNames,
     distinct_names,
     merged,
@@ -61,9 +61,7 @@ def score(
     method: str | None = rare("--method", "Rank by a published method; see grasp methods.", None),
     method_settings: MethodSettings = None,
     checkpoints: Checkpoints = [],
-    environment: Path | None = rare(
-        "--environment DIR", "Retrained subsets, for a method that is made from them.", None
-    ),
+    runs: Path | None = rare("--runs DIR", "Retrained subsets, for a method that is made from them.", None),
     cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
@@ -72,7 +70,7 @@ def score(
     A row's effect is its relevance as the protocol counts it: above 0 it helps more than the corpus does on average.
     """
     artifact = grasp.open(art)
-    read = {"is the environment": environment, "is a checkpoint": checkpoints, "--protocol reads": protocol}
+    read = {"holds the runs": runs, "is a checkpoint": checkpoints, "--protocol reads": protocol}
     check_outputs({"--out": out}, artifact.files.reads | read, tables=["--out"])
     with Watch(quiet=quiet) as watch:
         result = artifact.score(
@@ -88,7 +86,7 @@ def score(
             method=method,
             method_settings=method_settings,
             checkpoints=checkpoints,
-            runs=environment,
+            runs=runs,
             cache=cache,
             out=out,
             progress=watch,
@@ -154,7 +152,7 @@ def explain(
 
 @command(
     "grasp report art --out report.html",
-    "grasp report art --environment dev --selection kept.json --mixture mixture.json --out report.html",
+    "grasp report art --runs dev --selection kept.json --mixture mixture.json --out report.html",
     "grasp report art --detect suspects.parquet --out report.html",
     "grasp report art --atlas map",
     "grasp report step-3000 --previous step-1000 --previous step-2000 --by topic --out report.html",
@@ -164,7 +162,7 @@ def report(
     out: Path | None = option("--out FILE", "HTML file to write; it needs no network.", None),
     by: str | None = option("--by LABELS", "Labels, separated by commas. Default: those of 2 to 100 values.", None),
     target: TargetNames = None,
-    environment: EnvironmentPath = None,
+    runs: RunsPath = None,
     selection: Path | None = option("--selection FILE", "JSON that grasp select wrote beside its --out.", None),
     mixture: Path | None = option("--mixture FILE", "JSON that grasp mix wrote beside its --out.", None),
     suspects: Path | None = option("--detect FILE", "Parquet that grasp detect wrote with --out.", None),
@@ -200,7 +198,7 @@ def report(
         by=names(by) or (),
         target=names(target),
         protocol=protocol,
-        runs=environment,
+        runs=runs,
         partial=partial,
         selection=selection,
         mixture=mixture,
@@ -213,13 +211,13 @@ def report(
 
 @command(
     "grasp serve art",
-    "grasp serve art --port 0 --environment runs",
+    "grasp serve art --port 0 --runs runs",
     "grasp serve art --mcp",
 )
 def serve(
     art: Art,
     port: int = option("--port N", "Port on this machine; 0: any that is free.", 8765, min=0, max=65535),
-    environment: EnvironmentPath = None,
+    runs: RunsPath = None,
     model: Path | None = option("--model DIR", "Where the model is now, to explain rows. Default: where it was.", None),
     mcp: bool = option(
         "--mcp", "Answer an agent over standard input and output (Model Context Protocol) instead.", False
@@ -234,9 +232,9 @@ def serve(
     artifact = grasp.open(art).files
     with suppress(KeyboardInterrupt):
         if mcp:
-            serve_mcp(artifact, runs=environment, model=model)
+            serve_mcp(artifact, runs=runs, model=model)
         else:
-            serve(artifact, port=port, runs=environment, model=model, tell=_tell)
+            serve(artifact, port=port, runs=runs, model=model, tell=_tell)
     print("stopped", file=sys.stderr)
 
 
@@ -249,7 +247,7 @@ def _tell(address: str) -> None:
     "grasp predict art --drop \"topic = 'Games' AND format != 'FAQs'\"",
     "grasp predict art --weight \"topic = 'Games': 0.3\" --weight \"topic = 'Health': 2\"",
     "grasp predict art --subsets subsets.parquet --out predictions.parquet",
-    "grasp predict art --by topic --environment dev",
+    "grasp predict art --by topic --runs dev",
 )
 def predict(
     art: Art,
@@ -263,7 +261,7 @@ def predict(
         "--subsets FILE", "Many subsets at once: Parquet of row_id[, subset_id, weight].", None
     ),
     target: TargetNames = None,
-    environment: EnvironmentPath = None,
+    runs: RunsPath = None,
     out: ResultFile = None,
     protocol: ProtocolFile = None,
     omitted: bool = rare("--omitted", "The subsets of --subsets name the rows that are left out.", False),
@@ -281,7 +279,7 @@ def predict(
 
     weights = parse_weights(weight, "--weight")
     artifact = grasp.open(art)
-    read = {"--subsets reads": subsets, "--protocol reads": protocol, "is the environment": environment}
+    read = {"--subsets reads": subsets, "--protocol reads": protocol, "holds the runs": runs}
     check_outputs({"--out": out}, artifact.files.reads | read, tables=["--out"])
     result = artifact.predict(
         drop=drop,
@@ -295,7 +293,7 @@ def predict(
         seed=seed,
         target=distinct_names("--target", target),
         protocol=protocol,
-        runs=environment,
+        runs=runs,
         components=components,
         units=units,
         out=out,

@@ -12,11 +12,11 @@ from grasp.cli.options import (
     Art,
     Cautious,
     Diversity,
-    EnvironmentPath,
     IdColumn,
     OnlyTarget,
     ProtocolFile,
     Quiet,
+    RunsPath,
     Split,
     TargetWeights,
     TextColumn,
@@ -59,7 +59,7 @@ def select(
         "--floor [VALUE:]AMOUNT", "At least so much of the budget, e.g. Games:5%; repeatable.", []
     ),
     cap: list[str] = option("--cap [VALUE:]AMOUNT", "At most so much of the budget, e.g. 10% of each; repeatable.", []),
-    environment: EnvironmentPath = None,
+    runs: RunsPath = None,
     exclude: Path | None = rare("--exclude FILE", "Row_ids or doc_ids to leave out: text or Parquet.", None),
     exclude_where: str | None = rare("--exclude-where EXPR", "Leave out rows with such labels.", None),
     form: str = rare("--format", "Of the export: parquet, jsonl or datasets.", "parquet"),
@@ -85,7 +85,7 @@ def select(
 
     opened = grasp.open(art)
     artifact = opened.files
-    reads = {"--exclude reads": exclude, "--protocol reads": protocol, "is the environment": environment}
+    reads = {"--exclude reads": exclude, "--protocol reads": protocol, "holds the runs": runs}
     # a corpus, as in `dropped-v1.2`; with an ending in letters a table
     dropped = None if left_out is None or left_out.suffix[1:].isalpha() else left_out
     for place in (export, dropped):
@@ -109,7 +109,7 @@ def select(
             documents=documents,
             protocol=protocol,
             diversity=diversity,
-            runs=environment,
+            runs=runs,
             cautious=cautious,
             progress=watch,
         )
@@ -129,7 +129,7 @@ def select(
 @command(
     "grasp mix art --by topic --target sciq",
     "grasp mix art --by topic --target sciq=2,openbookqa=1 --distance 30% --cap Games:5% --out mixture.parquet",
-    "grasp mix art --by source --train-tokens 100B --environment dev --weights weights.parquet",
+    "grasp mix art --by source --train-tokens 100B --runs dev --weights weights.parquet",
 )
 def mix(
     art: Art,
@@ -143,7 +143,7 @@ def mix(
         "--max-repeat TIMES", "No row is seen more often; a value keeps 1/TIMES of its share.", 4.0
     ),
     train_tokens: TrainTokens = None,
-    environment: EnvironmentPath = None,
+    runs: RunsPath = None,
     out: Path | None = option("--out FILE", "Parquet of the mixture; its summary and protocol beside it.", None),
     distance: str | None = rare("--distance SHARE", "Move at most so much of the data between values, e.g. 30%.", None),
     weights: Path | None = rare(
@@ -158,7 +158,7 @@ def mix(
     The amount of data stays the same.
     """
     opened = grasp.open(art)
-    reads = {"--protocol reads": protocol, "is the environment": environment}
+    reads = {"--protocol reads": protocol, "holds the runs": runs}
     check_outputs({**beside("--out", out), "--weights": weights}, opened.files.reads | reads)
     mixture = opened.mix(
         by,
@@ -170,7 +170,7 @@ def mix(
         train_tokens=train_tokens,
         protocol=protocol,
         diversity=diversity,
-        runs=environment,
+        runs=runs,
         cautious=cautious,
     )
     print(mixture)

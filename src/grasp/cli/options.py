@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 # What several commands take, declared once: `art: Art`, `runs: RunsDirectory = None`.
 Art = Annotated[str, typer.Argument(metavar="ART", help="Directory or URL of the artifact.")]
 TargetNames = Annotated[str | None, option("--target NAMES", "Targets, separated by commas. Default: all.")]
-EnvironmentPath = Annotated[
+RunsPath = Annotated[
     Path | None,
-    option("--environment DIR", "Runs, retrained or imported: the change in their unit, with an interval."),
+    option("--runs DIR", "Runs, retrained or imported: the change in their unit, with an interval."),
 ]
 ProtocolFile = Annotated[
     Path | None,
@@ -45,7 +45,7 @@ Diversity = Annotated[
 ]
 Cautious = Annotated[
     bool,
-    rare("--cautious", "Maximise the lower end of what the runs of --environment lead to expect."),
+    rare("--cautious", "Maximise the lower end of what --runs lead to expect."),
 ]
 TextColumn = Annotated[
     str | None,
@@ -56,7 +56,7 @@ IdColumn = Annotated[
     option("--id-column COLUMN", 'Column of the names. Default: row_id or id; "" for none.'),
 ]
 Split = Annotated[str | None, option("--split NAME", "Split of a corpus that has several.")]
-Partial = Annotated[bool, rare("--partial", "Use what an unfinished environment has.")]
+Partial = Annotated[bool, rare("--partial", "Use what unfinished runs have.")]
 MethodSettings = Annotated[
     Path | None,
     rare("--method-settings FILE", "YAML of settings by method, or by a label of your own; see grasp methods."),

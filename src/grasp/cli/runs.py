@@ -24,7 +24,7 @@ def root() -> None:
     "grasp runs import mixtures.csv metrics.csv --label source --out runs",
     "grasp runs import runs.csv --label source --weights 'train_*' --metrics 'eval/*' --out runs",
     "grasp runs import mixtures.csv harness/ --label source --out runs",
-    "grasp predict art --by source --environment runs",
+    "grasp predict art --by source --runs runs",
     name="import",
     group=runs,
 )
@@ -35,7 +35,7 @@ def import_runs(
     results: Path | None = typer.Argument(
         None, metavar="[RESULTS]", help="What came out: CSV, Parquet, or a directory of lm-evaluation-harness."
     ),
-    out: Path = option("--out DIR", "Directory of the runs, for --environment."),
+    out: Path = option("--out DIR", "Directory of the runs, for --runs."),
     label: str | None = option(
         "--label LABEL", "Column of the corpus whose values the weights are of, e.g. source.", None
     ),
@@ -66,7 +66,7 @@ def import_runs(
         out=out,
     )
     print(table)
-    print(f"{out}: {len(table):,} runs, for --environment of predict, select, mix, evaluate, calibrate and report")
+    print(f"{out}: {len(table):,} runs, for --runs of predict, select, mix, evaluate, calibrate and report")
 
 
 RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Imported runs, see grasp runs import.")]

@@ -220,13 +220,13 @@ def merge(
     print(f"{out}: {len(done):,} rows of {len(parts)} parts x {', '.join(done.targets)}")
 
 
-@command("grasp info art", "grasp info art --check --environment dev")
+@command("grasp info art", "grasp info art --check --runs dev")
 def info(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact; or a scorer."),
     as_json: bool = option("--json", "Everything, as JSON.", False),
     checked: bool = option("--check", "Check its approximations on its own rows instead.", False),
-    environment: Path | None = option(
-        "--environment DIR", "With --check: retrained subsets; do predictions order them rightly?", None
+    runs: Path | None = option(
+        "--runs DIR", "With --check: retrained subsets; do predictions order them rightly?", None
     ),
     protocol: ProtocolFile = None,
     assignments: OwnSettings = [],
@@ -244,10 +244,10 @@ def info(
 
     if checked:
         own = merged(None, assignments, {})
-        checks = grasp.open(path).check(runs=environment, protocol=protocol, own=own)
+        checks = grasp.open(path).check(runs=runs, protocol=protocol, own=own)
         print(checks.to_json() if as_json else checks)
         return
-    for flag, value in (("--environment", environment), ("--protocol", protocol), ("--set", assignments)):
+    for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):
         if value:
             raise SettingsError(f"{flag}: no meaning without --check; leave it out")
     if is_scorer(path):

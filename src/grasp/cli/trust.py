@@ -76,7 +76,7 @@ def methods(
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
 )
 def retrain(
-    out: Path = option("--out DIR", "Directory of the environment; several processes may share it."),
+    out: Path = option("--out DIR", "Directory of the runs; several processes may share it."),
     corpus: str | None = option("--corpus PATH", "Parquet, JSONL(.gz/.zst), a directory, or a URL.", None),
     targets: str | None = option("--targets NAMES", "Tasks or JSONL files, separated by commas.", None),
     like: str | None = option(
@@ -150,15 +150,15 @@ def retrain(
 
 
 @command(
-    "grasp evaluate art --environment env --protocol protocol.yaml --csv result.csv",
-    "grasp evaluate art --environment test --controls --development dev --oracle ridge",
-    "grasp evaluate art --environment env --methods bm25,loss,datamodels",
-    "grasp evaluate art --environment env --method-settings methods.yaml --checkpoints env/reference/seed-0",
-    "grasp evaluate art --environment env --predictions theirs.parquet --predictions row_scores.npy",
+    "grasp evaluate art --runs env --protocol protocol.yaml --csv result.csv",
+    "grasp evaluate art --runs test --controls --development dev --oracle ridge",
+    "grasp evaluate art --runs env --methods bm25,loss,datamodels",
+    "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
+    "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
 )
 def evaluate(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of the artifact."),
-    environment: Path = option("--environment DIR", "Directory of retrained subsets; see grasp retrain."),
+    runs: Path = option("--runs DIR", "Directory of retrained subsets; see grasp retrain."),
     protocol: Path | None = option("--protocol FILE", "Protocol file, compared beside the one that ships.", None),
     target: TargetNames = None,
     methods: str | None = option("--methods NAMES", "Published methods, separated by commas; see grasp methods.", None),
@@ -172,7 +172,7 @@ def evaluate(
     partial: Partial = False,
     controls: bool = rare("--controls", "The paper's controls and ablations as well.", False),
     development: list[Path] = rare(
-        "--development DIR", "Environment that the controls' weights are selected on; repeatable.", []
+        "--development DIR", "Runs that the controls' weights are selected on; repeatable.", []
     ),
     family: Path | None = rare("--family FILE", "Protocols that the controls take parts away from.", None),
     method_settings: MethodSettings = None,
@@ -191,7 +191,7 @@ def evaluate(
     """
     art = grasp.open(path)
     read: dict[str, Reads] = {
-        "is the environment": environment,
+        "holds the runs": runs,
         "is a checkpoint": checkpoints,
         "--development reads": development,
         "--predictions reads": predictions,
@@ -203,7 +203,7 @@ def evaluate(
     with Watch(quiet=quiet) as watch:
         result = grasp.evaluate(
             art,
-            environment,
+            runs,
             protocol=protocol,
             target=names(target),
             methods=asked_names("--methods", methods),

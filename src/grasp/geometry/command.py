@@ -12,15 +12,13 @@ from grasp.errors import SettingsError
 
 
 @command(
-    "grasp calibrate art --environment dev-topic --environment dev-source --out protocol.yaml",
+    "grasp calibrate art --runs dev-topic --runs dev-source --out protocol.yaml",
     "grasp calibrate --list family.yaml",
-    "grasp calibrate art other-art --environment dev --family family.yaml --out protocol.json",
+    "grasp calibrate art other-art --runs dev --family family.yaml --out protocol.json",
 )
 def calibrate(
-    paths: list[Path] = typer.Argument(
-        None, metavar="[ART]...", help="Artifacts; each serves the environments of its corpus."
-    ),
-    environments: list[Path] = option("--environment DIR", "Development environment to choose on; repeatable.", []),
+    paths: list[Path] = typer.Argument(None, metavar="[ART]...", help="Artifacts; each serves the runs of its corpus."),
+    runs: list[Path] = option("--runs DIR", "Development runs to choose on; repeatable.", []),
     out: Path | None = option("--out FILE", "The chosen protocol, .yaml or .json.", None),
     target: TargetNames = None,
     family: Path | None = option(
@@ -38,7 +36,7 @@ def calibrate(
     """
     if listing is not None:
         check_outputs({"--list": listing})
-        idle = {"ART": paths, "--environment": environments, "--family": family, "--out": out}
+        idle = {"ART": paths, "--runs": runs, "--family": family, "--out": out}
         if any(idle.values()):
             useless = ", ".join(flag for flag, value in idle.items() if value)
             raise SettingsError(f"calibrate: {useless} has no meaning with --list; leave it out")
@@ -49,18 +47,18 @@ def calibrate(
         write_default_family(listing)
         print(f"{listing}: every combination of its lists is one protocol; edit it and pass it with --family")
         return
-    missing = [flag for flag, given in (("ART", paths), ("--environment", environments), ("--out", out)) if not given]
+    missing = [flag for flag, given in (("ART", paths), ("--runs", runs), ("--out", out)) if not given]
     if missing or out is None:
         raise SettingsError(f"calibrate: missing {', '.join(missing)}; see grasp calibrate --help for an example")
     from grasp.geometry.calibration import provenance_path
 
     arts = [grasp.open(path) for path in paths]
     for art in arts:
-        read = art.files.reads | {"is an environment": environments, "--family reads": family}
+        read = art.files.reads | {"holds the runs": runs, "--family reads": family}
         check_outputs({"--out": out, "the record of --out": provenance_path(out)}, read)
     result = grasp.calibrate(
         arts,
-        environments,
+        runs,
         family=family,
         target=names(target),
         delta=delta,

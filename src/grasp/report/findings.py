@@ -236,7 +236,7 @@ NO_TRENDS = Missing(
 )
 NO_ENVIRONMENT = Missing(
     "No environment was given, so nothing here says how far predictions agree with retraining.",
-    "Retrain on some subsets with grasp retrain, and name the directory with --environment.",
+    "Retrain on some subsets with grasp retrain, and name the directory with --runs.",
 )
 NO_SELECTION = Missing(
     "No selection was given.", "Choose rows with grasp select, and name the .json beside its --out with --selection."

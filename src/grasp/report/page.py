@@ -177,7 +177,7 @@ def _actions(found: Findings) -> list[tuple[str, str]]:
     """What to do next, each with its command."""
     art, target = shlex.quote(found.artifact_path), shlex.quote(",".join(found.targets))
     asked = found.request
-    runs = "" if asked.environment is None else f" --environment {shlex.quote(str(asked.environment.path))}"
+    runs = "" if asked.environment is None else f" --runs {shlex.quote(str(asked.environment.path))}"
     lines = []
     if isinstance(found.selection, Missing):
         line = f"grasp select {art} --target {target} --budget 30%{runs} --export kept --out kept.parquet"
@@ -198,7 +198,7 @@ def _commands(found: Findings) -> list[str]:
     if environment is not None:
         where = shlex.quote(str(environment.path))
         lines += [f"grasp retrain --config environment-run.yaml --out {where}"]
-        lines += [f"grasp evaluate {art} --environment {where}"]
+        lines += [f"grasp evaluate {art} --runs {where}"]
     lines += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in found.labels]
     return [*lines, found.request.command] if found.request.command else lines
 

@@ -40,7 +40,7 @@ def _label(found: Findings, label: LabelFindings) -> dict[str, Any]:
     asked = {
         "--target": targets,
         "--protocol": found.request.protocol_path,
-        "--environment": None if runs is None else runs.path,
+        "--runs": None if runs is None else runs.path,
     }
     return {
         "label": slices.label,

@@ -65,7 +65,7 @@ def report(
     paths = {name: None if file is None else Path(file) for name, file in files.items()}
     earlier = [_reader(one) for one in previous]
     reads: dict[str, Reads] = {f"{name} reads": path for name, path in paths.items()}
-    reads |= {"is the environment": None if environment is None else environment.path}
+    reads |= {"holds the runs": None if environment is None else environment.path}
     reads |= {"is an earlier checkpoint's": [one.path for one in earlier]}
     own = Path(protocol) if isinstance(protocol, Path | str) else None
     check_outputs({"out": place}, artifact.reads | reads | {"protocol reads": own})
@@ -99,7 +99,7 @@ def _command(artifact: ArtifactReader, out: Path, request: ReportRequest) -> str
     flags = {
         "--by": ",".join(request.by) or None,
         "--target": None if request.targets is None else ",".join(request.targets),
-        "--environment": None if request.environment is None else request.environment.path,
+        "--runs": None if request.environment is None else request.environment.path,
         "--protocol": request.protocol_path,
         "--selection": request.selection,
         "--mixture": request.mixture,

@@ -195,7 +195,7 @@ class Material:
             SettingsError: none was given.
         """
         if self.retrained is None:
-            raise SettingsError("this method is fitted on retrained subsets; name their directory (--environment)")
+            raise SettingsError("this method is fitted on retrained subsets; name their directory (--runs)")
         return self.retrained
 
 
@@ -286,9 +286,7 @@ class Method(ABC, Generic[S]):
             GraspError: the artifact keeps no tokens, or no environment was named.
         """
         if "environment" in self.looks_at and material.retrained is None:
-            raise SettingsError(
-                f"method {self.name}: is made from retrained subsets; name their directory (--environment)"
-            )
+            raise SettingsError(f"method {self.name}: is made from retrained subsets; name their directory (--runs)")
         if "tokens" in self.looks_at:
             material.require_tokens()
 

@@ -161,7 +161,7 @@ class Environment:
                 }
             )
         build = self.info.build_command(self.path)
-        steps = [f"next: {build}", f"then: grasp evaluate art --environment {self.path}"] if build else []
+        steps = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
         failed = failed_line(self.path, len(self.runs()))
         notes = (*([failed] if failed else []), *steps, geometry().evidence(len(self.subset_ids)))
         return Result(pa.Table.from_pylist(lines), self._headline, notes)
