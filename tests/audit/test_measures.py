@@ -44,7 +44,7 @@ def test_position_gram_is_that_of_the_gradients_in_any_blocks(seed, block):
     hidden, residual, row, gradient = positions(seed)
     flat = gradient.reshape(5, -1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measures, "BLOCK_ELEMENTS", block)
+        patch.setattr(geometric, "BLOCK_ELEMENTS", block)
         found = geometric.position_gram(hidden, csr_array(residual), row, 5)
     np.testing.assert_allclose(found, flat @ flat.T, atol=1e-10)
 

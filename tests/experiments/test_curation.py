@@ -28,6 +28,7 @@ from grasp.settings import build_settings
 from grasp.targets import Unit
 from tests.extract.world import WORDS, write_checkpoint, write_corpus
 from tests.models.toy import InMemoryRows
+from tests.rules import rule
 
 SHAPE = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 48}
 RECIPE = {"shape": SHAPE, "steps": 3, "warmup_steps": 1, "batch_rows": 4}
@@ -205,7 +206,7 @@ def test_the_same_command_again_trains_nothing_and_says_the_same(experiment, mon
 
 
 def test_another_protocol_adds_its_own_and_keeps_the_rest(experiment, tmp_path, monkeypatch):
-    protocol = default_protocol().model_copy(update={"name": "other", "components": {"joint.raw": -5.0}})
+    protocol = rule(**default_protocol().model_dump() | {"name": "other", "components": {"joint.raw": -5.0}})
     save_protocol(protocol, tmp_path / "protocol.yaml")
     before = Environment.open(experiment.work / "llama").subset_ids
     trained = []

@@ -83,10 +83,12 @@ class Origin:
     def rows(self) -> "Store":
         """Rows as the model read them."""
         self.artifact.require_one_corpus()
+        if not self.artifact.tokens_path.exists():
+            raise ArtifactError(f"{self.artifact.where}: keeps no rows; build it with keep_tokens: true")
         try:
             rows = (vision().open_rows if self.has_images else RowStore.open)(self.artifact.tokens_path)
         except CorpusError as err:
-            raise ArtifactError(f"{self.artifact.where}: keeps no rows; build it with keep_tokens: true") from err
+            raise ArtifactError(str(err)) from err
         self.prove(corpus=rows.fingerprint)
         return rows
 
