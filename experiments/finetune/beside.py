@@ -8,22 +8,19 @@ which leaves this one out, does not enter. A number is the rank correlation over
 Shape letters: R runs, T targets, D draws.
 """
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers.utils import logging as hf_logging
 
 from experiments.finetune.further import FEATURES, FORWARD
 from experiments.finetune.methods import artifact_of
-from experiments.finetune.prepare import model_directory, prepared
+from experiments.finetune.prepare import environments_parser, model_directory, prepared
 from experiments.finetune.run import HERE
-from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name, open_corpus
+from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.mistakes import in_one_line
 from grasp.files import write_whole
 from grasp.predict.predictor import Predictor
@@ -98,14 +95,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build what is missing, compare, write."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.beside", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", choices=NAMES)
-    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and artifacts.")
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    hf_logging.disable_progress_bar()
+    given = environments_parser("beside", __doc__).parse_args(arguments)
     reports = [report(name, given.data, given.work) for name in given.names]
     write_whole(given.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
 

@@ -8,7 +8,6 @@ Artifacts are those of `grasp build --train further`, in bfloat16 (the small mod
 Over several environments a form has a lower bound, as in `choice`; a held-out one (`instructions`) stands alone.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
 from scipy.stats import norm
-from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import Method, agreements, noise, records
 from experiments.finetune.methods import artifact_of
-from experiments.finetune.prepare import model_directory, prepared
+from experiments.finetune.prepare import environments_parser, model_directory, prepared
 from experiments.finetune.run import HERE
-from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name, open_corpus
+from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
@@ -130,14 +127,7 @@ def together(names: Sequence[Name], figures: Sequence[dict[str, F64]]) -> list[d
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build, compare, write."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.further", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", choices=NAMES)
-    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and artifacts.")
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    hf_logging.disable_progress_bar()
+    given = environments_parser("further", __doc__).parse_args(arguments)
     if len(given.names) > 1 and "held-out" in {ENVIRONMENTS[name].role for name in given.names}:
         raise GraspError(f"{', '.join(given.names)}: one of them is held out, expected it alone")
     reports, figures = zip(*(report(name, given.data, given.work) for name in given.names), strict=True)

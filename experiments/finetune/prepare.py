@@ -1,12 +1,15 @@
 """Model, tokenizer and rows of an environment, made once and kept in the work directory."""
 
+import argparse
 from functools import cache
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging as hf_logging
 
 from experiments.finetune.contrasts import write_contrasts
-from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, write_corpora, write_longer, write_small
+from experiments.finetune.setting import ENVIRONMENTS, LENGTH, NAMES, Name, write_corpora, write_longer, write_small
 from experiments.finetune.training import load_model, prepare_adapter, prepare_model, with_adapter
 from grasp.corpus import RowStore
 from grasp.corpus.documents import read_documents
@@ -73,3 +76,16 @@ def _train_reference(data: Path, directory: Path) -> None:
     part = directory.with_suffix(".part")
     train(recipe, store, seed=0, tokenizer=tokenizer, out=part)
     part.replace(directory)
+
+
+def environments_parser(module: str, about: str) -> argparse.ArgumentParser:
+    """What a command is asked that judges predictions by the runs of some environments; torch keeps to one thread."""
+    torch.set_num_threads(1)
+    hf_logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(prog=f"python -m experiments.finetune.{module}", description=about.splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    work = Path(__file__).parent / "work"
+    parser.add_argument("--work", type=Path, default=work, help="Model, rows and artifacts.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
+    return parser

@@ -8,23 +8,20 @@ Every start has an artifact of `grasp build --train further`; killed, a build go
 divided by its spread. Nothing is chosen here. What ships is the gradient and a quarter each of token and input.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers.utils import logging as hf_logging
 
 from experiments.finetune.evaluate import Method, compare, noise
 from experiments.finetune.further import FEATURES, relevance
 from experiments.finetune.methods import artifact_of, warm_up
-from experiments.finetune.prepare import model_directory, prepared
+from experiments.finetune.prepare import environments_parser, model_directory, prepared
 from experiments.finetune.run import HERE
-from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name, open_corpus
+from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
 from experiments.finetune.worlds import shares
 from experiments.mistakes import in_one_line
 from grasp.artifact.reader import ArtifactReader
@@ -86,15 +83,9 @@ def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[st
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build, compare, write."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.starts", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", choices=NAMES)
-    parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
+    parser = environments_parser("starts", __doc__)
     parser.add_argument("--starts", default=",".join(STARTS), help="Some of them, separated by commas.")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="Model, rows and artifacts.")
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    hf_logging.disable_progress_bar()
     reports = [report(name, given.starts.split(","), given.data, given.work) for name in given.names]
     write_whole(given.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
 

@@ -3,6 +3,7 @@
 Nobody on the road imports that room. What the road asks of it stands here, and nothing here loads torch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Pictured(Result):
+class Pictured(Result, ABC):
     """A result with pictures beside its table."""
 
     @property
+    @abstractmethod
     def nearest(self) -> list[tuple[str, str | None]]:
         """What to write below each picture, and the picture as a URL of itself, if there is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Everything but the pictures, as JSON has it."""
-        raise NotImplementedError
 
 
 class Vision(Protocol):
