@@ -87,7 +87,8 @@ class Known:
 
     Runs that were drawn by a label vary the slices' shares, and teach what a slice's relevance is worth. One row's is
     noisier, and choosing takes what the noise made look best. So the relevance of a row against the mean of its slice
-    counts WITHIN as much.
+    counts WITHIN as much. That was measured on models trained from scratch; by gradients, for a model that is trained
+    further, it counts whole: there it tells which rows of a slice a run had.
     """
 
     predictor: Predictor
@@ -97,6 +98,7 @@ class Known:
     effect_GT: F64  # its mean over these slices
     kernel_GTM: F64
     sketch_GD: F64
+    within: float  # what relevance within a slice counts
 
     @classmethod
     def of(cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str]) -> Self:
@@ -113,7 +115,8 @@ class Known:
         kernel_GTM = np.stack([one.sums(each) / rows_G1 for one in kernels], axis=2)
         sketch = [part.sums(each) for half, part in predictor.sketches.items() if half != "product"]
         sketch_GD = np.concatenate([np.empty((len(rows_G1), 0)), *sketch], axis=1) / rows_G1
-        return cls(predictor, held, kernels, each.codes_N, effect_GT, kernel_GTM, sketch_GD)
+        within = 1.0 if "gradient" in names else WITHIN
+        return cls(predictor, held, kernels, each.codes_N, effect_GT, kernel_GTM, sketch_GD, within)
 
     def features(self, weights: Weights) -> KnownFeatures:
         """Of one block of subsets."""
@@ -129,9 +132,9 @@ class Known:
         of_slices_BTM = np.einsum("bg,gtm->btm", in_slice_BG / counted_B1, self.kernel_GTM)
         return KnownFeatures(
             np.concatenate([nothing_B0, *(one.sums(weights) / mass_B1 for one in self.indicators)], axis=1),
-            _less(relevance_BT, of_slices_BT),
-            _less(kernel_BTM, of_slices_BTM),
-            _less(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / counted_B1,
+            self._less(relevance_BT, of_slices_BT),
+            self._less(kernel_BTM, of_slices_BTM),
+            self._less(np.concatenate([nothing_B0, *sketch], axis=1), in_slice_BG @ self.sketch_GD) / counted_B1,
             relevance_BT - of_slices_BT,
         )
 
@@ -150,11 +153,14 @@ class Known:
         for sketch, slope_D in zip(halves, np.split(slope.sketch_BD[0], widths), strict=False):
             relevant_N += sketch.dot(slope_D)
         chosen_N = np.asarray(self.predictor.effect_NT @ (slope.within_BT[0] * worth), np.float64)
-        out_N = _less(relevant_N, self._of_slices(relevant_N)) + chosen_N - self._of_slices(chosen_N)
+        out_N = self._less(relevant_N, self._of_slices(relevant_N)) + chosen_N - self._of_slices(chosen_N)
         widths = np.cumsum([one.width for one in self.indicators])
         for one, slope_G in zip(self.indicators, np.split(slope.share_BG[0], widths), strict=False):
             out_N += one.dot(slope_G)
         return out_N
+
+    def _less(self, own: F64, of_slices: F64) -> F64:
+        return np.asarray(of_slices + self.within * (own - of_slices))
 
     def _of_slices(self, values_N: F64) -> F64:
         """The mean over its slice instead of each value."""
@@ -356,10 +362,6 @@ def development_targets(
 
 
 # --------------------------------------------------------------------------------------------------------- inside
-
-
-def _less(own: F64, of_slices: F64) -> F64:
-    return np.asarray(of_slices + WITHIN * (own - of_slices))
 
 
 def _indicators(codes_N: NDArray[np.int32], n_slices: int) -> RowSums:
