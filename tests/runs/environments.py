@@ -31,14 +31,14 @@ def units() -> list[Unit]:
     ]
 
 
-def write_artifact(path: Path, n_rows: int = N_ROWS, **settings) -> ArtifactReader:
-    """Sketches, the token kernel and a topic for every row; seven rows to a shard."""
+def write_artifact(path: Path, n_rows: int = N_ROWS, kernel: str = "token", **settings) -> ArtifactReader:
+    """Sketches, one kernel and a topic for every row; seven rows to a shard."""
     rng = np.random.default_rng(0)
     topic = rng.integers(0, 3, n_rows)
     arrays = {
         "hidden_sketch": (rng.standard_normal((n_rows, 4)) + np.eye(3, 4)[topic]).astype("f4"),
         "residual_sketch": (rng.standard_normal((n_rows, 3)) + 0.5).astype("f4"),
-        "relevance_token": (rng.standard_normal((n_rows, 3)) + 2.0 * np.eye(3)[topic]).astype("f4"),
+        f"relevance_{kernel}": (rng.standard_normal((n_rows, 3)) + 2.0 * np.eye(3)[topic]).astype("f4"),
     }
     specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
     rows = pa.table(

@@ -298,8 +298,10 @@ def test_with_runs_that_agree_with_relevance_its_rows_are_kept(artifact, environ
     assert kept >= 0.75  # what rows are chosen by within their topic counts less beside runs
 
 
-def test_mixtures_of_slices_count_whole_and_rows_chosen_within_them_less(artifact):
-    predictor = Predictor.of(artifact, PROTOCOL)
+@pytest.mark.parametrize(("kernel", "within"), [("token", WITHIN), ("gradient", 1.0)])
+def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole(tmp_path, kernel, within):
+    artifact = write_artifact(tmp_path / "art", kernel=kernel)
+    predictor = Predictor.of(artifact, ScoringProtocol(name="p", match={kernel: 1.0}))
     known = Known.of(predictor, artifact, ("topic",))
     column = LabelTable(artifact.rows_path).column("topic")
     weight_BG = np.array([[2.0, 0.5, 1.0], [1.0, 0.0, 3.0]])
@@ -314,4 +316,4 @@ def test_mixtures_of_slices_count_whole_and_rows_chosen_within_them_less(artifac
     chosen = csr_array(best_N[None])
     own = known.features(chosen)
     assert own.within_BT[0, 0] > 0
-    np.testing.assert_allclose(own.relevance_BT, predictor.change(chosen) - (1 - WITHIN) * own.within_BT, atol=1e-6)
+    np.testing.assert_allclose(own.relevance_BT, predictor.change(chosen) - (1 - within) * own.within_BT, atol=1e-6)
