@@ -44,13 +44,14 @@ RESAMPLES = 400
 def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
     """Negative scores of forward kernels count a quarter, those of gradients whole, but where it says so.
 
-    A build has gradients of a row's whole loss; `mean loss` is that over its tokens.
+    A build has gradients of a row's whole loss; `mean loss` is that over its tokens, `root of tokens` lies between.
     """
     gradient, forward = kernel_of["gradient"], tuple(kernel_of[name] for name in FORWARD)
     out = {
         "gradient": Method((gradient,)),
         "gradient, negative x .25": Method((gradient,), negative=0.25),
         "gradient of the mean loss": Method((gradient / tokens_N[:, None],)),
+        "gradient of the loss over the root of tokens": Method((gradient / np.sqrt(tokens_N)[:, None],)),
         SHIPPED_BEFORE: Method(forward, negative=0.25),
     }
 

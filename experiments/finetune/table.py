@@ -30,6 +30,7 @@ FORMS = {
     "gradient + .25 of token + input, by task": "the same, token and input averaged over the task",
     "gradient": "gradient",
     "gradient of the mean loss": "gradient of the mean loss, not the whole",
+    "gradient of the loss over the root of tokens": "gradient of the loss over the root of its tokens",
     "gradient + .125 of each": "gradient + .125 of each",
     "gradient + .5 of each": "gradient + .5 of each",
     "gradient + .25 of each": "gradient + .25 of each",

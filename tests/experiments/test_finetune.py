@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.finetune import choice
+from experiments.finetune import choice, ekfac
 from experiments.finetune.beside import foretold, rho
 from experiments.finetune.choice import together
 from experiments.finetune.compare import OURS, methods_of, nearest_example
@@ -35,10 +35,15 @@ from experiments.finetune.training import (
     train,
     with_adapter,
 )
+from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
 from grasp.errors import GraspError
+from grasp.features.gradient_match import SampledGradients
+from grasp.models.gradients.layers import as_matrix
 from grasp.predict.labels import LabelColumn
 from grasp.runs.covariance import KnownFeatures
 from grasp.runs.environment import Environment
+from grasp.settings import FeatureSettings
+from tests.baselines.gradient_world import autograd, reference, rows, units
 
 HERE = Path(__file__).parents[2] / "experiments" / "finetune"
 
@@ -349,3 +354,23 @@ def test_the_table_has_every_target_and_the_best_score_first():
     assert lines[2] == "| token + input + shift | .30 [.00, 1.00] |  | .30 | .50 [-.25, 1.00] |"
     assert lines[3].startswith("| BM25 | .10 ")
     assert lines[4] == ""
+
+
+def test_ekfac_in_sampled_coordinates_is_ekfac_where_all_are_taken():
+    model = reference("llama", torch.float64, batch_tokens=512)
+    gradients = SampledGradients.choose(model, FeatureSettings(gradient_coordinates="all"))
+    engine, examples, asked = gradients.engine, rows(), units()
+    uniforms = [np.random.default_rng(i).random(one.labels) for i, one in enumerate(examples)]
+    fisher = Fisher(examples, uniforms)
+    turned = ekfac.Turned(gradients, fisher)
+    lambdas = corrected_eigenvalues(engine, fisher, turned.bases)
+    lambda_K = turned.eigenvalues()
+    np.testing.assert_allclose(lambda_K, torch.cat([one.flatten() for one in lambdas]), rtol=1e-6, atol=1e-12)
+    row_K, unit_K = (turned.taken([one])[0].double().numpy() for one in (examples[0], asked[0]))
+    got = float(row_K @ (ekfac.damped(lambda_K, gradients, 0.1) * unit_K))
+    row, unit = (autograd(model, one) for one in (examples[0], asked[0]))
+    want = 0.0
+    for block, basis, lambda_XY in zip(engine.layers.blocks, turned.bases, lambdas, strict=True):
+        solved = basis.back(basis.into(as_matrix(block, unit)) / (lambda_XY + 0.1 * lambda_XY.mean()))
+        want += float((as_matrix(block, row) * solved).sum())
+    assert got == pytest.approx(want, rel=1e-6)
